@@ -1,6 +1,7 @@
 //! The first boot of a machine, run by the script in its user-data: stages and failures are reported to the platform
 //! before and after the product's binary exists, interrupted work is completed, and no credential is an argument of a
 //! process.
+//!
 //! The files come from rendered user-data, below a directory that replaces `/`. The bundle, `svc`, curl and tar are
 //! real; fakes of the machine's own programs record their calls.
 
@@ -109,13 +110,13 @@ impl Machine {
 
     /// Boots, and returns the exit code of the script.
     async fn boot(&self) -> i32 {
-        let ended = self.run(&[]).await;
+        let status = self.run(&[]).await;
         let calls = self.calls();
         assert!(
             !["svcr_", "svcu_"].iter().any(|token| calls.contains(token)),
             "a token is an argument: {calls}"
         );
-        ended.code().unwrap()
+        status.code().unwrap()
     }
 
     async fn run(&self, extra: &[(&str, &str)]) -> ExitStatus {
@@ -125,9 +126,9 @@ impl Machine {
         shell.arg(root.join("opt/svc/first-boot.sh")).env_clear().env("DIR", &root).env("SVC_ROOT", &root);
         shell.env("CURL", which("curl", &path)).env("SVC_SYSTEMCTL", root.join("fakes/systemctl"));
         shell.env("PATH", format!("{}/fakes:{path}", root.display())).envs(extra.iter().copied());
-        let ended = tokio::task::spawn_blocking(move || shell.output().unwrap()).await.unwrap();
-        println!("{}{}", String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
-        ended.status
+        let output = tokio::task::spawn_blocking(move || shell.output().unwrap()).await.unwrap();
+        println!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        output.status
     }
 
     fn calls(&self) -> String {
@@ -280,8 +281,8 @@ async fn user_data_boots_a_machine_to_its_target() {
         let place = calls.lines().position(|line| line.contains(call));
         place.unwrap_or_else(|| panic!("no {call} in {calls}"))
     };
-    let (closed, fetched) = (line_of("nft list table inet svc"), line_of("--output bundle.tar.gz"));
-    assert!(closed < fetched, "the firewall is active before any download: {calls}");
+    let (firewall, download) = (line_of("nft list table inet svc"), line_of("--output bundle.tar.gz"));
+    assert!(firewall < download, "the firewall is active before any download: {calls}");
     assert!(
         line_of("systemctl enable svc.target") < line_of("systemctl disable svc-first-boot.service"),
         "{calls}"
@@ -299,7 +300,7 @@ async fn interrupted_download_is_resumed() {
 }
 
 #[tokio::test]
-async fn public_address_of_the_platform_gets_the_token() {
+async fn token_is_sent_to_public_address() {
     let machine = Machine::new(BundleResponse::FromPublicAddress).await;
     assert_eq!(machine.boot().await, 0, "{}", machine.calls());
     let fetched: Vec<_> = machine.requests().into_iter().filter(|line| line.starts_with("GET ")).collect();
@@ -323,10 +324,13 @@ async fn partial_download_of_other_content_is_discarded() {
 #[tokio::test]
 async fn transient_program_failure_is_retried() {
     let machine = Machine::new(BundleResponse::Whole).await;
-    let systemctl = |more: &str| machine.add_program("systemctl", &format!("{more}\n{SYSTEMCTL}"));
+    let systemctl = |prelude: &str| machine.add_program("systemctl", &format!("{prelude}\n{SYSTEMCTL}"));
     systemctl("[ \"$*\" != 'enable svc.target' ] || exit 1");
-    let ended = machine.boot().await;
-    assert!(ended != 0 && ended != 99 && machine.requests_to("boot-failure").is_empty(), "exit code {ended}");
+    let exit_code = machine.boot().await;
+    assert!(
+        exit_code != 0 && exit_code != 99 && machine.requests_to("boot-failure").is_empty(),
+        "exit code {exit_code}"
+    );
     systemctl("");
     assert_eq!(machine.boot().await, 0, "{}", machine.calls());
 }
@@ -415,8 +419,8 @@ async fn power_cut_at_any_step_is_recovered_by_next_boot() {
         let kill = format!("case \"{program} $*\" in \"{cut}\"*) kill -9 $PPID; exit ;; esac\n");
         let body = whole.splitn(3, '\n').nth(2).unwrap();
         machine.add_program(program, &format!("{kill}{body}"));
-        let ended = machine.run(&[]).await;
-        assert!(!machine.is_complete() && !ended.success(), "{cut}: the power was not cut");
+        let status = machine.run(&[]).await;
+        assert!(!machine.is_complete() && !status.success(), "{cut}: the power was not cut");
         machine.add_program(program, body);
         assert_eq!(machine.boot().await, 0, "{cut}: {}", machine.calls());
         assert!(machine.is_complete(), "{cut}");
@@ -424,7 +428,7 @@ async fn power_cut_at_any_step_is_recovered_by_next_boot() {
     }
 }
 
-/// An interrupted release set-up is completed, without a second download.
+/// An interrupted release setup is completed, without a second download.
 #[tokio::test]
 async fn interrupted_release_setup_is_completed() {
     for point in ["update.renamed", "update.switched", "update.linked"] {

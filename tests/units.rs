@@ -91,13 +91,13 @@ fn units() -> Vec<Unit> {
     units
 }
 
-fn platform() -> Unit {
+fn platform_unit() -> Unit {
     Unit::read(Path::new(env!("CARGO_MANIFEST_DIR")).join(PLATFORM_UNIT))
 }
 
 /// All services of the product: the machine's and the platform's.
 fn services() -> Vec<Unit> {
-    units().into_iter().filter(Unit::is_service).chain([platform()]).collect()
+    units().into_iter().filter(Unit::is_service).chain([platform_unit()]).collect()
 }
 
 fn output_text(output: &Output) -> String {
@@ -149,7 +149,7 @@ fn systemd_verifies_all_units() {
     assert_eq!(verify(&units()), "");
     let first = include_str!("../cloud-init/svc-first-boot.service");
     assert_eq!(verify(&[Unit::from_text("svc-first-boot.service", first)]), "");
-    assert_eq!(verify(&[platform()]), "");
+    assert_eq!(verify(&[platform_unit()]), "");
     for invalid in [
         "[Service]\nExecStart=/bin/sh\nRestrat=always\n",
         "[Service]\nExecStart=/opt/svc/bin/x\nType=often\n",
@@ -191,7 +191,7 @@ fn forbidden_system_call_returns_an_error() {
 }
 
 #[test]
-fn target_wants_every_unit_without_another_starter() {
+fn target_wants_every_untriggered_unit() {
     let units = units();
     let target = units.iter().find(|unit| unit.name == "svc.target").unwrap();
     let wanted = target.split_values("Wants");

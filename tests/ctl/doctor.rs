@@ -230,7 +230,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
         assert_eq!(healthy.levels(check), ["ok"], "{check}: {}", healthy.text);
     }
     healthy.expect("backup", "warning", "no backup on this machine yet");
-    healthy.expect("units", "skipped", "systemd does not run here");
+    healthy.expect("units", "skipped", "systemd is not running here");
     healthy.expect("ports", "skipped", "shares its network");
 
     // The text output contains the findings, too.
@@ -300,8 +300,8 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     };
     let last = "var/lib/svc/update/last.json";
     let rolled_back = fleet.check_with(last, |_| Some(outcome("rolled_back"))).await;
-    rolled_back.expect("update", "warning", "ended rolled_back in the stage health: not ready");
-    fleet.check_with(last, |_| Some(outcome("failed"))).await.expect("update", "problem", "ended failed");
+    rolled_back.expect("update", "warning", "ended with rolled_back in the stage health: not ready");
+    fleet.check_with(last, |_| Some(outcome("failed"))).await.expect("update", "problem", "with failed");
 
     let static_keys =
         fleet.check_with("opt/svc/env/r2.env", |text| Some(unset(text, "AWS_CREDENTIAL_EXPIRATION"))).await;

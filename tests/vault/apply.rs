@@ -10,21 +10,21 @@ use futures_util::StreamExt;
 use kit::bundle::Manifest;
 use serde_json::Value;
 
-use super::stage::{CREATED_AT, NEW, OLD, Published, Stage, key};
+use super::update_fixture::{CREATED_AT, NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFixture, key};
 
-fn broken_release() -> Result<Published> {
-    Published::new(NEW, &[("app/broken", "")])
+fn broken_release() -> Result<PublishedRelease> {
+    PublishedRelease::new(NEW_VERSION, &[("app/broken", "")])
 }
 
 #[tokio::test]
 async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
-    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
-    stage.apply(NEW).await?.expect(0);
-    stage.assert_running(NEW)?;
-    let last = stage.last_update()?;
+    let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
+    fixture.apply(NEW_VERSION).await?.expect(0);
+    fixture.assert_running(NEW_VERSION)?;
+    let last = fixture.last_update()?;
     assert_eq!(
         (&last["version"], &last["outcome"], &last["stage"]),
-        (&NEW.into(), &"updated".into(), &"done".into())
+        (&NEW_VERSION.into(), &"updated".into(), &"done".into())
     );
     let expected_calls = [
         "start --no-block svc-db-backup-request.service",
@@ -36,68 +36,68 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
         "restart svc-sync-agent.service",
         "restart svc-watch.service",
     ];
-    assert_eq!(stage.service_calls()?[1..], expected_calls, "after the calls of the boot");
-    let requests = stage.source.requests();
+    assert_eq!(fixture.service_calls()?[1..], expected_calls, "after the calls of the boot");
+    let requests = fixture.source.requests();
     assert!(
         requests
             .iter()
             .all(|request| request.authorization.as_deref() == Some("Bearer upgrade-token-of-a-machine"))
     );
 
-    let before = requests.len();
-    let again = stage.apply(NEW).await?.expect(0);
+    let request_count = requests.len();
+    let again = fixture.apply(NEW_VERSION).await?.expect(0);
     assert!(again.stdout.contains("is current"), "{}", again.stdout);
-    assert_eq!(stage.source.requests().len(), before, "the current release is not requested");
+    assert_eq!(fixture.source.requests().len(), request_count, "the current release is not requested");
 
     // Rolls back to the previous release, without an automatic update afterwards.
-    stage.run(&["rollback"], None).await?.expect(0);
-    stage.assert_running(OLD)?;
-    let refused = stage.apply(NEW).await?.expect(65);
+    fixture.run(&["rollback"], None).await?.expect(0);
+    fixture.assert_running(OLD_VERSION)?;
+    let refused = fixture.apply(NEW_VERSION).await?.expect(65);
     assert!(refused.stderr.contains("--allow-quarantined"), "{}", refused.stderr);
-    let none = stage.run(&["rollback"], None).await?.expect(65);
+    let none = fixture.run(&["rollback"], None).await?.expect(65);
     assert!(none.stderr.contains("no previous release to roll back to"), "{}", none.stderr);
-    stage.run(&["apply", "--version", NEW, "--allow-quarantined"], None).await?.expect(0);
-    stage.assert_running(NEW)?;
-    let status = stage.status().await?;
-    assert_eq!((&status["previous"], &status["quarantined"]), (&OLD.into(), &serde_json::json!([])));
-    let outcomes: Vec<Value> = stage.history()?.iter().map(|line| line["outcome"].clone()).collect();
+    fixture.run(&["apply", "--version", NEW_VERSION, "--allow-quarantined"], None).await?.expect(0);
+    fixture.assert_running(NEW_VERSION)?;
+    let status = fixture.status().await?;
+    assert_eq!((&status["previous"], &status["quarantined"]), (&OLD_VERSION.into(), &serde_json::json!([])));
+    let outcomes: Vec<Value> = fixture.history()?.iter().map(|line| line["outcome"].clone()).collect();
     assert_eq!(outcomes, ["updated", "updated", "refused", "updated"]);
-    let history = stage.run(&["history"], None).await?.expect(0).stdout;
+    let history = fixture.run(&["history"], None).await?.expect(0).stdout;
     assert_eq!(history.lines().count(), 4, "{history}");
     Ok(())
 }
 
 #[tokio::test]
 async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
-    let stage = Stage::new().await?;
-    let good = Published::new(NEW, &[])?;
-    let end = format!("/{NEW}/svc-host-bundle.tar.gz");
+    let fixture = UpdateFixture::new().await?;
+    let good = PublishedRelease::new(NEW_VERSION, &[])?;
+    let end = format!("/{NEW_VERSION}/svc-host-bundle.tar.gz");
     let refused = async |what: &str, failed_stage: &str, words: &str| -> Result<()> {
-        let ended = stage.apply(NEW).await?.expect(65);
-        assert!(ended.stderr.contains(words), "{what}: {}", ended.stderr);
-        let last = stage.last_update()?;
+        let result = fixture.apply(NEW_VERSION).await?.expect(65);
+        assert!(result.stderr.contains(words), "{what}: {}", result.stderr);
+        let last = fixture.last_update()?;
         assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &failed_stage.into()), "{what}");
-        stage.assert_untouched().context(what.to_owned())
+        fixture.assert_untouched().context(what.to_owned())
     };
     for suffix in [".json", ".json.sig"] {
-        good.serve(&stage.source)?;
-        stage.source.put(&format!("{end}{suffix}"), None);
+        good.serve(&fixture.source)?;
+        fixture.source.put(&format!("{end}{suffix}"), None);
         refused(suffix, "manifest", "404").await?;
     }
-    good.serve(&stage.source)?;
+    good.serve(&fixture.source)?;
     let flip = |mut bytes: Vec<u8>, at: usize| {
         bytes[at] ^= 1;
         bytes
     };
     let manifest = good.manifest.text()?.into_bytes();
-    stage.source.put(&format!("{end}.json"), Some(flip(manifest, 30)));
+    fixture.source.put(&format!("{end}.json"), Some(flip(manifest, 30)));
     refused("a bit of the manifest", "manifest", "does not match this manifest").await?;
-    good.serve(&stage.source)?;
+    good.serve(&fixture.source)?;
     let signature = key()?.signature_line(good.manifest.text()?.as_bytes()).into_bytes();
-    stage.source.put(&format!("{end}.json.sig"), Some(flip(signature, 40)));
+    fixture.source.put(&format!("{end}.json.sig"), Some(flip(signature, 40)));
     refused("a bit of the signature", "manifest", "signature").await?;
-    good.serve(&stage.source)?;
-    stage.source.put(&end, Some(flip(good.archive.clone(), good.archive.len() / 2)));
+    good.serve(&fixture.source)?;
+    fixture.source.put(&end, Some(flip(good.archive.clone(), good.archive.len() / 2)));
     refused("a bit of the archive", "download", "the archive is damaged").await?;
 
     for (what, words, failed_stage, change) in [
@@ -133,92 +133,101 @@ async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
             Manifest { created_at: "2025-01-01T00:00:00.000Z".to_owned(), ..good.manifest.clone() },
         ),
     ] {
-        good.serve(&stage.source)?;
+        good.serve(&fixture.source)?;
         let text = change.text()?;
-        stage.source.put(&format!("{end}.json"), Some(text.clone().into_bytes()));
-        stage
+        fixture.source.put(&format!("{end}.json"), Some(text.clone().into_bytes()));
+        fixture
             .source
             .put(&format!("{end}.json.sig"), Some(key()?.signature_line(text.as_bytes()).into_bytes()));
         refused(what, failed_stage, words).await?;
     }
-    stage.run(&["apply", "--version", NEW, "--allow-downgrade"], None).await?.expect(0);
-    stage.assert_running(NEW)
+    fixture.run(&["apply", "--version", NEW_VERSION, "--allow-downgrade"], None).await?.expect(0);
+    fixture.assert_running(NEW_VERSION)
 }
 
 #[tokio::test]
 async fn keys_in_host_env_are_not_trusted() -> Result<()> {
-    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
-    fs::remove_file(stage.machine.path("opt/svc/env/update.env"))?;
+    let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
+    fs::remove_file(fixture.machine.path("opt/svc/env/update.env"))?;
     let own = key()?.public_key_base64();
-    stage.machine.add_env("host.env", &[("SVC_BUNDLE_PUBLIC_KEYS", &own)])?;
-    let refused = stage.apply(NEW).await?.expect(65);
+    fixture.machine.add_env("host.env", &[("SVC_BUNDLE_PUBLIC_KEYS", &own)])?;
+    let refused = fixture.apply(NEW_VERSION).await?.expect(65);
     assert!(refused.stderr.contains("no key is trusted"), "{}", refused.stderr);
-    stage.assert_untouched()
+    fixture.assert_untouched()
 }
 
 #[tokio::test]
 async fn release_whose_program_fails_is_never_current() -> Result<()> {
-    let stage = Stage::with_release(&Published::new(NEW, &[("bin/svc", "#!/no/such/thing\n")])?).await?;
-    let refused = stage.apply(NEW).await?.expect(65);
-    assert_eq!(stage.last_update()?["stage"], "trial", "{}", refused.stderr);
-    stage.assert_untouched()
+    let fixture = UpdateFixture::with_release(&PublishedRelease::new(
+        NEW_VERSION,
+        &[("bin/svc", "#!/no/such/thing\n")],
+    )?)
+    .await?;
+    let refused = fixture.apply(NEW_VERSION).await?.expect(65);
+    assert_eq!(fixture.last_update()?["stage"], "trial", "{}", refused.stderr);
+    fixture.assert_untouched()
 }
 
 #[tokio::test]
 async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
-    let stage = Stage::with_release(&broken_release()?).await?;
-    stage.request_update(NEW)?;
-    let ended = stage.run(&["apply", "--request"], None).await?.expect(0);
-    assert!(ended.stdout.contains("the previous release is running again"), "{}", ended.stdout);
-    stage.assert_running(OLD)?;
-    let last = stage.last_update()?;
+    let fixture = UpdateFixture::with_release(&broken_release()?).await?;
+    fixture.request_update(NEW_VERSION)?;
+    let result = fixture.run(&["apply", "--request"], None).await?.expect(0);
+    assert!(result.stdout.contains("the previous release is running again"), "{}", result.stdout);
+    fixture.assert_running(OLD_VERSION)?;
+    let last = fixture.last_update()?;
     assert_eq!(
         (&last["outcome"], &last["stage"], &last["requestId"]),
-        (&"rolled_back".into(), &"health".into(), &"asked-for-it".into())
+        (&"rolled_back".into(), &"health".into(), &"update-request-1".into())
     );
     assert!(last["error"].as_str().is_some_and(|why| why.contains("svc-gateway.service failed")), "{last}");
-    assert_eq!(stage.status().await?["quarantined"][0]["version"], NEW);
-    let before = stage.source.requests().len();
-    stage.request_update(NEW)?;
-    stage.run(&["apply", "--request"], None).await?.expect(0);
-    assert_eq!(stage.last_update()?["outcome"], "refused");
-    assert_eq!(stage.source.requests().len(), before, "the release was fetched again");
-    stage.assert_running(OLD)?;
-    assert!(!stage.machine.path("opt/svc/releases").join(NEW).exists(), "a failed release must be removed");
+    assert_eq!(fixture.status().await?["quarantined"][0]["version"], NEW_VERSION);
+    let request_count = fixture.source.requests().len();
+    fixture.request_update(NEW_VERSION)?;
+    fixture.run(&["apply", "--request"], None).await?.expect(0);
+    assert_eq!(fixture.last_update()?["outcome"], "refused");
+    assert_eq!(fixture.source.requests().len(), request_count, "the release was fetched again");
+    fixture.assert_running(OLD_VERSION)?;
+    assert!(
+        !fixture.machine.path("opt/svc/releases").join(NEW_VERSION).exists(),
+        "a failed release must be removed"
+    );
     Ok(())
 }
 
 #[tokio::test]
 async fn boot_does_not_change_the_current_release() -> Result<()> {
-    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
-    stage.apply(NEW).await?.expect(0);
-    let unit = stage.machine.path(&format!("etc/systemd/system/svc-{NEW}.service"));
+    let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
+    fixture.apply(NEW_VERSION).await?.expect(0);
+    let unit = fixture.machine.path(&format!("etc/systemd/system/svc-{NEW_VERSION}.service"));
     fs::remove_file(&unit)?;
-    let before = stage.source.requests().len();
-    stage.run(&["boot"], None).await?.expect(0);
-    stage.assert_running(NEW)?;
-    assert_eq!(stage.source.requests().len(), before, "the release of user-data was fetched");
+    let request_count = fixture.source.requests().len();
+    fixture.run(&["boot"], None).await?.expect(0);
+    fixture.assert_running(NEW_VERSION)?;
+    assert_eq!(fixture.source.requests().len(), request_count, "the release of user-data was fetched");
 
-    stage.run(&["rollback"], Some("update.activating=return(kill)")).await?.expect_killed();
-    let refused = stage.run(&["boot"], None).await?.expect(75);
+    fixture.run(&["rollback"], Some("update.activating=return(kill)")).await?.expect_killed();
+    let refused = fixture.run(&["boot"], None).await?.expect(75);
     assert!(refused.stderr.contains("`svc-update resume` finishes it"), "{}", refused.stderr);
-    stage.run(&["resume"], None).await?.expect(0);
-    stage.run(&["boot"], None).await?.expect(0);
-    stage.assert_running(OLD)
+    fixture.run(&["resume"], None).await?.expect(0);
+    fixture.run(&["boot"], None).await?.expect(0);
+    fixture.assert_running(OLD_VERSION)
 }
 
 #[tokio::test]
-async fn units_of_a_release_stop_with_it() -> Result<()> {
-    let stage = Stage::with_release(&broken_release()?).await?;
+async fn units_stop_with_their_release() -> Result<()> {
+    let fixture = UpdateFixture::with_release(&broken_release()?).await?;
     // svc-code is still starting when the update begins; the update does not wait for it.
-    fs::write(stage.machine.path("state-svc-code.service"), "activating\n")?;
-    stage.apply(NEW).await?.expect(65);
-    stage.assert_running(OLD)?;
-    let service_calls = stage.service_calls()?;
+    fs::write(fixture.machine.path("state-svc-code.service"), "activating\n")?;
+    fixture.apply(NEW_VERSION).await?.expect(65);
+    fixture.assert_running(OLD_VERSION)?;
+    let service_calls = fixture.service_calls()?;
     let new = ["stop svc-2026.1.0.service", "daemon-reload", "restart svc-gateway.service"];
     assert_eq!(service_calls[2..5], new, "after the calls of the boot and the snapshot");
-    let rollback_start =
-        service_calls.iter().position(|word| word == "stop svc-2026.2.0.service").context("not stopped")?;
+    let rollback_start = service_calls
+        .iter()
+        .position(|word| word == "stop svc-2026.2.0.service")
+        .context("the removed unit was not stopped")?;
     assert_eq!(
         service_calls[rollback_start + 1],
         "daemon-reload",
@@ -237,94 +246,94 @@ async fn units_of_a_release_stop_with_it() -> Result<()> {
 
 #[tokio::test]
 async fn release_without_a_required_part_is_never_current() -> Result<()> {
-    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
-    let current = stage.machine.path("opt/svc/releases").join(OLD);
+    let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
+    let current = fixture.machine.path("opt/svc/releases").join(OLD_VERSION);
     for part in ["app/shell", "runtime/postgres/bin/pg_dump"] {
-        let has = current.join(part);
-        fs::create_dir_all(&has)?;
-        let refused = stage.apply(NEW).await?.expect(65);
+        let part_dir = current.join(part);
+        fs::create_dir_all(&part_dir)?;
+        let refused = fixture.apply(NEW_VERSION).await?.expect(65);
         assert!(refused.stderr.contains(&format!("lacks {part}")), "{}", refused.stderr);
-        let last = stage.last_update()?;
+        let last = fixture.last_update()?;
         assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &"preflight".into()));
-        stage.assert_untouched()?;
-        fs::remove_dir(&has)?;
+        fixture.assert_untouched()?;
+        fs::remove_dir(&part_dir)?;
     }
     // The owner's code-server is optional.
     fs::create_dir_all(current.join("runtime/code-server"))?;
-    stage.apply(NEW).await?.expect(0);
-    stage.assert_running(NEW)
+    fixture.apply(NEW_VERSION).await?.expect(0);
+    fixture.assert_running(NEW_VERSION)
 }
 
 #[tokio::test]
 async fn release_that_removes_a_part_needs_an_allowance() -> Result<()> {
-    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
-    let current = stage.machine.path("opt/svc/releases").join(OLD);
+    let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
+    let current = fixture.machine.path("opt/svc/releases").join(OLD_VERSION);
     let path = current.join("release.json");
     let mut release: Value = serde_json::from_slice(&fs::read(&path)?)?;
     for name in ["code-server", "agents/claude"] {
         let part = serde_json::json!({ "name": name, "version": "1", "path": format!("runtime/{name}") });
-        release["components"].as_array_mut().context("components")?.push(part);
+        release["components"].as_array_mut().context("no components")?.push(part);
         fs::create_dir_all(current.join("runtime").join(name))?;
     }
     fs::write(&path, release.to_string())?;
-    let refused = stage.apply(NEW).await?.expect(65);
+    let refused = fixture.apply(NEW_VERSION).await?.expect(65);
     assert!(refused.stderr.contains("lacks code-server, agents/claude"), "{}", refused.stderr);
-    let last = stage.last_update()?;
+    let last = fixture.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &"preflight".into()));
-    stage.assert_untouched()?;
+    fixture.assert_untouched()?;
     // A signed manifest that removes only one of them, for every machine.
-    let mut removing = Published::new(NEW, &[])?;
+    let mut removing = PublishedRelease::new(NEW_VERSION, &[])?;
     removing.manifest.removes = vec!["code-server".to_owned()];
-    removing.serve(&stage.source)?;
-    let refused = stage.apply(NEW).await?.expect(65);
+    removing.serve(&fixture.source)?;
+    let refused = fixture.apply(NEW_VERSION).await?.expect(65);
     assert!(refused.stderr.contains("lacks agents/claude,"), "{}", refused.stderr);
-    Published::new(NEW, &[])?.serve(&stage.source)?;
+    PublishedRelease::new(NEW_VERSION, &[])?.serve(&fixture.source)?;
     // A request from the platform cannot permit the removal.
-    stage.run(&["apply", "--request", "--allow-removal", "code-server"], None).await?.expect(64);
-    let apply = ["apply", "--version", NEW, "--allow-removal", "code-server"];
-    stage.run(&apply, None).await?.expect(65);
+    fixture.run(&["apply", "--request", "--allow-removal", "code-server"], None).await?.expect(64);
+    let apply = ["apply", "--version", NEW_VERSION, "--allow-removal", "code-server"];
+    fixture.run(&apply, None).await?.expect(65);
     let apply: Vec<&str> = apply.into_iter().chain(["--allow-removal", "agents/claude"]).collect();
-    stage.run(&apply, None).await?.expect(0);
-    stage.assert_running(NEW)
+    fixture.run(&apply, None).await?.expect(0);
+    fixture.assert_running(NEW_VERSION)
 }
 
 #[tokio::test]
 async fn signed_manifest_removes_a_part_on_every_machine() -> Result<()> {
-    let mut removing = Published::new(NEW, &[])?;
+    let mut removing = PublishedRelease::new(NEW_VERSION, &[])?;
     removing.manifest.removes = vec!["code-server".to_owned(), "never-installed".to_owned()];
-    let stage = Stage::with_release(&removing).await?;
-    let current = stage.machine.path("opt/svc/releases").join(OLD);
+    let fixture = UpdateFixture::with_release(&removing).await?;
+    let current = fixture.machine.path("opt/svc/releases").join(OLD_VERSION);
     let path = current.join("release.json");
     let mut release: Value = serde_json::from_slice(&fs::read(&path)?)?;
     let part = serde_json::json!({ "name": "code-server", "version": "1", "path": "runtime/code-server" });
-    release["components"].as_array_mut().context("components")?.push(part);
+    release["components"].as_array_mut().context("no components")?.push(part);
     fs::create_dir_all(current.join("runtime/code-server"))?;
     fs::write(&path, release.to_string())?;
-    stage.apply(NEW).await?.expect(0);
-    stage.assert_running(NEW)
+    fixture.apply(NEW_VERSION).await?.expect(0);
+    fixture.assert_running(NEW_VERSION)
 }
 
 /// The log belongs to the gateway's user, who could not append to a file that root owns.
 #[tokio::test]
 async fn outcome_is_logged_in_a_file_of_the_directory_owner() -> Result<()> {
     const GATEWAY: u32 = 4940;
-    let published = Published::new(NEW, &[])?;
-    let stage = Stage::with_release(&published).await?;
-    let logs = stage.machine.path("home/svc/home/system/logs");
+    let published = PublishedRelease::new(NEW_VERSION, &[])?;
+    let fixture = UpdateFixture::with_release(&published).await?;
+    let logs = fixture.machine.path("home/svc/home/system/logs");
     fs::create_dir_all(&logs)?;
     let is_root = nix::unistd::geteuid().is_root();
     if is_root {
         std::os::unix::fs::chown(&logs, Some(GATEWAY), Some(GATEWAY))?;
     }
-    stage.source.put(&format!("/{NEW}/svc-host-bundle.tar.gz.json"), None);
-    stage.apply(NEW).await?.expect(65);
-    published.serve(&stage.source)?;
-    stage.apply(NEW).await?.expect(0);
+    fixture.source.put(&format!("/{NEW_VERSION}/svc-host-bundle.tar.gz.json"), None);
+    fixture.apply(NEW_VERSION).await?.expect(65);
+    published.serve(&fixture.source)?;
+    fixture.apply(NEW_VERSION).await?.expect(0);
     let text = fs::read_to_string(logs.join("activity.log"))?;
     let lines: Vec<&str> = text.lines().filter_map(|line| Some(line.split_once(' ')?.1)).collect();
     assert_eq!(lines.len(), 2, "{text}");
-    assert!(lines[0].starts_with(&format!("the update to {NEW} was refused (manifest): ")), "{text}");
-    assert_eq!(lines[1], format!("the machine was updated from {OLD} to {NEW}"));
+    assert!(lines[0].starts_with(&format!("the update to {NEW_VERSION} was refused (manifest): ")), "{text}");
+    assert_eq!(lines[1], format!("the machine was updated from {OLD_VERSION} to {NEW_VERSION}"));
     if is_root {
         use std::os::unix::fs::MetadataExt;
         let meta = fs::metadata(logs.join("activity.log"))?;
@@ -335,47 +344,47 @@ async fn outcome_is_logged_in_a_file_of_the_directory_owner() -> Result<()> {
 
 #[tokio::test]
 async fn apply_without_a_request_does_nothing() -> Result<()> {
-    let stage = Stage::new().await?;
-    stage.run(&["apply", "--request"], None).await?.expect(0);
-    stage.run(&["resume"], None).await?.expect(0);
-    let path = stage.machine.path("var/lib/svc/requests/update");
+    let fixture = UpdateFixture::new().await?;
+    fixture.run(&["apply", "--request"], None).await?.expect(0);
+    fixture.run(&["resume"], None).await?.expect(0);
+    let path = fixture.machine.path("var/lib/svc/requests/update");
     svc::fsx::write_atomic(&path, b"{\"imageVersion\":\"../../etc\"}", 0o600)?;
-    stage.run(&["apply", "--request"], None).await?.expect(65);
-    stage.assert_untouched()?;
-    fs::write(stage.machine.path("var/lib/svc/superseded.json"), "{}")?;
-    let refused = stage.apply(NEW).await?.expect(65);
+    fixture.run(&["apply", "--request"], None).await?.expect(65);
+    fixture.assert_untouched()?;
+    fs::write(fixture.machine.path("var/lib/svc/superseded.json"), "{}")?;
+    let refused = fixture.apply(NEW_VERSION).await?.expect(65);
     assert!(refused.stderr.contains("has been replaced"), "{}", refused.stderr);
-    stage.assert_untouched()
+    fixture.assert_untouched()
 }
 
 /// Kills an update to `published` at each point, completes it with the unit's own command, and checks the result.
 async fn assert_completed_after_kills(
     points: &[&str],
-    published: &Published,
-    runs: &str,
+    published: &PublishedRelease,
+    expected_version: &str,
     outcome: &str,
 ) -> Result<()> {
-    let one = |point: String| async move {
-        let stage = Stage::with_release(published).await?;
-        stage.request_update(NEW)?;
+    let kill_and_complete = |point: String| async move {
+        let fixture = UpdateFixture::with_release(published).await?;
+        fixture.request_update(NEW_VERSION)?;
         let kill = format!("{point}=return(kill)");
-        stage.run(&["apply", "--request"], Some(&kill)).await?.expect_killed();
-        let journal = stage.machine.path("var/lib/svc/update/journal.json");
+        fixture.run(&["apply", "--request"], Some(&kill)).await?.expect_killed();
+        let journal = fixture.machine.path("var/lib/svc/update/journal.json");
         assert!(journal.exists(), "{point}: the journal is missing");
-        stage.run(&["apply", "--request"], None).await?.expect(0);
-        stage.assert_running(runs).context(point.clone())?;
-        assert_eq!(stage.last_update()?["outcome"], outcome, "{point}");
-        assert_eq!(stage.history()?.len(), 1, "{point}");
+        fixture.run(&["apply", "--request"], None).await?.expect(0);
+        fixture.assert_running(expected_version).context(point.clone())?;
+        assert_eq!(fixture.last_update()?["outcome"], outcome, "{point}");
+        assert_eq!(fixture.history()?.len(), 1, "{point}");
         anyhow::Ok(())
     };
-    let all: Vec<_> = points.iter().map(|point| one((*point).to_owned())).collect();
+    let all: Vec<_> = points.iter().map(|point| kill_and_complete((*point).to_owned())).collect();
     let ends: Vec<Result<()>> = futures_util::stream::iter(all).buffer_unordered(4).collect().await;
     ends.into_iter().collect()
 }
 
 #[tokio::test]
 async fn update_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
-    let good = Published::new(NEW, &[])?;
+    let good = PublishedRelease::new(NEW_VERSION, &[])?;
     let mut points: Vec<&str> = Vec::new();
     for point in svc::host::update::APPLY_FAILPOINTS {
         points.push(point);
@@ -387,7 +396,7 @@ async fn update_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
     points.extend(shared);
     points.extend(["update.switched", "update.linked"]);
     points.extend(["update.units_announced", "update.units_written", "update.units_recorded"]);
-    assert_completed_after_kills(&points, &good, NEW, "updated").await
+    assert_completed_after_kills(&points, &good, NEW_VERSION, "updated").await
 }
 
 #[tokio::test]
@@ -397,36 +406,36 @@ async fn rollback_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
         points.push(point);
     }
     points.extend(["update.restarted", "update.ended", "update.outcome_told", "update.request_done"]);
-    assert_completed_after_kills(&points, &broken_release()?, OLD, "rolled_back").await
+    assert_completed_after_kills(&points, &broken_release()?, OLD_VERSION, "rolled_back").await
 }
 
 #[tokio::test]
 async fn repeatedly_killed_update_is_abandoned() -> Result<()> {
-    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
-    stage.request_update(NEW)?;
+    let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
+    fixture.request_update(NEW_VERSION)?;
     for _ in 0..5 {
-        stage.run(&["apply", "--request"], Some("update.restarted=return(kill)")).await?.expect_killed();
+        fixture.run(&["apply", "--request"], Some("update.restarted=return(kill)")).await?.expect_killed();
     }
-    stage.run(&["resume"], None).await?.expect(0);
-    stage.assert_running(OLD)?;
-    let last = stage.last_update()?;
+    fixture.run(&["resume"], None).await?.expect(0);
+    fixture.assert_running(OLD_VERSION)?;
+    let last = fixture.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"rolled_back".into(), &"restart".into()));
     Ok(())
 }
 
 #[tokio::test]
 async fn failed_step_leaves_a_healthy_release() -> Result<()> {
-    let good = Published::new(NEW, &[])?;
-    let before = ["update.opened", "update.believed", "update.unpacked", "update.tried"];
-    let after =
+    let good = PublishedRelease::new(NEW_VERSION, &[])?;
+    let before_switch = ["update.opened", "update.believed", "update.unpacked", "update.tried"];
+    let after_switch =
         ["update.prepared", "update.activating", "update.reloaded", "update.restarted", "update.well"];
-    for point in before.iter().chain(&after) {
-        let stage = Stage::with_release(&good).await?;
+    for point in before_switch.iter().chain(&after_switch) {
+        let fixture = UpdateFixture::with_release(&good).await?;
         let error = format!("{point}=1*return(error)");
-        stage.run(&["apply", "--version", NEW], Some(&error)).await?;
-        stage.assert_running(OLD).context(*point)?;
-        let expected = if before.contains(point) { "failed" } else { "rolled_back" };
-        assert_eq!(stage.last_update()?["outcome"], expected, "{point}");
+        fixture.run(&["apply", "--version", NEW_VERSION], Some(&error)).await?;
+        fixture.assert_running(OLD_VERSION).context(*point)?;
+        let expected = if before_switch.contains(point) { "failed" } else { "rolled_back" };
+        assert_eq!(fixture.last_update()?["outcome"], expected, "{point}");
     }
     Ok(())
 }

@@ -63,12 +63,12 @@ async fn invalid_dump_never_becomes_an_object() -> Result<()> {
     ];
     for (name, script) in wrappers {
         let tools = tools_with_script("pg_dump", &format!("#!/bin/sh\n{script}\n"))?;
-        let ended = machine.run_with(&["svc-db-backup"], &[("SVC_PG_BIN_DIR", path_str(tools.path()))])?;
-        assert_eq!(ended.code, Some(70), "{name}: {}", ended.stderr);
+        let result = machine.run_with(&["svc-db-backup"], &[("SVC_PG_BIN_DIR", path_str(tools.path()))])?;
+        assert_eq!(result.code, Some(70), "{name}: {}", result.stderr);
         assert_eq!(snapshots(&store), before, "{name}");
         assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{name}: the upload was aborted");
         assert_eq!(machine::pointer(&store).await?, good, "{name}");
-        let record = machine.backup_records()?.pop().context("a record")?;
+        let record = machine.backup_records()?.pop().context("no record")?;
         assert_eq!(
             (&record["status"], &record["stage"]),
             (&"error".into(), &"dump".into()),
@@ -89,12 +89,14 @@ async fn password_is_in_no_arguments_or_output() -> Result<()> {
     let script =
         format!("#!/bin/sh\ncat /proc/$$/cmdline > {}/args\nexec REAL \"$@\"\n", path_str(seen.path()));
     let tools = tools_with_script("pg_dump", &script)?;
-    let ended =
+    let result =
         machine.run_with(&["svc-db-backup"], &[("SVC_PG_BIN_DIR", path_str(tools.path()))])?.expect(0);
     let args = std::fs::read_to_string(seen.path().join("args"))?;
     assert!(args.contains("--snapshot="), "{args:?}");
     let password = machine.postgres().password();
-    assert!(!args.contains(password) && !ended.stderr.contains(password) && !ended.stdout.contains(password));
+    assert!(
+        !args.contains(password) && !result.stderr.contains(password) && !result.stdout.contains(password)
+    );
     Ok(())
 }
 
@@ -119,10 +121,10 @@ async fn transient_store_faults_are_retried() -> Result<()> {
     ];
     for (seq, (name, rule)) in (1..).zip(faults) {
         let hits = store.add_fault(rule);
-        let ended = machine.run(&["svc-db-backup"])?;
-        assert_eq!(ended.code, Some(0), "{name}: {}", ended.stderr);
+        let result = machine.run(&["svc-db-backup"])?;
+        assert_eq!(result.code, Some(0), "{name}: {}", result.stderr);
         assert!(hits.hits() > 0, "{name}: the fault was not triggered");
-        let pointer = machine::pointer(&store).await?.context("a pointer")?;
+        let pointer = machine::pointer(&store).await?.context("there is no pointer")?;
         assert_eq!(pointer.seq, seq, "{name}: the pointer did not move exactly once");
         assert_pointer_valid(&store).await.context(name)?;
         store.heal();
@@ -145,7 +147,7 @@ async fn backup_without_store_or_database_exits_with_69() -> Result<()> {
     machine.postgres().stop().await?;
     machine.run(&["svc-db-backup"])?.expect(69);
     // The backup claimed its `seq` before the write of `latest` failed, so it is final.
-    let moved = machine::pointer(&store).await?.context("a pointer")?;
+    let moved = machine::pointer(&store).await?.context("there is no pointer")?;
     assert_eq!(Some(moved.seq), good.map(|good| good.seq + 1));
     assert_pointer_valid(&store).await?;
     let records = machine.backup_records()?;
@@ -175,18 +177,18 @@ async fn replaced_machine_does_not_move_the_pointer() -> Result<()> {
     )
     .await?;
     let fenced = machine::pointer(&store).await?;
-    let ended = running.wait()?.expect(77);
-    assert!(ended.stderr.contains("fenced at epoch 2"), "{}", ended.stderr);
+    let result = running.wait()?.expect(77);
+    assert!(result.stderr.contains("fenced at epoch 2"), "{}", result.stderr);
     assert_eq!(machine::pointer(&store).await?, fenced);
 
     // Later runs detect the fence at the start, and create no dump.
     store.clear_requests();
     machine.run(&["svc-db-backup"])?.expect(77);
-    assert!(!store.requests().iter().any(|seen| seen.method != "GET"), "{:?}", store.requests());
+    assert!(!store.requests().iter().any(|request| request.method != "GET"), "{:?}", store.requests());
 
     svc::fsx::write_atomic(&machine.path("var/lib/svc/superseded.json"), b"{}", 0o644)?;
-    let ended = machine.run(&["svc-db-backup"])?.expect(77);
-    assert!(ended.stderr.contains("superseded"), "{}", ended.stderr);
+    let result = machine.run(&["svc-db-backup"])?.expect(77);
+    assert!(result.stderr.contains("superseded"), "{}", result.stderr);
     assert_eq!(machine::pointer(&store).await?, fenced);
     Ok(())
 }
@@ -208,7 +210,7 @@ async fn concurrent_run_reports_the_first_and_request_waits() -> Result<()> {
     assert!(!request.exists(), "a request that was served is removed");
     first.wait()?.expect(0);
     assert_eq!(machine.backup_records()?.len(), 2);
-    assert_eq!(machine::pointer(&store).await?.context("a pointer")?.seq, 2);
+    assert_eq!(machine::pointer(&store).await?.context("there is no pointer")?.seq, 2);
     Ok(())
 }
 
@@ -226,7 +228,7 @@ async fn killed_run_leaves_a_valid_pointer_and_next_run_succeeds() -> Result<()>
         let side = snapshot::read_side_record(&machine::bucket(&store)?, &slot(), &latest).await?;
         assert_eq!(side.tables[0].rows, 1000 + n, "after {point}");
         assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "after {point}: the next run aborts it");
-        assert_eq!(machine.backup_records()?.pop().context("a record")?["status"], "success");
+        assert_eq!(machine.backup_records()?.pop().context("no record")?["status"], "success");
     }
     Ok(())
 }
@@ -247,7 +249,7 @@ async fn failed_step_is_recorded_and_publishes_nothing_partial() -> Result<()> {
 
 /// The database of a machine that is not restored yet must not become the latest snapshot.
 #[tokio::test]
-async fn no_backup_before_the_gate_opens() -> Result<()> {
+async fn backup_refuses_to_run_before_gate_opens() -> Result<()> {
     let store = machine::store()?;
     let old = machine_with(&store, ROWS).await?;
     old.run(&["svc-db-backup"])?.expect(0);
@@ -288,7 +290,11 @@ async fn memory_does_not_grow_with_the_dump() -> Result<()> {
     let running = machine.spawn(&["svc-db-backup"], &[])?;
     let peak = running.peak_memory().await;
     running.wait()?.expect(0);
-    let size = machine::pointer(&store).await?.and_then(|p| p.snapshot).context("a snapshot")?.size_bytes;
+    let size = machine::pointer(&store)
+        .await?
+        .and_then(|p| p.snapshot)
+        .context("the pointer names no snapshot")?
+        .size_bytes;
     assert!(size > 120 << 20, "{size} bytes");
     assert!(peak < 32 << 20, "{peak} bytes resident");
     Ok(())

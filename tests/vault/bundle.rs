@@ -19,7 +19,7 @@ pub fn bundle(version: &str) -> Result<Vec<u8>> {
 }
 
 /// Like [`bundle`], with additional files.
-pub fn bundle_with(version: &str, more: &[(&str, &str)]) -> Result<Vec<u8>> {
+pub fn bundle_with(version: &str, extra_files: &[(&str, &str)]) -> Result<Vec<u8>> {
     let mut tar = tar::Builder::new(GzEncoder::new(Vec::new(), Compression::fast()));
     let mut add = |path: &str, mode: u32, body: &[u8]| -> Result<()> {
         let mut header = tar::Header::new_gnu();
@@ -27,7 +27,7 @@ pub fn bundle_with(version: &str, more: &[(&str, &str)]) -> Result<Vec<u8>> {
         header.set_size(body.len() as u64);
         Ok(tar.append_data(&mut header, path, body)?)
     };
-    if !more.iter().any(|(path, _)| *path == "bin/svc") {
+    if !extra_files.iter().any(|(path, _)| *path == "bin/svc") {
         add("bin/svc", 0o755, b"#!/bin/sh\n")?;
     }
     let release = serde_json::json!({
@@ -35,7 +35,7 @@ pub fn bundle_with(version: &str, more: &[(&str, &str)]) -> Result<Vec<u8>> {
         "components": [{ "name": "svc", "version": "0.1.0", "path": "bin/svc" }],
     });
     add("release.json", 0o644, release.to_string().as_bytes())?;
-    for (path, content) in more {
+    for (path, content) in extra_files {
         add(path, 0o755, content.as_bytes())?;
     }
     for n in 0..40_u32 {
@@ -81,7 +81,7 @@ impl SourceState {
     }
 }
 
-/// The source; it runs until the test's runtime ends.
+/// The HTTP source; it runs until the test's runtime ends.
 #[derive(Clone)]
 pub struct Source {
     state: Arc<Mutex<SourceState>>,
@@ -136,7 +136,7 @@ async fn serve(State(state): State<Arc<Mutex<SourceState>>>, uri: Uri, headers: 
     if let Some((_, other)) = state.other_files.iter().find(|(end, _)| uri.path().ends_with(end.as_str())) {
         let status = if other.is_some() { StatusCode::OK } else { StatusCode::NOT_FOUND };
         let response = Response::builder().status(status).body(Body::from(other.clone().unwrap_or_default()));
-        return response.expect("a response of known headers");
+        return response.expect("known headers are valid");
     }
     let from =
         range.as_deref().and_then(|range| range.strip_prefix("bytes=")?.strip_suffix('-')?.parse().ok());
@@ -153,5 +153,5 @@ async fn serve(State(state): State<Arc<Mutex<SourceState>>>, uri: Uri, headers: 
     if let Some(next) = state.next.take() {
         state.set(next);
     }
-    response.expect("a response of known headers")
+    response.expect("known headers are valid")
 }

@@ -16,8 +16,8 @@ async fn machine_with_snapshots(store: &S3Server, count: usize) -> Result<(Machi
     let mut keys = Vec::new();
     for _ in 0..count {
         machine.run(&["svc-db-backup"])?.expect(0);
-        let last = machine.backup_records()?.pop().context("a record")?;
-        keys.push(last["key"].as_str().context("a key")?.to_owned());
+        let last = machine.backup_records()?.pop().context("no record")?;
+        keys.push(last["key"].as_str().context("no key")?.to_owned());
         // The next snapshot has different content.
         let row = format!("INSERT INTO t VALUES ({}, 'more')", 20_000 + keys.len());
         machine.client().await?.batch_execute(&row).await?;
@@ -40,47 +40,51 @@ fn read_last_check(machine: &Machine, kind: &str) -> Result<Value> {
 
 /// Stores a copy of the snapshot with this earlier time; returns its key.
 fn store_older_copy(store: &S3Server, key: &str, time: &str) -> Result<String> {
-    let as_of = format!("system/db/snapshots/{time}-1.dump");
-    let dump = store.read(BUCKET, &object(key)).context("the object")?;
-    let side = store.read(BUCKET, &object(&format!("{key}.json"))).context("the side record")?;
-    store.write(BUCKET, &object(&as_of), dump);
+    let copy_key = format!("system/db/snapshots/{time}-1.dump");
+    let dump = store.read(BUCKET, &object(key)).context("the object is missing")?;
+    let side = store.read(BUCKET, &object(&format!("{key}.json"))).context("the side record is missing")?;
+    store.write(BUCKET, &object(&copy_key), dump);
     let mut side: Value = serde_json::from_slice(&side)?;
-    side["key"] = as_of.as_str().into();
-    let taken_at = svc::store::key::taken_at(&as_of).context("a time")?;
+    side["key"] = copy_key.as_str().into();
+    let taken_at = svc::store::key::taken_at(&copy_key).context("no time in the key")?;
     side["takenAt"] = svc::clock::rfc3339_ms(taken_at).into();
-    store.write(BUCKET, &object(&format!("{as_of}.json")), side.to_string());
-    Ok(as_of)
+    store.write(BUCKET, &object(&format!("{copy_key}.json")), side.to_string());
+    Ok(copy_key)
 }
 
 #[tokio::test]
-async fn every_damage_of_a_snapshot_is_detected() -> Result<()> {
+async fn verify_detects_every_kind_of_damage() -> Result<()> {
     let store = machine::store()?;
     let (machine, keys) = machine_with_snapshots(&store, 6).await?;
-    let ended = machine.run(&["svc-db-backup", "verify", "--all"])?.expect(0);
-    assert!(ended.stdout.starts_with("6 snapshots, "), "{}", ended.stdout);
+    let result = machine.run(&["svc-db-backup", "verify", "--all"])?.expect(0);
+    assert!(result.stdout.starts_with("6 snapshots, "), "{}", result.stdout);
 
     let flipped = {
-        let mut dump = store.read(BUCKET, &object(&keys[0])).context("the object")?;
+        let mut dump = store.read(BUCKET, &object(&keys[0])).context("the object is missing")?;
         let middle = dump.len() / 2;
         dump[middle] ^= 0x10;
         dump
     };
     store.write(BUCKET, &object(&keys[0]), flipped);
-    let mut shorter = store.read(BUCKET, &object(&keys[1])).context("the object")?;
+    let mut shorter = store.read(BUCKET, &object(&keys[1])).context("the object is missing")?;
     shorter.truncate(shorter.len() - 10);
     store.write(BUCKET, &object(&keys[1]), shorter);
     store.remove(BUCKET, &object(&keys[2]));
     store.write(BUCKET, &object(&format!("{}.json", keys[3])), "{}");
     // The content of another snapshot, which is itself valid.
-    let other = store.read(BUCKET, &object(&keys[5])).context("the object")?;
+    let other = store.read(BUCKET, &object(&keys[5])).context("the object is missing")?;
     store.write(BUCKET, &object(&keys[4]), other);
 
-    let ended = machine.run(&["svc-db-backup", "verify", "--all"])?.expect(65);
+    let result = machine.run(&["svc-db-backup", "verify", "--all"])?.expect(65);
     let check = read_last_check(&machine, "verify")?;
-    let mut damaged: Vec<_> =
-        check["damaged"].as_array().context("damaged")?.iter().filter_map(Value::as_str).collect();
+    let mut damaged: Vec<_> = check["damaged"]
+        .as_array()
+        .context("no list of damaged snapshots")?
+        .iter()
+        .filter_map(Value::as_str)
+        .collect();
     damaged.sort_unstable();
-    assert_eq!(damaged, keys[..5], "{check}\n{}", ended.stderr);
+    assert_eq!(damaged, keys[..5], "{check}\n{}", result.stderr);
     assert_eq!((&check["status"], &check["snapshots"]), (&"error".into(), &1.into()), "{check}");
     for key in &keys[..5] {
         machine.run(&["svc-db-backup", "verify", key])?.expect(65);
@@ -98,8 +102,8 @@ async fn daily_share_of_snapshots_is_verified() -> Result<()> {
     let store = machine::store()?;
     let (machine, keys) = machine_with_snapshots(&store, 1).await?;
     // The snapshot that its backup has just verified is not read again.
-    let ended = machine.run(&["svc-db-backup", "verify"])?.expect(0);
-    assert!(ended.stdout.starts_with("0 snapshots"), "{}", ended.stdout);
+    let result = machine.run(&["svc-db-backup", "verify"])?.expect(0);
+    assert!(result.stdout.starts_with("0 snapshots"), "{}", result.stdout);
 
     let mut old = Vec::new();
     for day in 1..=9 {
@@ -108,11 +112,11 @@ async fn daily_share_of_snapshots_is_verified() -> Result<()> {
     let within = [("VERIFY_WITHIN_DAYS", "10")];
     // Each of the ten snapshots is due within ten days. After downtime, one run verifies the share of three days, the
     // oldest first.
-    let ended = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(0);
-    assert!(ended.stdout.starts_with("3 snapshots"), "{}", ended.stdout);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(0);
+    assert!(result.stdout.starts_with("3 snapshots"), "{}", result.stdout);
     store.remove(BUCKET, &object(&old[3]));
-    let ended = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(65);
-    assert!(ended.stderr.contains(&old[3]) && ended.stderr.contains("1 of 3"), "{}", ended.stderr);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(65);
+    assert!(result.stderr.contains(&old[3]) && result.stderr.contains("1 of 3"), "{}", result.stderr);
     for wrong in ["0", "x"] {
         machine.run_with(&["svc-db-backup", "verify"], &[("VERIFY_WITHIN_DAYS", wrong)])?.expect(78);
     }
@@ -128,9 +132,9 @@ async fn store_failure_is_not_reported_as_damage() -> Result<()> {
     machine.run(&["svc-db-backup", "verify", "--latest"])?.expect(0);
     store.heal();
     store.add_fault(Rule::new(Fault::Status(503)).method("GET").key_ending(".dump").always());
-    let short_deadline = [("RESTORE_STORE_DEADLINE_SECONDS", "1")];
+    let short_timeout = [("RESTORE_STORE_DEADLINE_SECONDS", "1")];
     for words in [&["svc-db-backup", "verify", "--latest"][..], &["svc-db-backup", "drill"][..]] {
-        machine.run_with(words, &short_deadline)?.expect(69);
+        machine.run_with(words, &short_timeout)?.expect(69);
     }
     let check = read_last_check(&machine, "verify")?;
     assert_eq!((&check["status"], check.get("damaged")), (&"error".into(), None), "{check}");
@@ -155,15 +159,15 @@ async fn list_leftovers(machine: &Machine) -> Result<Vec<String>> {
 async fn drill_restores_compares_and_cleans_up() -> Result<()> {
     let store = machine::store()?;
     let machine = Machine::in_use(&store, 1).await?;
-    let ended = machine.run(&["svc-db-backup", "drill"])?.expect(0);
-    assert!(ended.stdout.contains("no snapshot yet"), "{}", ended.stdout);
+    let result = machine.run(&["svc-db-backup", "drill"])?.expect(0);
+    assert!(result.stdout.contains("no snapshot yet"), "{}", result.stdout);
     machine.client().await?.batch_execute(ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     // A role of the snapshot that the machine no longer has is created only for the drill.
     machine.client().await?.batch_execute("REASSIGN OWNED BY app_t TO CURRENT_USER; DROP ROLE app_t").await?;
 
-    let ended = machine.run(&["svc-db-backup", "drill"])?.expect(0);
-    assert!(ended.stdout.contains("1 table, 20000 rows"), "{}", ended.stdout);
+    let result = machine.run(&["svc-db-backup", "drill"])?.expect(0);
+    assert!(result.stdout.contains("1 table, 20000 rows"), "{}", result.stdout);
     assert_eq!(list_leftovers(&machine).await?, ["lock"]);
     assert_eq!(read_last_check(&machine, "drill")?["status"], "success");
 
@@ -193,12 +197,12 @@ async fn snapshot_with_missing_rows_fails_the_drill() -> Result<()> {
     let store = machine::store()?;
     let (machine, keys) = machine_with_snapshots(&store, 1).await?;
     let side = format!("{}.json", object(&keys[0]));
-    let record = String::from_utf8(store.read(BUCKET, &side).context("the side record")?)?;
+    let record = String::from_utf8(store.read(BUCKET, &side).context("the side record is missing")?)?;
     store.write(BUCKET, &side, record.replace("\"rows\":20000", "\"rows\":20001"));
-    let ended = machine.run(&["svc-db-backup", "drill"])?.expect(65);
-    assert!(ended.stderr.contains("public.t: 20000 rows restored"), "{}", ended.stderr);
+    let result = machine.run(&["svc-db-backup", "drill"])?.expect(65);
+    assert!(result.stderr.contains("public.t: 20000 rows restored"), "{}", result.stderr);
     store.write(BUCKET, &side, record);
-    let mut dump = store.read(BUCKET, &object(&keys[0])).context("the object")?;
+    let mut dump = store.read(BUCKET, &object(&keys[0])).context("the object is missing")?;
     let middle = dump.len() / 2;
     dump[middle] ^= 1;
     store.write(BUCKET, &object(&keys[0]), dump);
@@ -252,11 +256,11 @@ async fn lost_database_does_not_replace_its_snapshot() -> Result<()> {
     let lost = "DROP TABLE t; CREATE SCHEMA svc; CREATE TABLE svc.apps (slug text); INSERT INTO svc.apps VALUES ('notes'); \
                 CREATE TABLE notes (id int)";
     machine.client().await?.batch_execute(lost).await?;
-    let ended = machine.run(&["svc-db-backup"])?.expect(65);
-    assert!(ended.stderr.contains(&keys[0]) && ended.stderr.contains("20000"), "{}", ended.stderr);
+    let result = machine.run(&["svc-db-backup"])?.expect(65);
+    assert!(result.stderr.contains(&keys[0]) && result.stderr.contains("20000"), "{}", result.stderr);
     assert_eq!(machine::pointer(&store).await?, good);
     assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "the upload was aborted");
-    let record = machine.backup_records()?.pop().context("a record")?;
+    let record = machine.backup_records()?.pop().context("no record")?;
     assert_eq!((&record["status"], &record["stage"]), (&"error".into(), &"dump".into()), "{record}");
     machine.run(&["svc-db-backup", "run", "--allow-empty"])?.expect(0);
     assert_ne!(machine::pointer(&store).await?, good);

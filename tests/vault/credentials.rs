@@ -97,7 +97,7 @@ impl Platform {
     /// Writes `r2.env` as user-data does; `expires_in` is relative to this machine's clock.
     pub async fn write_credentials(&self, machine: &Machine, expires_in: SignedDuration) -> Result<()> {
         let session = self.session().await?;
-        let token = session.session_token.as_ref().context("a token")?;
+        let token = session.session_token.as_ref().context("no session token")?;
         let expires_at = rfc3339_ms(Timestamp::now().checked_add(expires_in)?);
         machine.add_env(
             "r2.env",
@@ -119,7 +119,8 @@ async fn respond(State(service): State<Arc<CredentialService>>, uri: Uri, header
     }
     service.request_count.fetch_add(1, Ordering::SeqCst);
     let problem = |status: u16, code: &str| {
-        (StatusCode::from_u16(status).expect("a status"), axum::Json(json!({"code": code}))).into_response()
+        (StatusCode::from_u16(status).expect("the status is valid"), axum::Json(json!({"code": code})))
+            .into_response()
     };
     let authorized = headers.get("authorization").is_some_and(|v| v == "Bearer upgrade-token-of-a-machine");
     if !authorized || !uri.path().ends_with("/storage-credentials") {
@@ -211,15 +212,15 @@ async fn expired_credentials_are_renewed_and_stored() -> Result<()> {
     let platform = Platform::start(&store).await?;
     let machine = machine_with_credentials(&store, &platform, SignedDuration::from_secs(-60)).await?;
     store.expire_sessions();
-    let ended = machine.run(&["svc-db-backup"])?.expect(0);
-    assert_eq!(platform.request_count(), 1, "{}", ended.stderr);
+    let result = machine.run(&["svc-db-backup"])?.expect(0);
+    assert_eq!(platform.request_count(), 1, "{}", result.stderr);
     let stored = machine.path("var/lib/svc/store-credentials.json");
     assert_eq!(std::fs::metadata(&stored)?.permissions().mode() & 0o777, 0o600);
     machine.run(&["svc-db-backup"])?.expect(0);
     assert_eq!(platform.request_count(), 1, "the second run starts with the session of the first");
     let stored: Value = serde_json::from_slice(&std::fs::read(&stored)?)?;
     for secret in ["secretAccessKey", "sessionToken"] {
-        assert!(!ended.stderr.contains(stored[secret].as_str().context("a secret")?), "{}", ended.stderr);
+        assert!(!result.stderr.contains(stored[secret].as_str().context("no secret")?), "{}", result.stderr);
     }
     Ok(())
 }
@@ -233,7 +234,7 @@ async fn wrong_clock_costs_one_request() -> Result<()> {
     store.clear_requests();
     machine.run(&["svc-db-backup"])?.expect(0);
     assert_eq!(platform.request_count(), 1);
-    let refused = store.requests().into_iter().filter(|seen| seen.status == Some(400)).count();
+    let refused = store.requests().into_iter().filter(|request| request.status == Some(400)).count();
     assert_eq!(refused, 1, "the store refused one request, which was retried");
     Ok(())
 }
@@ -259,7 +260,7 @@ async fn backup_survives_expiring_sessions() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn restore_works_after_the_first_credentials_expired() -> Result<()> {
+async fn restore_works_after_initial_credentials_expire() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     machine_with_credentials(&store, &platform, SignedDuration::from_hours(1))
@@ -288,17 +289,17 @@ async fn replaced_machine_gets_no_credentials_and_reports_it() -> Result<()> {
     let before = machine::pointer(&store).await?;
     platform.set_response(CredentialResponse::Superseded);
     store.expire_sessions();
-    let ended = machine.run(&["svc-db-backup"])?.expect(77);
-    assert!(ended.stderr.contains("this machine has been replaced"), "{}", ended.stderr);
+    let result = machine.run(&["svc-db-backup"])?.expect(77);
+    assert!(result.stderr.contains("this machine has been replaced"), "{}", result.stderr);
     assert_eq!(machine::pointer(&store).await?, before);
     platform.write_credentials(&machine, SignedDuration::from_secs(-1)).await?;
-    let ended = machine.run(&["svc-db-backup"])?.expect(77);
-    assert!(ended.stderr.contains("this machine has been replaced"), "{}", ended.stderr);
+    let result = machine.run(&["svc-db-backup"])?.expect(77);
+    assert!(result.stderr.contains("this machine has been replaced"), "{}", result.stderr);
 
     let new = Machine::new(&store, 2).await?;
     platform.write_credentials(&new, SignedDuration::from_secs(-1)).await?;
-    let ended = new.run(&["svc-restore"])?.expect(77);
-    assert!(ended.stderr.contains("this machine has been replaced"), "{}", ended.stderr);
+    let result = new.run(&["svc-restore"])?.expect(77);
+    assert!(result.stderr.contains("this machine has been replaced"), "{}", result.stderr);
     assert!(!new.has_marker(), "the gate remains closed");
     Ok(())
 }
@@ -341,7 +342,7 @@ async fn agent_renews_many_sessions() -> Result<()> {
     wait_until("four sessions", || platform.request_count() >= 4).await?;
     let key = format!("{USER}/primary/system/vps-meta.json");
     let first = store.read(BUCKET, &key).context("the metadata was not stored")?;
-    wait_until("later metadata", || store.read(BUCKET, &key).is_some_and(|now| now != first)).await?;
+    wait_until("later metadata", || store.read(BUCKET, &key).is_some_and(|current| current != first)).await?;
     running.signal(Signal::SIGTERM)?;
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     Ok(())
@@ -356,14 +357,14 @@ fn renewing_credentials(
         base: platform.base.parse()?,
         upgrade_token: UpgradeToken::fixed("upgrade-token-of-a-machine".to_owned().into()),
     };
-    let first = TemporaryCredentials {
+    let initial = TemporaryCredentials {
         access_key: "first".to_owned(),
         secret_key: "first".to_owned().into(),
         session_token: None,
         expires_at: Timestamp::now().checked_add(expires_in)?,
     };
     let machine = "00000000-0000-7000-8000-000000000001".parse()?;
-    Ok(Arc::new(RenewingCredentials::new(machine, link, dir.join("kept.json"), &first)?))
+    Ok(Arc::new(RenewingCredentials::new(machine, link, dir.join("credentials.json"), &initial)?))
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -415,7 +416,7 @@ async fn damaged_or_foreign_credentials_file_is_ignored() -> Result<()> {
     let foreign = json!({"version": 1, "machineId": "00000000-0000-7000-8000-000000000002", "accessKeyId": "other",
         "secretAccessKey": "x", "sessionToken": null, "expiresAt": "2999-01-01T00:00:00.000Z", "lifeSeconds": 3600});
     for content in [foreign.to_string(), "{".to_owned(), String::new()] {
-        std::fs::write(dir.path().join("kept.json"), content)?;
+        std::fs::write(dir.path().join("credentials.json"), content)?;
         let key =
             renewing_credentials(&platform, dir.path(), SignedDuration::from_secs(-1))?.current().await?;
         assert!(key.key_id.starts_with("ASIA"), "{}", key.key_id);

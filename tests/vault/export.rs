@@ -17,7 +17,7 @@ const NOTES: &str = "CREATE ROLE app_notes NOLOGIN; CREATE SCHEMA app_notes AUTH
 
 fn write_file(machine: &Machine, path: &str, content: &[u8]) -> Result<PathBuf> {
     let path = machine.path("home/svc/home").join(path);
-    fs::create_dir_all(path.parent().context("a parent")?)?;
+    fs::create_dir_all(path.parent().context("the path has no parent")?)?;
     fs::write(&path, content)?;
     Ok(path)
 }
@@ -40,13 +40,15 @@ async fn machine_with_archive(store: &S3Server) -> Result<(Machine, PathBuf)> {
     let odd: &std::ffi::OsStr = std::os::unix::ffi::OsStrExt::from_bytes(b"odd \xff \n name%");
     fs::write(machine.path("home/svc/home/empty").join(odd), "odd")?;
     let archive = machine.path("ada.tar");
-    machine.run(&["svc-db-backup", "export", "--output", archive.to_str().context("a path")?])?.expect(0);
+    machine
+        .run(&["svc-db-backup", "export", "--output", archive.to_str().context("the path is not UTF-8")?])?
+        .expect(0);
     Ok((machine, archive))
 }
 
-fn run_import(machine: &Machine, archive: &Path, more: &[&str]) -> Result<RunResult> {
-    let words = ["svc-restore", "import", archive.to_str().context("a path")?];
-    let words: Vec<&str> = words.iter().chain(more).copied().collect();
+fn run_import(machine: &Machine, archive: &Path, extra_args: &[&str]) -> Result<RunResult> {
+    let words = ["svc-restore", "import", archive.to_str().context("the path is not UTF-8")?];
+    let words: Vec<&str> = words.iter().chain(extra_args).copied().collect();
     machine.run(&words)
 }
 
@@ -117,7 +119,10 @@ async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
     assert_eq!(found, expected);
     let aside = |directory: &str| {
         let entries = fs::read_dir(other.path(directory))?.flatten().map(|entry| entry.path());
-        entries.into_iter().find(|path| path.to_string_lossy().contains(".before-import-")).context("aside")
+        entries
+            .into_iter()
+            .find(|path| path.to_string_lossy().contains(".before-import-"))
+            .context("no directory of replaced files")
     };
     assert_eq!(fs::read(aside("home/svc/home")?.join("projects/here"))?, b"was here");
     // The backup before the import is also logged.
@@ -139,11 +144,14 @@ async fn archive_is_readable_with_stock_tools() -> Result<()> {
     assert!(status.success());
     assert_eq!(fs::read(into.path().join("home/projects/a/main.rs"))?, b"fn main() {}");
     let manifest: Value = serde_json::from_slice(&fs::read(into.path().join("manifest.json"))?)?;
-    let dump =
-        manifest["entries"].as_array().context("entries")?.iter().find(|one| one["path"] == "database.dump");
+    let dump = manifest["entries"]
+        .as_array()
+        .context("no entries")?
+        .iter()
+        .find(|entry| entry["path"] == "database.dump");
     let digest = svc::host::snapshots::archive::sha256(&fs::read(into.path().join("database.dump"))?);
-    assert_eq!(dump.context("the dump")?["sha256"], digest.as_str());
-    let postgres = machine.postgres.as_ref().context("a database")?;
+    assert_eq!(dump.context("the dump is missing")?["sha256"], digest.as_str());
+    let postgres = machine.postgres.as_ref().context("the machine has no database")?;
     postgres.create_database("elsewhere").await?;
     let mut restore = Command::new(machine::binaries()?.dir().join("pg_restore"));
     restore
@@ -157,11 +165,11 @@ async fn archive_is_readable_with_stock_tools() -> Result<()> {
     let mode = fs::metadata(&archive)?.mode() & 0o777;
     assert_eq!(mode, 0o600, "the archive contains all data");
     // An existing archive is not overwritten, and a partial one never has its final name.
-    let output = archive.to_str().context("a path")?;
+    let output = archive.to_str().context("the path is not UTF-8")?;
     machine.run(&["svc-db-backup", "export", "--output", output])?.expect(65);
     for point in svc::host::snapshots::backup::EXPORT_FAILPOINTS {
         let next = machine.path("next.tar");
-        let words = ["svc-db-backup", "export", "--output", next.to_str().context("a path")?];
+        let words = ["svc-db-backup", "export", "--output", next.to_str().context("the path is not UTF-8")?];
         machine.run_with(&words, &[("FAILPOINTS", &format!("{point}=return(error)"))])?.expect(70);
         assert!(!next.exists() && !machine.path("next.tar.partial").exists(), "after an error at {point}");
         let kill = format!("{point}=return(kill)");
@@ -180,12 +188,12 @@ async fn killed_import_is_resumed() -> Result<()> {
     let other = Machine::in_use(&store, 2).await?;
     other.client().await?.batch_execute("CREATE TABLE before (a int)").await?;
     write_file(&other, "projects/here", b"was here")?;
-    let words = ["svc-restore", "import", archive.to_str().context("a path")?];
+    let words = ["svc-restore", "import", archive.to_str().context("the path is not UTF-8")?];
     for point in svc::host::snapshots::restore::IMPORT_FAILPOINTS {
-        let ended = other.run_with(&words, &[("FAILPOINTS", &format!("{point}=return(kill)"))])?;
+        let result = other.run_with(&words, &[("FAILPOINTS", &format!("{point}=return(kill)"))])?;
         match *point {
-            "import.done" => drop(ended.expect_killed()),
-            _ => drop(ended.expect_step_killed()),
+            "import.done" => drop(result.expect_killed()),
+            _ => drop(result.expect_step_killed()),
         }
         if ["import.begin", "import.checked", "import.staged", "import.inspected", "import.loaded"]
             .contains(point)
@@ -215,12 +223,13 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
     let file = other.path("bad.tar");
     let refused = |content: &[u8], why: &str| -> Result<()> {
         fs::write(&file, content)?;
-        let ended = run_import(&other, &file, &[])?.expect(65);
-        assert!(ended.stderr.contains(why), "{why}: {}", ended.stderr);
+        let result = run_import(&other, &file, &[])?.expect(65);
+        assert!(result.stderr.contains(why), "{why}: {}", result.stderr);
         Ok(())
     };
-    let at =
-        |needle: &[u8]| bytes.windows(needle.len()).position(|window| window == needle).context("a place");
+    let at = |needle: &[u8]| {
+        bytes.windows(needle.len()).position(|window| window == needle).context("not found in the archive")
+    };
     let flipped = |at: usize| {
         let mut bytes = bytes.clone();
         bytes[at] ^= 1;
@@ -229,7 +238,10 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
     refused(&flipped(at(b"fn main()")?), "differs from the manifest")?;
     refused(&flipped(at(b"PGDMP")? + 3000), "differs from the manifest")?;
     refused(&bytes[..bytes.len() / 2], "not a complete archive")?;
-    let last = bytes.windows(13).rposition(|window| window == b"manifest.json").context("the manifest")?;
+    let last = bytes
+        .windows(13)
+        .rposition(|window| window == b"manifest.json")
+        .context("the manifest is missing")?;
     refused(&bytes[..last], "its end is missing")?;
     refused(&bytes[..last + 600], "not a complete archive")?;
     refused(b"", "export.json")?;
@@ -269,8 +281,8 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
     let fresh = Machine::new(&store, 3).await?;
     run_import(&fresh, &archive, &[])?.expect(75);
     other.add_env("host.env", &[("SVC_USER_ID", "user_2")])?;
-    let ended = run_import(&other, &archive, &[])?.expect(65);
-    assert!(ended.stderr.contains("--of-another-user"), "{}", ended.stderr);
+    let result = run_import(&other, &archive, &[])?.expect(65);
+    assert!(result.stderr.contains("--of-another-user"), "{}", result.stderr);
     assert_eq!(other.databases().await?.iter().filter(|name| name.starts_with("svc_")).count(), 0);
     assert!(!other.path("home/svc/home/projects").exists());
     run_import(&other, &archive, &["--of-another-user"])?.expect(0);

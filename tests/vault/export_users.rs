@@ -16,7 +16,7 @@ const GATEWAY: u32 = 940;
 const OWNER: u32 = 1940;
 
 /// A machine in use whose directories have the owners that tmpfiles assigns; `None` if the test cannot create one.
-async fn machine_of_two_users(store: &S3Server, epoch: u32) -> Result<Option<Machine>> {
+async fn machine_with_two_users(store: &S3Server, epoch: u32) -> Result<Option<Machine>> {
     if !nix::unistd::geteuid().is_root() {
         kit::skip::record("only root can act for two users");
         return Ok(None);
@@ -57,7 +57,7 @@ async fn machine_of_two_users(store: &S3Server, epoch: u32) -> Result<Option<Mac
 
 fn write_as(machine: &Machine, path: &str, content: &str, uid: u32, gid: u32) -> Result<()> {
     let path = machine.path("home/svc/home").join(path);
-    let parent = path.parent().context("a parent")?;
+    let parent = path.parent().context("the path has no parent")?;
     if !parent.exists() {
         fs::create_dir_all(parent)?;
         chown(parent, Some(uid), Some(gid))?;
@@ -68,13 +68,13 @@ fn write_as(machine: &Machine, path: &str, content: &str, uid: u32, gid: u32) ->
 }
 
 fn path_str(path: &Path) -> Result<&str> {
-    path.to_str().context("a path")
+    path.to_str().context("the path is not UTF-8")
 }
 
 #[tokio::test]
 async fn files_are_accessed_as_their_owner() -> Result<()> {
     let store = machine::store()?;
-    let Some(machine) = machine_of_two_users(&store, 1).await? else { return Ok(()) };
+    let Some(machine) = machine_with_two_users(&store, 1).await? else { return Ok(()) };
     machine.client().await?.batch_execute("CREATE TABLE public.t AS SELECT 1 AS a").await?;
     write_as(&machine, "projects/file", "mine", OWNER, OWNER)?;
     write_as(&machine, "system/logs/activity.log", "a record", GATEWAY, OWNER)?;
@@ -97,7 +97,7 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
     assert!(printed.stderr.contains("can be changed by users other than root"), "{}", printed.stderr);
     assert!(!machine.path("home/svc/home/projects/ada.tar.partial").exists());
 
-    let Some(other) = machine_of_two_users(&store, 2).await? else { return Ok(()) };
+    let Some(other) = machine_with_two_users(&store, 2).await? else { return Ok(()) };
     // A directory that the import would create is planted as a link.
     let trap = other.path("trap");
     fs::create_dir(&trap)?;
@@ -130,7 +130,7 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
 #[tokio::test]
 async fn fifo_is_refused_as_archive() -> Result<()> {
     let store = machine::store()?;
-    let Some(machine) = machine_of_two_users(&store, 1).await? else { return Ok(()) };
+    let Some(machine) = machine_with_two_users(&store, 1).await? else { return Ok(()) };
     let fifo = machine.path("home/svc/home/apps/ada.tar");
     nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU)?;
     let printed = machine.run(&["svc-restore", "import", path_str(&fifo)?])?.expect(65);

@@ -19,7 +19,7 @@ pub const SHORT_DEADLINE: RunEnv<'static> = &[("RESTORE_STORE_DEADLINE_SECONDS",
 const LOCAL_TABLE: &str = "CREATE TABLE local (id int)";
 
 /// A store with a snapshot of 500 rows and a few MiB, the machine that created it, and a new one with its own table.
-pub async fn old_and_new() -> Result<(S3Server, Machine, Machine)> {
+pub async fn old_and_new_machines() -> Result<(S3Server, Machine, Machine)> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client()
@@ -37,9 +37,9 @@ pub async fn old_and_new() -> Result<(S3Server, Machine, Machine)> {
     Ok((store, old, new))
 }
 
-/// Like [`old_and_new`], after the loss of the old machine.
-pub async fn lost_and_new() -> Result<(S3Server, Machine)> {
-    let (store, _old, new) = old_and_new().await?;
+/// Like [`old_and_new_machines`], after the loss of the old machine.
+pub async fn new_machine_after_loss() -> Result<(S3Server, Machine)> {
+    let (store, _old, new) = old_and_new_machines().await?;
     Ok((store, new))
 }
 
@@ -57,9 +57,9 @@ pub async fn reset(machine: &Machine) -> Result<()> {
 #[tokio::test]
 async fn backups_and_restores_are_logged_in_activity_log() -> Result<()> {
     const LOGS: &str = "home/svc/home/system/logs";
-    let (store, old, new) = old_and_new().await?;
+    let (store, old, new) = old_and_new_machines().await?;
     let key = dump_key(&store);
-    let key = key.split_once("/primary/").context("a key of the slot")?.1.to_owned();
+    let key = key.split_once("/primary/").context("not a key of the slot")?.1.to_owned();
     let read_log = |machine: &Machine| std::fs::read_to_string(machine.path(LOGS).join("activity.log"));
     assert!(
         read_log(&old)?.ends_with(&format!("the database was backed up as {key}\n")),
@@ -119,12 +119,16 @@ async fn requested_earlier_snapshot_is_restored_then_backed_up() -> Result<()> {
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
     old.run(&["svc-db-backup"])?.expect(0);
-    let earlier = machine::pointer(&store).await?.context("a pointer")?.snapshot.context("a snapshot")?;
+    let earlier = machine::pointer(&store)
+        .await?
+        .context("there is no pointer")?
+        .snapshot
+        .context("the pointer names no snapshot")?;
     old.client().await?.batch_execute("INSERT INTO t VALUES (2)").await?;
     old.run(&["svc-db-backup"])?.expect(0);
 
     let new = Machine::new(&store, 2).await?;
-    new.write_boot(&[("SVC_RESTORE_SNAPSHOT", &earlier.key)])?;
+    new.write_boot_env(&[("SVC_RESTORE_SNAPSHOT", &earlier.key)])?;
     for point in ["restore.loaded", "restore.renamed"] {
         let kill = format!("{point}=return(kill)");
         new.run_with(&["svc-restore"], &[("FAILPOINTS", &kill)])?.expect_killed();
@@ -134,15 +138,15 @@ async fn requested_earlier_snapshot_is_restored_then_backed_up() -> Result<()> {
     assert_eq!(rows, 1);
     assert!(new.path("var/lib/svc/requests/backup").exists(), "the pointer still names another snapshot");
     new.run(&["svc-db-backup", "run", "--request"])?.expect(0);
-    let pointer = machine::pointer(&store).await?.context("a pointer")?;
-    assert_eq!(pointer.snapshot.context("a snapshot")?.epoch, new.epoch);
+    let pointer = machine::pointer(&store).await?.context("there is no pointer")?;
+    assert_eq!(pointer.snapshot.context("the pointer names no snapshot")?.epoch, new.epoch);
 
     // A missing snapshot is not an absence that permits an empty start.
     let none = Machine::new(&store, 3).await?;
     let absent = earlier.key.replace("Z-1", "Z-9");
-    none.write_boot(&[("SVC_RESTORE_SNAPSHOT", &absent), ("SVC_RESTORE_MODE", "empty")])?;
-    let ended = none.run(&["svc-restore"])?.expect(70);
-    assert!(ended.stderr.contains(&absent) && !none.has_marker(), "{}", ended.stderr);
+    none.write_boot_env(&[("SVC_RESTORE_SNAPSHOT", &absent), ("SVC_RESTORE_MODE", "empty")])?;
+    let result = none.run(&["svc-restore"])?.expect(70);
+    assert!(result.stderr.contains(&absent) && !none.has_marker(), "{}", result.stderr);
     Ok(())
 }
 
@@ -152,18 +156,23 @@ async fn snapshot_of_a_newer_postgresql_is_refused() -> Result<()> {
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
     old.run(&["svc-db-backup"])?.expect(0);
-    let key = machine::pointer(&store).await?.context("a pointer")?.snapshot.context("a snapshot")?.key;
+    let key = machine::pointer(&store)
+        .await?
+        .context("there is no pointer")?
+        .snapshot
+        .context("the pointer names no snapshot")?
+        .key;
     let side = format!("{USER}/primary/{key}.json");
-    let record = String::from_utf8(store.read(BUCKET, &side).context("the side record")?)?;
+    let record = String::from_utf8(store.read(BUCKET, &side).context("the side record is missing")?)?;
     let with_pg_version =
         |version: &str| record.replace("\"pgVersion\":\"16.", &format!("\"pgVersion\":\"{version}."));
     let new = Machine::new(&store, 2).await?;
     store.write(BUCKET, &side, with_pg_version("17"));
-    let ended = new.run(&["svc-restore"])?.expect(70);
+    let result = new.run(&["svc-restore"])?.expect(70);
     assert!(
-        ended.stderr.contains("was taken with PostgreSQL 17, but this machine has PostgreSQL 16"),
+        result.stderr.contains("was taken with PostgreSQL 17, but this machine has PostgreSQL 16"),
         "{}",
-        ended.stderr
+        result.stderr
     );
     assert!(!new.has_marker());
     store.write(BUCKET, &side, with_pg_version("15"));
@@ -174,7 +183,7 @@ async fn snapshot_of_a_newer_postgresql_is_refused() -> Result<()> {
 
 #[tokio::test]
 async fn interrupted_download_is_resumed_within_a_run() -> Result<()> {
-    let (store, new) = lost_and_new().await?;
+    let (store, new) = new_machine_after_loss().await?;
     // After two reads of the side record, more downloads are truncated than the store's client retries itself.
     let truncated = Rule::new(Fault::TruncateBody(400_000)).method("GET").key(".dump");
     let hits = store.add_fault(truncated.after(2).times(6));
@@ -186,15 +195,15 @@ async fn interrupted_download_is_resumed_within_a_run() -> Result<()> {
 
 #[tokio::test]
 async fn interrupted_download_is_resumed_after_a_kill() -> Result<()> {
-    let (store, new) = lost_and_new().await?;
+    let (store, new) = new_machine_after_loss().await?;
     let kill = "restore.downloading=4*off->1*return(kill)";
     run_restore(&new, &[("FAILPOINTS", kill)])?.expect_killed();
     let partial = std::fs::read_dir(new.path("var/lib/svc/restore"))?
         .flatten()
         .find(|entry| entry.file_name().to_string_lossy().ends_with(".dump"))
-        .context("a partial dump")?;
+        .context("no partial dump")?;
     let partial_size = partial.metadata()?.len();
-    let full_size = store.read(BUCKET, &dump_key(&store)).context("the dump")?.len() as u64;
+    let full_size = store.read(BUCKET, &dump_key(&store)).context("the dump is missing")?.len() as u64;
     assert!(partial_size > 0 && partial_size < full_size, "{partial_size} of {full_size}");
 
     // Existing bytes are hashed, not trusted.
@@ -208,20 +217,20 @@ async fn interrupted_download_is_resumed_after_a_kill() -> Result<()> {
 
 #[tokio::test]
 async fn damaged_snapshot_keeps_the_gate_closed() -> Result<()> {
-    let (store, new) = lost_and_new().await?;
+    let (store, new) = new_machine_after_loss().await?;
     let once = store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").after(2));
     run_restore(&new, &[])?.expect(0);
     assert_eq!(once.hits(), 1, "a damaged transfer is retried once");
 
-    let (store, new) = lost_and_new().await?;
+    let (store, new) = new_machine_after_loss().await?;
     let key = dump_key(&store);
-    let good = store.read(BUCKET, &key).context("the dump")?;
+    let good = store.read(BUCKET, &key).context("the dump is missing")?;
     let mut bad = good.clone();
     let middle = bad.len() / 2;
     bad[middle] ^= 1;
     store.write(BUCKET, &key, bad);
-    let ended = run_restore(&new, &[])?.expect(70);
-    assert!(ended.stderr.contains("SHA-256"), "{}", ended.stderr);
+    let result = run_restore(&new, &[])?.expect(70);
+    assert!(result.stderr.contains("SHA-256"), "{}", result.stderr);
     assert_untouched(&new, "one bit").await?;
 
     store.write(BUCKET, &key, good[..good.len() - 1].to_vec());
@@ -236,8 +245,8 @@ async fn damaged_snapshot_keeps_the_gate_closed() -> Result<()> {
 
 #[tokio::test]
 async fn unreachable_store_does_not_count_as_absence() -> Result<()> {
-    let (store, new) = lost_and_new().await?;
-    new.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
+    let (store, new) = new_machine_after_loss().await?;
+    new.write_boot_env(&[("SVC_RESTORE_MODE", "empty")])?;
     store.take_down();
     run_restore(&new, SHORT_DEADLINE)?.expect(69);
     assert_untouched(&new, "store down").await?;
@@ -264,8 +273,8 @@ async fn confirmed_absence_opens_the_gate_only_if_permitted() -> Result<()> {
     let store = machine::store()?;
     let new = Machine::new(&store, 2).await?;
     new.client().await?.batch_execute("CREATE TABLE local (id int)").await?;
-    let ended = run_restore(&new, &[])?.expect(70);
-    assert!(ended.stderr.contains("SVC_RESTORE_MODE"), "{}", ended.stderr);
+    let result = run_restore(&new, &[])?.expect(70);
+    assert!(result.stderr.contains("SVC_RESTORE_MODE"), "{}", result.stderr);
     assert_untouched(&new, "absent").await?;
 
     pointer_io::fence(
@@ -277,7 +286,7 @@ async fn confirmed_absence_opens_the_gate_only_if_permitted() -> Result<()> {
     run_restore(&new, &[])?.expect(70);
     assert_untouched(&new, "tombstone").await?;
 
-    new.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
+    new.write_boot_env(&[("SVC_RESTORE_MODE", "empty")])?;
     run_restore(&new, &[])?.expect(0);
     assert!(new.has_marker() && has_table(&new, "local").await?);
     Ok(())
@@ -292,7 +301,7 @@ async fn marker_is_written_through_its_link() -> Result<()> {
     std::os::unix::fs::symlink(&target, &link)?;
     run_restore(&new, &[])?.expect(70);
     assert!(!new.has_marker(), "a dangling link does not open the gate");
-    new.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
+    new.write_boot_env(&[("SVC_RESTORE_MODE", "empty")])?;
     run_restore(&new, &[])?.expect(0);
     assert_eq!(std::fs::read_link(&link)?, target, "the link remains");
     assert!(new.has_marker() && std::fs::symlink_metadata(&target)?.is_file());
@@ -312,15 +321,15 @@ async fn database_in_use_is_kept_without_the_store() -> Result<()> {
 
 #[tokio::test]
 async fn unusable_pointer_is_refused_in_both_modes() -> Result<()> {
-    let (store, new) = lost_and_new().await?;
+    let (store, new) = new_machine_after_loss().await?;
     let pointer = format!("{USER}/primary/system/db/latest");
     let side = format!("{}.json", dump_key(&store));
     let good = (
-        store.read(BUCKET, &pointer).context("the pointer")?,
-        store.read(BUCKET, &side).context("the side record")?,
+        store.read(BUCKET, &pointer).context("the pointer is missing")?,
+        store.read(BUCKET, &side).context("the side record is missing")?,
     );
     for mode in ["required", "empty"] {
-        new.write_boot(&[("SVC_RESTORE_MODE", mode)])?;
+        new.write_boot_env(&[("SVC_RESTORE_MODE", mode)])?;
         for bad in [&b"{"[..], b"", b"{\"version\":9}", b"null"] {
             store.write(BUCKET, &pointer, bad.to_vec());
             run_restore(&new, &[])?.expect(70);
@@ -335,14 +344,14 @@ async fn unusable_pointer_is_refused_in_both_modes() -> Result<()> {
     let mut other: serde_json::Value = serde_json::from_slice(&good.1)?;
     other["tables"][0]["rows"] = 501.into();
     store.write(BUCKET, &side, serde_json::to_vec(&other)?);
-    let ended = run_restore(&new, &[])?.expect(70);
-    assert!(ended.stderr.contains("501 rows"), "{}", ended.stderr);
+    let result = run_restore(&new, &[])?.expect(70);
+    assert!(result.stderr.contains("501 rows"), "{}", result.stderr);
     assert_untouched(&new, "a row is missing").await
 }
 
 #[tokio::test]
 async fn restore_killed_at_any_step_can_be_rerun() -> Result<()> {
-    let (_store, new) = lost_and_new().await?;
+    let (_store, new) = new_machine_after_loss().await?;
     for point in svc::host::snapshots::restore::FAILPOINTS {
         let kill = format!("{point}=return(kill)");
         run_restore(&new, &[("FAILPOINTS", &kill)])?.expect_killed();
@@ -358,7 +367,7 @@ async fn restore_killed_at_any_step_can_be_rerun() -> Result<()> {
 
 #[tokio::test]
 async fn failed_step_leaves_the_old_or_the_restored_database() -> Result<()> {
-    let (_store, new) = lost_and_new().await?;
+    let (_store, new) = new_machine_after_loss().await?;
     let swapped = ["restore.renamed", "restore.opened", "restore.marker"];
     for point in svc::host::snapshots::restore::FAILPOINTS.iter().filter(|point| !swapped.contains(point)) {
         let error = format!("{point}=return(error)");
@@ -378,7 +387,7 @@ async fn failed_step_leaves_the_old_or_the_restored_database() -> Result<()> {
 
 #[tokio::test]
 async fn sessions_of_the_old_database_are_ended_for_the_swap() -> Result<()> {
-    let (_store, new) = lost_and_new().await?;
+    let (_store, new) = new_machine_after_loss().await?;
     let client = new.client().await?;
     client.batch_execute("BEGIN; SELECT 1").await?;
     run_restore(&new, &[])?.expect(0);
@@ -389,7 +398,7 @@ async fn sessions_of_the_old_database_are_ended_for_the_swap() -> Result<()> {
 
 #[tokio::test]
 async fn restore_waits_for_a_starting_database() -> Result<()> {
-    let (_store, new) = lost_and_new().await?;
+    let (_store, new) = new_machine_after_loss().await?;
     new.postgres().stop().await?;
     run_restore(&new, SHORT_DEADLINE)?.expect(69);
     let running = new.spawn(&["svc-restore"], &[])?;
@@ -404,7 +413,7 @@ async fn restore_waits_for_a_starting_database() -> Result<()> {
 /// next run.
 #[tokio::test]
 async fn leftover_pg_restore_of_a_killed_run_is_harmless() -> Result<()> {
-    let (_store, new) = lost_and_new().await?;
+    let (_store, new) = new_machine_after_loss().await?;
     let markers = tempfile::tempdir()?;
     let script = format!(
         "#!/bin/sh\ntouch {0}/begun\nwhile [ ! -e {0}/go ]; do sleep 0.05; done\nREAL \"$@\"\necho $? > {0}/ended\n",
@@ -428,13 +437,13 @@ async fn leftover_pg_restore_of_a_killed_run_is_harmless() -> Result<()> {
 #[tokio::test]
 async fn restore_reports_its_progress_to_the_platform() -> Result<()> {
     for status in [204, 400, 500] {
-        let (_store, new) = lost_and_new().await?;
+        let (_store, new) = new_machine_after_loss().await?;
         let platform = Platform::start(ScriptedResponse::Json(status, serde_json::json!({}))).await?;
         platform.configure(&new)?;
         run_restore(&new, &[("FAILPOINTS", "restore.downloaded=sleep(300)")])?.expect(0);
         assert!(is_restored(&new).await?);
         let calls = platform.calls();
-        let call = calls.first().context("a call")?;
+        let call = calls.first().context("no call was recorded")?;
         assert_eq!(call.path, format!("/vps/{}/boot-stage", new.id));
         assert_eq!(call.authorization, "Bearer registration-token-of-a-machine");
         let body: serde_json::Value = serde_json::from_str(&call.body)?;

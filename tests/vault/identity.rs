@@ -7,7 +7,7 @@ use kit::pg::{PgOptions, PgServer};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use super::gate::{is_restored, old_and_new};
+use super::gate::{is_restored, old_and_new_machines};
 use super::machine::{self, Machine, binaries, wait_until};
 use super::platform::{Platform, ScriptedResponse, gateway};
 
@@ -16,7 +16,7 @@ const ROWS: &str = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM generat
 /// A new user's machine with an open gate, rows and a backup.
 async fn machine_with_backup(store: &kit::s3::S3Server) -> Result<Machine> {
     let machine = Machine::new(store, 1).await?;
-    machine.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
+    machine.write_boot_env(&[("SVC_RESTORE_MODE", "empty")])?;
     machine.run(&["svc-restore"])?.expect(0);
     machine.client().await?.batch_execute(ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -43,14 +43,14 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
     let mut machine = machine_with_backup(&store).await?;
     let good = machine::pointer(&store).await?;
     lose_volume(&mut machine).await?;
-    let ended = machine.run(&["svc-db-backup"])?.expect(65);
+    let result = machine.run(&["svc-db-backup"])?.expect(65);
     assert!(
-        ended.stderr.contains("system identifier") && ended.stderr.contains("svc-restore adopt"),
+        result.stderr.contains("system identifier") && result.stderr.contains("svc-restore adopt"),
         "{}",
-        ended.stderr
+        result.stderr
     );
     assert_eq!(machine::pointer(&store).await?, good);
-    assert_eq!(machine.backup_records()?.last().context("a record")?["status"], "error");
+    assert_eq!(machine.backup_records()?.last().context("no record")?["status"], "error");
     // A restart of the host changes nothing.
     machine.run(&["svc-restore"])?.expect(0);
     machine.run(&["svc-db-backup"])?.expect(65);
@@ -96,17 +96,19 @@ async fn marker_of_an_earlier_release_adopts_its_database_once() -> Result<()> {
     let mut machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    let named = marker(&machine)?["databaseIdentity"].clone();
-    let snapshot =
-        machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).context("a snapshot")?;
-    let key = machine::slot().side_record(&snapshot.key).context("a key")?;
+    let identity = marker(&machine)?["databaseIdentity"].clone();
+    let snapshot = machine::pointer(&store)
+        .await?
+        .and_then(|pointer| pointer.snapshot)
+        .context("the pointer names no snapshot")?;
+    let key = machine::slot().side_record(&snapshot.key).context("no key")?;
     let side: Value =
-        serde_json::from_slice(&store.read(machine::BUCKET, key.as_ref()).context("a record")?)?;
-    assert_eq!(side["databaseIdentity"], named);
+        serde_json::from_slice(&store.read(machine::BUCKET, key.as_ref()).context("no record")?)?;
+    assert_eq!(side["databaseIdentity"], identity);
     assert!(side["databaseIdentity"]["restoreId"].is_string(), "{side}");
     assert_eq!(side["database"]["settings"], json!([]), "the id is not the owner's setting");
     machine.run(&["svc-db-backup"])?.expect(0);
-    assert_eq!(marker(&machine)?["databaseIdentity"], named, "it is adopted once");
+    assert_eq!(marker(&machine)?["databaseIdentity"], identity, "it is adopted once");
     lose_volume(&mut machine).await?;
     machine.run(&["svc-db-backup"])?.expect(65);
     Ok(())
@@ -114,13 +116,13 @@ async fn marker_of_an_earlier_release_adopts_its_database_once() -> Result<()> {
 
 #[tokio::test]
 async fn restore_refuses_to_replace_unknown_rows() -> Result<()> {
-    let (_store, _old, new) = old_and_new().await?;
+    let (_store, _old, new) = old_and_new_machines().await?;
     new.client().await?.batch_execute("INSERT INTO local VALUES (42)").await?;
-    let ended = new.run(&["svc-restore"])?.expect(65);
+    let result = new.run(&["svc-restore"])?.expect(65);
     assert!(
-        ended.stderr.contains("public.local") && ended.stderr.contains("svc-restore adopt"),
+        result.stderr.contains("public.local") && result.stderr.contains("svc-restore adopt"),
         "{}",
-        ended.stderr
+        result.stderr
     );
     assert!(!new.has_marker(), "the gate remains closed");
     let rows: i64 = new.client().await?.query_one("SELECT count(*) FROM local", &[]).await?.get(0);
@@ -147,11 +149,13 @@ async fn interrupted_import_is_completed_at_the_next_boot() -> Result<()> {
         machine
             .run_with(&["svc-restore", "import", machine::path_str(&archive)], &[("FAILPOINTS", &kill)])?
             .expect_step_killed();
-        let saved =
-            machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).context("a snapshot")?;
-        let key = machine::slot().side_record(&saved.key).context("a key")?;
+        let saved = machine::pointer(&store)
+            .await?
+            .and_then(|pointer| pointer.snapshot)
+            .context("the pointer names no snapshot")?;
+        let key = machine::slot().side_record(&saved.key).context("no key")?;
         let side: Value =
-            serde_json::from_slice(&store.read(machine::BUCKET, key.as_ref()).context("a record")?)?;
+            serde_json::from_slice(&store.read(machine::BUCKET, key.as_ref()).context("no record")?)?;
         assert_eq!(
             side["tables"][0]["rows"], 11,
             "a snapshot of the replaced database is created first: {side}"
@@ -172,28 +176,30 @@ async fn shrunken_snapshot_is_held_until_accepted() -> Result<()> {
     let machine = machine_with_backup(&store).await?;
     let good = machine::pointer(&store).await?;
     machine.client().await?.batch_execute("DELETE FROM t WHERE id > 5").await?;
-    let ended = machine.run(&["svc-db-backup"])?.expect(65);
+    let result = machine.run(&["svc-db-backup"])?.expect(65);
     assert!(
-        ended.stderr.contains("5 rows instead of 10") && ended.stderr.contains("svc-db-backup accept"),
+        result.stderr.contains("5 rows instead of 10") && result.stderr.contains("svc-db-backup accept"),
         "{}",
-        ended.stderr
+        result.stderr
     );
     assert_eq!(machine::pointer(&store).await?, good, "the held snapshot is not the latest");
     let held: Value =
         serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/held-snapshot.json"))?)?;
-    let key = held["key"].as_str().context("a key")?.to_owned();
+    let key = held["key"].as_str().context("no key")?.to_owned();
     let (object, side) = (machine::slot().snapshot(&key), machine::slot().side_record(&key));
     for object in [object, side] {
         assert!(
-            store.read(machine::BUCKET, object.context("a key")?.as_ref()).is_some(),
+            store.read(machine::BUCKET, object.context("no key")?.as_ref()).is_some(),
             "the object is kept"
         );
     }
     svc::fsx::write_atomic(&machine.path("var/lib/svc/requests/accept"), b"{}", 0o600)?;
     machine.run(&["svc-db-backup", "run", "--request"])?.expect(0);
     assert!(!machine.path("var/lib/svc/requests/accept").exists());
-    let latest =
-        machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).context("a snapshot")?;
+    let latest = machine::pointer(&store)
+        .await?
+        .and_then(|pointer| pointer.snapshot)
+        .context("the pointer names no snapshot")?;
     assert_eq!(latest.key, key);
     assert!(!machine.path("var/lib/svc/held-snapshot.json").exists());
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -213,8 +219,12 @@ async fn loss_confirmed_by_three_hourly_snapshots_is_accepted() -> Result<()> {
     let good = machine::pointer(&store).await?;
     let hourly = ["svc-db-backup", "run", "--retry"];
     let assert_held = |args: &[&str]| -> Result<()> {
-        let ended = machine.run(args)?.expect(65);
-        assert!(ended.stderr.contains("public.t") && ended.stderr.contains("is missing"), "{}", ended.stderr);
+        let result = machine.run(args)?.expect(65);
+        assert!(
+            result.stderr.contains("public.t") && result.stderr.contains("is missing"),
+            "{}",
+            result.stderr
+        );
         Ok(())
     };
     // Requested runs, and runs within the same hour, do not confirm each other, regardless of their number.
@@ -229,7 +239,7 @@ async fn loss_confirmed_by_three_hourly_snapshots_is_accepted() -> Result<()> {
     assert_eq!(last["held"]["loss"], "the table public.t with 10 rows is missing", "{last}");
     let let_an_hour_pass = || -> Result<()> {
         let mut held: Value = serde_json::from_slice(&std::fs::read(machine.path(HELD))?)?;
-        let at = held["countedAtUptimeMs"].as_i64().context("an uptime")?;
+        let at = held["countedAtUptimeMs"].as_i64().context("no uptime")?;
         held["countedAtUptimeMs"] = (at - 3_600_000).into();
         Ok(std::fs::write(machine.path(HELD), held.to_string())?)
     };

@@ -55,7 +55,8 @@ fn plain_dump(machine: &Machine) -> Result<String> {
     let mut dump = machine.postgres().binaries().client("pg_dump");
     let mut dump = dump.arg(machine.postgres().url("svc")).stdout(Stdio::piped()).spawn()?;
     let (mut digest, mut bytes, mut line) = (Sha256::new(), 0, Vec::new());
-    let mut text = BufReader::with_capacity(1 << 18, dump.stdout.take().context("a pipe")?);
+    let mut text =
+        BufReader::with_capacity(1 << 18, dump.stdout.take().context("pg_dump has no standard output")?);
     while text.read_until(b'\n', &mut line)? > 0 {
         if !line.starts_with(b"\\restrict") && !line.starts_with(b"\\unrestrict") {
             digest.update(&line);

@@ -36,7 +36,7 @@ pub fn store() -> Result<S3Server> {
 }
 
 pub fn slot() -> SlotPrefix {
-    SlotPrefix::new(&USER.parse().expect("a user"), &svc::machine::name::Slot::primary())
+    SlotPrefix::new(&USER.parse().expect("the user id is valid"), &svc::machine::name::Slot::primary())
 }
 
 /// The bucket with the platform's credentials.
@@ -63,7 +63,7 @@ fn config(store: &S3Server) -> Result<StoreConfig> {
     let mut env =
         svc::config::Env::from_pairs(pairs.iter().map(|(name, value)| (name.as_str(), value.as_str())));
     svc::http::tls::install_provider();
-    StoreConfig::read(&mut env).context("the store's settings")
+    StoreConfig::read(&mut env).context("the store's settings are incomplete")
 }
 
 pub async fn pointer(store: &S3Server) -> Result<Option<Pointer>> {
@@ -96,9 +96,9 @@ impl RunResult {
     /// Asserts that a child process of a step was killed, and that the run reported it.
     #[track_caller]
     pub fn expect_step_killed(self) -> Self {
-        let ended = self.expect(svc::applet::Exit::Internal as i32);
-        assert!(ended.stderr.contains("failed (signal: 9"), "{}", ended.stderr);
-        ended
+        let result = self.expect(svc::applet::Exit::Internal as i32);
+        assert!(result.stderr.contains("failed (signal: 9"), "{}", result.stderr);
+        result
     }
 }
 
@@ -163,26 +163,26 @@ impl Machine {
             ]
             .map(|(name, value)| (name.to_owned(), value)),
         )?;
-        machine.write_boot(&[])?;
+        machine.write_boot_env(&[])?;
         Ok(machine)
     }
 
     /// Writes `boot.env` as provisioning does, with these variables replaced.
-    pub fn write_boot(&self, instead: &[(&str, &str)]) -> Result<()> {
+    pub fn write_boot_env(&self, overrides: &[(&str, &str)]) -> Result<()> {
         let mut pairs = vec![
             ("REGISTRATION_TOKEN", "registration-token-of-a-machine"),
             ("SVC_IMAGE_VERSION", "1.0.0"),
             ("SVC_RESTORE_MODE", "required"),
         ];
-        pairs.retain(|(name, _)| !instead.iter().any(|(other, _)| other == name));
-        pairs.extend(instead);
+        pairs.retain(|(name, _)| !overrides.iter().any(|(other, _)| other == name));
+        pairs.extend(overrides);
         let pairs: Vec<_> =
             pairs.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
         self.write_env("boot.env", &pairs)
     }
 
     /// Writes `update.env` with the release of provisioning; only root reads it.
-    pub fn write_update(&self, url: &str, sha256: &str) -> Result<()> {
+    pub fn write_update_env(&self, url: &str, sha256: &str) -> Result<()> {
         let pairs = [("SVC_HOST_BUNDLE_URL", url), ("SVC_BUNDLE_SHA256", sha256)];
         self.write_env("update.env", &pairs.map(|(name, value)| (name.to_owned(), value.to_owned())))
     }
@@ -197,7 +197,7 @@ impl Machine {
 
     fn write_env(&self, file: &str, pairs: &[(String, String)]) -> Result<()> {
         let path = self.path("opt/svc/env").join(file);
-        fs::create_dir_all(path.parent().context("a directory")?)?;
+        fs::create_dir_all(path.parent().context("the path has no parent")?)?;
         let lines: String =
             pairs.iter().map(|(name, value)| svc::config::format_env_line(name, value)).collect();
         Ok(fs::write(path, lines)?)
@@ -289,8 +289,8 @@ impl Running {
     /// Returns the peak resident memory in anonymous pages, sampled until the run ends.
     pub async fn peak_memory(&self) -> u64 {
         let (mut peak, path) = (0, format!("/proc/{}/status", self.child.pid()));
-        while let Some(now) = fs::read_to_string(&path).ok().as_deref().and_then(resident) {
-            peak = peak.max(now);
+        while let Some(bytes) = fs::read_to_string(&path).ok().as_deref().and_then(parse_resident_bytes) {
+            peak = peak.max(bytes);
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         peak
@@ -313,7 +313,7 @@ impl Running {
     }
 }
 
-fn resident(status: &str) -> Option<u64> {
+fn parse_resident_bytes(status: &str) -> Option<u64> {
     let line = status.lines().find(|line| line.starts_with("RssAnon:"))?;
     let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
     Some(kib * 1024)
@@ -324,7 +324,7 @@ pub async fn wait_until(what: &str, mut holds: impl FnMut() -> bool) -> Result<(
     let deadline = Instant::now() + Duration::from_secs(60);
     while !holds() {
         if Instant::now() > deadline {
-            bail!("timeout: {what}");
+            bail!("timed out waiting for: {what}");
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }

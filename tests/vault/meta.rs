@@ -26,7 +26,9 @@ fn make_metadata(epoch: u32, second: i64) -> Result<VpsMeta> {
 }
 
 fn read_metadata(store: &S3Server) -> Result<VpsMeta> {
-    let text = store.read(BUCKET, &format!("{USER}/primary/system/vps-meta.json")).context("the metadata")?;
+    let text = store
+        .read(BUCKET, &format!("{USER}/primary/system/vps-meta.json"))
+        .context("the metadata is missing")?;
     Ok(serde_json::from_slice(&text)?)
 }
 
@@ -35,9 +37,9 @@ fn meta_rule(fault: Fault) -> Rule {
 }
 
 /// The number of writes that changed the object.
-fn writes(store: &S3Server) -> usize {
-    let puts = store.requests().into_iter().filter(|seen| seen.method == "PUT");
-    puts.filter(|seen| seen.path.ends_with("vps-meta.json") && seen.status != Some(412)).count()
+fn count_writes(store: &S3Server) -> usize {
+    let puts = store.requests().into_iter().filter(|request| request.method == "PUT");
+    puts.filter(|request| request.path.ends_with("vps-meta.json") && request.status != Some(412)).count()
 }
 
 #[tokio::test]
@@ -51,7 +53,7 @@ async fn lost_reply_is_resolved_by_reading_back() -> Result<()> {
             meta::write(&bucket, &slot(), &make_metadata(1, second)?).await?;
             assert_eq!(read_metadata(&store)?, make_metadata(1, second)?, "{fault:?}");
             assert_eq!(
-                (hits.hits(), writes(&store)),
+                (hits.hits(), count_writes(&store)),
                 (1, 1),
                 "{fault:?}: written once: {:?}",
                 store.requests()

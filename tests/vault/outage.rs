@@ -32,9 +32,9 @@ async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> 
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = machine_without_platform(&store, &platform).await?;
-    let before = machine::pointer(&store).await?.context("a pointer")?;
-    let ended = machine.run(&["svc-db-backup"])?.expect(69);
-    assert!(ended.stderr.contains("is stored but is not the latest"), "{}", ended.stderr);
+    let before = machine::pointer(&store).await?.context("there is no pointer")?;
+    let result = machine.run(&["svc-db-backup"])?.expect(69);
+    assert!(result.stderr.contains("is stored but is not the latest"), "{}", result.stderr);
     assert_eq!(machine::pointer(&store).await?.as_ref(), Some(&before));
     let (bucket, slot) = (machine::bucket(&store)?, slot());
     let window = snapshots::PageWindow { before: None, latest: None, limit: 10 };
@@ -68,7 +68,7 @@ async fn retry_publishes_the_stored_snapshot_of_an_outage() -> Result<()> {
     let dumps = store.objects(BUCKET, "").into_iter().filter(|object| object.key.ends_with(".dump"));
     assert_eq!(dumps.count(), 2, "no third snapshot was created");
     let log = std::fs::read_to_string(machine.path("home/svc/home/system/logs/backup.jsonl"))?;
-    let last: Value = serde_json::from_str(log.lines().last().context("a line")?)?;
+    let last: Value = serde_json::from_str(log.lines().last().context("no line")?)?;
     let latest = svc::store::snapshot::find_latest(&machine::bucket(&store)?, &slot()).await?;
     assert_eq!((&last["status"], &last["key"]), (&json!("success"), &json!(latest.key)), "{last}");
     assert_eq!(last["sizeBytes"], json!(latest.size_bytes), "{last}");
@@ -82,11 +82,11 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     let machine = machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let latest = svc::store::snapshot::find_latest(&machine::bucket(&store)?, &slot()).await?;
-    let session = platform.outage_session().await.context("a session")?;
+    let session = platform.outage_session().await.context("no outage session")?;
     let bucket = machine::bucket_as(&store, &session)?;
-    let own = slot().snapshot(&latest.key).context("a key")?;
+    let own = slot().snapshot(&latest.key).context("no key")?;
     assert!(bucket.head(&own).await?.is_some(), "its own snapshot");
-    let name = |at: Timestamp, epoch| slot().snapshot(&key::snapshot_key(at, Epoch(epoch))).context("a key");
+    let name = |at: Timestamp, epoch| slot().snapshot(&key::snapshot_key(at, Epoch(epoch))).context("no key");
     let now = Timestamp::now();
     let foreign = name(now, 2)?;
     // One day more than the permitted clock skew.

@@ -82,7 +82,7 @@ async fn respond(
     };
     match response {
         Some(ScriptedResponse::Json(status, body)) => {
-            (StatusCode::from_u16(status).expect("a status"), axum::Json(body)).into_response()
+            (StatusCode::from_u16(status).expect("the status is valid"), axum::Json(body)).into_response()
         }
         // hyper would close the connection of a handler that panics. Here, the response's body fails instead.
         _ => {

@@ -84,8 +84,8 @@ async fn refusal_is_final_and_a_timeout_is_retried() -> Result<()> {
     let platform = Platform::start(ScriptedResponse::Json(401, refused)).await?;
     let (machine, listen) = machine_with_release(&platform).await?;
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("REGISTER_PLATFORM_DEADLINE_SECONDS", "1")];
-    let ended = register(&machine, &[], &extra).await?.expect(77);
-    assert!(ended.stderr.contains("The token was used."), "{}", ended.stderr);
+    let result = register(&machine, &[], &extra).await?.expect(77);
+    assert!(result.stderr.contains("The token was used."), "{}", result.stderr);
     assert_eq!(platform.calls().len(), 1);
 
     let silent = Platform::start(ScriptedResponse::Lost).await?;
@@ -121,12 +121,12 @@ async fn failed_boot_is_reported_without_secrets() -> Result<()> {
     machine.add_env("host.env", &[("DATABASE_URL", "postgres://postgres:hunter2hunter2@127.0.0.1:1/svc")])?;
     let message = format!("no bundle\nupgrade-token-of-a-machine hunter2hunter2 {}", "x".repeat(9000));
     register(&machine, &["failure", "--stage", "bundle", "--message", &message], &[]).await?.expect(0);
-    let call = platform.calls().pop().context("a call")?;
+    let call = platform.calls().pop().context("no call was recorded")?;
     assert_eq!(call.path, format!("/vps/{}/boot-failure", machine.id));
     assert_eq!(call.authorization, "Bearer registration-token-of-a-machine");
     let body: serde_json::Value = serde_json::from_str(&call.body)?;
     assert_eq!(body["stage"], "bundle");
-    let message = body["message"].as_str().context("a message")?;
+    let message = body["message"].as_str().context("no message")?;
     assert!(message.starts_with("no bundle [hidden] [hidden] xxx") && message.len() <= 500, "{message}");
     register(&machine, &["failure", "--stage", "elsewhere", "--message", "x"], &[]).await?.expect(64);
     Ok(())

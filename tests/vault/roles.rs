@@ -39,7 +39,7 @@ async fn restore_keeps_roles_or_reports_differences() -> Result<()> {
 
     let new = Machine::new(&store, 2).await?;
     new.run_with(&["svc-restore"], &[("FAILPOINTS", "restore.roles=return(kill)")])?.expect_killed();
-    let ended = new.run(&["svc-restore"])?.expect(0);
+    let result = new.run(&["svc-restore"])?.expect(0);
     assert_eq!(roles(&new).await?, roles(&old).await?);
     assert!(roles(&new).await?.contains("statement_timeout=7s"), "{}", roles(&new).await?);
     let timeout =
@@ -49,13 +49,13 @@ async fn restore_keeps_roles_or_reports_differences() -> Result<()> {
     // No password is in the record, and the restored server's own superuser is unchanged.
     let logins = "SELECT count(*) FROM pg_roles WHERE rolname IN ('app_notes', 'reporting', 'dba') AND (rolcanlogin OR rolsuper)";
     assert_eq!(new.client().await?.query_one(logins, &[]).await?.get::<_, i64>(0), 0);
-    let log = &ended.stderr;
+    let log = &result.stderr;
     assert!(log.contains("not kept by the restore"), "{log}");
     Ok(())
 }
 
 #[tokio::test]
-async fn restore_reports_omitted_roles_when_they_are_created() -> Result<()> {
+async fn restore_reports_role_facts_it_does_not_keep() -> Result<()> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute(CONTENT).await?;

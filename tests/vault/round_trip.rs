@@ -68,19 +68,20 @@ async fn restored_database_equals_the_backed_up_one() -> Result<()> {
     old.client().await?.batch_execute(CONTENT).await?;
     old.run(&["svc-db-backup"])?.expect(0);
 
-    let pointer = machine::pointer(&store).await?.context("a pointer")?;
-    let snapshot = pointer.snapshot.context("a snapshot")?;
+    let pointer = machine::pointer(&store).await?.context("there is no pointer")?;
+    let snapshot = pointer.snapshot.context("the pointer names no snapshot")?;
     assert_eq!((pointer.fence_epoch, pointer.seq, snapshot.epoch), (old.epoch, 1, old.epoch));
     let object = format!("{USER}/primary/{}", snapshot.key);
-    let dump = store.read(BUCKET, &object).context("the object")?;
+    let dump = store.read(BUCKET, &object).context("the object is missing")?;
     assert_eq!(dump.len() as u64, snapshot.size_bytes);
     assert!(dump.len() > 11 << 20, "{} bytes: it must need three parts", dump.len());
     let parts: Vec<_> =
-        store.requests().into_iter().filter(|seen| seen.query.contains("partNumber=")).collect();
+        store.requests().into_iter().filter(|request| request.query.contains("partNumber=")).collect();
     assert!(parts.len() >= 3, "{parts:?}");
 
-    let side: SideRecord =
-        serde_json::from_slice(&store.read(BUCKET, &format!("{object}.json")).context("the side record")?)?;
+    let side: SideRecord = serde_json::from_slice(
+        &store.read(BUCKET, &format!("{object}.json")).context("the side record is missing")?,
+    )?;
     assert_eq!(side.roles, ["app_To do", "app_notes", "reader"]);
     let rows = |name: &str| side.tables.iter().find(|table| table.name == name).map(|table| table.rows);
     assert_eq!(rows("app_notes.notes"), Some(5000));
@@ -125,11 +126,12 @@ async fn stock_pg_restore_reads_the_object() -> Result<()> {
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
     machine.run(&["svc-db-backup", "run"])?.expect(0);
-    let snapshot = machine::pointer(&store).await?.and_then(|p| p.snapshot).context("a snapshot")?;
+    let snapshot =
+        machine::pointer(&store).await?.and_then(|p| p.snapshot).context("the pointer names no snapshot")?;
     let dump = tempfile::NamedTempFile::new()?;
     std::fs::write(
         dump.path(),
-        store.read(BUCKET, &format!("{USER}/primary/{}", snapshot.key)).context("the object")?,
+        store.read(BUCKET, &format!("{USER}/primary/{}", snapshot.key)).context("the object is missing")?,
     )?;
     let mut list = machine.postgres().binaries().client("pg_restore");
     list.arg("-l").arg(dump.path());

@@ -31,11 +31,11 @@ pub async fn machine_with_side_database(store: &S3Server) -> Result<Machine> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute(SHOP).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    let ended = run_side(&machine, &["open"])?.expect(0);
+    let result = run_side(&machine, &["open"])?.expect(0);
     assert!(
-        ended.stdout.contains("app_shop.orders") && ended.stdout.contains("2000 rows"),
+        result.stdout.contains("app_shop.orders") && result.stdout.contains("2000 rows"),
         "{}",
-        ended.stdout
+        result.stdout
     );
     Ok(machine)
 }
@@ -47,7 +47,7 @@ pub fn run_side(machine: &Machine, words: &[&str]) -> Result<machine::RunResult>
 
 /// All rows of a table, as text.
 async fn rows(machine: &Machine, database: &str, table: &str) -> Result<Vec<String>> {
-    let client = machine.postgres.as_ref().context("a database")?.connect(database).await?;
+    let client = machine.postgres.as_ref().context("the machine has no database")?.connect(database).await?;
     let rows = client.query(&format!("SELECT t::text FROM {table} t ORDER BY 1"), &[]).await?;
     Ok(rows.iter().map(|row| row.get(0)).collect())
 }
@@ -55,8 +55,8 @@ async fn rows(machine: &Machine, database: &str, table: &str) -> Result<Vec<Stri
 /// Asserts that the tables are identical to the snapshot.
 async fn assert_as_in_snapshot(machine: &Machine, tables: &[&str]) -> Result<()> {
     for table in tables {
-        let (now, then) = (rows(machine, "svc", table).await?, rows(machine, "svc_side", table).await?);
-        assert_eq!(now, then, "{table}");
+        let (live, side) = (rows(machine, "svc", table).await?, rows(machine, "svc_side", table).await?);
+        assert_eq!(live, side, "{table}");
     }
     Ok(())
 }
@@ -91,7 +91,7 @@ async fn missing_rows_are_copied_and_existing_ones_unchanged() -> Result<()> {
     let last_copy = read_state(&machine)?["lastCopy"].clone();
     // Another customer now has the address of one row, so that row is not copied.
     let copied_table = |name: &str| {
-        last_copy["tables"].as_array().unwrap().iter().find(|one| one["name"] == name).unwrap().clone()
+        last_copy["tables"].as_array().unwrap().iter().find(|table| table["name"] == name).unwrap().clone()
     };
     let customers = copied_table("app_shop.customers");
     assert_eq!(
@@ -116,13 +116,13 @@ async fn dangling_reference_aborts_the_copy_without_changes() -> Result<()> {
     let client = machine.client().await?;
     client.batch_execute("DELETE FROM app_shop.customers WHERE id = 5").await?;
     let before = rows(&machine, "svc", "app_shop.orders").await?;
-    let ended = run_side(&machine, &["copy", "app_shop.orders"])?.expect(65);
+    let result = run_side(&machine, &["copy", "app_shop.orders"])?.expect(65);
     assert!(
-        ended.stderr.contains("app_shop.orders") && ended.stderr.contains("orders_customer_fkey"),
+        result.stderr.contains("app_shop.orders") && result.stderr.contains("orders_customer_fkey"),
         "{}",
-        ended.stderr
+        result.stderr
     );
-    assert!(!ended.stderr.contains("(customer)=(5)"), "the error quotes a row: {}", ended.stderr);
+    assert!(!result.stderr.contains("(customer)=(5)"), "the error quotes a row: {}", result.stderr);
     assert_eq!(rows(&machine, "svc", "app_shop.orders").await?, before);
     assert_eq!(read_state(&machine)?["status"], "open");
     assert!(read_state(&machine)?["lastCopy"]["error"].as_str().unwrap().contains("orders_customer_fkey"));
@@ -141,8 +141,12 @@ async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
                 INSERT INTO app_shop.orders (customer) SELECT id FROM app_shop.customers WHERE email = 'new'";
     client.batch_execute(damage).await?;
     // Without a key, rows cannot be matched, so only the whole table can be replaced.
-    let ended = run_side(&machine, &["copy", "app_shop.log"])?.expect(65);
-    assert!(ended.stderr.contains("no primary key") && ended.stderr.contains("replace"), "{}", ended.stderr);
+    let result = run_side(&machine, &["copy", "app_shop.log"])?.expect(65);
+    assert!(
+        result.stderr.contains("no primary key") && result.stderr.contains("replace"),
+        "{}",
+        result.stderr
+    );
 
     run_side(&machine, &["copy", "--mode", "overwrite", ALL[0], ALL[2]])?.expect(0);
     let copied = read_state(&machine)?["lastCopy"]["tables"].clone();
@@ -155,8 +159,8 @@ async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
     assert_eq!(rows(&machine, "svc", ALL[0]).await?.len(), 503, "the new customer is kept");
 
     // The new customer's order was not requested, and would be deleted with the customer.
-    let ended = run_side(&machine, &["copy", "--mode", "replace", ALL[0]])?.expect(65);
-    assert!(ended.stderr.contains("app_shop.orders"), "{}", ended.stderr);
+    let result = run_side(&machine, &["copy", "--mode", "replace", ALL[0]])?.expect(65);
+    assert!(result.stderr.contains("app_shop.orders"), "{}", result.stderr);
     client.batch_execute("TRUNCATE app_shop.log; INSERT INTO app_shop.log VALUES ('since')").await?;
     run_side(&machine, &["copy", "--mode", "replace", ALL[0], ALL[1], ALL[2]])?.expect(0);
     assert_as_in_snapshot(&machine, &ALL).await?;
@@ -171,8 +175,8 @@ async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
     let dry_run = run_side(&machine, &["copy", ALL[1], "--dry-run"])?.expect(0);
     assert!(dry_run.stdout.contains("300 inserted"), "{}", dry_run.stdout);
     // The enum type was dropped with the schema. A table that cannot be recreated is reported, and nothing remains.
-    let ended = run_side(&machine, &["copy", ALL[0]])?.expect(65);
-    assert!(ended.stderr.contains("pg_restore") && ended.stderr.contains("mood"), "{}", ended.stderr);
+    let result = run_side(&machine, &["copy", ALL[0]])?.expect(65);
+    assert!(result.stderr.contains("pg_restore") && result.stderr.contains("mood"), "{}", result.stderr);
     client.batch_execute("CREATE TYPE app_shop.mood AS ENUM ('good', 'bad')").await?;
     run_side(&machine, &["copy", ALL[0], ALL[1], ALL[2], "--no-backup"])?.expect(0);
     assert_as_in_snapshot(&machine, &ALL).await?;
@@ -184,7 +188,7 @@ async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
 }
 
 #[tokio::test]
-async fn snapshot_of_a_time_is_opened_and_close_cleans_up() -> Result<()> {
+async fn open_selects_snapshot_by_time_and_close_cleans_up() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with_side_database(&store).await?;
     let first = read_state(&machine)?["key"].clone();
@@ -196,13 +200,13 @@ async fn snapshot_of_a_time_is_opened_and_close_cleans_up() -> Result<()> {
     assert_eq!(read_state(&machine)?["tables"].as_array().map(Vec::len), Some(2));
     run_side(&machine, &["open", "--at", &between])?.expect(0);
     assert_eq!(read_state(&machine)?["key"], first);
-    let ended = run_side(&machine, &["open", "--at", "2020-01-01T00:00:00Z"])?.expect(65);
-    assert!(ended.stderr.contains("no snapshot taken at or before 2020-01-01"), "{}", ended.stderr);
-    let ended = run_side(&machine, &["copy", ALL[0]])?.expect(65);
-    assert!(ended.stderr.contains("side open"), "{}", ended.stderr);
-    run_side(&machine, &["open", first.as_str().context("a key")?])?.expect(0);
-    for stranger in ["svc.side_copies", "public.nothing", "app_shop.orders; DROP TABLE x"] {
-        run_side(&machine, &["copy", stranger])?.expect(65);
+    let result = run_side(&machine, &["open", "--at", "2020-01-01T00:00:00Z"])?.expect(65);
+    assert!(result.stderr.contains("no snapshot taken at or before 2020-01-01"), "{}", result.stderr);
+    let result = run_side(&machine, &["copy", ALL[0]])?.expect(65);
+    assert!(result.stderr.contains("side open"), "{}", result.stderr);
+    run_side(&machine, &["open", first.as_str().context("no key")?])?.expect(0);
+    for invalid_table in ["svc.side_copies", "public.nothing", "app_shop.orders; DROP TABLE x"] {
+        run_side(&machine, &["copy", invalid_table])?.expect(65);
     }
     // Hourly backups and drills are unaffected, and do not delete the side database.
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -273,8 +277,8 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
             json!({"action": "copy", "tables": tables, "mode": "overwrite", "dryRun": false, "backup": true}),
         )?;
         serve(&kill)?.expect_killed();
-        let is_done = ["side.committed", "side.told"].contains(point);
-        if is_done {
+        let is_committed = ["side.committed", "side.told"].contains(point);
+        if is_committed {
             // A change after the copy, which resuming must not undo.
             client.batch_execute("UPDATE app_shop.customers SET price = 42 WHERE id = 9").await?;
         }
@@ -285,7 +289,7 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
             (&"open".into(), None),
             "after a kill at {point}"
         );
-        if is_done {
+        if is_committed {
             let price =
                 client.query_one("SELECT price::text FROM app_shop.customers WHERE id = 9", &[]).await?;
             assert_eq!(price.get::<_, &str>(0), "42", "after a kill at {point}");
@@ -316,8 +320,12 @@ async fn killed_command_is_completed() -> Result<()> {
 
     machine.client().await?.batch_execute("DELETE FROM app_shop.orders WHERE id = 7").await?;
     killed(&["copy", "app_shop.orders", "--no-backup"], "side.fetched")?;
-    let ended = run_side(&machine, &["close"])?.expect(0);
-    assert!(ended.stdout.contains("1 inserted"), "the earlier request is completed first: {}", ended.stdout);
+    let result = run_side(&machine, &["close"])?.expect(0);
+    assert!(
+        result.stdout.contains("1 inserted"),
+        "the earlier request is completed first: {}",
+        result.stdout
+    );
     assert_eq!(read_state(&machine)?["status"], "closed");
     assert!(!machine.path("var/lib/svc/requests/side").exists());
     Ok(())

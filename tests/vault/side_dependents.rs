@@ -8,7 +8,7 @@ use super::machine::{self, Machine};
 use super::side::{machine_with_side_database, read_state, run_side};
 
 const TABLE: &str = "app_shop.customers";
-const MORE: &str = "
+const DEPENDENTS: &str = "
     CREATE ROLE reader NOLOGIN;
     CREATE VIEW app_shop.totals WITH (security_barrier) AS
         SELECT c.id, c.email, count(o.*) AS orders FROM app_shop.customers c JOIN app_shop.orders o ON o.customer = c.id
@@ -26,7 +26,7 @@ const MORE: &str = "
 /// database.
 async fn machine_with_dropped_table(store: &kit::s3::S3Server) -> Result<Machine> {
     let machine = machine_with_side_database(store).await?;
-    machine.client().await?.batch_execute(MORE).await?;
+    machine.client().await?.batch_execute(DEPENDENTS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     run_side(&machine, &["open"])?.expect(0);
     machine.client().await?.batch_execute("DROP TABLE app_shop.customers CASCADE").await?;
@@ -40,10 +40,10 @@ fn read_copied_table(machine: &Machine) -> Result<Value> {
 /// One value of the owner's database, as text.
 async fn query_text(machine: &Machine, sql: &str) -> Result<String> {
     let row = machine.client().await?.query_one(&format!("SELECT ({sql})::text"), &[]).await?;
-    row.try_get::<_, Option<String>>(0)?.context("a value")
+    row.try_get::<_, Option<String>>(0)?.context("the value is NULL")
 }
 
-const KEY: &str = "constraint orders_customer_fkey on table app_shop.orders";
+const FOREIGN_KEY: &str = "constraint orders_customer_fkey on table app_shop.orders";
 const VALID: &str = "SELECT convalidated FROM pg_constraint WHERE conname = 'orders_customer_fkey'";
 
 #[tokio::test]
@@ -55,7 +55,7 @@ async fn dropped_table_is_restored_with_its_dependents() -> Result<()> {
         "view app_shop.best",
         "materialized view app_shop.mails",
         "view app_shop.mixed",
-        KEY,
+        FOREIGN_KEY,
         "statistics object app_shop.moods"
     ]);
     let sorted = |value: &Value| {
@@ -64,7 +64,11 @@ async fn dropped_table_is_restored_with_its_dependents() -> Result<()> {
         names
     };
     let dry_run = run_side(&machine, &["copy", TABLE, "--dry-run"])?.expect(0);
-    assert!(dry_run.stdout.contains(&format!("recreated with the table: {KEY}")), "{}", dry_run.stdout);
+    assert!(
+        dry_run.stdout.contains(&format!("recreated with the table: {FOREIGN_KEY}")),
+        "{}",
+        dry_run.stdout
+    );
     assert_eq!(sorted(&read_copied_table(&machine)?["recreated"]), sorted(&expected));
     assert_eq!(query_text(&machine, "SELECT to_regclass('app_shop.totals') IS NULL").await?, "true");
 
@@ -97,13 +101,14 @@ async fn unrecreatable_dependents_are_reported() -> Result<()> {
             names.iter().any(|name| name.as_str().is_some_and(|name| name.starts_with(start)))
         })
     };
-    assert!(is_listed("recreated", &format!("{KEY} (NOT VALID")), "{table}");
+    assert!(is_listed("recreated", &format!("{FOREIGN_KEY} (NOT VALID")), "{table}");
     assert_eq!(query_text(&machine, VALID).await?, "false");
     assert!(is_listed("notRecreated", "view app_shop.mixed"), "its other table is missing: {table}");
     assert!(is_listed("recreated", "view app_shop.best"), "{table}");
     assert!(is_listed("notRecreated", "statistics object app_shop.moods"), "its name is in use: {table}");
-    let more = machine.client().await?;
-    more.batch_execute("INSERT INTO app_shop.orders (customer) VALUES (88888)")
+    let client = machine.client().await?;
+    client
+        .batch_execute("INSERT INTO app_shop.orders (customer) VALUES (88888)")
         .await
         .expect_err("a new row is checked");
     Ok(())

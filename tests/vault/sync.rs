@@ -47,7 +47,8 @@ async fn heartbeat_reports_the_state_of_the_machine() -> Result<()> {
     assert_eq!(first["epoch"], 3);
     assert_eq!(first["health"], json!({ "gateway": "ok", "database": "ok" }));
     assert_eq!(first["lastBackup"]["status"], "success");
-    let snapshot = machine::pointer(&store).await?.and_then(|p| p.snapshot).context("a snapshot")?;
+    let snapshot =
+        machine::pointer(&store).await?.and_then(|p| p.snapshot).context("the pointer names no snapshot")?;
     assert_eq!(first["lastBackup"]["key"], snapshot.key.as_str());
     assert_eq!(first["lastBackup"]["takenAt"], svc::clock::rfc3339_ms(snapshot.taken_at));
     assert!(first["lastBackup"]["beganAt"].as_str().is_some_and(|began| began.ends_with('Z')), "{first}");
@@ -56,7 +57,8 @@ async fn heartbeat_reports_the_state_of_the_machine() -> Result<()> {
     let second: Value = serde_json::from_str(&calls[1].body)?;
     assert_eq!(second["proofKids"], json!(["second"]), "delivered keys are in force");
 
-    let meta: VpsMeta = serde_json::from_slice(&store.read(BUCKET, &meta_key).context("the metadata")?)?;
+    let meta: VpsMeta =
+        serde_json::from_slice(&store.read(BUCKET, &meta_key).context("the metadata is missing")?)?;
     assert_eq!((meta.machine_id, meta.epoch, meta.status.as_str()), (machine.id, machine.epoch, "running"));
     assert_eq!(meta.last_backup, Some(snapshot.taken_at));
     Ok(())
@@ -76,10 +78,10 @@ async fn replaced_machine_stops() -> Result<()> {
         let platform = Platform::start(response).await?;
         let machine = Machine::new(&store, 3).await?;
         platform.configure(&machine)?;
-        let ended = wait_for_exit(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(0);
-        assert!(ended.stderr.contains("taken this one's place"), "{}", ended.stderr);
-        let note: Value = serde_json::from_slice(&fs::read(machine.path("var/lib/svc/superseded.json"))?)?;
-        assert_eq!(note["mine"], 3);
+        let result = wait_for_exit(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(0);
+        assert!(result.stderr.contains("taken this one's place"), "{}", result.stderr);
+        let record: Value = serde_json::from_slice(&fs::read(machine.path("var/lib/svc/superseded.json"))?)?;
+        assert_eq!(record["mine"], 3);
         wait_for_exit(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(77);
         assert_eq!(platform.calls().len(), 1, "no heartbeat follows");
     }
@@ -124,17 +126,18 @@ async fn metadata_of_a_later_machine_is_kept() -> Result<()> {
         store.clear_requests();
         let running = machine.spawn(&["svc-sync-agent"], &[])?;
         wait_until("a read of the metadata", || {
-            store.requests().iter().any(|seen| seen.path.ends_with("vps-meta.json"))
+            store.requests().iter().any(|request| request.path.ends_with("vps-meta.json"))
         })
         .await?;
         wait_until("the end of the attempt", || {
-            let written = store.requests().iter().any(|seen| seen.method == "PUT");
+            let written = store.requests().iter().any(|request| request.method == "PUT");
             written || running.stderr().contains("could not write vps-meta.json")
         })
         .await?;
         running.signal(Signal::SIGTERM)?;
         wait_for_exit(running).await?.expect(0);
-        let meta: VpsMeta = serde_json::from_slice(&store.read(BUCKET, &key).context("the metadata")?)?;
+        let meta: VpsMeta =
+            serde_json::from_slice(&store.read(BUCKET, &key).context("the metadata is missing")?)?;
         assert_eq!(meta.epoch.0, expected);
     }
     Ok(())
@@ -161,7 +164,7 @@ async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
     let journal = machine.path("var/lib/svc/update/journal.json");
     svc::fsx::write_atomic(&journal, b"{}", 0o644)?;
     std::fs::remove_file(&request)?;
-    let is_reported = |wanted: &str| platform.calls().iter().any(|call| call.body.contains(wanted));
+    let is_reported = |text: &str| platform.calls().iter().any(|call| call.body.contains(text));
     wait_until("it reports the update as running", || is_reported("\"updating\":true")).await?;
     let last = json!({ "version": "2.0.0", "outcome": "failed", "stage": "manifest", "error": "x", "at": "2026-11-21T00:00:00.000Z" });
     let mut stored = last.clone();
@@ -175,8 +178,9 @@ async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
     let before = platform.calls().len();
     wait_until("more heartbeats", || platform.calls().len() >= before + 3).await?;
     assert!(!request.exists(), "a failed update is requested again");
-    let beat: Value = serde_json::from_str(&platform.calls().last().context("a call")?.body)?;
-    assert_eq!((&beat["lastUpdate"], &beat["updating"]), (&last, &json!(false)));
+    let heartbeat: Value =
+        serde_json::from_str(&platform.calls().last().context("no call was recorded")?.body)?;
+    assert_eq!((&heartbeat["lastUpdate"], &heartbeat["updating"]), (&last, &json!(false)));
     // The next rollout of the same release is a new request.
     platform.queue([ScriptedResponse::Json(200, desired_release("rollout-two"))]);
     wait_until("the other request", || request.exists()).await?;
@@ -215,13 +219,16 @@ async fn raised_epoch_is_stored_and_used_by_backups() -> Result<()> {
     platform.queue([ScriptedResponse::Json(200, json!({ "epoch": 4, "superseded": false }))]);
     let before = platform.calls().len();
     wait_until("more heartbeats", || platform.calls().len() >= before + 3).await?;
-    let beat: Value = serde_json::from_str(&platform.calls().last().context("a call")?.body)?;
-    assert_eq!(beat["epoch"], 5);
+    let heartbeat: Value =
+        serde_json::from_str(&platform.calls().last().context("no call was recorded")?.body)?;
+    assert_eq!(heartbeat["epoch"], 5);
     running.signal(Signal::SIGTERM)?;
     wait_for_exit(running).await?.expect(0);
     machine.run(&["svc-db-backup"])?.expect(0);
-    let snapshot =
-        machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).context("a snapshot")?;
+    let snapshot = machine::pointer(&store)
+        .await?
+        .and_then(|pointer| pointer.snapshot)
+        .context("the pointer names no snapshot")?;
     assert_eq!(snapshot.epoch.0, 5);
     Ok(())
 }
@@ -231,8 +238,8 @@ async fn raised_epoch_is_stored_and_used_by_backups() -> Result<()> {
 async fn writers_resume_when_response_names_no_operation() -> Result<()> {
     let store = machine::store()?;
     let operation = svc::machine::id::OperationId::new();
-    let named = json!({ "epoch": 3, "superseded": false, "quiesce": operation.to_string() });
-    let platform = Platform::start(ScriptedResponse::Json(200, named)).await?;
+    let response = json!({ "epoch": 3, "superseded": false, "quiesce": operation.to_string() });
+    let platform = Platform::start(ScriptedResponse::Json(200, response)).await?;
     let machine = Machine::in_use(&store, 3).await?;
     platform.configure(&machine)?;
     let layout = svc::host::system::layout::Layout::new(machine.path(""));
@@ -265,7 +272,7 @@ async fn metadata_is_written_only_when_it_changes() -> Result<()> {
         json!({ "v1": { "instance_id": "4711" }, "ds": { "meta_data": { "public-ipv4": "192.0.2.7" } } });
     let path = machine.path("run/cloud-init/instance-data.json");
     svc::fsx::write_atomic(&path, data.to_string().as_bytes(), 0o644)?;
-    let writes = || store.requests().iter().filter(|seen| seen.method == "PUT").count();
+    let writes = || store.requests().iter().filter(|request| request.method == "PUT").count();
     let extra = [("HEARTBEAT_SECONDS", "1"), ("VPS_META_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
     wait_until("five heartbeats", || platform.calls().len() >= 5).await?;
@@ -278,7 +285,8 @@ async fn metadata_is_written_only_when_it_changes() -> Result<()> {
     running.signal(Signal::SIGTERM)?;
     wait_for_exit(running).await?.expect(0);
     let key = format!("{USER}/primary/system/vps-meta.json");
-    let meta: VpsMeta = serde_json::from_slice(&store.read(BUCKET, &key).context("the metadata")?)?;
+    let meta: VpsMeta =
+        serde_json::from_slice(&store.read(BUCKET, &key).context("the metadata is missing")?)?;
     assert_eq!((meta.provider_server_id.as_deref(), meta.status.as_str()), (Some("4711"), "quiesced"));
     assert_eq!(meta.public_ipv4, Some(std::net::Ipv4Addr::new(192, 0, 2, 7)));
     Ok(())

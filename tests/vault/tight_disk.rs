@@ -8,7 +8,7 @@ use kit::disk::SmallDisk;
 use kit::s3::{Fault, Rule, S3Server};
 use serde_json::Value;
 
-use super::gate::{assert_untouched, dump_key, is_restored, lost_and_new};
+use super::gate::{assert_untouched, dump_key, is_restored, new_machine_after_loss};
 use super::machine::{self, BUCKET, Machine, USER};
 
 const MIB: u64 = 1 << 20;
@@ -17,18 +17,19 @@ const MARGIN: u64 = 64 * MIB;
 const DISK_MIB: u64 = 256;
 
 /// A new machine whose disk has space for the database and for this percentage of its dump.
-async fn machine_with_tight_disk(per_cent: u64) -> Result<Option<(S3Server, Machine, SmallDisk)>> {
-    let (store, new) = lost_and_new().await?;
+async fn machine_with_tight_disk(percent: u64) -> Result<Option<(S3Server, Machine, SmallDisk)>> {
+    let (store, new) = new_machine_after_loss().await?;
     let Some(disk) = SmallDisk::mount(new.path("var/lib/svc"), DISK_MIB)? else { return Ok(None) };
-    let side = store.read(BUCKET, &format!("{}.json", dump_key(&store))).context("a side record")?;
+    let side =
+        store.read(BUCKET, &format!("{}.json", dump_key(&store))).context("the side record is missing")?;
     let side: Value = serde_json::from_slice(&side)?;
-    let size = |value: &Value| value.as_u64().context("a size");
+    let size = |value: &Value| value.as_u64().context("not a size");
     let (dump, database) = (size(&side["sizeBytes"])?, size(&side["database"]["sizeBytes"])?);
-    disk.fill(database + MARGIN + dump * per_cent / 100)?;
+    disk.fill(database + MARGIN + dump * percent / 100)?;
     Ok(Some((store, new, disk)))
 }
 
-fn dumps(machine: &Machine) -> usize {
+fn count_dumps(machine: &Machine) -> usize {
     let entries = fs::read_dir(machine.path("var/lib/svc/restore")).into_iter().flatten().flatten();
     entries.filter(|entry| entry.file_name().to_string_lossy().ends_with(".dump")).count()
 }
@@ -39,11 +40,11 @@ async fn restore_streams_dump_that_does_not_fit_on_disk() -> Result<()> {
     // The transfer is interrupted twice, and continues.
     let broken =
         store.add_fault(Rule::new(Fault::TruncateBody(300_000)).method("GET").key_ending(".dump").times(2));
-    let ended = new.run(&["svc-restore"])?.expect(0);
-    assert!(ended.stderr.contains("it is streamed from the object store"), "{}", ended.stderr);
+    let result = new.run(&["svc-restore"])?.expect(0);
+    assert!(result.stderr.contains("it is streamed from the object store"), "{}", result.stderr);
     assert_eq!(broken.hits(), 2);
     assert!(new.has_marker() && is_restored(&new).await?);
-    assert_eq!(dumps(&new), 0);
+    assert_eq!(count_dumps(&new), 0);
     Ok(())
 }
 
@@ -51,18 +52,18 @@ async fn restore_streams_dump_that_does_not_fit_on_disk() -> Result<()> {
 async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
     let Some((store, new, _disk)) = machine_with_tight_disk(50).await? else { return Ok(()) };
     let key = dump_key(&store);
-    let good = store.read(BUCKET, &key).context("a dump")?;
+    let good = store.read(BUCKET, &key).context("the dump is missing")?;
     // The record of another dump of the same size: pg_restore accepts these bytes.
     let record = format!("{key}.json");
-    let text = String::from_utf8(store.read(BUCKET, &record).context("a record")?)?;
+    let text = String::from_utf8(store.read(BUCKET, &record).context("no record")?)?;
     let side: Value = serde_json::from_str(&text)?;
-    let sha256 = side["sha256"].as_str().context("a digest")?;
+    let sha256 = side["sha256"].as_str().context("no digest")?;
     let other = "0".repeat(64);
     store.write(BUCKET, &record, text.replace(sha256, &other));
     let pointer = format!("{USER}/primary/system/db/latest");
-    let latest = String::from_utf8(store.read(BUCKET, &pointer).context("a pointer")?)?;
+    let latest = String::from_utf8(store.read(BUCKET, &pointer).context("there is no pointer")?)?;
     // The pointer's log entry must match, or it would take precedence.
-    let seq = machine::pointer(&store).await?.context("a pointer")?.seq;
+    let seq = machine::pointer(&store).await?.context("there is no pointer")?.seq;
     let entry = format!("{USER}/primary/system/db/pointer-log/{seq:016}.json");
     let write_pointer = |text: &str| {
         for key in [&entry, &pointer] {
@@ -70,8 +71,8 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
         }
     };
     write_pointer(&latest.replace(sha256, &other));
-    let ended = new.run(&["svc-restore"])?.expect(70);
-    assert!(ended.stderr.contains("SHA-256"), "{}", ended.stderr);
+    let result = new.run(&["svc-restore"])?.expect(70);
+    assert!(result.stderr.contains("SHA-256"), "{}", result.stderr);
     assert_untouched(&new, "another digest").await?;
 
     // Bytes that are not a valid dump.
@@ -94,9 +95,9 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
 async fn restore_without_space_for_the_database_is_refused() -> Result<()> {
     let Some((_store, new, disk)) = machine_with_tight_disk(0).await? else { return Ok(()) };
     disk.fill(MARGIN)?;
-    let ended = new.run(&["svc-restore"])?.expect(70);
+    let result = new.run(&["svc-restore"])?.expect(70);
     for words in ["bytes are free and", "are needed for the database", "--server-type", "(code no_space)\n"] {
-        assert!(ended.stderr.contains(words), "{}", ended.stderr);
+        assert!(result.stderr.contains(words), "{}", result.stderr);
     }
     assert_untouched(&new, "no space").await?;
     disk.delete_filler()?;

@@ -9,7 +9,7 @@ use reqwest::Method;
 use serde_json::{Value, json};
 
 use super::machine::{self, Machine};
-use super::stage::{NEW, OLD, Published, Stage, key};
+use super::update_fixture::{NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFixture, key};
 use crate::platform::stack::{BUCKET, Guest, Process, Stack};
 
 const TOKEN_FILE: &str = "var/lib/svc/upgrade-token.json";
@@ -20,7 +20,7 @@ struct Fixture {
     platform: Stack,
     process: Process,
     guest: Guest,
-    host: Stage,
+    host: UpdateFixture,
 }
 
 impl Fixture {
@@ -29,7 +29,7 @@ impl Fixture {
         let process = platform.start_platform_with(&OVERLAP);
         let guest = platform.start_machine(&process, "user_1").await;
         let store = machine::store()?;
-        let host = Stage::for_machine(Machine::in_use(&store, 1).await?).await?;
+        let host = UpdateFixture::for_machine(Machine::in_use(&store, 1).await?).await?;
         store.take_down();
         let env = [
             ("SVC_MACHINE_ID", guest.machine.as_str()),
@@ -39,7 +39,7 @@ impl Fixture {
         ];
         host.machine.add_env("host.env", &env)?;
         host.machine.add_env("update.env", &env[3..])?;
-        publish(&platform, &Published::new(NEW, &[("app/broken", "")])?)?;
+        publish(&platform, &PublishedRelease::new(NEW_VERSION, &[("app/broken", "")])?)?;
         Ok(Self { platform, process, guest, host })
     }
 
@@ -81,14 +81,17 @@ impl Fixture {
 
     fn token_in_host_env(&self) -> Result<String> {
         let text = fs::read_to_string(self.host.machine.path("opt/svc/env/host.env"))?;
-        let line = text.lines().find_map(|line| line.strip_prefix("UPGRADE_TOKEN=")).context("no token")?;
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix("UPGRADE_TOKEN="))
+            .context("no token in host.env")?;
         Ok(line.trim_matches('"').to_owned())
     }
 }
 
-fn publish(platform: &Stack, published: &Published) -> Result<()> {
+fn publish(platform: &Stack, published: &PublishedRelease) -> Result<()> {
     let put = |suffix: &str, content: Vec<u8>| {
-        let key = format!("system-bundles/{NEW}/svc-host-bundle.tar.gz{suffix}");
+        let key = format!("system-bundles/{NEW_VERSION}/svc-host-bundle.tar.gz{suffix}");
         platform.store.write(BUCKET, &key, content);
     };
     let manifest = published.manifest.text()?;
@@ -104,7 +107,7 @@ fn generation(record: &Value) -> u64 {
 }
 
 fn is_rolled_back(record: &Value) -> bool {
-    record["lastUpdate"]["outcome"] == "rolled_back" && record["lastUpdate"]["version"] == NEW
+    record["lastUpdate"]["outcome"] == "rolled_back" && record["lastUpdate"]["version"] == NEW_VERSION
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -115,8 +118,8 @@ async fn host_reaches_the_platform_after_rotation_and_rollback() -> Result<()> {
     fixture.wait_until_first_token_is_refused().await;
     assert_eq!(fixture.token_in_host_env()?, fixture.guest.upgrade_token, "the agent cannot write host.env");
     // The manifest and the archive are downloaded with the second token; the first is already refused.
-    fixture.host.apply(NEW).await?.expect(65);
-    fixture.host.assert_running(OLD)?;
+    fixture.host.apply(NEW_VERSION).await?.expect(65);
+    fixture.host.assert_running(OLD_VERSION)?;
     assert_eq!(fixture.host.last_update()?["outcome"], "rolled_back");
     // A previous release may know only the token in host.env, so the updater has written the new token there.
     assert_ne!(fixture.token_in_host_env()?, fixture.guest.upgrade_token);
@@ -128,13 +131,13 @@ async fn host_reaches_the_platform_after_rotation_and_rollback() -> Result<()> {
 async fn rotation_requested_during_an_update_follows_its_rollback() -> Result<()> {
     let fixture = Fixture::setup().await?;
     let kill = "update.restarted=return(kill)";
-    fixture.host.run(&["apply", "--version", NEW], Some(kill)).await?.expect_killed();
+    fixture.host.run(&["apply", "--version", NEW_VERSION], Some(kill)).await?.expect_killed();
     fixture.request_rotation().await;
     fixture.send_heartbeat().await?;
     assert!(!fixture.host.machine.path(TOKEN_FILE).exists(), "a token was adopted during an update");
     assert_eq!(generation(&fixture.record().await), 1);
     fixture.host.run(&["resume"], None).await?;
-    fixture.host.assert_running(OLD)?;
+    fixture.host.assert_running(OLD_VERSION)?;
     fixture.run_agent_until("the rollback is reported", is_rolled_back).await?;
     fixture.run_agent_until("the token rotates", |record| generation(record) == 2).await?;
     fixture.wait_until_first_token_is_refused().await;

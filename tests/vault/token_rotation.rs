@@ -51,10 +51,10 @@ async fn next_token_is_stored_privately_and_used() -> Result<()> {
     let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND])?;
     wait_until("two heartbeats", || platform.calls().len() >= 2).await?;
     running.signal(Signal::SIGTERM)?;
-    let ended = wait_for_exit(running).await?.expect(0);
+    let result = wait_for_exit(running).await?.expect(0);
     assert_eq!((sent_token(&platform, 0), sent_token(&platform, 1)), (first, second.clone()));
     assert_eq!(fs::metadata(machine.path(FILE))?.mode() & 0o777, 0o600);
-    assert!(!ended.stderr.contains("svcu_"), "a token is in the log: {}", ended.stderr);
+    assert!(!result.stderr.contains("svcu_"), "a token is in the log: {}", result.stderr);
     // The next process starts with it.
     let before = platform.calls().len();
     let running = machine.spawn(&["svc-sync-agent"], &[])?;
@@ -73,8 +73,8 @@ async fn agent_killed_while_storing_token_keeps_valid_one() -> Result<()> {
         platform.queue([response_with_token(&token(&machine, 2))]);
         let kill = format!("{point}=return(kill)");
         let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND, ("FAILPOINTS", &kill)])?;
-        let ended = wait_for_exit(running).await?;
-        assert!(ended.stderr.len() < 100_000);
+        let result = wait_for_exit(running).await?;
+        assert!(result.stderr.len() < 100_000);
         assert_eq!(platform.calls().len(), 1, "{point}: killed before the second heartbeat");
         let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND])?;
         wait_until("a heartbeat", || platform.calls().len() >= 2).await?;

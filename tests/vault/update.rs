@@ -20,8 +20,8 @@ async fn source() -> Result<(Source, String)> {
 fn machine(addr: std::net::SocketAddr, digest: &str) -> Result<Machine> {
     let machine = Machine::bare(1)?;
     let url = format!("http://{addr}/system-bundles/{VERSION}/svc-host-bundle.tar.gz?signature=secret");
-    machine.write_boot(&[("SVC_IMAGE_VERSION", VERSION)])?;
-    machine.write_update(&url, digest)?;
+    machine.write_boot_env(&[("SVC_IMAGE_VERSION", VERSION)])?;
+    machine.write_update_env(&url, digest)?;
     Ok(machine)
 }
 
@@ -83,8 +83,8 @@ async fn interrupted_download_is_resumed_and_verified() -> Result<()> {
     let proxy = Proxy::start(source.addr)?;
     let machine = machine(proxy.addr(), &digest)?;
     proxy.reset_after(400_000);
-    let ended = boot(&machine, &[]).await?.expect(0);
-    assert!(!ended.stderr.contains("signature=secret"), "{}", ended.stderr);
+    let result = boot(&machine, &[]).await?.expect(0);
+    assert!(!result.stderr.contains("signature=secret"), "{}", result.stderr);
     assert_current(&machine)?;
     let requests = source.requests();
     assert!(requests.len() >= 4, "{requests:?}");
@@ -113,8 +113,8 @@ async fn bundle_that_changes_during_download_is_refused() -> Result<()> {
     let machine = machine(proxy.addr(), &digest)?;
     proxy.reset_after(400_000);
     source.replace_after_next_request(bundle::bundle("9.9.9")?);
-    let ended = boot(&machine, &[]).await?.expect(69);
-    assert!(ended.stderr.contains("it was changed"), "{}", ended.stderr);
+    let result = boot(&machine, &[]).await?.expect(69);
+    assert!(result.stderr.contains("it was changed"), "{}", result.stderr);
     assert_untouched(&machine)
 }
 
@@ -122,15 +122,15 @@ async fn bundle_that_changes_during_download_is_refused() -> Result<()> {
 async fn wrong_digest_does_not_switch_releases() -> Result<()> {
     let (source, digest) = source().await?;
     let wrong = machine(source.addr, &"ab".repeat(32))?;
-    let ended = boot(&wrong, &[]).await?.expect(70);
-    assert!(ended.stderr.contains("SHA-256"), "{}", ended.stderr);
+    let result = boot(&wrong, &[]).await?.expect(70);
+    assert!(result.stderr.contains("SHA-256"), "{}", result.stderr);
     assert_untouched(&wrong)?;
 
     let other = bundle::bundle("9.9.9")?;
     let machine = machine(source.addr, &bundle::digest(&other))?;
     source.replace(other);
-    let ended = boot(&machine, &[]).await?.expect(70);
-    assert!(ended.stderr.contains("9.9.9"), "{}", ended.stderr);
+    let result = boot(&machine, &[]).await?.expect(70);
+    assert!(result.stderr.contains("9.9.9"), "{}", result.stderr);
     assert_untouched(&machine)?;
 
     source.replace(b"no archive".to_vec());

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use svc::host::update::{KEY_FAILPOINTS, ROLLBACK_FAILPOINTS};
 
 use super::machine::RunResult;
-use super::stage::{NEW, OLD, Published, Stage, key};
+use super::update_fixture::{NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFixture, key};
 
 const ENV: &str = "opt/svc/env/update.env";
 
@@ -24,27 +24,27 @@ fn key_set(sequence: u32, keys: &[&SigningKey]) -> Option<KeySet> {
 
 /// Publishes a release signed with these keys.
 fn publish(
-    stage: &Stage,
-    mut published: Published,
+    fixture: &UpdateFixture,
+    mut published: PublishedRelease,
     signers: &[&SigningKey],
     keys: Option<KeySet>,
 ) -> Result<()> {
     published.manifest.trusted_keys = keys;
-    published.serve(&stage.source)?;
+    published.serve(&fixture.source)?;
     let text = published.manifest.text()?;
     let lines: String = signers.iter().map(|key| key.signature_line(text.as_bytes())).collect();
     let end = format!("/{}/svc-host-bundle.tar.gz.json.sig", published.manifest.image_version);
-    stage.source.put(&end, Some(lines.into_bytes()));
+    fixture.source.put(&end, Some(lines.into_bytes()));
     Ok(())
 }
 
-fn release(version: &str) -> Result<Published> {
-    Published::new(version, &[])
+fn release(version: &str) -> Result<PublishedRelease> {
+    PublishedRelease::new(version, &[])
 }
 
 /// Reads the sequence and the keys from root's file.
-fn read_trusted(stage: &Stage) -> Result<(String, String)> {
-    let text = fs::read_to_string(stage.machine.path(ENV))?;
+fn read_trusted(fixture: &UpdateFixture) -> Result<(String, String)> {
+    let text = fs::read_to_string(fixture.machine.path(ENV))?;
     let pairs =
         svc::config::parse_env_file(&text).map_err(|line| anyhow::anyhow!("line {line} of {text}"))?;
     let value = |name: &str| {
@@ -61,95 +61,100 @@ fn expected_keys(sequence: &str, keys: &[&SigningKey]) -> (String, String) {
     (sequence.to_owned(), keys.join(","))
 }
 
-fn read_reported(stage: &Stage) -> Result<Value> {
-    let path = stage.machine.path("var/lib/svc/update/trusted-keys.json");
+fn read_reported(fixture: &UpdateFixture) -> Result<Value> {
+    let path = fixture.machine.path("var/lib/svc/update/trusted-keys.json");
     Ok(serde_json::from_slice(&fs::read(path)?)?)
 }
 
-fn assert_refused_by_key(ended: &RunResult) {
-    assert!(ended.stderr.contains("none of the keys that are trusted here"), "{}", ended.stderr);
+fn assert_refused_by_key(result: &RunResult) {
+    assert!(result.stderr.contains("none of the keys that are trusted here"), "{}", result.stderr);
 }
 
 #[tokio::test]
 async fn key_is_added_used_and_the_old_one_dropped() -> Result<()> {
     let (old, new) = (key()?, new_key()?);
-    let stage = Stage::new().await?;
-    assert_eq!(read_reported(&stage)?, json!({"sequence": 0, "ids": [old.id()]}), "from the first boot");
-    publish(&stage, release("2026.3.0")?, &[&new], None)?;
-    assert_refused_by_key(&stage.apply("2026.3.0").await?.expect(65));
+    let fixture = UpdateFixture::new().await?;
+    assert_eq!(read_reported(&fixture)?, json!({"sequence": 0, "ids": [old.id()]}), "from the first boot");
+    publish(&fixture, release("2026.3.0")?, &[&new], None)?;
+    assert_refused_by_key(&fixture.apply("2026.3.0").await?.expect(65));
 
-    publish(&stage, release(NEW)?, &[&old], key_set(1, &[&old, &new]))?;
-    stage.apply(NEW).await?.expect(0);
-    stage.assert_running(NEW)?;
-    assert_eq!(read_trusted(&stage)?, expected_keys("1", &[&old, &new]));
-    assert_eq!(read_reported(&stage)?, json!({"sequence": 1, "ids": [old.id(), new.id()]}));
+    publish(&fixture, release(NEW_VERSION)?, &[&old], key_set(1, &[&old, &new]))?;
+    fixture.apply(NEW_VERSION).await?.expect(0);
+    fixture.assert_running(NEW_VERSION)?;
+    assert_eq!(read_trusted(&fixture)?, expected_keys("1", &[&old, &new]));
+    assert_eq!(read_reported(&fixture)?, json!({"sequence": 1, "ids": [old.id(), new.id()]}));
 
-    stage.apply("2026.3.0").await?.expect(0);
+    fixture.apply("2026.3.0").await?.expect(0);
     assert_eq!(
-        read_trusted(&stage)?,
+        read_trusted(&fixture)?,
         expected_keys("1", &[&old, &new]),
         "a release without a set changes none"
     );
 
-    publish(&stage, release("2026.4.0")?, &[&new], key_set(2, &[&new]))?;
-    stage.apply("2026.4.0").await?.expect(0);
-    assert_eq!(read_trusted(&stage)?, expected_keys("2", &[&new]));
-    assert_eq!(read_reported(&stage)?, json!({"sequence": 2, "ids": [new.id()]}));
+    publish(&fixture, release("2026.4.0")?, &[&new], key_set(2, &[&new]))?;
+    fixture.apply("2026.4.0").await?.expect(0);
+    assert_eq!(read_trusted(&fixture)?, expected_keys("2", &[&new]));
+    assert_eq!(read_reported(&fixture)?, json!({"sequence": 2, "ids": [new.id()]}));
 
-    publish(&stage, release("2026.5.0")?, &[&old], key_set(3, &[&old]))?;
-    assert_refused_by_key(&stage.apply("2026.5.0").await?.expect(65));
+    publish(&fixture, release("2026.5.0")?, &[&old], key_set(3, &[&old]))?;
+    assert_refused_by_key(&fixture.apply("2026.5.0").await?.expect(65));
 
     // A rollback to the previous release needs no verification, and keeps the keys.
-    stage.run(&["rollback"], None).await?.expect(0);
-    stage.assert_running("2026.3.0")?;
-    assert_eq!(read_trusted(&stage)?, expected_keys("2", &[&new]));
+    fixture.run(&["rollback"], None).await?.expect(0);
+    fixture.assert_running("2026.3.0")?;
+    assert_eq!(read_trusted(&fixture)?, expected_keys("2", &[&new]));
     // An older release that is signed again with the new key does not bring the old key back.
-    publish(&stage, release(NEW)?, &[&new], key_set(1, &[&old, &new]))?;
-    stage.run(&["apply", "--version", NEW, "--allow-downgrade"], None).await?.expect(0);
-    stage.assert_running(NEW)?;
-    assert_eq!(read_trusted(&stage)?, expected_keys("2", &[&new]));
-    assert_refused_by_key(&stage.apply("2026.5.0").await?.expect(65));
-    publish(&stage, release("2026.6.0")?, &[&new], None)?;
-    stage.apply("2026.6.0").await?.expect(0);
-    stage.assert_running("2026.6.0")
+    publish(&fixture, release(NEW_VERSION)?, &[&new], key_set(1, &[&old, &new]))?;
+    fixture.run(&["apply", "--version", NEW_VERSION, "--allow-downgrade"], None).await?.expect(0);
+    fixture.assert_running(NEW_VERSION)?;
+    assert_eq!(read_trusted(&fixture)?, expected_keys("2", &[&new]));
+    assert_refused_by_key(&fixture.apply("2026.5.0").await?.expect(65));
+    publish(&fixture, release("2026.6.0")?, &[&new], None)?;
+    fixture.apply("2026.6.0").await?.expect(0);
+    fixture.assert_running("2026.6.0")
 }
 
 /// A release signed with both keys is valid on every machine, even one that was off during the overlap.
 #[tokio::test]
 async fn release_signed_with_both_keys_updates_a_late_machine() -> Result<()> {
     let (old, new) = (key()?, new_key()?);
-    let stage = Stage::new().await?;
-    publish(&stage, release(NEW)?, &[&old, &new], key_set(2, &[&new]))?;
-    stage.apply(NEW).await?.expect(0);
-    assert_eq!(read_trusted(&stage)?, expected_keys("2", &[&new]));
+    let fixture = UpdateFixture::new().await?;
+    publish(&fixture, release(NEW_VERSION)?, &[&old, &new], key_set(2, &[&new]))?;
+    fixture.apply(NEW_VERSION).await?.expect(0);
+    assert_eq!(read_trusted(&fixture)?, expected_keys("2", &[&new]));
     // Also where the old key is no longer trusted.
-    publish(&stage, release("2026.3.0")?, &[&old, &new], key_set(2, &[&new]))?;
-    stage.apply("2026.3.0").await?.expect(0);
-    stage.assert_running("2026.3.0")
+    publish(&fixture, release("2026.3.0")?, &[&old, &new], key_set(2, &[&new]))?;
+    fixture.apply("2026.3.0").await?.expect(0);
+    fixture.assert_running("2026.3.0")
 }
 
 #[tokio::test]
 async fn rolled_back_release_changes_no_key() -> Result<()> {
     let (old, new) = (key()?, new_key()?);
-    let stage = Stage::new().await?;
-    let before = fs::read(stage.machine.path(ENV))?;
-    publish(&stage, Published::new(NEW, &[("app/broken", "")])?, &[&old, &new], key_set(1, &[&new]))?;
-    stage.apply(NEW).await?.expect(65);
-    stage.assert_running(OLD)?;
-    assert_eq!(stage.last_update()?["outcome"], "rolled_back");
-    assert_eq!(fs::read(stage.machine.path(ENV))?, before);
-    assert_eq!(read_reported(&stage)?["sequence"], 0);
-    publish(&stage, release("2026.3.0")?, &[&old], None)?;
-    stage.apply("2026.3.0").await?.expect(0);
-    stage.assert_running("2026.3.0")
+    let fixture = UpdateFixture::new().await?;
+    let before = fs::read(fixture.machine.path(ENV))?;
+    publish(
+        &fixture,
+        PublishedRelease::new(NEW_VERSION, &[("app/broken", "")])?,
+        &[&old, &new],
+        key_set(1, &[&new]),
+    )?;
+    fixture.apply(NEW_VERSION).await?.expect(65);
+    fixture.assert_running(OLD_VERSION)?;
+    assert_eq!(fixture.last_update()?["outcome"], "rolled_back");
+    assert_eq!(fs::read(fixture.machine.path(ENV))?, before);
+    assert_eq!(read_reported(&fixture)?["sequence"], 0);
+    publish(&fixture, release("2026.3.0")?, &[&old], None)?;
+    fixture.apply("2026.3.0").await?.expect(0);
+    fixture.assert_running("2026.3.0")
 }
 
 #[tokio::test]
 async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
     let (old, new) = (key()?, new_key()?);
-    let stage = Stage::new().await?;
-    stage.machine.add_env("update.env", &[("SVC_BUNDLE_KEYS_SEQUENCE", "5")])?;
-    let before = fs::read(stage.machine.path(ENV))?;
+    let fixture = UpdateFixture::new().await?;
+    fixture.machine.add_env("update.env", &[("SVC_BUNDLE_KEYS_SEQUENCE", "5")])?;
+    let before = fs::read(fixture.machine.path(ENV))?;
     for (what, signers, keys, words) in [
         ("a new key that did not sign", &[&old][..], key_set(6, &[&new]), "has signed it"),
         (
@@ -162,23 +167,23 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
         ("a sequence in use", &[&old][..], key_set(5, &[&old, &new]), "use a higher sequence"),
         ("a mistyped sequence", &[&old][..], key_set(4_000_000_000, &[&old, &new]), "at most 1005"),
     ] {
-        publish(&stage, release(NEW)?, signers, keys)?;
-        let ended = stage.apply(NEW).await?.expect(65);
-        assert!(ended.stderr.contains(words), "{what}: {}", ended.stderr);
-        assert_eq!(stage.last_update()?["stage"], "manifest", "{what}");
-        stage.assert_untouched().context(what)?;
-        assert_eq!(fs::read(stage.machine.path(ENV))?, before, "{what}");
+        publish(&fixture, release(NEW_VERSION)?, signers, keys)?;
+        let result = fixture.apply(NEW_VERSION).await?.expect(65);
+        assert!(result.stderr.contains(words), "{what}: {}", result.stderr);
+        assert_eq!(fixture.last_update()?["stage"], "manifest", "{what}");
+        fixture.assert_untouched().context(what)?;
+        assert_eq!(fs::read(fixture.machine.path(ENV))?, before, "{what}");
     }
     // Another key replaces one in the signed manifest.
-    publish(&stage, release(NEW)?, &[&old], key_set(6, &[&old, &new]))?;
-    let mut forged = release(NEW)?;
+    publish(&fixture, release(NEW_VERSION)?, &[&old], key_set(6, &[&old, &new]))?;
+    let mut forged = release(NEW_VERSION)?;
     forged.manifest.trusted_keys = key_set(6, &[&old, &new_key()?]);
-    let end = format!("/{NEW}/svc-host-bundle.tar.gz.json");
-    stage.source.put(&end, Some(forged.manifest.text()?.into_bytes()));
-    let ended = stage.apply(NEW).await?.expect(65);
-    assert!(ended.stderr.contains("does not match this manifest"), "{}", ended.stderr);
-    stage.assert_untouched()?;
-    assert_eq!(fs::read(stage.machine.path(ENV))?, before);
+    let end = format!("/{NEW_VERSION}/svc-host-bundle.tar.gz.json");
+    fixture.source.put(&end, Some(forged.manifest.text()?.into_bytes()));
+    let result = fixture.apply(NEW_VERSION).await?.expect(65);
+    assert!(result.stderr.contains("does not match this manifest"), "{}", result.stderr);
+    fixture.assert_untouched()?;
+    assert_eq!(fs::read(fixture.machine.path(ENV))?, before);
     Ok(())
 }
 
@@ -187,25 +192,25 @@ async fn adoption_killed_at_any_step_is_finished_by_the_next_run() -> Result<()>
     let (old, new) = (key()?, new_key()?);
     let (old, new) = (&old, &new);
     let check_point = |point: &'static str| async move {
-        let stage = Stage::new().await?;
-        publish(&stage, release(NEW)?, &[old, new], key_set(1, &[new]))?;
-        stage.request_update(NEW)?;
+        let fixture = UpdateFixture::new().await?;
+        publish(&fixture, release(NEW_VERSION)?, &[old, new], key_set(1, &[new]))?;
+        fixture.request_update(NEW_VERSION)?;
         let kill = format!("{point}=return(kill)");
-        stage.run(&["apply", "--request"], Some(&kill)).await?.expect_killed();
+        fixture.run(&["apply", "--request"], Some(&kill)).await?.expect_killed();
         let is_adopted = KEY_FAILPOINTS[1..].contains(&point) || point == "update.outcome_told";
         let current = if is_adopted { expected_keys("1", &[new]) } else { expected_keys("", &[old]) };
         assert_eq!(
-            read_trusted(&stage)?,
+            read_trusted(&fixture)?,
             current,
             "{point}: keys are adopted only with a healthy release, and completely"
         );
         // The next release is verified in the run that completes this one.
-        publish(&stage, release("2026.3.0")?, &[new], None)?;
-        stage.apply("2026.3.0").await?.expect(0);
-        stage.assert_running("2026.3.0").context(point)?;
-        assert_eq!(read_trusted(&stage)?, expected_keys("1", &[new]), "{point}");
-        assert_eq!(read_reported(&stage)?, json!({"sequence": 1, "ids": [new.id()]}), "{point}");
-        let outcomes: Vec<Value> = stage.history()?.iter().map(|line| line["outcome"].clone()).collect();
+        publish(&fixture, release("2026.3.0")?, &[new], None)?;
+        fixture.apply("2026.3.0").await?.expect(0);
+        fixture.assert_running("2026.3.0").context(point)?;
+        assert_eq!(read_trusted(&fixture)?, expected_keys("1", &[new]), "{point}");
+        assert_eq!(read_reported(&fixture)?, json!({"sequence": 1, "ids": [new.id()]}), "{point}");
+        let outcomes: Vec<Value> = fixture.history()?.iter().map(|line| line["outcome"].clone()).collect();
         assert_eq!(outcomes, ["updated", "updated"], "{point}");
         anyhow::Ok(())
     };
@@ -226,15 +231,20 @@ async fn rollback_killed_at_any_step_changes_no_key() -> Result<()> {
     let (old, new) = (key()?, new_key()?);
     let (old, new) = (&old, &new);
     let check_point = |point: &'static str| async move {
-        let stage = Stage::new().await?;
-        publish(&stage, Published::new(NEW, &[("app/broken", "")])?, &[old, new], key_set(1, &[new]))?;
-        stage.request_update(NEW)?;
+        let fixture = UpdateFixture::new().await?;
+        publish(
+            &fixture,
+            PublishedRelease::new(NEW_VERSION, &[("app/broken", "")])?,
+            &[old, new],
+            key_set(1, &[new]),
+        )?;
+        fixture.request_update(NEW_VERSION)?;
         let kill = format!("{point}=return(kill)");
-        stage.run(&["apply", "--request"], Some(&kill)).await?.expect_killed();
-        stage.run(&["apply", "--request"], None).await?.expect(0);
-        stage.assert_running(OLD).context(point)?;
-        assert_eq!(stage.last_update()?["outcome"], "rolled_back", "{point}");
-        assert_eq!(read_trusted(&stage)?, expected_keys("", &[old]), "{point}");
+        fixture.run(&["apply", "--request"], Some(&kill)).await?.expect_killed();
+        fixture.run(&["apply", "--request"], None).await?.expect(0);
+        fixture.assert_running(OLD_VERSION).context(point)?;
+        assert_eq!(fixture.last_update()?["outcome"], "rolled_back", "{point}");
+        assert_eq!(read_trusted(&fixture)?, expected_keys("", &[old]), "{point}");
         anyhow::Ok(())
     };
     let all: Vec<_> = ROLLBACK_FAILPOINTS.iter().copied().map(check_point).collect();

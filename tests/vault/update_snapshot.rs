@@ -7,30 +7,30 @@ use kit::s3::S3Server;
 use serde_json::Value;
 
 use super::machine::{self, Machine, wait_until};
-use super::stage::{NEW, OLD, Published, Stage};
+use super::update_fixture::{NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFixture};
 
-const UNIT: &str = "start --no-block svc-db-backup-request.service";
+const BACKUP_START_CALL: &str = "start --no-block svc-db-backup-request.service";
 
 /// A machine with a database and a store, whose backup unit runs the real program.
-async fn stage(store: &S3Server) -> Result<Stage> {
+async fn start_fixture(store: &S3Server) -> Result<UpdateFixture> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
-    let stage = Stage::for_machine(machine).await?;
-    Published::new(NEW, &[])?.serve(&stage.source)?;
-    stage.set_backup_command(&backup_command())?;
-    Ok(stage)
+    let fixture = UpdateFixture::for_machine(machine).await?;
+    PublishedRelease::new(NEW_VERSION, &[])?.serve(&fixture.source)?;
+    fixture.set_backup_command(&backup_command())?;
+    Ok(fixture)
 }
 
 fn backup_command() -> String {
     format!("exec {} svc-db-backup run --request\n", env!("CARGO_BIN_EXE_svc"))
 }
 
-fn count_backup_starts(stage: &Stage) -> Result<usize> {
-    Ok(stage.service_calls()?.iter().filter(|call| *call == UNIT).count())
+fn count_backup_starts(fixture: &UpdateFixture) -> Result<usize> {
+    Ok(fixture.service_calls()?.iter().filter(|call| *call == BACKUP_START_CALL).count())
 }
 
-fn read_waiting_state(stage: &Stage) -> Option<Value> {
-    let text = fs::read(stage.machine.path("var/lib/svc/update/journal.json")).ok()?;
+fn read_waiting_state(fixture: &UpdateFixture) -> Option<Value> {
+    let text = fs::read(fixture.machine.path("var/lib/svc/update/journal.json")).ok()?;
     let journal: Value = serde_json::from_slice(&text).ok()?;
     journal.get("waiting").filter(|waiting| waiting.is_object()).cloned()
 }
@@ -38,18 +38,24 @@ fn read_waiting_state(stage: &Stage) -> Option<Value> {
 #[tokio::test]
 async fn update_takes_a_snapshot_before_the_switch() -> Result<()> {
     let store = machine::store()?;
-    let stage = stage(&store).await?;
+    let fixture = start_fixture(&store).await?;
     // An earlier snapshot does not count.
-    stage.machine.run(&["svc-db-backup"])?.expect(0);
-    let before = machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).expect("a snapshot");
+    fixture.machine.run(&["svc-db-backup"])?.expect(0);
+    let before = machine::pointer(&store)
+        .await?
+        .and_then(|pointer| pointer.snapshot)
+        .expect("the pointer should name a snapshot");
     let script = format!("readlink \"$SVC_ROOT/opt/svc/current\" >\"$SVC_ROOT/was\"\n{}", backup_command());
-    stage.set_backup_command(&script)?;
-    stage.apply(NEW).await?.expect(0);
-    stage.assert_running(NEW)?;
-    let after = machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).expect("a snapshot");
+    fixture.set_backup_command(&script)?;
+    fixture.apply(NEW_VERSION).await?.expect(0);
+    fixture.assert_running(NEW_VERSION)?;
+    let after = machine::pointer(&store)
+        .await?
+        .and_then(|pointer| pointer.snapshot)
+        .expect("the pointer should name a snapshot");
     assert!(after.taken_at > before.taken_at, "{after:?}");
     assert!(
-        fs::read_to_string(stage.machine.path("was"))?.contains(OLD),
+        fs::read_to_string(fixture.machine.path("was"))?.contains(OLD_VERSION),
         "the snapshot was taken after the switch"
     );
     Ok(())
@@ -58,27 +64,27 @@ async fn update_takes_a_snapshot_before_the_switch() -> Result<()> {
 #[tokio::test]
 async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
     let store = machine::store()?;
-    let mut stage = stage(&store).await?;
-    stage.set_env("SVC_UPDATE_SNAPSHOT_SECONDS", "3");
+    let mut fixture = start_fixture(&store).await?;
+    fixture.set_env("SVC_UPDATE_SNAPSHOT_SECONDS", "3");
     // The store refuses every upload.
     let _hits = store.add_fault(kit::s3::Rule::new(kit::s3::Fault::Status(403)).method("POST").always());
-    stage.request_update(NEW)?;
-    let running = stage.spawn(&["apply", "--request"])?;
+    fixture.request_update(NEW_VERSION)?;
+    let running = fixture.spawn(&["apply", "--request"])?;
     wait_until("a reason to wait", || {
-        read_waiting_state(&stage)
+        read_waiting_state(&fixture)
             .is_some_and(|waiting| !waiting["why"].as_str().unwrap_or_default().is_empty())
     })
     .await?;
-    let table = stage.run(&["status"], None).await?.expect(0).stdout;
+    let table = fixture.run(&["status"], None).await?.expect(0).stdout;
     assert!(table.contains("has been waiting for a snapshot since"), "{table}");
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(70);
-    stage.assert_running(OLD)?;
-    let last = stage.last_update()?;
+    fixture.assert_running(OLD_VERSION)?;
+    let last = fixture.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"snapshot".into()), "{last}");
     let error = last["error"].as_str().unwrap_or_default();
     assert!(error.contains("--without-snapshot") && error.contains("svc-db-backup"), "{error}");
     assert!(
-        !stage.service_calls()?.iter().any(|call| call.starts_with("restart")),
+        !fixture.service_calls()?.iter().any(|call| call.starts_with("restart")),
         "a service was restarted"
     );
     Ok(())
@@ -87,18 +93,18 @@ async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
 #[tokio::test]
 async fn update_continues_once_the_store_is_back() -> Result<()> {
     let store = machine::store()?;
-    let stage = stage(&store).await?;
-    stage.set_backup_command(&format!("[ -e \"$SVC_ROOT/back\" ] || exit 1\n{}", backup_command()))?;
-    let running = stage.spawn(&["apply", "--version", NEW])?;
-    wait_until("a start of the backup", || count_backup_starts(&stage).is_ok_and(|starts| starts > 0))
+    let fixture = start_fixture(&store).await?;
+    fixture.set_backup_command(&format!("[ -e \"$SVC_ROOT/back\" ] || exit 1\n{}", backup_command()))?;
+    let running = fixture.spawn(&["apply", "--version", NEW_VERSION])?;
+    wait_until("a start of the backup", || count_backup_starts(&fixture).is_ok_and(|starts| starts > 0))
         .await?;
     assert_eq!(
-        fs::read_link(stage.machine.path("opt/svc/current"))?,
-        std::path::Path::new("releases").join(OLD)
+        fs::read_link(fixture.machine.path("opt/svc/current"))?,
+        std::path::Path::new("releases").join(OLD_VERSION)
     );
-    fs::write(stage.machine.path("back"), "")?;
+    fs::write(fixture.machine.path("back"), "")?;
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
-    stage.assert_running(NEW)?;
+    fixture.assert_running(NEW_VERSION)?;
     assert!(machine::pointer(&store).await?.is_some_and(|pointer| pointer.snapshot.is_some()));
     Ok(())
 }
@@ -106,18 +112,18 @@ async fn update_continues_once_the_store_is_back() -> Result<()> {
 #[tokio::test]
 async fn operator_skips_the_snapshot_of_a_waiting_update() -> Result<()> {
     let store = machine::store()?;
-    let stage = stage(&store).await?;
-    stage.set_backup_command("exit 1\n")?;
-    stage.request_update(NEW)?;
-    let running = stage.spawn(&["apply", "--request"])?;
-    wait_until("the wait", || read_waiting_state(&stage).is_some()).await?;
-    let words = ["apply", "--version", NEW, "--without-snapshot"];
-    stage.run(&words, None).await?.expect(0);
+    let fixture = start_fixture(&store).await?;
+    fixture.set_backup_command("exit 1\n")?;
+    fixture.request_update(NEW_VERSION)?;
+    let running = fixture.spawn(&["apply", "--request"])?;
+    wait_until("the wait", || read_waiting_state(&fixture).is_some()).await?;
+    let words = ["apply", "--version", NEW_VERSION, "--without-snapshot"];
+    fixture.run(&words, None).await?.expect(0);
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
-    stage.assert_running(NEW)?;
+    fixture.assert_running(NEW_VERSION)?;
     assert!(machine::pointer(&store).await?.is_none(), "no snapshot was taken");
     // The request applied only to this update.
-    let waiver = stage.machine.path("var/lib/svc/update/without-snapshot.json");
+    let waiver = fixture.machine.path("var/lib/svc/update/without-snapshot.json");
     assert!(!waiver.exists());
     Ok(())
 }
@@ -125,36 +131,36 @@ async fn operator_skips_the_snapshot_of_a_waiting_update() -> Result<()> {
 #[tokio::test]
 async fn rollback_needs_no_snapshot() -> Result<()> {
     let store = machine::store()?;
-    let stage = stage(&store).await?;
-    stage.apply(NEW).await?.expect(0);
-    stage.set_backup_command("exit 1\n")?;
-    let before = count_backup_starts(&stage)?;
-    stage.run(&["rollback"], None).await?.expect(0);
-    stage.assert_running(OLD)?;
-    stage
-        .run(&["apply", "--version", NEW, "--allow-quarantined", "--without-snapshot"], None)
+    let fixture = start_fixture(&store).await?;
+    fixture.apply(NEW_VERSION).await?.expect(0);
+    fixture.set_backup_command("exit 1\n")?;
+    let before = count_backup_starts(&fixture)?;
+    fixture.run(&["rollback"], None).await?.expect(0);
+    fixture.assert_running(OLD_VERSION)?;
+    fixture
+        .run(&["apply", "--version", NEW_VERSION, "--allow-quarantined", "--without-snapshot"], None)
         .await?
         .expect(0);
     // An update to the previous release, by its version.
-    Published::new(OLD, &[])?.serve(&stage.source)?;
-    stage.run(&["apply", "--version", OLD, "--allow-downgrade"], None).await?.expect(0);
-    stage.assert_running(OLD)?;
-    assert_eq!(count_backup_starts(&stage)?, before);
+    PublishedRelease::new(OLD_VERSION, &[])?.serve(&fixture.source)?;
+    fixture.run(&["apply", "--version", OLD_VERSION, "--allow-downgrade"], None).await?.expect(0);
+    fixture.assert_running(OLD_VERSION)?;
+    assert_eq!(count_backup_starts(&fixture)?, before);
     Ok(())
 }
 
 #[tokio::test]
 async fn machine_without_a_database_updates_immediately() -> Result<()> {
-    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
-    let env = stage.machine.path("opt/svc/env/host.env");
+    let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
+    let env = fixture.machine.path("opt/svc/env/host.env");
     let remaining: String = fs::read_to_string(&env)?
         .lines()
         .filter(|line| !line.starts_with("DATABASE_URL"))
         .map(|line| format!("{line}\n"))
         .collect();
     fs::write(&env, remaining)?;
-    stage.apply(NEW).await?.expect(0);
-    stage.assert_running(NEW)?;
-    assert_eq!(count_backup_starts(&stage)?, 0);
+    fixture.apply(NEW_VERSION).await?.expect(0);
+    fixture.assert_running(NEW_VERSION)?;
+    assert_eq!(count_backup_starts(&fixture)?, 0);
     Ok(())
 }

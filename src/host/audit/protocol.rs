@@ -74,7 +74,7 @@ impl Process {
             && let Ok(stat) = ProcessStat::from_pid(next)
         {
             all.push(Self { pid: next, started: stat.started });
-            next = stat.parent;
+            next = stat.parent_pid;
         }
         all
     }

@@ -1,13 +1,14 @@
-//! Checks the result and the age of the last backup, and of the last checks of snapshots.
+//! Checks the result and age of the last backup, the last snapshot verification and the last drill.
 
 use jiff::Timestamp;
 use serde::Deserialize;
 
-use crate::snapshots::check_log::{Check, CheckKind, Status};
+use crate::snapshots::check_log::{CheckKind, CheckRecord, Status};
 use crate::snapshots::held_snapshot::HeldSnapshot;
 use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;
 use svc_base::fsx;
+use svc_base::quantity::pluralize;
 use svc_store::key;
 
 /// Backups are hourly. The limit allows one missed run, and time for the next.
@@ -27,8 +28,8 @@ struct BackupRecord {
 pub fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("backup");
     if let Ok(Some(held)) = HeldSnapshot::read(layout) {
-        let next =
-            "svc-db-backup accept, if the loss is intended; else svc-db-backup side open, or svcctl recover";
+        let next = "`svc-db-backup accept`, if the loss is intended; otherwise `svc-db-backup side open`, or \
+                    `svcctl recover`";
         return findings.problem(held.to_string(), next);
     }
     let text = match fsx::read_if_exists(&layout.last_backup()) {
@@ -37,7 +38,7 @@ pub fn check(layout: &Layout) -> Findings {
         Err(error) => return findings.skipped(format!("{error}; run this as root")),
     };
     let Ok(record) = serde_json::from_slice::<BackupRecord>(&text) else {
-        return findings.problem("last-backup.json cannot be read", NEXT_STEP);
+        return findings.problem("last-backup.json is not a valid backup record", NEXT_STEP);
     };
     if record.status != "success" {
         let why = record.error.unwrap_or_else(|| "no reason recorded".to_owned());
@@ -59,11 +60,15 @@ pub fn check_snapshots(layout: &Layout) -> Findings {
     for &kind in CheckKind::ALL {
         let unit = format!("svc-db-{}", kind.as_str());
         let next = format!("journalctl -u {unit} -n 50; systemctl start {unit}");
-        match Check::last(layout, kind) {
-            Ok(None) => summary.push(format!("no {} yet", kind.as_str())),
+        match CheckRecord::last(layout, kind) {
+            Ok(None) => summary.push(format!("no {} yet", noun(kind))),
             Ok(Some(check)) if check.status == Status::Success => {
                 let days = (Timestamp::now().as_second() - check.timestamp.as_second()) / 86_400;
-                let last = format!("the last {} succeeded {days} days ago", kind.as_str());
+                let age = match u64::try_from(days) {
+                    Ok(days @ 1..) => pluralize(days, "day"),
+                    _ => "less than a day".to_owned(),
+                };
+                let last = format!("the last {} succeeded {age} ago", noun(kind));
                 if days > MAX_CHECK_AGE_DAYS {
                     findings = findings.warning(last, format!("systemctl list-timers {unit}.timer; {next}"));
                 } else {
@@ -72,12 +77,19 @@ pub fn check_snapshots(layout: &Layout) -> Findings {
             }
             Ok(Some(check)) => {
                 let why = check.error.unwrap_or_else(|| "no reason recorded".to_owned());
-                findings = findings.problem(format!("the last {} failed: {why}", kind.as_str()), next);
+                findings = findings.problem(format!("the last {} failed: {why}", noun(kind)), next);
             }
             Err(error) => findings = findings.skipped(format!("{error}; run this as root")),
         }
     }
     findings.or_ok(summary.join(", "))
+}
+
+fn noun(kind: CheckKind) -> &'static str {
+    match kind {
+        CheckKind::Verify => "verification",
+        CheckKind::Drill => "drill",
+    }
 }
 
 /// Assesses a missing backup, which is normal on a new machine.

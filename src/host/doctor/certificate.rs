@@ -15,39 +15,43 @@ const MIN_REMAINING_DIVISOR: i32 = 6;
 pub fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("certificate");
     let settings = certificate::read_settings(layout);
-    let Some(seen) = certificate::read(layout) else {
+    let Some(certificate) = certificate::read(layout) else {
         return findings.skipped("the gateway has not reported its certificate");
     };
     let Some(name) = settings.host_name else {
         return findings.ok("self-signed: the platform has no domain for machines (HOST_DOMAIN)");
     };
     let next = "journalctl -u svc-gateway -n 50; docs/operating/certificates.md has the requirements";
-    let retry = seen.next_attempt_at.as_ref();
+    let retry = certificate.next_attempt_at.as_ref();
     let retry = retry.map(|at| format!("; next attempt at {at}")).unwrap_or_default();
-    let (findings, has_failed) = match &seen.error {
+    let (findings, has_failed) = match &certificate.error {
         Some(error) => (findings.warning(format!("{error}{retry}"), next), true),
         None => (findings, false),
     };
-    if seen.source.is(CertificateSource::SelfSigned) && settings.acme.is_none() && !has_failed {
+    if certificate.source.is(CertificateSource::SelfSigned) && settings.acme.is_none() && !has_failed {
         let what = format!("self-signed: neither an authority nor a file is configured for {name}");
         return findings
             .warning(what, "set ACME_DIRECTORY_URL on the platform, or GATEWAY_TLS_CERT_FILE here");
     }
-    if !seen.is_trusted {
-        let what = format!("this machine's roots do not verify the certificate for {name} ({})", seen.source);
+    if !certificate.is_trusted {
+        let what =
+            format!("this machine's roots do not verify the certificate for {name} ({})", certificate.source);
         return findings.warning(what, next);
     }
-    match remaining_and_total_lifetime(&seen) {
+    match remaining_and_total_lifetime(&certificate) {
         Some((remaining, total)) if remaining < MIN_REMAINING_LIFETIME.min(total / MIN_REMAINING_DIVISOR) => {
-            findings.problem(format!("the certificate of {name} expires at {}{retry}", seen.expires_at), next)
+            findings.problem(
+                format!("the certificate for {name} expires at {}{retry}", certificate.expires_at),
+                next,
+            )
         }
-        _ => findings.ok(format!("{name}, by {}, until {}", seen.source, seen.expires_at)),
+        _ => findings.ok(format!("{name}, by {}, until {}", certificate.source, certificate.expires_at)),
     }
 }
 
-fn remaining_and_total_lifetime(seen: &HostCertificate) -> Option<(SignedDuration, SignedDuration)> {
+fn remaining_and_total_lifetime(certificate: &HostCertificate) -> Option<(SignedDuration, SignedDuration)> {
     let (issued, expires): (Timestamp, Timestamp) =
-        (seen.issued_at.parse().ok()?, seen.expires_at.parse().ok()?);
+        (certificate.issued_at.parse().ok()?, certificate.expires_at.parse().ok()?);
     Some((expires.duration_since(Timestamp::now()), expires.duration_since(issued)))
 }
 
@@ -63,7 +67,7 @@ mod tests {
         let settings = serde_json::from_value(settings.clone()).unwrap();
         certificate::store_settings(&layout, &settings).unwrap();
         let day = SignedDuration::from_hours(24);
-        let mut seen = HostCertificate {
+        let mut certificate = HostCertificate {
             host_name: settings.host_name.clone(),
             source: CertificateSource::Acme.into(),
             issued_at: (Timestamp::now() - 77 * day).into(),
@@ -72,28 +76,32 @@ mod tests {
             error: None,
             next_attempt_at: None,
         };
-        change(&mut seen);
-        certificate::write(&layout, &seen).unwrap();
+        change(&mut certificate);
+        certificate::write(&layout, &certificate).unwrap();
         json!(check(&layout).into_list()).to_string()
     }
 
     #[test]
     fn check_distinguishes_certificate_states() {
-        let named =
+        let with_acme =
             json!({"hostName": "a.hosts.example", "acme": {"directoryUrl": "https://ca.example/dir"}});
-        let good = findings_text(&named, |_| ());
+        let good = findings_text(&with_acme, |_| ());
         assert!(good.contains("by acme, until"), "{good}");
         assert!(findings_text(&json!({}), |_| ()).contains("HOST_DOMAIN"));
-        let error = findings_text(&named, |seen| seen.error = Some("the authority refused".to_owned()));
+        let error = findings_text(&with_acme, |certificate| {
+            certificate.error = Some("the authority refused".to_owned())
+        });
         assert!(error.contains("the authority refused"), "{error}");
-        assert!(findings_text(&named, |seen| seen.is_trusted = false).contains("do not verify"));
+        assert!(
+            findings_text(&with_acme, |certificate| certificate.is_trusted = false).contains("do not verify")
+        );
         let soon = Timestamp::now() + SignedDuration::from_hours(24 * 13);
-        let expiring = findings_text(&named, |seen| seen.expires_at = soon.into());
+        let expiring = findings_text(&with_acme, |certificate| certificate.expires_at = soon.into());
         assert!(expiring.contains("expires at"), "{expiring}");
         let without_authority = json!({"hostName": "a.hosts.example"});
-        let self_signed = findings_text(&without_authority, |seen| {
-            seen.source = CertificateSource::SelfSigned.into();
-            seen.is_trusted = false;
+        let self_signed = findings_text(&without_authority, |certificate| {
+            certificate.source = CertificateSource::SelfSigned.into();
+            certificate.is_trusted = false;
         });
         assert!(self_signed.contains("GATEWAY_TLS_CERT_FILE"), "{self_signed}");
     }

@@ -32,15 +32,15 @@ pub fn check(layout: &Layout) -> Findings {
 /// Whether root's file and the services' file name different platforms. A file that this process cannot read is
 /// ignored.
 fn has_other_platform_for_root(layout: &Layout) -> bool {
-    let named = |file| Env::default().with_file(file).text(&vars::PLATFORM_INTERNAL_URL);
-    let (services, root) = (named(&layout.host_env()), named(&layout.update_env()));
+    let platform_url = |file| Env::default().with_file(file).text(&vars::PLATFORM_INTERNAL_URL);
+    let (services, root) = (platform_url(&layout.host_env()), platform_url(&layout.update_env()));
     services.zip(root).is_some_and(|(services, root)| services != root)
 }
 
 fn read_identity(mut env: Env, layout: &Layout) -> Result<Identity, Vec<String>> {
     let identity = Identity::read(&mut env);
     let link = PlatformLink::read(&mut env, layout);
-    let keys = config::first_proof_keys(&mut env);
+    let keys = config::read_initial_proof_keys(&mut env);
     let store = StoreConfig::read(&mut env);
     let url = DatabaseUrl::read(&mut env);
     let database = match url.as_ref().map(DatabaseUrl::config) {

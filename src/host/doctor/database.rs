@@ -1,5 +1,5 @@
-//! Checks that the machine's own PostgreSQL is on this machine, reachable, and of version 16, and that its database is the
-//! restored one.
+//! Checks that the machine's own PostgreSQL is on this machine, reachable, and of version 16, and that its database is
+//! the restored one.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
@@ -19,7 +19,7 @@ use svc_base::diagnosis::Findings;
 
 /// The port of `svc-postgres`.
 const PORT: u16 = 5432;
-const NEXT_STEP_IDENTITY: &str =
+const IDENTITY_NEXT_STEP: &str =
     "`svcctl recover`, or on this machine `svc-restore replace` or `svc-restore adopt`";
 const NEXT_STEP: &str = "systemctl status svc-postgres; journalctl -u svc-postgres -n 50";
 
@@ -60,9 +60,9 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-/// Returns the next step after a failed check of the identity: a new restore only for another database.
+/// Returns the next step after a failed check of the identity: a new restore only if the database is another one.
 fn identity_next_step(error: &IdentityError) -> &'static str {
-    if error.is_mismatch() { NEXT_STEP_IDENTITY } else { NEXT_STEP }
+    if error.is_mismatch() { IDENTITY_NEXT_STEP } else { NEXT_STEP }
 }
 
 /// Returns the port of this machine's own database, from `DATABASE_URL`.
@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn identity_next_step_is_restore_only_for_mismatch() {
         let mismatch = IdentityError::Mismatch { difference: "x".to_owned() };
-        assert_eq!(identity_next_step(&mismatch), NEXT_STEP_IDENTITY);
+        assert_eq!(identity_next_step(&mismatch), IDENTITY_NEXT_STEP);
         assert_eq!(identity_next_step(&IdentityError::Absent("svc".to_owned())), NEXT_STEP);
     }
 

@@ -1,4 +1,4 @@
-//! Checks that the network rules of the first boot are loaded.
+//! Checks that the network rules that the first boot installs are loaded.
 
 use std::path::Path;
 
@@ -29,7 +29,7 @@ fn assess(findings: Findings, stderr: &str) -> Findings {
     if stderr.contains("Operation not permitted") {
         return findings.skipped("run this as root");
     }
-    let line = stderr.lines().next().unwrap_or("no output of nft");
+    let line = stderr.lines().next().unwrap_or("nft printed no error");
     let why = format!(
         "the table inet svc is not loaded: the metadata address is open to the owner's programs ({line})"
     );

@@ -7,7 +7,7 @@ use serde::Deserialize;
 use super::services_env;
 use crate::system::layout::Layout;
 use crate::system::probe;
-use crate::system::probe::Gateway;
+use crate::system::probe::GatewayClient;
 use crate::system::vars;
 use svc_base::diagnosis::Findings;
 use svc_base::fsx;
@@ -29,7 +29,7 @@ pub async fn check(layout: &Layout) -> Findings {
                 .skipped(format!("the gateway's key cannot be read: {error:#}; run this as root"));
         }
     };
-    let Ok(gateway) = Gateway::new(listen, pin) else {
+    let Ok(gateway) = GatewayClient::new(listen, pin) else {
         return findings.problem("the gateway's certificate or key is unusable", next);
     };
     if gateway.is_ready().await {
@@ -82,11 +82,11 @@ pub fn check_key(layout: &Layout) -> Findings {
         return findings.problem(what, "this disk is a copy: recover the slot");
     }
     match serde_json::from_str::<SentRegistration>(&registration.sent) {
-        Ok(sent) if sent.tls_spki_sha256 == pin => findings.ok(format!("the key is registered, since {at}")),
+        Ok(sent) if sent.tls_spki_sha256 == pin => findings.ok(format!("the key was registered at {at}")),
         Ok(_) => findings.problem(
             "the key in tls/key.pem differs from the registered one: the router refuses to connect",
             "restore tls/key.pem, or recover the machine; a machine registers only once",
         ),
-        Err(_) => findings.problem("register.json cannot be read", next),
+        Err(_) => findings.problem("register.json is not a valid registration", next),
     }
 }

@@ -92,7 +92,7 @@ impl<'a> FileChecks<'a> {
     }
 }
 
-/// The machine's configuration; the check `configuration` reports its errors.
+/// Returns the configuration of the machine's services. The check `configuration` reports its errors.
 fn services_env(layout: &Layout) -> Env {
     environment_of_services(layout)
 }

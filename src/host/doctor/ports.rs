@@ -26,9 +26,9 @@ pub fn check(layout: &Layout) -> Findings {
     }
 }
 
-fn assess(findings: Findings, open: &[(IpAddr, u16)], gateway: u16) -> Findings {
+fn assess(findings: Findings, listeners: &[(IpAddr, u16)], gateway: u16) -> Findings {
     let mut findings = findings;
-    for (ip, port) in open.iter().filter(|(ip, _)| !ip.is_loopback()) {
+    for (ip, port) in listeners.iter().filter(|(ip, _)| !ip.is_loopback()) {
         let next = "find the process with ss -ltnp; check that nftables blocks the port";
         if *port == POSTGRES_PORT {
             let what = format!("the database listens on {ip}, not only on loopback");
@@ -43,10 +43,10 @@ fn assess(findings: Findings, open: &[(IpAddr, u16)], gateway: u16) -> Findings 
 /// Returns the listening sockets of `/proc/net/tcp` and `/proc/net/tcp6` (proc(5)). Addresses are 32-bit words in
 /// the machine's byte order, which is little-endian.
 fn parse_listeners(v4: &str, v6: &str) -> Vec<(IpAddr, u16)> {
-    let mut open: Vec<_> = v4.lines().chain(v6.lines()).filter_map(parse_listener).collect();
-    open.sort_unstable();
-    open.dedup();
-    open
+    let mut listeners: Vec<_> = v4.lines().chain(v6.lines()).filter_map(parse_listener).collect();
+    listeners.sort_unstable();
+    listeners.dedup();
+    listeners
 }
 
 fn parse_listener(line: &str) -> Option<(IpAddr, u16)> {
@@ -76,9 +76,12 @@ mod tests {
                   0100A8C0:01BB 01 0\n";
         let v6 = "   0: 00000000000000000000000000000000:0016 0:0 0A 0\n   1: \
                   00000000000000000000000001000000:1F90 0:0 0A 0\n   2: 00000000000000000000000000000000:1F91 0:0 0A 0\n";
-        let open = parse_listeners(v4, v6);
-        assert!(open.contains(&(Ipv4Addr::LOCALHOST.into(), 5432)) && open.len() == 6, "{open:?}");
-        let text = format!("{:?}", assess(Findings::new("ports"), &open, 443));
+        let listeners = parse_listeners(v4, v6);
+        assert!(
+            listeners.contains(&(Ipv4Addr::LOCALHOST.into(), 5432)) && listeners.len() == 6,
+            "{listeners:?}"
+        );
+        let text = format!("{:?}", assess(Findings::new("ports"), &listeners, 443));
         assert!(text.contains("the database listens on 0.0.0.0"), "{text}");
         assert!(text.contains("an unexpected process listens on :::8081"), "{text}");
         assert_eq!(text.matches("listens on").count(), 2, "{text}");

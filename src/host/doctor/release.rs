@@ -69,11 +69,11 @@ pub fn check_current(layout: &Layout) -> Findings {
 /// `releases.json` of the updater: the quarantined releases.
 #[derive(Deserialize)]
 struct ReleaseRecord {
-    quarantined: Vec<Quarantined>,
+    quarantined: Vec<QuarantinedRelease>,
 }
 
 #[derive(Deserialize)]
-struct Quarantined {
+struct QuarantinedRelease {
     version: String,
     why: String,
 }
@@ -107,7 +107,9 @@ pub fn check_update(layout: &Layout) -> Findings {
     }
     match read_json::<ReleaseRecord>(&dir.join("releases.json")) {
         Ok(record) => {
-            for Quarantined { version, why } in record.map(|record| record.quarantined).unwrap_or_default() {
+            for QuarantinedRelease { version, why } in
+                record.map(|record| record.quarantined).unwrap_or_default()
+            {
                 findings = findings.warning(
                     format!("release {version} is quarantined: {why}"),
                     "this machine will not try it again; roll out another version",
@@ -123,7 +125,8 @@ pub fn check_update(layout: &Layout) -> Findings {
         }
         Ok(Some(LastUpdate { version, outcome, stage, error, .. })) => {
             let why = error.unwrap_or_else(|| "no reason recorded".to_owned());
-            let what = format!("the last update, to {version}, ended {outcome} in the stage {stage}: {why}");
+            let what =
+                format!("the last update, to {version}, ended with {outcome} in the stage {stage}: {why}");
             let next = "journalctl -u svc-update -n 100";
             if outcome == "failed" { findings.problem(what, next) } else { findings.warning(what, next) }
         }

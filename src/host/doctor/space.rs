@@ -1,4 +1,4 @@
-//! Checks the free space of the file systems with the owner's files and the machine's state.
+//! Checks the free space of the file systems that hold the owner's files and the machine's state.
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +15,7 @@ fn assess(findings: Findings, path: &Path, total: u64, free: u64) -> Findings {
     match DiskFill::classify(total, free) {
         DiskFill::Full => findings.problem(summary, next),
         DiskFill::Low => findings.warning(summary, next),
-        DiskFill::Room => findings.ok(summary),
+        DiskFill::Sufficient => findings.ok(summary),
     }
 }
 

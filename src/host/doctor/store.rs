@@ -71,10 +71,14 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-/// A session lives for 15 minutes and is renewed on use, so an expired one is normal. Whether renewal works is visible
-/// only in the regular renewals by `svc-sync-agent`.
-fn assess_expired_session(findings: Findings, at: Timestamp, renewed_at: Option<Timestamp>) -> Findings {
-    let since = renewed_at.unwrap_or(at);
+/// Assesses an expired session. A session lasts 15 minutes and is renewed on use, so an expired one is normal. Whether
+/// renewal works is visible only in the regular renewals by `svc-sync-agent`.
+fn assess_expired_session(
+    findings: Findings,
+    expired_at: Timestamp,
+    renewed_at: Option<Timestamp>,
+) -> Findings {
+    let since = renewed_at.unwrap_or(expired_at);
     if Timestamp::now().duration_since(since) < MAX_RENEWAL_AGE {
         let renewed = rfc3339_ms(since);
         return findings.or_ok(format!(
@@ -84,7 +88,7 @@ fn assess_expired_session(findings: Findings, at: Timestamp, renewed_at: Option<
     findings.problem(
         format!(
             "the credentials expired at {} and have not been renewed since {}",
-            rfc3339_ms(at),
+            rfc3339_ms(expired_at),
             rfc3339_ms(since)
         ),
         "svc-sync-agent renews them about once an hour: journalctl -u svc-sync-agent -n 50",

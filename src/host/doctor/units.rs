@@ -41,7 +41,7 @@ fn required_part(layout: &Layout, unit: &str) -> Option<PathBuf> {
 pub async fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("units");
     let Some(systemctl) = systemd::systemctl(layout) else {
-        return findings.skipped("systemd does not run here");
+        return findings.skipped("systemd is not running here");
     };
     let mut command = Command::new(systemctl);
     command.args(["show", "--no-pager", "--property=Id,LoadState,ActiveState,Result", "--all", "svc-*"]);
@@ -59,10 +59,10 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-fn assess(findings: Findings, shown: &str, lacks_part: impl Fn(&str) -> bool) -> Findings {
+fn assess(findings: Findings, output: &str, lacks_part: impl Fn(&str) -> bool) -> Findings {
     let mut findings = findings;
     let mut seen = std::collections::BTreeSet::new();
-    for block in shown.split("\n\n") {
+    for block in output.split("\n\n") {
         let value = |name: &str| {
             block.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('=')).unwrap_or_default()
         };
@@ -95,12 +95,13 @@ mod tests {
 
     #[test]
     fn assess_names_failed_and_stopped_units() {
-        let shown = "Id=svc-gateway.service\nLoadState=loaded\nActiveState=active\nResult=success\n\n\
+        let output = "Id=svc-gateway.service\nLoadState=loaded\nActiveState=active\nResult=success\n\n\
                      Id=svc-restore.service\nLoadState=loaded\nActiveState=failed\nResult=exit-code\n\n\
                      Id=svc-code.service\nLoadState=not-found\nActiveState=inactive\nResult=success\n\n\
                      Id=svc-db-backup.timer\nLoadState=loaded\nActiveState=inactive\nResult=success\n\n\
                      Id=svc-shell.service\nLoadState=loaded\nActiveState=inactive\nResult=success\n";
-        let text = format!("{:?}", assess(Findings::new("units"), shown, |unit| unit == "svc-shell.service"));
+        let text =
+            format!("{:?}", assess(Findings::new("units"), output, |unit| unit == "svc-shell.service"));
         for part in [
             "svc-restore.service failed (exit-code)",
             "svc-code.service is not installed",

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
 
-use crate::system::config::{DatabaseUrl, Identity, environment, first_proof_keys};
+use crate::system::config::{DatabaseUrl, Identity, environment, read_initial_proof_keys};
 use crate::system::layout::Layout;
 use crate::system::vars;
 use svc_base::config::{ConfigError, Env};
@@ -175,7 +175,7 @@ fn read_owner(env: &mut Env, listen: SocketAddr) -> Option<OwnerConfig> {
     }
     if auth.is_on() {
         let identity = Identity::read(env);
-        let proof_keys = first_proof_keys(env);
+        let proof_keys = read_initial_proof_keys(env);
         return Some(OwnerConfig::Provisioned { identity: identity?, proof_keys: proof_keys? });
     }
     let mut reject = |reason: &str| env.add_mistake(&vars::GATEWAY_AUTH, format!("cannot be off: {reason}"));

@@ -13,7 +13,7 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Checks the disk until `stop`.
 pub async fn watch_disk(layout: Layout, kernel: Arc<Kernel>, stop: CancellationToken) {
-    let mut fill = DiskFill::Room;
+    let mut fill = DiskFill::Sufficient;
     loop {
         if let Ok(disk) = fs4::statvfs(layout.home()) {
             let (total, free) = (disk.total_space(), disk.available_space());
@@ -35,7 +35,7 @@ fn describe_change(before: DiskFill, now: DiskFill, total: u64, free: u64) -> Op
     }
     let space = format!("{:.1} of {:.1} GiB are free", to_gib(free), to_gib(total));
     Some(match now {
-        DiskFill::Room => format!("the disk has room again: {space}"),
+        DiskFill::Sufficient => format!("the disk has room again: {space}"),
         DiskFill::Low if before == DiskFill::Full => format!("the disk is no longer almost full: {space}"),
         DiskFill::Low => format!("the disk is getting full: {space}"),
         DiskFill::Full => format!("the disk is almost full: {space}"),
@@ -50,7 +50,7 @@ mod tests {
 
     #[test]
     fn describe_change_reports_each_change_once() {
-        let mut fill = DiskFill::Room;
+        let mut fill = DiskFill::Sufficient;
         let mut check = |free: u64| {
             let before = std::mem::replace(&mut fill, DiskFill::classify(40 * GIB, free));
             describe_change(before, fill, 40 * GIB, free)

@@ -29,7 +29,7 @@ pub const SOCKET: &str = "code.sock";
 
 /// Timeout for the first accepted connection. A new machine under load needs most of it.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(90);
-const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+const PROBE_INTERVAL: Duration = Duration::from_millis(100);
 /// Time between SIGTERM and SIGKILL.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -164,7 +164,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
 async fn supervise(socket: &Path) -> anyhow::Error {
     let accepting = async {
         while !is_accepting(socket).await {
-            sleep(CHECK_INTERVAL).await;
+            sleep(PROBE_INTERVAL).await;
         }
     };
     if timeout(STARTUP_TIMEOUT, accepting).await.is_err() {

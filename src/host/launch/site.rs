@@ -46,7 +46,7 @@ pub enum SiteError {
         .0.display()
     )]
     NoShell(PathBuf),
-    #[error("{} exceeds the limits of a shell ({MAX_SITE_FILES} files, {MAX_SITE_BYTES} bytes)", .0.display())]
+    #[error("{} exceeds the limits for a shell ({MAX_SITE_FILES} files, {MAX_SITE_BYTES} bytes)", .0.display())]
     TooLarge(PathBuf),
 }
 

@@ -41,7 +41,7 @@ impl CheckKind {
 /// One check.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Check {
+pub struct CheckRecord {
     pub version: u32,
     /// End time.
     #[serde(with = "clock::wire")]
@@ -62,7 +62,7 @@ pub struct Check {
     pub error: Option<String>,
 }
 
-impl Check {
+impl CheckRecord {
     pub const VERSION: u32 = 1;
 
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
@@ -85,7 +85,7 @@ impl Check {
         }
     }
 
-    /// Returns the last check of a kind on this machine. Returns `None` also if the file does not parse.
+    /// Returns the last check of a kind on this machine, or `None` if there is none or its record does not parse.
     ///
     /// # Errors
     /// [`FileError`] if the file exists and cannot be read.
@@ -104,8 +104,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         std::fs::create_dir_all(layout.logs()).unwrap();
-        let good = Check {
-            version: Check::VERSION,
+        let good = CheckRecord {
+            version: CheckRecord::VERSION,
             timestamp: clock::now_ms(),
             check: CheckKind::Drill,
             status: Status::Success,
@@ -116,7 +116,7 @@ mod tests {
             damaged: Vec::new(),
             error: None,
         };
-        let bad = Check {
+        let bad = CheckRecord {
             check: CheckKind::Verify,
             status: Status::Error,
             error: Some("the store does not respond".to_owned()),

@@ -8,7 +8,7 @@
 use tokio_postgres::{Client, Error};
 use uuid::Uuid;
 
-use super::restore_marker::Marker;
+use super::restore_marker::RestoreMarker;
 use crate::system::layout::Layout;
 use crate::system::postgres;
 use crate::system::postgres::quote_ident;
@@ -65,7 +65,7 @@ impl IdentityError {
 /// Checks that the database of `client` is the one named by the marker. Returns `None` if there is no marker, or one of
 /// an earlier release.
 pub async fn check(layout: &Layout, client: &Client) -> Result<Option<DatabaseIdentity>, IdentityError> {
-    let Some(expected) = Marker::read(layout)?.and_then(|marker| marker.database_identity) else {
+    let Some(expected) = RestoreMarker::read(layout)?.and_then(|marker| marker.database_identity) else {
         return Ok(None);
     };
     let live = read_identity(client, &read_current_database(client).await?).await?;
@@ -80,7 +80,7 @@ pub async fn check_or_adopt(
     layout: &Layout,
     client: &Client,
 ) -> Result<Option<DatabaseIdentity>, IdentityError> {
-    match Marker::read(layout)? {
+    match RestoreMarker::read(layout)? {
         None => return Ok(None),
         Some(marker) if marker.database_identity.is_some() => return check(layout, client).await,
         Some(_) => {}
@@ -96,7 +96,7 @@ async fn adopt_under_lock(
     layout: &Layout,
     client: &Client,
 ) -> Result<Option<DatabaseIdentity>, IdentityError> {
-    let Some(marker) = Marker::read(layout)? else { return Ok(None) };
+    let Some(marker) = RestoreMarker::read(layout)? else { return Ok(None) };
     if marker.database_identity.is_some() {
         return check(layout, client).await;
     }

@@ -61,7 +61,7 @@ impl HeldSnapshot {
         Self { agreeing, counted_at_uptime_ms: Some(now), ..self }
     }
 
-    /// Returns `None` also if the file does not parse.
+    /// Returns `None` if there is no file, or if it does not parse.
     ///
     /// # Errors
     /// [`FileError`] if the file exists and cannot be read.

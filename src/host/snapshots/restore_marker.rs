@@ -13,7 +13,7 @@ const FORMAT: u32 = 1;
 /// The restore that opened the gate.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
-pub struct Marker {
+pub struct RestoreMarker {
     version: u32,
     #[serde(with = "clock::wire_option")]
     pub completed_at: Option<Timestamp>,
@@ -24,7 +24,7 @@ pub struct Marker {
     pub database_identity: Option<DatabaseIdentity>,
 }
 
-impl Marker {
+impl RestoreMarker {
     pub fn new(snapshot: Option<String>, identity: DatabaseIdentity) -> Self {
         Self {
             version: FORMAT,
@@ -40,7 +40,8 @@ impl Marker {
         Self { database_identity: Some(identity), ..self }
     }
 
-    /// Reads the marker; `None` if the gate is closed. A marker that does not parse opens the gate, but names no database.
+    /// Reads the marker; `None` if the gate is closed. A marker that does not parse opens the gate, but names no
+    /// database.
     ///
     /// # Errors
     /// [`FileError`] if the file exists and cannot be read.
@@ -63,14 +64,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn marker_of_earlier_release_has_no_identity() {
+    fn read_accepts_marker_without_identity() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
-        assert_eq!(Marker::read(&layout).unwrap(), None, "the gate is closed");
+        assert_eq!(RestoreMarker::read(&layout).unwrap(), None, "the gate is closed");
         let earlier = r#"{"version":1,"completedAt":"2026-01-02T03:04:05.000Z","snapshot":null}"#;
         for text in ["", "{}", earlier] {
             fsx::write_atomic(&layout.restore_complete(), text.as_bytes(), 0o644).unwrap();
-            let marker = Marker::read(&layout).unwrap().unwrap();
+            let marker = RestoreMarker::read(&layout).unwrap().unwrap();
             assert_eq!(marker.database_identity, None, "{text}");
         }
     }

@@ -13,7 +13,7 @@ use svc_machine::choice::must_be_one_of;
 use svc_store::snapshot::TableCount;
 
 /// The side database's name in the machine's PostgreSQL.
-pub const DATABASE: &str = "svc_side";
+pub const SIDE_DATABASE: &str = "svc_side";
 /// Maximum number of tables per copy.
 pub const MAX_TABLES: usize = 500;
 
@@ -150,7 +150,7 @@ pub struct CopyResult {
     pub at: Timestamp,
     pub mode: CopyMode,
     pub dry_run: bool,
-    /// Why the copy failed. The tables in `tables` are done, the others unchanged.
+    /// Why the copy failed. The tables in `tables` were copied; the others are unchanged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     pub tables: Vec<CopiedTable>,

@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn notes_of_concurrent_writers_are_whole_lines() {
+    fn note_writes_whole_lines_concurrently() {
         let (_dir, layout) = machine();
         fs::write(layout.logs().join(FILE), "torn").unwrap();
         std::thread::scope(|scope| {
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn note_keeps_the_owner_and_follows_no_link() {
+    fn note_keeps_owner_and_follows_no_link() {
         let (dir, layout) = machine();
         let path = layout.logs().join(FILE);
         let victim = dir.path().join("victim");

@@ -31,31 +31,31 @@ impl Drop for BootReporter {
     }
 }
 
-struct ReportLink {
-    client: reqwest::Client,
+struct ProgressClient {
+    http: reqwest::Client,
     platform: PlatformLink,
     machine: MachineId,
     token: SecretString,
 }
 
 impl BootReporter {
-    /// Reports changes of `amount`, at most one per `REPORT_INTERVAL`. Returns `None` on a machine without an identity,
-    /// a platform or a registration token.
-    pub fn start(layout: &Layout, amount: watch::Receiver<Option<StageProgress>>) -> Option<Self> {
+    /// Reports changes to `progress`, at most one per `REPORT_INTERVAL`. Returns `None` on a machine without an
+    /// identity, a platform or a registration token.
+    pub fn start(layout: &Layout, progress: watch::Receiver<Option<StageProgress>>) -> Option<Self> {
         let mut env = config::environment(layout);
         let identity = Identity::read(&mut env);
         let platform = PlatformLink::read(&mut env, layout);
         let token = env.secret(&vars::REGISTRATION_TOKEN);
-        let client = client::build(Deadlines::CALL).ok()?;
-        let link = ReportLink { client, platform: platform?, machine: identity?.machine, token: token? };
-        Some(Self(tokio::spawn(send_reports(link, amount))))
+        let http = client::build(Deadlines::CALL).ok()?;
+        let client = ProgressClient { http, platform: platform?, machine: identity?.machine, token: token? };
+        Some(Self(tokio::spawn(send_reports(client, progress))))
     }
 }
 
-async fn send_reports(link: ReportLink, mut amount: watch::Receiver<Option<StageProgress>>) {
-    while amount.changed().await.is_ok() {
-        let Some(now) = *amount.borrow_and_update() else { continue };
-        match tokio::time::timeout(CALL_TIMEOUT, link.send(now)).await {
+async fn send_reports(client: ProgressClient, mut progress: watch::Receiver<Option<StageProgress>>) {
+    while progress.changed().await.is_ok() {
+        let Some(progress) = *progress.borrow_and_update() else { continue };
+        match tokio::time::timeout(CALL_TIMEOUT, client.send(progress)).await {
             // The token has been used: this machine is registered, and its boot is over.
             Ok(Ok(StatusCode::UNAUTHORIZED)) => return,
             Ok(Ok(status)) if status.is_success() => {}
@@ -65,17 +65,17 @@ async fn send_reports(link: ReportLink, mut amount: watch::Receiver<Option<Stage
             Ok(Err(error)) => {
                 tracing::debug!(error = %format_chain(&error), "could not send the boot progress");
             }
-            Err(_) => tracing::debug!("no response to the boot progress in time"),
+            Err(_) => tracing::debug!("timed out while sending the boot progress"),
         }
         tokio::time::sleep(REPORT_INTERVAL).await;
     }
 }
 
-impl ReportLink {
-    async fn send(&self, amount: StageProgress) -> Result<StatusCode, reqwest::Error> {
+impl ProgressClient {
+    async fn send(&self, progress: StageProgress) -> Result<StatusCode, reqwest::Error> {
         let url = self.platform.url(&format!("/vps/{}/boot-stage", self.machine));
-        let body = BootStageReport { stage: BootStageName::Restore.into(), progress: Some(amount) };
-        let call = self.client.post(url).bearer_auth(self.token.expose_secret()).json(&body);
+        let body = BootStageReport { stage: BootStageName::Restore.into(), progress: Some(progress) };
+        let call = self.http.post(url).bearer_auth(self.token.expose_secret()).json(&body);
         Ok(call.send().await?.status())
     }
 }

@@ -12,11 +12,11 @@ use svc_wire::host::HostCertificate;
 pub fn read_settings(layout: &Layout) -> CertificateSettings {
     let delivered = fsx::read_if_exists(&layout.certificate_settings()).ok().flatten();
     let delivered = delivered.and_then(|text| serde_json::from_slice(&text).ok());
-    let first = || {
+    let initial = || {
         let host_name = config::environment_of_services(layout).text(&vars::SVC_HOST_NAME);
         CertificateSettings { host_name, acme: None }
     };
-    delivered.unwrap_or_else(first)
+    delivered.unwrap_or_else(initial)
 }
 
 /// Stores delivered settings, which contain a secret if they bind the ACME account to an external one.

@@ -87,11 +87,11 @@ pub struct PlatformLink {
 impl PlatformLink {
     pub fn read(env: &mut Env, layout: &Layout) -> Option<Self> {
         let base = env.required(&vars::PLATFORM_INTERNAL_URL);
-        let first = env.required_secret(&vars::UPGRADE_TOKEN);
+        let initial = env.required_secret(&vars::UPGRADE_TOKEN);
         let machine = env.text(&vars::SVC_MACHINE_ID).and_then(|id| id.parse().ok());
-        let upgrade_token = first.map(|first| match machine {
-            Some(machine) => UpgradeToken::rotating(first, layout, machine),
-            None => UpgradeToken::fixed(first),
+        let upgrade_token = initial.map(|initial| match machine {
+            Some(machine) => UpgradeToken::rotating(initial, layout, machine),
+            None => UpgradeToken::fixed(initial),
         });
         Some(Self { base: base?, upgrade_token: upgrade_token? })
     }
@@ -105,7 +105,7 @@ impl PlatformLink {
 }
 
 /// Reads the initial proof keys from `SVC_PROOF_KEYS`.
-pub fn first_proof_keys(env: &mut Env) -> Option<ProofKeys> {
+pub fn read_initial_proof_keys(env: &mut Env) -> Option<ProofKeys> {
     let text: String = env.required(&vars::SVC_PROOF_KEYS)?;
     // The serde message quotes the value, so only the position is used.
     let position = |error: serde_json::Error| {

@@ -5,7 +5,7 @@ const GIB: u64 = 1 << 30;
 /// How full a disk is: both a share and an amount of free space count, because a small disk fills sooner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DiskFill {
-    Room,
+    Sufficient,
     /// Less than 2 GiB or 10 % are free.
     Low,
     /// Less than 512 MiB or 3 % are free.
@@ -20,7 +20,7 @@ impl DiskFill {
         } else if free_bytes < 2 * GIB || percent < 10 {
             Self::Low
         } else {
-            Self::Room
+            Self::Sufficient
         }
     }
 }
@@ -41,7 +41,7 @@ mod tests {
     #[test]
     fn classify_considers_share_and_amount_of_free_space() {
         for (total, free, fill) in [
-            (40 * GIB, 20 * GIB, DiskFill::Room),
+            (40 * GIB, 20 * GIB, DiskFill::Sufficient),
             (40 * GIB, 3 * GIB, DiskFill::Low),
             (10 * GIB, 2 * GIB - 1, DiskFill::Low),
             (400 * GIB, 8 * GIB, DiskFill::Full),

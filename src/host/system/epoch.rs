@@ -1,7 +1,7 @@
 //! The epoch of this machine: the one it was provisioned with, or a higher one that the platform assigned in a
 //! heartbeat, after a recovery was undone and the old machine was raised past its fence.
 //!
-//! Invariant: the epoch only grows, unless its file becomes unreadable or invalid.
+//! Invariant: the epoch never decreases, unless its file becomes unreadable or invalid.
 
 use serde::{Deserialize, Serialize};
 
@@ -19,7 +19,7 @@ struct RaisedEpoch {
     epoch: Epoch,
 }
 
-/// The higher of `provisioned` and the assigned epoch. If the file is unreadable or invalid, `provisioned` counts; the
+/// The higher of `provisioned` and the assigned epoch. If the file is unreadable or invalid, returns `provisioned`; the
 /// fence then refuses this machine's backups, which is the safe outcome.
 pub fn current(layout: &Layout, provisioned: Epoch) -> Epoch {
     match read(layout) {
@@ -39,13 +39,13 @@ fn read(layout: &Layout) -> Result<Option<Epoch>, FileError> {
 
 /// Stores an epoch that the platform assigned, if it is higher than the current one.
 pub fn raise(layout: &Layout, provisioned: Epoch, epoch: Epoch) -> Result<(), FileError> {
-    let now = current(layout, provisioned);
-    if epoch <= now {
+    let current_epoch = current(layout, provisioned);
+    if epoch <= current_epoch {
         return Ok(());
     }
     let text = serde_json::to_vec(&RaisedEpoch { version: FORMAT, epoch }).expect("plain fields are JSON");
     fsx::write_atomic(&layout.raised_epoch(), &text, 0o644)?;
-    tracing::warn!(%epoch, before = %now, "the platform has raised this machine's epoch");
+    tracing::warn!(%epoch, previous = %current_epoch, "the platform has raised this machine's epoch");
     Ok(())
 }
 
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn epoch_only_grows_unless_its_file_is_broken() {
+    fn current_never_decreases_unless_file_is_invalid() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         assert_eq!(current(&layout, Epoch(3)), Epoch(3));

@@ -133,7 +133,7 @@ impl Layout {
         self.state("good-config.json")
     }
 
-    /// The days whose interactions are all counted.
+    /// The days for which all interactions have been counted.
     pub fn usage_seals(&self) -> PathBuf {
         self.state("usage-seals.json")
     }

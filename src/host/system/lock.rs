@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use svc_base::fsx::FileError;
 
-/// Interval of attempts to take a lock that another run holds.
+/// Interval between attempts to take a lock that another run holds.
 const RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
 /// The lock is held until this is dropped.

@@ -40,7 +40,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn read_body_refuses_more_than_the_limit() {
+    async fn read_body_refuses_body_over_limit() {
         assert_eq!(read_body(response(MAX_RESPONSE_BYTES)).await.unwrap().len(), MAX_RESPONSE_BYTES);
         let error = read_body(response(MAX_RESPONSE_BYTES + 1)).await.unwrap_err();
         assert_eq!(error.to_string(), "the response is larger than 262144 bytes");

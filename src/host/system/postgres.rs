@@ -27,7 +27,7 @@ pub enum ConnectError {
     #[error(transparent)]
     Resolve(#[from] ResolveError),
     #[error("cannot connect to the database {database}")]
-    Refused {
+    Failed {
         database: String,
         #[source]
         source: tokio_postgres::Error,
@@ -66,10 +66,10 @@ impl Server {
         let mut config = self.config.clone();
         config.dbname(database).application_name(application).connect_timeout(CONNECT_TIMEOUT);
         self.add_addresses(&mut config).await?;
-        let refused = |source| ConnectError::Refused { database: database.to_owned(), source };
+        let failed = |source| ConnectError::Failed { database: database.to_owned(), source };
         let timeout_error = |_| ConnectError::Timeout { database: database.to_owned() };
         let connected = tokio::time::timeout(CONNECT_TIMEOUT, config.connect(NoTls)).await;
-        let (client, connection) = connected.map_err(timeout_error)?.map_err(refused)?;
+        let (client, connection) = connected.map_err(timeout_error)?.map_err(failed)?;
         tokio::spawn(async move {
             if let Err(error) = connection.await {
                 tracing::debug!(%error, "the database connection ended");

@@ -126,7 +126,7 @@ impl PgTools {
         }
     }
 
-    /// Writes a dump of the exported snapshot to stdout, in custom format.
+    /// Builds the command that writes a dump of the exported snapshot to stdout, in custom format.
     pub fn dump(&self, server: &Server, snapshot: &str, compression: Compression) -> Command {
         let mut command = self.command("pg_dump", Some(server));
         command
@@ -137,7 +137,8 @@ impl PgTools {
         command
     }
 
-    /// Dumps only these tables (`schema.table`, quoted where needed), with their dependent objects.
+    /// Builds the command that dumps only these tables (`schema.table`, quoted where needed), with their dependent
+    /// objects.
     pub fn dump_tables(&self, server: &Server, database: &str, tables: &[&str]) -> Command {
         let mut command = self.command("pg_dump", Some(server));
         command.args(["-Fc", "-Z0", "--no-password", "--lock-wait-timeout=60s", "--strict-names"]);
@@ -148,7 +149,7 @@ impl PgTools {
         command
     }
 
-    /// Loads a dump from stdin into a database, in one transaction.
+    /// Builds the command that loads a dump from stdin into a database, in one transaction.
     pub fn load_stdin(&self, server: &Server, database: &str) -> Command {
         let mut command = self.command("pg_restore", Some(server));
         command
@@ -159,15 +160,15 @@ impl PgTools {
         command
     }
 
-    /// Reads a whole dump from stdin without loading it; fails if the dump is damaged.
+    /// Builds the command that reads a whole dump from stdin without loading it; it fails if the dump is damaged.
     pub fn check_dump(&self) -> Command {
         let mut command = self.command("pg_restore", None);
         command.args(["-f", "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::null());
         command
     }
 
-    /// Loads a dump file into a database. In the container the file is read from stdin, which rules out parallel
-    /// jobs.
+    /// Builds the command that loads a dump file into a database. In the container, it reads the file from stdin, which
+    /// rules out parallel jobs.
     ///
     /// # Errors
     /// If the file cannot be opened.
@@ -185,14 +186,15 @@ impl PgTools {
         Ok(command)
     }
 
-    /// Lists a dump file's entries on stdout, without a connection.
+    /// Builds the command that lists a dump file's entries on stdout, without a connection.
     pub fn list(&self, dump: &Path) -> Command {
         let mut command = self.command("pg_restore", None);
         command.arg("-l").arg(dump).stdin(Stdio::null()).stdout(Stdio::piped());
         command
     }
 
-    /// Loads the entries named by a list from a dump file into a database. The server's user will own all of them.
+    /// Builds the command that loads the entries named by a list from a dump file into a database. The server's user
+    /// will own all of them.
     pub fn load_listed(&self, server: &Server, database: &str, dump: &Path, list: &Path) -> Command {
         let mut command = self.command("pg_restore", Some(server));
         command.args([
@@ -208,7 +210,8 @@ impl PgTools {
         command
     }
 
-    /// Loads a dump from stdin, as it arrives, into a database that has no other sessions. Uses a single session.
+    /// Builds the command that loads a dump from stdin, as it arrives, into a database that has no other sessions. It
+    /// uses a single session.
     pub fn load_stream(&self, server: &Server, database: &str) -> Command {
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let mut vars = connection_vars(server);
@@ -323,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn password_is_in_no_argument_list() {
+    fn dump_passes_password_only_in_environment() {
         let server = Server::new("postgres://me:hunter2@127.0.0.1:5433/svc".parse().unwrap());
         for tools in [PgTools::Directory("/pg".into()), PgTools::Container] {
             let command = tools.dump(&server, "00000003-1", Compression::DEFAULT);

@@ -20,13 +20,13 @@ pub fn read_pin(layout: &Layout) -> anyhow::Result<Option<SpkiPin>> {
 
 /// A client for the gateway on this machine.
 #[derive(Debug, Clone)]
-pub struct Gateway {
+pub struct GatewayClient {
     client: reqwest::Client,
     ready_url: String,
     live_url: String,
 }
 
-impl Gateway {
+impl GatewayClient {
     /// # Errors
     /// If the HTTP client cannot be created.
     pub fn new(listen: SocketAddr, pin: SpkiPin) -> anyhow::Result<Self> {

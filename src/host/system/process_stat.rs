@@ -9,14 +9,14 @@ pub const TICKS_PER_SECOND: u64 = 100;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProcessStat {
     pub is_zombie: bool,
-    pub parent: i32,
+    pub parent_pid: i32,
     /// The start time in clock ticks since boot.
     pub started: u64,
 }
 
 impl ProcessStat {
     /// # Errors
-    /// The process has ended, `/proc` hides it, or its fields are not those of proc(5).
+    /// If the process has ended, `/proc` hides it, or its fields are not those of proc(5).
     pub fn from_pid(pid: i32) -> io::Result<Self> {
         Self::read(&pid.to_string())
     }
@@ -39,7 +39,7 @@ impl ProcessStat {
         let mut fields = rest.split_whitespace();
         Some(Self {
             is_zombie: fields.next()? == "Z",
-            parent: fields.next()?.parse().ok()?,
+            parent_pid: fields.next()?.parse().ok()?,
             // Field 22; 5 to 21 are skipped.
             started: fields.nth(17)?.parse().ok()?,
         })
@@ -55,7 +55,7 @@ mod tests {
         let stat = |name: &str| {
             ProcessStat::parse(&format!("7 ({name}) S 3 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 4242 0"))
         };
-        let expected = ProcessStat { is_zombie: false, parent: 3, started: 4242 };
+        let expected = ProcessStat { is_zombie: false, parent_pid: 3, started: 4242 };
         for name in ["sh", "a) b", "a) b) (c", ""] {
             assert_eq!(stat(name), Some(expected), "{name}");
         }

@@ -17,7 +17,7 @@ const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 pub struct Progress {
     bar: Option<ProgressBar>,
     last_status: Mutex<Instant>,
-    amount: watch::Sender<Option<StageProgress>>,
+    progress: watch::Sender<Option<StageProgress>>,
 }
 
 impl Default for Progress {
@@ -27,33 +27,33 @@ impl Default for Progress {
             bar.enable_steady_tick(Duration::from_millis(120));
             bar
         });
-        Self { bar, last_status: Mutex::new(Instant::now()), amount: watch::Sender::new(None) }
+        Self { bar, last_status: Mutex::new(Instant::now()), progress: watch::Sender::new(None) }
     }
 }
 
 impl Progress {
     /// Subscribes to changes of the progress.
     pub fn subscribe(&self) -> watch::Receiver<Option<StageProgress>> {
-        self.amount.subscribe()
+        self.progress.subscribe()
     }
 
     /// Reports counted rows.
     pub fn report_rows(&self, done: u64, total: u64) {
-        self.amount.send_replace(Some(StageProgress::of_rows(done, total)));
+        self.progress.send_replace(Some(StageProgress::of_rows(done, total)));
     }
 
     /// Starts a phase of unknown length.
-    pub fn start_phase(&self, what: &'static str) {
-        systemd::notify(&[NotifyState::Status(what)]);
-        self.show("{spinner} {msg} ({elapsed})", what);
+    pub fn start_phase(&self, phase: &'static str) {
+        systemd::notify(&[NotifyState::Status(phase)]);
+        self.show("{spinner} {msg} ({elapsed})", phase);
     }
 
     /// Starts a phase of `total` bytes.
-    pub fn start_bytes_phase(&self, what: &'static str, total: u64) {
-        systemd::notify(&[NotifyState::Status(what)]);
+    pub fn start_bytes_phase(&self, phase: &'static str, total: u64) {
+        systemd::notify(&[NotifyState::Status(phase)]);
         self.show(
             "{spinner} {msg}: {bytes} of {total_bytes} {wide_bar} {binary_bytes_per_sec}, {eta} left",
-            what,
+            phase,
         );
         if let Some(bar) = &self.bar {
             bar.set_length(total);
@@ -61,10 +61,10 @@ impl Progress {
     }
 
     /// Reports processed bytes.
-    pub fn report_bytes(&self, what: &'static str, done: u64, total: u64) {
-        let amount = Some(StageProgress::of_bytes(done, total));
-        // A repeated amount is not progress.
-        self.amount.send_if_modified(|now| std::mem::replace(now, amount) != amount);
+    pub fn report_bytes(&self, phase: &'static str, done: u64, total: u64) {
+        let progress = Some(StageProgress::of_bytes(done, total));
+        // An unchanged value is not progress.
+        self.progress.send_if_modified(|current| std::mem::replace(current, progress) != progress);
         if let Some(bar) = &self.bar {
             bar.set_position(done);
         }
@@ -72,15 +72,15 @@ impl Progress {
         if last_status.elapsed() >= STATUS_INTERVAL {
             *last_status = Instant::now();
             let percent = done.saturating_mul(100).checked_div(total).unwrap_or(100).min(100);
-            systemd::notify(&[NotifyState::Status(&format!("{what}: {percent} % of {} MiB", total >> 20))]);
+            systemd::notify(&[NotifyState::Status(&format!("{phase}: {percent} % of {} MiB", total >> 20))]);
         }
     }
 
-    fn show(&self, template: &str, what: &'static str) {
+    fn show(&self, template: &str, phase: &'static str) {
         if let (Some(bar), Ok(style)) = (&self.bar, ProgressStyle::with_template(template)) {
             bar.reset();
             bar.set_style(style);
-            bar.set_message(what);
+            bar.set_message(phase);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The file that marks this machine's writers as stopped for an operation of the platform.
 //!
-//! The gateway writes the file and follows it. The sync agent removes it once the platform no longer names the
+//! The gateway writes the file and acts on it. The sync agent removes it once the platform no longer names the
 //! operation. Both change it under one lock, so that neither removes what the other has just written.
 
 use std::time::Duration;
@@ -45,8 +45,8 @@ impl Quiesce {
         Self { version: FORMAT, operation_id, requested_at: clock::now_ms(), quiesced_at: None }
     }
 
-    /// `None` if the writers may write. The file is written atomically, so a file with invalid content comes from
-    /// another program and stops no writer.
+    /// Returns `None` if the writers may write. The file is written atomically, so a file with invalid content comes
+    /// from another program and stops no writer.
     ///
     /// # Errors
     /// If the file exists and cannot be read.
@@ -77,7 +77,7 @@ pub async fn acquire_lock(layout: &Layout) -> Result<Lock, LockError> {
 /// Resumes the writers if they are stopped for this operation. Returns whether they were.
 pub async fn resume(layout: &Layout, operation: OperationId) -> Result<bool, QuiesceError> {
     let _lock = acquire_lock(layout).await?;
-    let is_for_operation = Quiesce::read(layout)?.is_some_and(|now| now.operation_id == operation);
+    let is_for_operation = Quiesce::read(layout)?.is_some_and(|quiesce| quiesce.operation_id == operation);
     if is_for_operation {
         fsx::remove_if_exists(&layout.quiesce())?;
     }

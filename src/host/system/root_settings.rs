@@ -98,8 +98,8 @@ pub fn copy_platform_url(layout: &Layout) -> Result<(), FileError> {
     let Some(url) = Env::default().with_file(&layout.host_env()).text(&vars::PLATFORM_INTERNAL_URL) else {
         return Ok(());
     };
-    let before = fsx::read_if_exists(&file)?.unwrap_or_default();
-    let mut text = String::from_utf8_lossy(&before).into_owned();
+    let existing = fsx::read_if_exists(&file)?.unwrap_or_default();
+    let mut text = String::from_utf8_lossy(&existing).into_owned();
     if !text.is_empty() && !text.ends_with('\n') {
         text.push('\n');
     }
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
     use crate::system::config;
 
-    /// `None` if this process is not root, which can give a file to another user.
+    /// Returns `None` if this process is not root: only root can give a file to another user.
     fn machine(others: &str, own: &str) -> Option<(tempfile::TempDir, Layout)> {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());

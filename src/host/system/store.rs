@@ -13,7 +13,7 @@ use svc_store::config::StoreConfig;
 use svc_store::credentials::{CredentialSource, TemporaryCredentials};
 use svc_store::{Bucket, StoreError};
 
-/// The exit code for a failed read of the store.
+/// The exit code for a store error.
 pub fn exit_code(error: &StoreError) -> Exit {
     match error {
         StoreError::Withdrawn { .. } => Exit::Permission,
@@ -36,7 +36,7 @@ pub struct StoreLink {
 struct Renewal {
     machine: MachineId,
     platform: PlatformLink,
-    first: TemporaryCredentials,
+    initial: TemporaryCredentials,
     layout: Layout,
 }
 
@@ -54,32 +54,32 @@ impl StoreLink {
         };
         let renewal = match renewal {
             None => None,
-            Some(first) => {
+            Some(initial) => {
                 let machine = env.required(&vars::SVC_MACHINE_ID);
                 let platform = PlatformLink::read(env, layout);
-                Some(Renewal { machine: machine?, platform: platform?, first, layout: layout.clone() })
+                Some(Renewal { machine: machine?, platform: platform?, initial, layout: layout.clone() })
             }
         };
         Some(Self { store, renewal })
     }
 
-    /// Opens the store without making a call.
+    /// Opens the store without sending a request.
     ///
     /// # Errors
     /// If the HTTP client cannot be created.
     pub fn open(self) -> anyhow::Result<Bucket> {
-        self.open_for(OutagePolicy::RequirePlatform)
+        self.open_with_outage_policy(OutagePolicy::RequirePlatform)
     }
 
-    /// [`Self::open`] for a backup, which may store snapshots while the platform is unreachable.
+    /// Like [`Self::open`], for a backup, which may store snapshots while the platform is unreachable.
     ///
     /// # Errors
     /// If the HTTP client cannot be created.
-    pub fn open_for(self, outage_policy: OutagePolicy) -> anyhow::Result<Bucket> {
+    pub fn open_with_outage_policy(self, outage_policy: OutagePolicy) -> anyhow::Result<Bucket> {
         self.open_with_source(outage_policy).map(|(bucket, _)| bucket)
     }
 
-    /// [`Self::open_for`], also returning the source of expiring credentials.
+    /// Like [`Self::open_with_outage_policy`], but also returns the source of expiring credentials.
     ///
     /// # Errors
     /// If the HTTP client cannot be created.
@@ -89,9 +89,9 @@ impl StoreLink {
     ) -> anyhow::Result<(Bucket, Option<Arc<RenewingCredentials>>)> {
         let source = match self.renewal {
             None => None,
-            Some(Renewal { machine, platform, first, layout }) => {
+            Some(Renewal { machine, platform, initial, layout }) => {
                 let renewed =
-                    RenewingCredentials::new(machine, platform, layout.store_credentials(), &first)?;
+                    RenewingCredentials::new(machine, platform, layout.store_credentials(), &initial)?;
                 Some(Arc::new(renewed.with_outage_policy(outage_policy)))
             }
         };

@@ -38,7 +38,7 @@ pub use self::state_file::StoredSessions;
 const DEFAULT_SESSION_TTL: SignedDuration = SignedDuration::from_hours(1);
 /// Age at which [`RenewingCredentials::refresh`] renews an outage session.
 const MAX_OUTAGE_SESSION_AGE: SignedDuration = SignedDuration::from_mins(50);
-/// Credentials count as expired this early, because a request takes time after it was signed.
+/// Credentials count as expired this long before their expiry, because a request takes time after it is signed.
 const EXPIRY_MARGIN: SignedDuration = SignedDuration::from_secs(30);
 const MAX_ATTEMPTS: u32 = 4;
 /// Delay after a failed renewal, while the current or the outage session is usable.
@@ -140,11 +140,12 @@ impl RenewingCredentials {
         machine: MachineId,
         platform: PlatformLink,
         file: PathBuf,
-        first: &TemporaryCredentials,
+        initial: &TemporaryCredentials,
     ) -> anyhow::Result<Self> {
         let client = client::build(Deadlines::CALL)?;
-        let first = ActiveSession::new(first.to_aws_credential(), first.expires_at, DEFAULT_SESSION_TTL);
-        let state = SourceState { active: first, not_before: Timestamp::MIN, is_withdrawn: false };
+        let initial =
+            ActiveSession::new(initial.to_aws_credential(), initial.expires_at, DEFAULT_SESSION_TTL);
+        let state = SourceState { active: initial, not_before: Timestamp::MIN, is_withdrawn: false };
         let outage_policy = OutagePolicy::RequirePlatform;
         Ok(Self { outage_policy, machine, platform, client, file, state: Mutex::new(state) })
     }
@@ -164,7 +165,7 @@ impl RenewingCredentials {
     }
 
     /// Renews the credentials, or falls back to the outage session while the platform is unreachable.
-    async fn renew_or_outage(
+    async fn renew_or_use_outage_session(
         &self,
         state: &mut SourceState,
         now: Timestamp,
@@ -280,7 +281,7 @@ impl CredentialSource for RenewingCredentials {
             return Ok(Arc::clone(&state.active.key));
         }
         if !state.active.is_usable(now) {
-            return self.renew_or_outage(&mut state, now).await;
+            return self.renew_or_use_outage_session(&mut state, now).await;
         }
         if now >= state.not_before
             && let Err(error) = self.renew(&mut state, 1).await
@@ -306,7 +307,7 @@ impl CredentialSource for RenewingCredentials {
         if let Some(outage) = state.active.outage.take_if(|outage| outage.key.key_id == access_key) {
             tracing::warn!(expires_at = %outage.expires_at, "the store rejected the outage session as expired");
         }
-        self.renew_or_outage(&mut state, now).await
+        self.renew_or_use_outage_session(&mut state, now).await
     }
 }
 

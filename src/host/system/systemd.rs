@@ -9,15 +9,15 @@ use tokio_util::sync::CancellationToken;
 use super::layout::Layout;
 use super::vars;
 
-/// Whether systemd runs on the machine below a root.
+/// Returns whether systemd manages the machine at the layout's root.
 pub fn is_running(layout: &Layout) -> bool {
     layout.root().join("run/systemd/system").is_dir()
 }
 
-/// The program `systemctl` of this machine, or the program in `SVC_SYSTEMCTL`, for a root without systemd.
+/// Returns the program in `SVC_SYSTEMCTL`, which is set for a root without systemd, or else this machine's `systemctl`.
 pub fn systemctl(layout: &Layout) -> Option<OsString> {
-    if let Some(named) = vars::SVC_SYSTEMCTL.from_process() {
-        return Some(named);
+    if let Some(program) = vars::SVC_SYSTEMCTL.from_process() {
+        return Some(program);
     }
     let has_systemd = layout.root() == Path::new("/") && is_running(layout);
     has_systemd.then(|| "systemctl".into())

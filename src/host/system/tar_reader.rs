@@ -65,7 +65,7 @@ impl TarError {
 pub struct TarReader<'a, R: Read> {
     entries: tar::Entries<'a, R>,
     limits: TarLimits,
-    seen: HashSet<u128>,
+    path_digests: HashSet<u128>,
     count: usize,
     name_bytes: u64,
     file_bytes: u64,
@@ -76,7 +76,7 @@ impl<'a, R: Read> TarReader<'a, R> {
     /// [`TarError`] if the archive has been read before.
     pub fn new(archive: &'a mut tar::Archive<R>, limits: TarLimits) -> Result<Self, TarError> {
         let entries = archive.entries().map_err(TarError::Damaged)?.raw(true);
-        Ok(Self { entries, limits, seen: HashSet::new(), count: 0, name_bytes: 0, file_bytes: 0 })
+        Ok(Self { entries, limits, path_digests: HashSet::new(), count: 0, name_bytes: 0, file_bytes: 0 })
     }
 
     /// The next file, directory or link; `None` at the end of the archive.
@@ -136,7 +136,7 @@ impl<'a, R: Read> TarReader<'a, R> {
         let (mode, modified) = (header.mode(), header.mtime());
         let (mode, modified) = (mode.map_err(TarError::Damaged)?, modified.map_err(TarError::Damaged)?);
         self.count_against_limits(&path, &link, size)?;
-        if !self.seen.insert(name_digest(&path)) {
+        if !self.path_digests.insert(name_digest(&path)) {
             return Err(TarError::refused(&path, "it occurs twice"));
         }
         Ok(TarEntry { path, link, kind, mode, modified, size, unread: size, body: raw })
@@ -145,7 +145,7 @@ impl<'a, R: Read> TarReader<'a, R> {
     fn count_against_limits(&mut self, path: &Path, link: &Path, size: u64) -> Result<(), TarError> {
         let limits = self.limits;
         if size > limits.file_bytes {
-            return Err(TarError::refused(path, "it exceeds the size limit of a file"));
+            return Err(TarError::refused(path, "it exceeds the size limit for a file"));
         }
         self.file_bytes = self.file_bytes.saturating_add(size);
         if self.file_bytes > limits.all_file_bytes {
@@ -274,7 +274,7 @@ fn refusal_reason(kind: EntryType) -> &'static str {
     }
 }
 
-/// A key for the set of seen paths: `./a`, `a/` and `a` are the same.
+/// A key for the set of the paths read so far: `./a`, `a/` and `a` are the same.
 pub fn name_digest(path: &Path) -> u128 {
     let mut hash = Sha256::new();
     for part in path.components().filter(|part| *part != Component::CurDir) {

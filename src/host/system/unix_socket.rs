@@ -32,10 +32,10 @@ pub fn ensure_dir(dir: &Path) -> io::Result<()> {
 /// If the directory cannot be created or the socket cannot be bound.
 pub fn bind(dir: &Path, name: &str) -> io::Result<UnixListener> {
     ensure_dir(dir)?;
-    // A socket's path has at most 107 bytes, so the temporary name is short.
+    // A socket's path is limited to 107 bytes, so the temporary name is short.
     let (target, temp) = (dir.join(name), dir.join(format!(".{}", std::process::id())));
     let listener = UnixListener::bind(&temp)?;
-    let renamed = give_to_group_of(dir, &temp)
+    let renamed = set_group_from_dir(dir, &temp)
         .and_then(|()| fs::set_permissions(&temp, Permissions::from_mode(SOCKET_MODE)))
         .and_then(|()| fs::rename(&temp, &target));
     if let Err(error) = renamed {
@@ -46,7 +46,7 @@ pub fn bind(dir: &Path, name: &str) -> io::Result<UnixListener> {
     Ok(listener)
 }
 
-fn give_to_group_of(dir: &Path, socket: &Path) -> io::Result<()> {
+fn set_group_from_dir(dir: &Path, socket: &Path) -> io::Result<()> {
     let (group, own) = (fs::metadata(dir)?.gid(), fs::metadata(socket)?.gid());
     if group != own {
         std::os::unix::fs::chown(socket, None, Some(group))?;

@@ -35,7 +35,7 @@ const MAX_TOKEN_TAIL_BYTES: usize = 80;
 #[derive(Debug, Clone)]
 pub struct UpgradeToken {
     /// The token of `host.env`.
-    first: SecretString,
+    initial: SecretString,
     stored: Option<TokenFile>,
 }
 
@@ -76,12 +76,12 @@ struct StoredToken {
 impl UpgradeToken {
     /// A token that does not rotate.
     pub fn fixed(token: SecretString) -> Self {
-        Self { first: token, stored: None }
+        Self { initial: token, stored: None }
     }
 
     /// The token of `host.env`, replaced by later tokens of this machine.
-    pub fn rotating(first: SecretString, layout: &Layout, machine: MachineId) -> Self {
-        Self { first, stored: Some(TokenFile { path: layout.upgrade_token(), machine }) }
+    pub fn rotating(initial: SecretString, layout: &Layout, machine: MachineId) -> Self {
+        Self { initial, stored: Some(TokenFile { path: layout.upgrade_token(), machine }) }
     }
 
     /// The token for a call made now.
@@ -90,14 +90,14 @@ impl UpgradeToken {
     }
 
     pub fn tokens(&self) -> Tokens {
-        let first = || Tokens { current: self.first.clone(), previous: None };
-        let Some(token_file) = &self.stored else { return first() };
+        let initial = || Tokens { current: self.initial.clone(), previous: None };
+        let Some(token_file) = &self.stored else { return initial() };
         match token_file.read() {
-            Ok(Some(tokens)) if is_current_generation(&tokens.current, &self.first) => tokens,
-            Ok(_) => first(),
+            Ok(Some(tokens)) if is_current_generation(&tokens.current, &self.initial) => tokens,
+            Ok(_) => initial(),
             Err(error) => {
                 tracing::error!(error = %format_chain(&error), "cannot read the stored token; using the one in host.env");
-                first()
+                initial()
             }
         }
     }
@@ -173,8 +173,8 @@ fn belongs_to(token: &str, machine: MachineId) -> bool {
 
 /// Whether the stored token's generation is at least that of the token in `host.env`, which an operator may have
 /// replaced.
-fn is_current_generation(stored: &SecretString, first: &SecretString) -> bool {
-    generation(stored.expose_secret()) >= generation(first.expose_secret())
+fn is_current_generation(stored: &SecretString, initial: &SecretString) -> bool {
+    generation(stored.expose_secret()) >= generation(initial.expose_secret())
 }
 
 fn generation(token: &str) -> u32 {
@@ -192,7 +192,7 @@ fn generation(token: &str) -> u32 {
 /// [`FileError`]; `host.env` is unchanged.
 pub fn write_to_host_env(layout: &Layout, token: &UpgradeToken) -> Result<(), FileError> {
     let current = token.current();
-    if current.expose_secret() == token.first.expose_secret() {
+    if current.expose_secret() == token.initial.expose_secret() {
         return Ok(());
     }
     let path = layout.host_env();
@@ -226,15 +226,15 @@ mod tests {
     fn store_updates_every_holder_and_keeps_previous_token() {
         let dir = tempfile::tempdir().unwrap();
         let (layout, machine) = (Layout::new(dir.path()), MachineId::new());
-        let first = token(machine, 1);
+        let initial = token(machine, 1);
         let (one, other) = (
-            UpgradeToken::rotating(first.clone(), &layout, machine),
-            UpgradeToken::rotating(first.clone(), &layout, machine),
+            UpgradeToken::rotating(initial.clone(), &layout, machine),
+            UpgradeToken::rotating(initial.clone(), &layout, machine),
         );
-        assert_eq!(current_text(&one), first.expose_secret());
-        one.store(&token(machine, 2), &first).unwrap();
+        assert_eq!(current_text(&one), initial.expose_secret());
+        one.store(&token(machine, 2), &initial).unwrap();
         assert_eq!(current_text(&other), token(machine, 2).expose_secret());
-        assert_eq!(other.tokens().previous.unwrap().expose_secret(), first.expose_secret());
+        assert_eq!(other.tokens().previous.unwrap().expose_secret(), initial.expose_secret());
         other.make_durable().unwrap();
         let meta = std::fs::metadata(layout.upgrade_token()).unwrap();
         assert_eq!(meta.mode() & 0o777, 0o600);
@@ -246,38 +246,38 @@ mod tests {
     fn store_accepts_only_tokens_of_this_machine() {
         let dir = tempfile::tempdir().unwrap();
         let (layout, machine) = (Layout::new(dir.path()), MachineId::new());
-        let first = token(machine, 1);
-        let held = UpgradeToken::rotating(first.clone(), &layout, machine);
+        let initial = token(machine, 1);
+        let holder = UpgradeToken::rotating(initial.clone(), &layout, machine);
         let others = token(MachineId::new(), 2);
-        assert!(matches!(held.store(&others, &first), Err(TokenError::ForeignToken)));
+        assert!(matches!(holder.store(&others, &initial), Err(TokenError::ForeignToken)));
         let secret = dir.path().join("secret");
         std::fs::create_dir_all(layout.upgrade_token().parent().unwrap()).unwrap();
         let text = |token: &str| serde_json::json!({"version": 1, "token": token}).to_string();
         std::fs::write(&secret, text(token(machine, 2).expose_secret())).unwrap();
         std::os::unix::fs::symlink(&secret, layout.upgrade_token()).unwrap();
-        assert_eq!(current_text(&held), first.expose_secret(), "a link is not followed");
+        assert_eq!(current_text(&holder), initial.expose_secret(), "a link is not followed");
         for content in [text("root:x:0:0"), text(others.expose_secret()), "{".to_owned()] {
             std::fs::remove_file(layout.upgrade_token()).unwrap();
             std::fs::write(layout.upgrade_token(), content).unwrap();
-            assert_eq!(current_text(&held), first.expose_secret());
+            assert_eq!(current_text(&holder), initial.expose_secret());
         }
         std::fs::remove_file(layout.upgrade_token()).unwrap();
         nix::unistd::mkfifo(&layout.upgrade_token(), nix::sys::stat::Mode::S_IRWXU).unwrap();
-        assert_eq!(current_text(&held), first.expose_secret(), "a FIFO does not block");
+        assert_eq!(current_text(&holder), initial.expose_secret(), "a FIFO does not block");
     }
 
     #[test]
     fn write_to_host_env_serves_older_release() {
         let dir = tempfile::tempdir().unwrap();
         let (layout, machine) = (Layout::new(dir.path()), MachineId::new());
-        let first = token(machine, 1);
-        let text = format!("A=1\n{}B=\"2\"\n", format_env_line(UPGRADE_TOKEN.name, first.expose_secret()));
+        let initial = token(machine, 1);
+        let text = format!("A=1\n{}B=\"2\"\n", format_env_line(UPGRADE_TOKEN.name, initial.expose_secret()));
         fsx::write_atomic(&layout.host_env(), text.as_bytes(), 0o600).unwrap();
-        let held = UpgradeToken::rotating(first.clone(), &layout, machine);
-        write_to_host_env(&layout, &held).unwrap();
+        let holder = UpgradeToken::rotating(initial.clone(), &layout, machine);
+        write_to_host_env(&layout, &holder).unwrap();
         assert_eq!(std::fs::read_to_string(layout.host_env()).unwrap(), text, "nothing has rotated");
-        held.store(&token(machine, 2), &first).unwrap();
-        write_to_host_env(&layout, &held).unwrap();
+        holder.store(&token(machine, 2), &initial).unwrap();
+        write_to_host_env(&layout, &holder).unwrap();
         let text = std::fs::read_to_string(layout.host_env()).unwrap();
         let pairs = parse_env_file(&text).unwrap();
         let value = |name: &str| {

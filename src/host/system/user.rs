@@ -96,7 +96,8 @@ pub fn is_root_with_separate_users(layout: &Layout) -> io::Result<bool> {
     Ok(geteuid().is_root() && std::fs::metadata(layout.host_env())?.uid() != 0)
 }
 
-/// The parent directories belong to root, so only root can change these owners.
+/// Reads the user id and group id of the owner's user from directories whose parents belong to root, so that only
+/// root can change them; `None` on a machine without separate users.
 fn read_owner_ids(layout: &Layout) -> io::Result<Option<(u32, u32)>> {
     if !is_root_with_separate_users(layout)? {
         return Ok(None);

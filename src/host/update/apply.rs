@@ -1,14 +1,14 @@
-//! `svc-update apply`, `rollback` and `resume`. One update runs at a time; an open one is finished first.
+//! `svc-update apply`, `rollback` and `resume`. One update runs at a time; an interrupted one is finished first.
 
 use std::time::Duration;
 
 use super::error::UpdateError;
 use super::history;
 use super::journal::{Allowances, Journal, JournalError, UpdateKind};
-use super::machine::{self, Updater};
 use super::protocol::{Outcome, UpdateResult};
 use super::request::{self, RequestFile};
 use super::services::{ServicesError, Systemctl};
+use super::updater::{self, Updater};
 use super::{releases, snapshot, trust};
 use crate::system::config;
 use crate::system::config::PlatformLink;
@@ -53,7 +53,7 @@ pub enum UpdateTarget {
     Requested,
     /// The release before the current one.
     Previous,
-    /// No release: only an open update is finished.
+    /// No release: only an interrupted update is finished.
     Resume,
 }
 
@@ -83,52 +83,52 @@ fn build_updater(layout: Layout) -> Result<Updater<Systemctl>, Failure> {
         services,
         platform,
         listen,
-        health_deadline: Duration::from_secs(seconds),
+        health_timeout: Duration::from_secs(seconds),
         has_database,
-        snapshot_deadline: Duration::from_secs(snapshot_seconds),
+        snapshot_timeout: Duration::from_secs(snapshot_seconds),
     })
 }
 
-/// Finishes an open update, then updates to the target.
+/// Finishes an interrupted update, then updates to the target.
 ///
 /// # Errors
 /// [`Failure`] with the documented exit code.
-pub async fn run(layout: Layout, wanted: UpdateTarget) -> Result<(), Failure> {
+pub async fn run(layout: Layout, target: UpdateTarget) -> Result<(), Failure> {
     let updater = build_updater(layout)?;
-    let _lock = acquire_lock(&updater.layout, &wanted).await?;
+    let _lock = acquire_lock(&updater.layout, &target).await?;
     releases::remove_leftovers(&updater.layout).or_exit(Exit::Internal)?;
-    let open = Journal::read(&updater.layout).map_err(journal_failure)?;
-    let mut ended = match open {
-        Some(open) => {
-            let id = open.plan.request_id.clone();
-            tracing::warn!(from = %open.plan.from, to = %open.plan.to, "resuming an interrupted update");
-            Some(request_id::run_with_id(id, updater.finish(open)).await?)
+    let journal = Journal::read(&updater.layout).map_err(journal_failure)?;
+    let mut outcome = match journal {
+        Some(journal) => {
+            let id = journal.plan.request_id.clone();
+            tracing::warn!(from = %journal.plan.from, to = %journal.plan.to, "resuming an interrupted update");
+            Some(request_id::run_with_id(id, updater.finish(journal)).await?)
         }
         None => None,
     };
-    let caller = match wanted {
+    let caller = match target {
         UpdateTarget::Requested | UpdateTarget::Resume => Caller::PathUnit,
         UpdateTarget::Version(..) | UpdateTarget::Previous => Caller::Operator,
     };
-    if let Some((kind, to, allow, id)) = resolve_target(&updater.layout, wanted)? {
-        let from = machine::current_release(&updater.layout)?;
+    if let Some((kind, to, allow, id)) = resolve_target(&updater.layout, target)? {
+        let from = updater::current_release(&updater.layout)?;
         if from == to {
             request::complete(&updater.layout, &to).or_exit(Exit::Internal)?;
             println!("{to} is current");
             return Ok(());
         }
         let update = async { updater.finish(updater.plan_update(kind, from, to, allow).await).await };
-        ended = Some(request_id::run_with_id(id, update).await?);
+        outcome = Some(request_id::run_with_id(id, update).await?);
     }
-    match ended {
+    match outcome {
         Some(outcome) => report_outcome(&outcome, caller),
         None => Ok(()),
     }
 }
 
-async fn acquire_lock(layout: &Layout, wanted: &UpdateTarget) -> Result<Lock, Failure> {
+async fn acquire_lock(layout: &Layout, target: &UpdateTarget) -> Result<Lock, Failure> {
     let path = layout.update_state().join("lock");
-    let lock = match wanted {
+    let lock = match target {
         UpdateTarget::Requested | UpdateTarget::Resume => Lock::wait(&path, LOCK_TIMEOUT).await,
         // A run that waits for a snapshot continues once it sees this waiver.
         UpdateTarget::Version(version, _) if snapshot::is_waived(layout, version) => {
@@ -148,15 +148,15 @@ fn journal_failure(error: JournalError) -> Failure {
 
 type ResolvedTarget = (UpdateKind, ImageVersion, Allowances, String);
 
-fn resolve_target(layout: &Layout, wanted: UpdateTarget) -> Result<Option<ResolvedTarget>, Failure> {
+fn resolve_target(layout: &Layout, target: UpdateTarget) -> Result<Option<ResolvedTarget>, Failure> {
     let none = Allowances::default();
-    match wanted {
+    match target {
         UpdateTarget::Resume => Ok(None),
         UpdateTarget::Version(version, allow) => {
             Ok(Some((UpdateKind::Apply, version, allow, request_id::current())))
         }
         UpdateTarget::Previous => {
-            let current = machine::current_release(layout)?;
+            let current = updater::current_release(layout)?;
             let previous = history::find_previous(layout).or_exit(Exit::Internal)?;
             let previous = previous.filter(|version| *version != current);
             let previous = previous.ok_or(UpdateError::NoPrevious)?;
@@ -170,7 +170,8 @@ fn resolve_target(layout: &Layout, wanted: UpdateTarget) -> Result<Option<Resolv
             }
             RequestFile::Invalid => {
                 request::remove(layout).or_exit(Exit::Internal)?;
-                Err(Failure::new(Exit::Refused, anyhow::anyhow!("the update request file is malformed")))
+                let error = anyhow::anyhow!("the update request file was malformed and has been removed");
+                Err(Failure::new(Exit::Refused, error))
             }
         },
     }

@@ -8,7 +8,7 @@
 use super::database::{self, DatabaseError};
 use super::download::{BundleSource, DownloadError};
 use super::fetch;
-use super::fetch::{Expected, FetchError};
+use super::fetch::{ExpectedArchive, FetchError};
 use super::journal::{Journal, JournalError};
 use super::releases;
 use super::releases::InstallError;
@@ -52,7 +52,7 @@ enum BootError {
     #[error(
         "the update from {from} to {to} was interrupted\n  next: `svc-update resume` finishes it; then run `svc-update boot` again"
     )]
-    Open { from: ImageVersion, to: ImageVersion },
+    UpdateInterrupted { from: ImageVersion, to: ImageVersion },
     #[error(transparent)]
     Journal(#[from] JournalError),
     #[error(transparent)]
@@ -74,7 +74,7 @@ enum BootError {
 impl BootError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Open { .. } => Exit::TryAgain,
+            Self::UpdateInterrupted { .. } => Exit::TryAgain,
             Self::Fetch(FetchError::Download(DownloadError::Refused { .. })) => Exit::Permission,
             Self::Fetch(FetchError::Download(_)) => Exit::Unavailable,
             _ => Exit::Internal,
@@ -150,14 +150,14 @@ pub async fn run(layout: Layout) -> Result<(), Failure> {
 
 async fn install_release(layout: &Layout, config: &BootConfig) -> Result<ImageVersion, BootError> {
     failpoint::pass("update.begin")?;
-    if let Some(open) = Journal::read(layout)? {
-        return Err(BootError::Open { from: open.plan.from, to: open.plan.to });
+    if let Some(Journal { plan, .. }) = Journal::read(layout)? {
+        return Err(BootError::UpdateInterrupted { from: plan.from, to: plan.to });
     }
     releases::remove_leftovers(layout)?;
     let version = match &config.release {
         BootRelease::Current(version) => version,
         BootRelease::First(FirstBundle { source, sha256, version }) => {
-            let expected = Expected { sha256, size_bytes: None };
+            let expected = ExpectedArchive { sha256, size_bytes: None };
             fetch::ensure_release(layout, source, version, &expected).await?;
             version
         }

@@ -1,7 +1,7 @@
 //! The password of the machine's own database: generated here once, and stored only on this machine.
 //!
-//! An existing `DATABASE_URL` is kept. The container's file is written first, so that a run after an interruption between
-//! the two files reuses the password.
+//! An existing `DATABASE_URL` is kept. The container's file is written first, so that a run after an interruption
+//! between the two files reuses the password.
 
 use std::path::Path;
 
@@ -25,7 +25,7 @@ pub enum DatabaseError {
     Injected(#[from] Injected),
 }
 
-/// Creates the password, if `DATABASE_URL` is not set.
+/// Creates the password and writes it to `postgres.env` and `host.env`, unless `DATABASE_URL` is set.
 pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
     if config::environment(layout).is_set(&vars::DATABASE_URL) {
         return Ok(());
@@ -36,8 +36,8 @@ pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
     };
     failpoint::pass("update.password_made")?;
     let url = format!("postgres://postgres:{}@127.0.0.1:5432/svc", password.expose_secret());
-    let before = fsx::read_if_exists(&layout.host_env())?.unwrap_or_default();
-    let mut text = String::from_utf8_lossy(&before).into_owned();
+    let existing = fsx::read_if_exists(&layout.host_env())?.unwrap_or_default();
+    let mut text = String::from_utf8_lossy(&existing).into_owned();
     if !text.is_empty() && !text.ends_with('\n') {
         text.push('\n');
     }

@@ -85,7 +85,7 @@ impl BundleSource {
     /// Reads a small file completely.
     ///
     /// # Errors
-    /// [`DownloadError`], for example if the file has more than `max_bytes`.
+    /// [`DownloadError`], for example if the file is larger than `max_bytes`.
     pub async fn read(&self, max_bytes: u64) -> Result<Vec<u8>, DownloadError> {
         let download = self.open().await?;
         let url = download.url();
@@ -228,11 +228,11 @@ impl Download<'_> {
         let mut digest = Sha256::new();
         let mut backoff = Backoff::new(STALL_TIMEOUT);
         loop {
-            let before = self.received;
+            let previously_received = self.received;
             match self.stream_body(&chunks, &mut digest).await {
                 Ok(()) => return Ok(hex::encode(digest.finalize())),
                 Err(error) => {
-                    if self.received > before {
+                    if self.received > previously_received {
                         backoff.record_progress();
                     }
                     back_off(&mut backoff, error).await?;

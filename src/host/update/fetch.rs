@@ -11,12 +11,12 @@ use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::FileError;
 use svc_machine::name::ImageVersion;
 
-/// Assumed upper bound of the unpacked size, as a multiple of the archive's size.
+/// Assumed upper bound on the unpacked size, as a multiple of the archive's size.
 const UNPACKED_SIZE_FACTOR: u64 = 5;
-/// Disk space that stays free, in bytes.
+/// Disk space to keep free.
 const RESERVED_BYTES: u64 = 64 << 20;
 
-/// Reason why the release was not installed.
+/// Why the release was not installed.
 #[derive(Debug, thiserror::Error)]
 pub enum FetchError {
     #[error(transparent)]
@@ -24,9 +24,9 @@ pub enum FetchError {
     #[error(transparent)]
     Unpack(#[from] UnpackError),
     #[error("bundle SHA-256 mismatch: expected {expected}, found {found}")]
-    WrongDigest { expected: String, found: String },
+    DigestMismatch { expected: String, found: String },
     #[error("bundle size mismatch: expected {expected} bytes, found {found}")]
-    WrongSize { expected: u64, found: u64 },
+    SizeMismatch { expected: u64, found: u64 },
     #[error("{}: {free} bytes are free and {needed} are needed", .path.display())]
     NoSpace { path: PathBuf, needed: u64, free: u64 },
     #[error(transparent)]
@@ -38,7 +38,7 @@ pub enum FetchError {
 }
 
 /// Expected properties of the archive, from a trusted source.
-pub struct Expected<'a> {
+pub struct ExpectedArchive<'a> {
     pub sha256: &'a str,
     pub size_bytes: Option<u64>,
 }
@@ -46,12 +46,13 @@ pub struct Expected<'a> {
 /// Fetches the release, unless it is installed already.
 ///
 /// # Errors
-/// [`FetchError`], also if the installed release has another digest; nothing is installed then.
+/// [`FetchError::DigestMismatch`] if an installed release of this version has a different digest; it is left unchanged.
+/// Otherwise, any error of the download, unpacking or installation.
 pub async fn ensure_release(
     layout: &Layout,
     source: &BundleSource,
     version: &ImageVersion,
-    expected: &Expected<'_>,
+    expected: &ExpectedArchive<'_>,
 ) -> Result<(), FetchError> {
     let dir = layout.release(version);
     if !dir.is_dir() {
@@ -61,7 +62,7 @@ pub async fn ensure_release(
     if found == expected.sha256 {
         return Ok(());
     }
-    Err(FetchError::WrongDigest { expected: expected.sha256.to_owned(), found })
+    Err(FetchError::DigestMismatch { expected: expected.sha256.to_owned(), found })
 }
 
 /// Hashes, decompresses and unpacks the archive in one pass into a staging directory, then verifies the digest.
@@ -69,7 +70,7 @@ async fn fetch_release(
     layout: &Layout,
     source: &BundleSource,
     version: &ImageVersion,
-    expected: &Expected<'_>,
+    expected: &ExpectedArchive<'_>,
 ) -> Result<(), FetchError> {
     if let Some(size) = expected.size_bytes {
         ensure_disk_space(&layout.releases(), size)?;
@@ -78,7 +79,7 @@ async fn fetch_release(
     if let (Some(expected), Some(found)) = (expected.size_bytes, download.length())
         && expected != found
     {
-        return Err(FetchError::WrongSize { expected, found });
+        return Err(FetchError::SizeMismatch { expected, found });
     }
     let staged = StagedRelease::create(layout, version)?;
     if let (None, Some(length)) = (expected.size_bytes, download.length()) {
@@ -100,7 +101,7 @@ async fn fetch_release(
     };
     failpoint::pass("update.unpacked")?;
     if found != expected.sha256 {
-        return Err(FetchError::WrongDigest { expected: expected.sha256.to_owned(), found });
+        return Err(FetchError::DigestMismatch { expected: expected.sha256.to_owned(), found });
     }
     failpoint::pass("update.verified")?;
     staged.commit(layout, version, &found)?;
@@ -110,10 +111,10 @@ async fn fetch_release(
 /// Checks that an archive of this size can be unpacked in a directory.
 ///
 /// # Errors
-/// [`FetchError::NoSpace`], or an error of the measurement.
+/// [`FetchError::NoSpace`], or [`FetchError::File`] if the free space cannot be read.
 fn ensure_disk_space(dir: &Path, archive_bytes: u64) -> Result<(), FetchError> {
     let needed = archive_bytes.saturating_mul(UNPACKED_SIZE_FACTOR).saturating_add(RESERVED_BYTES);
-    let free = fs4::available_space(dir).map_err(FileError::wrap("measure", dir))?;
+    let free = fs4::available_space(dir).map_err(FileError::wrap("read free space of", dir))?;
     if free < needed {
         return Err(FetchError::NoSpace { path: dir.to_owned(), needed, free });
     }

@@ -1,18 +1,19 @@
 //! Checks the health of a release after a restart of its services, by unit states and a probe of the gateway.
 //!
-//! A unit that is starting has not failed. The release passes if it stays healthy for a few seconds before the deadline.
+//! A unit that is starting has not failed. The release passes if it stays healthy for a few seconds before the
+//! deadline.
 
 use std::time::{Duration, Instant};
 
 use super::services::{Services, ServicesError, UnitState};
-use crate::system::probe::Gateway;
+use crate::system::probe::GatewayClient;
 
 pub const GATEWAY_UNIT: &str = "svc-gateway.service";
 /// Services that must run after an update if they ran before it.
 pub const OTHER_SERVICES: [&str; 4] =
     ["svc-shell.service", "svc-code.service", "svc-sync-agent.service", "svc-watch.service"];
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);
-/// Time for which the release must stay healthy. A short deadline reduces it.
+/// Time for which the release must stay healthy. A short timeout reduces it.
 const MIN_HEALTHY_TIME: Duration = Duration::from_secs(3);
 /// Number of restarts after which a unit counts as failed rather than starting.
 const MAX_RESTARTS: u32 = 3;
@@ -29,9 +30,9 @@ pub enum HealthState {
 pub enum GatewayProbe {
     /// No certificate exists yet.
     Unavailable,
-    Ready(Gateway),
+    Ready(GatewayClient),
     /// The gateway was not ready before the update, so liveness is enough.
-    Alive(Gateway),
+    Alive(GatewayClient),
 }
 
 impl GatewayProbe {
@@ -90,10 +91,10 @@ pub async fn wait_until_healthy(
     services: &impl Services,
     units: &[String],
     probe: &GatewayProbe,
-    deadline: Duration,
+    timeout: Duration,
 ) -> Result<(), String> {
-    let end = Instant::now() + deadline;
-    let min_healthy_time = MIN_HEALTHY_TIME.min(deadline / 10);
+    let deadline = Instant::now() + timeout;
+    let min_healthy_time = MIN_HEALTHY_TIME.min(timeout / 10);
     let mut healthy_since = None;
     loop {
         let state = check_health(services, units, probe)
@@ -107,8 +108,8 @@ pub async fn wait_until_healthy(
                 }
             }
             HealthState::Failed(why) => return Err(why),
-            HealthState::Starting(why) if Instant::now() >= end => {
-                return Err(format!("not healthy within {} s: {why}", deadline.as_secs()));
+            HealthState::Starting(why) if Instant::now() >= deadline => {
+                return Err(format!("not healthy within {} s: {why}", timeout.as_secs()));
             }
             HealthState::Starting(_) => healthy_since = None,
         }

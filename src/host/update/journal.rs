@@ -1,4 +1,5 @@
-//! The journal of an update, on disk. It is written before each step, so that the next run resumes an interrupted update.
+//! The journal of an update, on disk. It is written before each step, so that the next run resumes an interrupted
+//! update.
 //!
 //! The file exists only while an update is open. The lock ensures that at most one update is open.
 
@@ -51,7 +52,7 @@ pub struct Allowances {
 /// The plan of an update, and the state of the machine when it began.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Plan {
+pub struct UpdatePlan {
     #[serde(rename = "aim")]
     pub kind: UpdateKind,
     pub from: ImageVersion,
@@ -70,7 +71,7 @@ pub struct Journal {
     version: u32,
     pub id: Uuid,
     #[serde(flatten)]
-    pub plan: Plan,
+    pub plan: UpdatePlan,
     #[serde(with = "svc_base::clock::wire")]
     pub started_at: Timestamp,
     /// Number of attempts at the current step.
@@ -85,7 +86,7 @@ pub struct Journal {
 }
 
 impl Journal {
-    pub fn open(plan: Plan, started_at: Timestamp) -> Self {
+    pub fn open(plan: UpdatePlan, started_at: Timestamp) -> Self {
         Self {
             version: FORMAT,
             id: Uuid::now_v7(),

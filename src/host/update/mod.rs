@@ -1,7 +1,7 @@
 //! `svc-update`: fetches a release and makes it the current one.
 //!
-//! `boot` trusts the digest named by user-data; every later release needs a signed manifest. The states of an update are
-//! written to a journal: the next run resumes an interrupted update, and an unhealthy release is rolled back
+//! `boot` trusts the digest named by user-data; every later release needs a signed manifest. The states of an update
+//! are written to a journal: the next run resumes an interrupted update, and an unhealthy release is rolled back
 //! automatically.
 
 mod apply;
@@ -13,7 +13,6 @@ pub mod fetch;
 mod health;
 pub mod history;
 mod journal;
-mod machine;
 pub mod policy;
 pub mod protocol;
 pub mod releases;
@@ -27,6 +26,7 @@ mod trust;
 pub mod trusted_keys;
 mod units;
 mod unpack;
+mod updater;
 
 use std::ffi::OsString;
 use std::process::ExitCode;

@@ -142,8 +142,8 @@ pub fn check_parts(
     Err(PolicyError::MissingParts { from: from.clone(), to: to.clone(), parts })
 }
 
-/// Returns the parts that `release.json` lists and the release contains. A release without a valid list, such as an older
-/// one, has none.
+/// Returns the parts that `release.json` lists and the release contains. A release without a valid list, such as an
+/// older one, has none.
 fn list_installed_parts(layout: &Layout, version: &ImageVersion) -> Vec<String> {
     let dir = layout.release(version);
     let components = Release::read(&dir).map(|release| release.components).unwrap_or_default();
@@ -217,12 +217,15 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let release = |version: &str, parts: &[(&str, &str)]| -> ImageVersion {
-            let named = parts.iter().map(|(name, path)| {
-                std::fs::create_dir_all(dir.path().join("opt/svc/releases").join(version).join(path))
-                    .unwrap();
-                serde_json::json!({ "name": name, "version": "1", "path": path })
-            });
-            let text = serde_json::json!({ "version": 1, "imageVersion": version, "components": named.collect::<Vec<_>>() });
+            let components: Vec<_> = parts
+                .iter()
+                .map(|(name, path)| {
+                    std::fs::create_dir_all(dir.path().join("opt/svc/releases").join(version).join(path))
+                        .unwrap();
+                    serde_json::json!({ "name": name, "version": "1", "path": path })
+                })
+                .collect();
+            let text = serde_json::json!({ "version": 1, "imageVersion": version, "components": components });
             let version: ImageVersion = version.parse().unwrap();
             std::fs::create_dir_all(layout.release(&version)).unwrap();
             std::fs::write(layout.release(&version).join("release.json"), text.to_string()).unwrap();

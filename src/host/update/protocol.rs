@@ -1,4 +1,4 @@
-//! Files of updates that other programs write or read: the request, the wait for a snapshot, and the outcome that the
+//! Update files that other programs read or write: the request, the wait for a snapshot, and the outcome that the
 //! heartbeat reports.
 
 use jiff::Timestamp;

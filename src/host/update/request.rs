@@ -1,4 +1,5 @@
-//! The request file. The gateway or the sync agent requests a release; the run that serves the request removes the file.
+//! The request file. The gateway or the sync agent requests a release; the run that serves the request removes the
+//! file.
 //!
 //! The writers are not root, so the content is untrusted. A request can name a version, but waives no policy.
 
@@ -87,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn request_names_version_and_ignores_other_fields() {
+    fn read_ignores_fields_other_than_version_and_id() {
         let (_dir, layout) =
             layout_with_request(br#"{"imageVersion":"2","requestId":"abc","allowDowngrade":true}"#);
         let RequestFile::Valid(request) = read(&layout) else { panic!("no request") };

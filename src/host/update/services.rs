@@ -108,20 +108,16 @@ async fn run(program: &str, args: &[&str], timeout: Duration) -> Result<String, 
         .kill_on_drop(true)
         .spawn()
         .map_err(|source| ServicesError::Start { program: program.to_owned(), source })?;
-    let Ok(finished) = tokio::time::timeout(timeout, child.wait_with_output()).await else {
+    let Ok(output) = tokio::time::timeout(timeout, child.wait_with_output()).await else {
         return Err(ServicesError::Timeout { command, timeout });
     };
-    let finished = finished.map_err(|source| ServicesError::Start { program: program.to_owned(), source })?;
-    if !finished.status.success() {
-        let stderr = String::from_utf8_lossy(&finished.stderr);
+    let output = output.map_err(|source| ServicesError::Start { program: program.to_owned(), source })?;
+    if !output.status.success() {
+        let stderr = String::from_utf8_lossy(&output.stderr);
         let last = stderr.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
-        return Err(ServicesError::Failed {
-            command,
-            status: finished.status,
-            stderr: last.trim().to_owned(),
-        });
+        return Err(ServicesError::Failed { command, status: output.status, stderr: last.trim().to_owned() });
     }
-    Ok(String::from_utf8_lossy(&finished.stdout).into_owned())
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 #[async_trait]

@@ -1,8 +1,8 @@
 //! The snapshot before the switch to a release: starts the unit for requested backups until a snapshot exists that is
 //! newer than this update.
 //!
-//! The unit owns the backup, its lock and its user. Root treats the backup's records as untrusted. The timeout of the wait
-//! is counted from the last progress of a backup, and an operator can waive the snapshot.
+//! The unit owns the backup, its lock and its user. Root treats the backup's records as untrusted. The timeout of the
+//! wait is counted from the last progress of a backup, and an operator can waive the snapshot.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -72,20 +72,21 @@ impl LastRun {
 pub struct SnapshotWaiter<'a, S> {
     layout: &'a Layout,
     services: &'a S,
-    deadline: Duration,
+    timeout: Duration,
 }
 
 impl<'a, S: Services> SnapshotWaiter<'a, S> {
-    pub fn new(layout: &'a Layout, services: &'a S, deadline: Duration) -> Self {
-        Self { layout, services, deadline }
+    pub fn new(layout: &'a Layout, services: &'a S, timeout: Duration) -> Self {
+        Self { layout, services, timeout }
     }
 
-    /// Waits until there is a snapshot, or until an operator waives it. Meanwhile, the journal has the reason for the wait.
+    /// Waits until there is a snapshot, or until an operator waives it. Meanwhile, the journal has the reason for the
+    /// wait.
     ///
     /// # Errors
-    /// `Timeout` if no backup makes progress within the deadline.
+    /// `Timeout` if no backup makes progress within the timeout.
     pub async fn wait_for_snapshot(&self, journal: &mut Journal) -> Result<(), SnapshotError> {
-        let mut backoff = Backoff::new(self.deadline);
+        let mut backoff = Backoff::new(self.timeout);
         let (mut next_start, mut start_backoff) = (Instant::now(), MIN_START_BACKOFF);
         let (mut last_checked, mut max_bytes) = (Timestamp::now(), 0);
         let since = clock::now_ms();
@@ -125,8 +126,8 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
         }
     }
 
-    /// Reads the number of bytes of the current backup. Only more bytes than in any earlier run count as progress, because
-    /// a backup may fail at the same position each time.
+    /// Reads the number of bytes of the current backup. Only more bytes than in any earlier run count as progress,
+    /// because a backup may fail at the same position each time.
     fn read_progress_bytes(&self) -> u64 {
         let progress = read_untrusted(&self.layout.backup_progress())
             .and_then(|text| serde_json::from_slice::<BackupProgress>(&text).ok());
@@ -149,7 +150,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
     fn timeout_error(&self, journal: &Journal) -> SnapshotError {
         let why = journal.waiting.as_ref().map(|waiting| waiting.why.clone()).filter(|why| !why.is_empty());
         SnapshotError::Timeout {
-            timeout: self.deadline,
+            timeout: self.timeout,
             why: why.unwrap_or_else(|| format!("no run of {BACKUP_UNIT} has ended")),
             version: journal.plan.to.clone(),
         }

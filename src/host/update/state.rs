@@ -1,8 +1,8 @@
 //! The state machine of an update: states with their data, and one total function from a state and an event to the next
 //! state. Pure: it uses no clock, file or process.
 //!
-//! Invariant: once the machine has been changed, the update ends with a release that passed its health check, or with an
-//! outcome that reports that there is none.
+//! Invariant: once the machine has been changed, the update ends with a release that passed its health check, or with
+//! an outcome that reports that there is none.
 
 use serde::{Deserialize, Serialize};
 
@@ -180,19 +180,19 @@ mod tests {
             let mut state = State::Preparing;
             let mut machine = MachineModel { is_new: false, is_healthy: true };
             for event in events {
-                let done = event == Event::Done;
+                let succeeded = event == Event::Done;
                 match &state {
                     // A failed switch may have taken effect.
                     State::Switching => machine = MachineModel { is_new: true, is_healthy: false },
-                    State::Activating => machine.is_healthy = done,
-                    State::Reverting { .. } if done => machine = MachineModel { is_new: false, is_healthy: false },
-                    State::Restoring { .. } => machine.is_healthy = done,
+                    State::Activating => machine.is_healthy = succeeded,
+                    State::Reverting { .. } if succeeded => machine = MachineModel { is_new: false, is_healthy: false },
+                    State::Restoring { .. } => machine.is_healthy = succeeded,
                     _ => {}
                 }
-                let before = state.clone();
+                let previous = state.clone();
                 state = state.apply_event(event);
-                if before.has_ended() {
-                    prop_assert_eq!(&state, &before);
+                if previous.has_ended() {
+                    prop_assert_eq!(&state, &previous);
                 }
                 // The state survives a round trip through JSON.
                 let text = serde_json::to_string(&state).unwrap();

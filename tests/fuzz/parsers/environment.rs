@@ -2,7 +2,9 @@
 
 use proptest::prelude::*;
 use svc::config::{Env, format_env_line, parse_env_file};
-use svc::host::system::config::{DatabaseUrl, Identity, PlatformLink, first_proof_keys, image_version};
+use svc::host::system::config::{
+    DatabaseUrl, Identity, PlatformLink, image_version, read_initial_proof_keys,
+};
 use svc::host::system::layout::Layout;
 use svc::store::config::StoreConfig;
 use svc::store::key::SlotPrefix;
@@ -122,7 +124,7 @@ fn read_settings(bytes: &[u8]) -> Startup {
     let platform = PlatformLink::read(&mut env, &Layout::new(dir.path()));
     let store = StoreConfig::read(&mut env);
     let database = DatabaseUrl::read(&mut env);
-    let keys = first_proof_keys(&mut env);
+    let keys = read_initial_proof_keys(&mut env);
     let database_error = database.as_ref().and_then(|url| url.config().err()).map(|error| error.to_string());
     let shown = format!("{identity:?} {version:?} {store:?} {database:?}");
     let all = identity.clone().zip(version).zip(platform).zip(store).zip(database).zip(keys);

@@ -8,9 +8,9 @@ use kit::long_tests::Figures;
 use kit::pg::PgOptions;
 use tokio_postgres::Client;
 
-use super::super::gate::{SHORT_DEADLINE, assert_untouched, is_restored, old_and_new, reset};
+use super::super::gate::{SHORT_DEADLINE, assert_untouched, is_restored, old_and_new_machines, reset};
 use super::super::machine::{self, BUCKET, Machine, RunResult, Running, wait_until};
-use super::witness::Witness;
+use super::snapshot_checker::SnapshotChecker;
 
 /// A table larger than one part of an upload.
 const CONTENT: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
@@ -34,7 +34,7 @@ async fn wait_until_snapshot_is_open(machine: &Machine) -> Result<()> {
 
 /// Asserts that the last run failed at one of these stages with this message.
 fn assert_failed(machine: &Machine, stages: &[&str], expected_error: &str) -> Result<()> {
-    let line = machine.backup_records()?.pop().context("a record")?;
+    let line = machine.backup_records()?.pop().context("no record")?;
     let at = line["stage"].as_str().unwrap_or_default();
     let error = line["error"].as_str().unwrap_or_default();
     ensure!(line["status"] == "error" && stages.contains(&at) && error.contains(expected_error), "{line}");
@@ -47,8 +47,8 @@ async fn database_restart_during_a_backup_fails_that_run() -> Result<()> {
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(CONTENT).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    let mut witness = Witness::new(&store);
-    witness.check()?;
+    let mut checker = SnapshotChecker::new(&store);
+    checker.check()?;
     for (how, point) in
         [("stop", "backup.streaming"), ("kill", "backup.streaming"), ("stop", "backup.snapshot")]
     {
@@ -65,21 +65,21 @@ async fn database_restart_during_a_backup_fails_that_run() -> Result<()> {
             _ => machine.postgres().kill9().await?,
         }
         machine.postgres().restart().await?;
-        let ended = wait_for_exit(running).await?;
-        ensure!([Some(69), Some(70)].contains(&ended.code), "{how}: {:?}\n{}", ended.code, ended.stderr);
+        let result = wait_for_exit(running).await?;
+        ensure!([Some(69), Some(70)].contains(&result.code), "{how}: {:?}\n{}", result.code, result.stderr);
         assert_failed(&machine, &["gate", "snapshot", "dump"], "")?;
-        witness.check().context(how)?;
-        assert_eq!(witness.seq(), 1, "{how}: the pointer");
+        checker.check().context(how)?;
+        assert_eq!(checker.seq(), 1, "{how}: the pointer");
         assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{how}: the upload was aborted");
     }
     machine.run(&["svc-db-backup"])?.expect(0);
-    witness.check()?;
+    checker.check()?;
     Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::new("restarts under backups") }.record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn database_restart_during_restore_leaves_complete_database() -> Result<()> {
-    let (_store, _old, new) = old_and_new().await?;
+    let (_store, _old, new) = old_and_new_machines().await?;
     let points =
         ["restore.created", "restore.loaded", "restore.counted", "restore.journal", "restore.closed"];
     for point in points {
@@ -92,9 +92,9 @@ async fn database_restart_during_restore_leaves_complete_database() -> Result<()
         }
         new.postgres().stop().await?;
         new.postgres().restart().await?;
-        let ended = wait_for_exit(running).await?;
-        let code = ended.code.context("killed")?;
-        ensure!([0, 69, 70].contains(&code), "{point}: {code}\n{}", ended.stderr);
+        let result = wait_for_exit(running).await?;
+        let code = result.code.context("the run was killed")?;
+        ensure!([0, 69, 70].contains(&code), "{point}: {code}\n{}", result.stderr);
         assert_eq!(new.has_marker(), code == 0, "{point}");
         if code != 0 {
             // The new database may exist, or be closed to sessions; the next run handles both.
@@ -124,14 +124,14 @@ async fn machine_with_few_connections(store: &kit::s3::S3Server, epoch: u32) -> 
 
 /// Occupies all connections except `free`.
 async fn occupy_connections(machine: &Machine, free: usize) -> Result<Vec<Client>> {
-    let end = std::time::Instant::now() + Duration::from_secs(60);
+    let deadline = std::time::Instant::now() + Duration::from_secs(60);
     let mut held = Vec::new();
     while held.len() < CONNECTIONS {
         // A session ends shortly after its client has disconnected.
         match machine.postgres().connect("postgres").await {
             Ok(client) => held.push(client),
             Err(error) => {
-                ensure!(std::time::Instant::now() < end, "timeout: no free connection: {error:#}");
+                ensure!(std::time::Instant::now() < deadline, "timeout: no free connection: {error:#}");
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         }
@@ -142,12 +142,12 @@ async fn occupy_connections(machine: &Machine, free: usize) -> Result<Vec<Client
 
 /// Ends all sessions except the first `remain`, and waits until the server has ended them.
 async fn release_connections(held: &mut Vec<Client>, remain: usize) -> Result<()> {
-    let end = std::time::Instant::now() + Duration::from_secs(60);
+    let deadline = std::time::Instant::now() + Duration::from_secs(60);
     held.truncate(remain);
     let expected = i64::try_from(remain)?;
     let sql = "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'";
     while held[0].query_one(sql, &[]).await?.get::<_, i64>(0) != expected {
-        ensure!(std::time::Instant::now() < end, "more than {remain} sessions remain");
+        ensure!(std::time::Instant::now() < deadline, "more than {remain} sessions remain");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     Ok(())
@@ -166,8 +166,8 @@ async fn exhausted_connections_fail_the_run_with_a_message() -> Result<()> {
     assert_failed(&machine, &["gate"], "too many clients")?;
     // A connection is free for the run, but none for `pg_dump`.
     release_connections(&mut sessions, CONNECTIONS - 1).await?;
-    let ended = machine.run(&["svc-db-backup"])?;
-    ensure!([Some(69), Some(70)].contains(&ended.code), "{:?}: {}", ended.code, ended.stderr);
+    let result = machine.run(&["svc-db-backup"])?;
+    ensure!([Some(69), Some(70)].contains(&result.code), "{:?}: {}", result.code, result.stderr);
     assert_failed(&machine, &["dump"], "too many clients")?;
     assert_eq!(store.uploads(BUCKET), Vec::<String>::new());
     assert_eq!(machine::pointer(&store).await?, before);
@@ -190,7 +190,7 @@ async fn exhausted_connections_fail_the_run_with_a_message() -> Result<()> {
 /// For example, `VACUUM FULL` or a migration locks a table for longer than the minute that a backup waits.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: a backup waits a minute for a lock"]
-async fn long_locked_table_fails_the_backup_with_a_record() -> Result<()> {
+async fn backup_of_long_locked_table_fails_with_record() -> Result<()> {
     let store = machine::store()?;
     let machine = Machine::in_use(&store, 1).await?;
     let client = machine.client().await?;
@@ -198,8 +198,8 @@ async fn long_locked_table_fails_the_backup_with_a_record() -> Result<()> {
     machine.run(&["svc-db-backup"])?.expect(0);
     let before = machine::pointer(&store).await?;
     client.batch_execute("BEGIN; LOCK TABLE notes IN ACCESS EXCLUSIVE MODE").await?;
-    let ended = wait_for_exit(machine.spawn(&["svc-db-backup"], &[])?).await?.expect(75);
-    assert!(ended.stderr.contains("lock"), "{}", ended.stderr);
+    let result = wait_for_exit(machine.spawn(&["svc-db-backup"], &[])?).await?.expect(75);
+    assert!(result.stderr.contains("lock"), "{}", result.stderr);
     assert_failed(&machine, &["snapshot"], "a table has been locked by another session")?;
     assert_eq!(machine::pointer(&store).await?, before);
     assert_eq!(store.uploads(BUCKET), Vec::<String>::new());

@@ -8,10 +8,10 @@ use anyhow::{Context, Result, ensure};
 use kit::disk::SmallDisk;
 use kit::long_tests::Figures;
 
-use super::super::gate::{assert_untouched, is_restored, old_and_new, reset};
+use super::super::gate::{assert_untouched, is_restored, old_and_new_machines, reset};
 use super::super::machine::{self, Machine, RunResult, Running, wait_until};
-use super::super::stage::{NEW, OLD, Published, Stage};
-use super::witness::Witness;
+use super::super::update_fixture::{NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFixture};
+use super::snapshot_checker::SnapshotChecker;
 
 const MIB: u64 = 1 << 20;
 /// The size of the file system, of which a run keeps 64 MiB free.
@@ -27,7 +27,7 @@ async fn backup_succeeds_but_reports_that_it_is_not_recorded() -> Result<()> {
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute("CREATE TABLE t AS SELECT generate_series(1, 9) AS id").await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    let mut witness = Witness::new(&store);
+    let mut checker = SnapshotChecker::new(&store);
     let last = machine.path("var/lib/svc/last-backup.json");
     for place in ["var/lib/svc", "home/svc/home/system/logs"] {
         let Some(disk) = SmallDisk::mount(machine.path(place), 1)? else { return Ok(()) };
@@ -38,11 +38,11 @@ async fn backup_succeeds_but_reports_that_it_is_not_recorded() -> Result<()> {
         }
         let (before, lines) = (fs::read(&last)?, machine.backup_records().map_or(0, |lines| lines.len()));
         disk.fill(0)?;
-        let ended = machine.run(&["svc-db-backup"])?.expect(70);
-        assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
-        let seq = witness.seq();
-        witness.check().context(place)?;
-        assert!(witness.seq() > seq, "{place}: the snapshot itself is valid");
+        let result = machine.run(&["svc-db-backup"])?.expect(70);
+        assert!(result.stderr.contains("No space left on device"), "{}", result.stderr);
+        let seq = checker.seq();
+        checker.check().context(place)?;
+        assert!(checker.seq() > seq, "{place}: the snapshot itself is valid");
         if place.ends_with("logs") {
             assert_ne!(fs::read(&last)?, before, "{place}: the heartbeat and the gateway get the result");
         } else {
@@ -51,12 +51,16 @@ async fn backup_succeeds_but_reports_that_it_is_not_recorded() -> Result<()> {
         }
         disk.delete_filler()?;
         machine.run(&["svc-db-backup"])?.expect(0);
-        let line = machine.backup_records()?.pop().context("a record")?;
+        let line = machine.backup_records()?.pop().context("no record")?;
         assert_eq!(line["status"], "success", "{line}");
-        witness.check()?;
+        checker.check()?;
     }
-    Figures { faults_tried: 2, snapshots_taken: witness.completed(), ..Figures::new("full disks of backups") }
-        .record()
+    Figures {
+        faults_tried: 2,
+        snapshots_taken: checker.complete_count(),
+        ..Figures::new("full disks of backups")
+    }
+    .record()
 }
 
 /// Fills the disk while the restore is at a point that its databases reveal, and waits for its end.
@@ -74,18 +78,18 @@ async fn fill_disk_at(machine: &Machine, disk: &SmallDisk, point: &str, database
 
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
-    let (_store, _old, new) = old_and_new().await?;
+    let (_store, _old, new) = old_and_new_machines().await?;
     // As on a machine: root's directory contains only a link to the directory of the marker.
     let marker = new.path("var/lib/svc/restore-complete");
     std::os::unix::fs::symlink(&marker, new.path("opt/svc/restore-complete"))?;
     let Some(disk) = SmallDisk::mount(new.path("var/lib/svc"), DISK_MIB)? else { return Ok(()) };
 
     disk.fill(10 * MIB)?;
-    let ended = new.run(&["svc-restore"])?.expect(70);
+    let result = new.run(&["svc-restore"])?.expect(70);
     assert!(
-        ended.stderr.contains("bytes are free and") && ended.stderr.contains("are needed"),
+        result.stderr.contains("bytes are free and") && result.stderr.contains("are needed"),
         "{}",
-        ended.stderr
+        result.stderr
     );
     assert_untouched(&new, "not started").await?;
     disk.delete_filler()?;
@@ -98,18 +102,18 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
     };
     wait_until("a part of the dump", || dump().is_some_and(|length| length > 0)).await?;
     disk.fill(0)?;
-    let ended = wait_for_exit(running).await?.expect(70);
-    assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
+    let result = wait_for_exit(running).await?.expect(70);
+    assert!(result.stderr.contains("No space left on device"), "{}", result.stderr);
     assert_untouched(&new, "in the download").await?;
     disk.delete_filler()?;
 
-    let ended = fill_disk_at(&new, &disk, "restore.counted", "svc_restore_").await?.expect(70);
-    assert!(ended.stderr.contains("journal.json"), "{}", ended.stderr);
+    let result = fill_disk_at(&new, &disk, "restore.counted", "svc_restore_").await?.expect(70);
+    assert!(result.stderr.contains("journal.json"), "{}", result.stderr);
     assert_untouched(&new, "before the swap").await?;
     disk.delete_filler()?;
 
-    let ended = fill_disk_at(&new, &disk, "restore.renamed", "svc_before_").await?.expect(70);
-    assert!(ended.stderr.contains("restore-complete"), "{}", ended.stderr);
+    let result = fill_disk_at(&new, &disk, "restore.renamed", "svc_before_").await?.expect(70);
+    assert!(result.stderr.contains("restore-complete"), "{}", result.stderr);
     assert!(!new.has_marker() && is_restored(&new).await?, "swapped, but not marked yet");
     disk.delete_filler()?;
     new.run(&["svc-restore"])?.expect(0);
@@ -124,12 +128,12 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
 
 /// Applies an update, fills the disk once `when` holds, and returns the result.
 async fn apply_on_full_disk(
-    stage: &Stage,
+    fixture: &UpdateFixture,
     disk: &SmallDisk,
     point: &str,
     when: impl FnMut() -> bool,
 ) -> Result<RunResult> {
-    let running = stage.spawn_with(&["apply", "--version", NEW], Some(point))?;
+    let running = fixture.spawn_with(&["apply", "--version", NEW_VERSION], Some(point))?;
     wait_until("the time to fill the disk", when).await?;
     disk.fill(0)?;
     wait_for_exit(running).await
@@ -137,76 +141,79 @@ async fn apply_on_full_disk(
 
 #[tokio::test(flavor = "multi_thread")]
 async fn release_is_unpacked_only_with_free_space() -> Result<()> {
-    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
-    let Some(disk) = SmallDisk::mount(stage.machine.path("opt/svc/releases"), DISK_MIB)? else {
+    let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
+    let Some(disk) = SmallDisk::mount(fixture.machine.path("opt/svc/releases"), DISK_MIB)? else {
         return Ok(());
     };
     disk.fill(10 * MIB)?;
-    let ended = stage.apply(NEW).await?.expect(70);
-    assert!(ended.stderr.contains("bytes are free and"), "{}", ended.stderr);
-    let last = stage.last_update()?;
+    let result = fixture.apply(NEW_VERSION).await?.expect(70);
+    assert!(result.stderr.contains("bytes are free and"), "{}", result.stderr);
+    let last = fixture.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"preflight".into()), "{last}");
-    stage.assert_untouched()?;
+    fixture.assert_untouched()?;
     disk.delete_filler()?;
 
-    let releases = stage.machine.path("opt/svc/releases");
-    let begun = || {
-        fs::read_dir(&releases)
-            .is_ok_and(|all| all.flatten().any(|one| one.file_name().to_string_lossy().starts_with('.')))
+    let releases = fixture.machine.path("opt/svc/releases");
+    let has_started = || {
+        fs::read_dir(&releases).is_ok_and(|entries| {
+            entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with('.'))
+        })
     };
-    let ended = apply_on_full_disk(&stage, &disk, "update.downloading=sleep(1000)", begun).await?.expect(70);
-    assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
-    let last = stage.last_update()?;
+    let result =
+        apply_on_full_disk(&fixture, &disk, "update.downloading=sleep(1000)", has_started).await?.expect(70);
+    assert!(result.stderr.contains("No space left on device"), "{}", result.stderr);
+    let last = fixture.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"download".into()), "{last}");
     disk.delete_filler()?;
-    stage.assert_untouched()?;
+    fixture.assert_untouched()?;
 
-    stage.apply(NEW).await?.expect(0);
-    stage.assert_running(NEW)?;
+    fixture.apply(NEW_VERSION).await?.expect(0);
+    fixture.assert_running(NEW_VERSION)?;
     Figures { faults_tried: 2, ..Figures::new("full disks of unpacked releases") }.record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn update_with_full_journal_disk_completes_later() -> Result<()> {
-    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
-    let Some(disk) = SmallDisk::mount(stage.machine.path("var/lib/svc"), 4)? else { return Ok(()) };
+    let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
+    let Some(disk) = SmallDisk::mount(fixture.machine.path("var/lib/svc"), 4)? else { return Ok(()) };
     disk.fill(0)?;
-    let ended = stage.apply(NEW).await?.expect(70);
-    assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
+    let result = fixture.apply(NEW_VERSION).await?.expect(70);
+    assert!(result.stderr.contains("No space left on device"), "{}", result.stderr);
     disk.delete_filler()?;
-    stage.assert_untouched()?;
+    fixture.assert_untouched()?;
 
     // The disk is full once the link is switched, so later steps cannot be recorded.
-    let current = stage.machine.path("opt/svc/current");
-    let is_switched = || fs::read_link(&current).is_ok_and(|to| to.ends_with(NEW));
-    let ended = apply_on_full_disk(&stage, &disk, "update.linked=sleep(1500)", is_switched).await?.expect(70);
-    assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
-    assert!(stage.machine.path("var/lib/svc/update/journal.json").exists(), "the journal is missing");
+    let current = fixture.machine.path("opt/svc/current");
+    let is_switched = || fs::read_link(&current).is_ok_and(|to| to.ends_with(NEW_VERSION));
+    let result =
+        apply_on_full_disk(&fixture, &disk, "update.linked=sleep(1500)", is_switched).await?.expect(70);
+    assert!(result.stderr.contains("No space left on device"), "{}", result.stderr);
+    assert!(fixture.machine.path("var/lib/svc/update/journal.json").exists(), "the journal is missing");
     assert!(is_switched() && current.join("bin/svc").is_file(), "the current release is complete");
     disk.delete_filler()?;
-    stage.run(&["resume"], None).await?.expect(0);
-    stage.assert_running(NEW)?;
-    assert_eq!(stage.last_update()?["outcome"], "updated");
+    fixture.run(&["resume"], None).await?.expect(0);
+    fixture.assert_running(NEW_VERSION)?;
+    assert_eq!(fixture.last_update()?["outcome"], "updated");
     Figures { faults_tried: 2, ..Figures::new("full disks of journals") }.record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn full_disk_for_units_rolls_the_update_back() -> Result<()> {
-    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
-    let Some(disk) = SmallDisk::mount(stage.machine.path("etc/systemd"), 1)? else { return Ok(()) };
+    let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
+    let Some(disk) = SmallDisk::mount(fixture.machine.path("etc/systemd"), 1)? else { return Ok(()) };
     let long = "#\n".repeat(4000);
-    let unit = format!("systemd/system/svc-{NEW}.service.d/10-long.conf");
-    Published::new(NEW, &[(&unit, &long)])?.serve(&stage.source)?;
+    let unit = format!("systemd/system/svc-{NEW_VERSION}.service.d/10-long.conf");
+    PublishedRelease::new(NEW_VERSION, &[(&unit, &long)])?.serve(&fixture.source)?;
     disk.fill(0)?;
-    stage.apply(NEW).await?.expect(65);
-    let last = stage.last_update()?;
+    fixture.apply(NEW_VERSION).await?.expect(65);
+    let last = fixture.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"rolled_back".into(), &"units".into()), "{last}");
     assert!(last["error"].as_str().is_some_and(|why| why.contains("No space left")), "{last}");
     disk.delete_filler()?;
-    stage.run(&["resume"], None).await?.expect(0);
-    let current = fs::read_link(stage.machine.path("opt/svc/current"))?;
-    assert!(current.ends_with(OLD), "{}", current.display());
-    stage.run(&["apply", "--version", NEW, "--allow-quarantined"], None).await?.expect(0);
-    assert_eq!(stage.last_update()?["outcome"], "updated");
+    fixture.run(&["resume"], None).await?.expect(0);
+    let current = fs::read_link(fixture.machine.path("opt/svc/current"))?;
+    assert!(current.ends_with(OLD_VERSION), "{}", current.display());
+    fixture.run(&["apply", "--version", NEW_VERSION, "--allow-quarantined"], None).await?.expect(0);
+    assert_eq!(fixture.last_update()?["outcome"], "updated");
     Figures { faults_tried: 1, ..Figures::new("full disks of units") }.record()
 }

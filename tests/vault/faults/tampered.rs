@@ -10,9 +10,9 @@ use svc::machine::epoch::Epoch;
 use svc::store::pointer::Fence;
 use svc::store::pointer_io;
 
-use super::super::gate::{assert_untouched, dump_key, is_restored, old_and_new, reset};
+use super::super::gate::{assert_untouched, dump_key, is_restored, old_and_new_machines, reset};
 use super::super::machine::{self, BUCKET, Machine, USER};
-use super::witness::Witness;
+use super::snapshot_checker::SnapshotChecker;
 
 /// The three original objects of a snapshot, and their replacements.
 struct Objects<'a> {
@@ -32,7 +32,7 @@ impl<'a> Objects<'a> {
             pointer: serde_json::from_slice(&read(&pointer_key())?)?,
             side: serde_json::from_slice(&read(&format!("{path}.json"))?)?,
             dump: read(&path)?,
-            key: path.strip_prefix(&format!("{USER}/primary/")).context("a key")?.to_owned(),
+            key: path.strip_prefix(&format!("{USER}/primary/")).context("no key")?.to_owned(),
         })
     }
 
@@ -115,7 +115,7 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("another digest in the pointer", "does not match", |objects| {
             objects.with_pointer(|pointer| pointer["snapshot"]["sha256"] = "ab".repeat(32).into());
         }),
-        ("a sequence that cannot grow", "is above the maximum", |objects| {
+        ("a sequence that cannot increase", "is above the maximum", |objects| {
             objects.with_pointer(|pointer| pointer["seq"] = u64::MAX.into());
         }),
         ("a digest that leads to another file", "no valid SHA-256", |objects| {
@@ -135,13 +135,13 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         }),
         ("a table is missing in the record", "public.noise: 200 rows restored", |objects| {
             objects.with_side(|side| {
-                let tables = side["tables"].as_array_mut().expect("tables");
+                let tables = side["tables"].as_array_mut().expect("tables is a list");
                 tables.retain(|table| table["name"] != "public.noise");
             });
         }),
         ("an additional table in the record", "public.more: no table restored", |objects| {
             objects.with_side(|side| {
-                let tables = side["tables"].as_array_mut().expect("tables");
+                let tables = side["tables"].as_array_mut().expect("tables is a list");
                 tables.push(json!({"name": "public.more", "rows": 0}));
             });
         }),
@@ -176,7 +176,7 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
 
 #[tokio::test]
 async fn every_tampered_object_is_refused() -> Result<()> {
-    let (store, _old, new) = old_and_new().await?;
+    let (store, _old, new) = old_and_new_machines().await?;
     let objects = Objects::read(&store)?;
     let table = table();
     let rows = table.len() as u64;
@@ -185,9 +185,9 @@ async fn every_tampered_object_is_refused() -> Result<()> {
         // A complete download of an earlier run would not need the store.
         let fetched = find(&new.path("var/lib/svc/restore"), "").unwrap_or_default();
         fetched.iter().try_for_each(|path| svc::fsx::remove_if_exists(path))?;
-        let ended = new.run(&["svc-restore"]).context(name)?;
-        assert_eq!(ended.code, Some(70), "{name}: {}", ended.stderr);
-        ensure!(ended.stderr.contains(expected_error), "{name}: {}", ended.stderr);
+        let result = new.run(&["svc-restore"]).context(name)?;
+        assert_eq!(result.code, Some(70), "{name}: {}", result.stderr);
+        ensure!(result.stderr.contains(expected_error), "{name}: {}", result.stderr);
         assert_untouched(&new, name).await?;
         let outside = find(new.root.path(), "outside")?;
         ensure!(outside.is_empty(), "{name}: {outside:?}");
@@ -198,14 +198,14 @@ async fn every_tampered_object_is_refused() -> Result<()> {
     Figures { faults_tried: rows, ..Figures::new("tampered objects") }.record()
 }
 
-/// Files below a directory whose name has this prefix.
-fn find(dir: &std::path::Path, begin: &str) -> Result<Vec<std::path::PathBuf>> {
-    let (mut found, mut todo) = (Vec::new(), vec![dir.to_owned()]);
-    while let Some(dir) = todo.pop() {
+/// Returns the files below a directory whose names have this prefix.
+fn find(dir: &std::path::Path, prefix: &str) -> Result<Vec<std::path::PathBuf>> {
+    let (mut found, mut pending_dirs) = (Vec::new(), vec![dir.to_owned()]);
+    while let Some(dir) = pending_dirs.pop() {
         for entry in std::fs::read_dir(&dir)?.flatten() {
             if entry.file_type()?.is_dir() {
-                todo.push(entry.path());
-            } else if entry.file_name().to_string_lossy().starts_with(begin) {
+                pending_dirs.push(entry.path());
+            } else if entry.file_name().to_string_lossy().starts_with(prefix) {
                 found.push(entry.path());
             }
         }
@@ -216,7 +216,7 @@ fn find(dir: &std::path::Path, begin: &str) -> Result<Vec<std::path::PathBuf>> {
 /// Names and values that would be statements if they were not quoted.
 #[tokio::test]
 async fn record_text_is_never_executed_as_sql() -> Result<()> {
-    let (store, _old, new) = old_and_new().await?;
+    let (store, _old, new) = old_and_new_machines().await?;
     let objects = Objects::read(&store)?;
     let hostile = "x\"; DROP DATABASE svc WITH (FORCE); CREATE ROLE intruder SUPERUSER; --";
     let literal = "x'; DROP TABLE kept; CREATE ROLE intruder SUPERUSER; --";
@@ -237,17 +237,17 @@ async fn record_text_is_never_executed_as_sql() -> Result<()> {
     for (name, change) in changes {
         for text in [hostile, literal] {
             objects.with_side(|side| change(side, text));
-            let ended = new.run(&["svc-restore"])?;
+            let result = new.run(&["svc-restore"])?;
             let admin = new.postgres().connect("postgres").await?;
             let roles = admin.query("SELECT FROM pg_roles WHERE rolname = 'intruder'", &[]).await?;
             assert!(roles.is_empty(), "{name}: {text} was run");
-            match ended.code {
+            match result.code {
                 Some(0) => {
-                    assert!(new.has_marker() && is_restored(&new).await?, "{name}: {}", ended.stderr);
+                    assert!(new.has_marker() && is_restored(&new).await?, "{name}: {}", result.stderr);
                     reset(&new).await?;
                 }
                 Some(70) => assert_untouched(&new, name).await?,
-                other => anyhow::bail!("{name}: {other:?}: {}", ended.stderr),
+                other => anyhow::bail!("{name}: {other:?}: {}", result.stderr),
             }
         }
     }
@@ -258,7 +258,7 @@ async fn record_text_is_never_executed_as_sql() -> Result<()> {
 /// the fence again.
 #[tokio::test]
 async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
-    let (store, old, new) = old_and_new().await?;
+    let (store, old, new) = old_and_new_machines().await?;
     let objects = Objects::read(&store)?;
     pointer_io::fence(&machine::bucket(&store)?, &machine::slot(), &Fence::unsigned(Epoch(2), new.id))
         .await?;
@@ -267,7 +267,7 @@ async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
     new.run(&["svc-restore"])?.expect(0);
     assert!(is_restored(&new).await?);
     new.run(&["svc-db-backup"])?.expect(0);
-    let pointer = machine::pointer(&store).await?.context("a pointer")?;
+    let pointer = machine::pointer(&store).await?.context("there is no pointer")?;
     assert_eq!((pointer.fence_epoch, pointer.seq), (Epoch(2), 2));
     old.run(&["svc-db-backup"])?.expect(77);
     assert_eq!(machine::pointer(&store).await?, Some(pointer));
@@ -278,18 +278,19 @@ async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
 /// cannot be restored.
 #[tokio::test]
 async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
-    let (store, old, _new) = old_and_new().await?;
+    let (store, old, _new) = old_and_new_machines().await?;
     let objects = Objects::read(&store)?;
-    let kept = |machine: &Machine, code: i32, expected_error: &str, name: &str| -> Result<()> {
-        let before = store.read(BUCKET, &pointer_key());
-        let ended = machine.run(&["svc-db-backup"])?;
-        assert_eq!(ended.code, Some(code), "{name}: {}", ended.stderr);
-        let line = machine.backup_records()?.pop().context("a record")?;
-        let error = line["error"].as_str().unwrap_or_default();
-        ensure!(error.contains(expected_error) && line["stage"] == "gate", "{name}: {line}");
-        ensure!(store.read(BUCKET, &pointer_key()) == before, "{name}: the pointer was overwritten");
-        Ok(())
-    };
+    let assert_backup_fails =
+        |machine: &Machine, code: i32, expected_error: &str, name: &str| -> Result<()> {
+            let before = store.read(BUCKET, &pointer_key());
+            let result = machine.run(&["svc-db-backup"])?;
+            assert_eq!(result.code, Some(code), "{name}: {}", result.stderr);
+            let line = machine.backup_records()?.pop().context("no record")?;
+            let error = line["error"].as_str().unwrap_or_default();
+            ensure!(error.contains(expected_error) && line["stage"] == "gate", "{name}: {line}");
+            ensure!(store.read(BUCKET, &pointer_key()) == before, "{name}: the pointer was overwritten");
+            Ok(())
+        };
     for (name, expected_error, text) in [
         ("no JSON", "is not readable", "{".to_owned()),
         (
@@ -300,14 +301,14 @@ async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
         ("nothing", "is not readable", String::new()),
     ] {
         store.write(BUCKET, &pointer_key(), text);
-        kept(&old, 70, expected_error, name)?;
+        assert_backup_fails(&old, 70, expected_error, name)?;
     }
     objects.with_pointer(|pointer| pointer["seq"] = u64::MAX.into());
-    kept(&old, 70, "is above the maximum", "a sequence that cannot grow")?;
+    assert_backup_fails(&old, 70, "is above the maximum", "a sequence that cannot increase")?;
     for (name, side) in [
         ("no record", None),
         ("no JSON", Some("{".to_owned())),
-        ("rows that have no sum", {
+        ("row counts that overflow", {
             let mut side = objects.side.clone();
             side["tables"] = json!([{"name": "a", "rows": u64::MAX}, {"name": "b", "rows": u64::MAX}]);
             Some(side.to_string())
@@ -320,12 +321,14 @@ async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
             store.remove(BUCKET, &objects.path(".json"));
         }
         // A record of rows that never existed makes the new snapshot look like a loss: it is stored, and held.
-        let is_held = name == "rows that have no sum";
+        let is_held = name == "row counts that overflow";
         old.run(&["svc-db-backup"])?.expect(if is_held { 65 } else { 0 });
-        let now =
-            machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).context("a snapshot")?;
-        assert_eq!(now.key == objects.key, is_held, "{name}");
+        let latest = machine::pointer(&store)
+            .await?
+            .and_then(|pointer| pointer.snapshot)
+            .context("the pointer names no snapshot")?;
+        assert_eq!(latest.key == objects.key, is_held, "{name}");
     }
     objects.heal();
-    Witness::new(&store).check()
+    SnapshotChecker::new(&store).check()
 }

@@ -28,7 +28,7 @@ fn find_descendants(root: i32) -> Vec<Pid> {
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         if let Ok(stat) = ProcessStat::from_pid(pid) {
-            parents.push((pid, stat.parent));
+            parents.push((pid, stat.parent_pid));
         }
     }
     let mut found = vec![root];

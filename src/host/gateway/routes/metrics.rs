@@ -15,7 +15,7 @@ use crate::gateway::apps::Registry;
 use crate::gateway::bridge::ChangeFeed;
 use crate::records::files::RecordKind;
 use crate::records::page::{self, Verdict};
-use crate::snapshots::check_log::{Check, CheckKind, Status};
+use crate::snapshots::check_log::{CheckKind, CheckRecord, Status};
 use crate::system::layout::Layout;
 use svc_base::metrics::{
     APPS, BACKUP_OK, CHANGE_LISTENERS, MEDIA_TYPE, MetricsHandle, POOL_CONNECTIONS, RECORDS_STUCK,
@@ -79,7 +79,7 @@ fn measure_backups(logs: &Path) {
 /// Sets the metrics of each kind of check, and none before its first check.
 fn measure_checks(layout: &Layout) {
     for &kind in CheckKind::ALL {
-        if let Ok(Some(check)) = Check::last(layout, kind) {
+        if let Ok(Some(check)) = CheckRecord::last(layout, kind) {
             SNAPSHOT_CHECK_OK.set([kind.as_str()], f64::from(u8::from(check.status == Status::Success)));
             SNAPSHOT_CHECK_AT.set([kind.as_str()], check.timestamp.as_second() as f64);
         }

@@ -1,5 +1,5 @@
 //! The client for calls that a machine makes with its registration token. The platform accepts identical repeats, so a
-//! call without a response is retried until a deadline.
+//! call without a response is retried until its timeout.
 
 use std::time::Duration;
 
@@ -24,9 +24,9 @@ pub enum RegistrationError {
     Client(#[source] anyhow::Error),
     /// 401: the token is wrong, expired, or was used with another body.
     #[error("the platform rejected this machine's registration token: {detail}")]
-    Rejected { detail: String },
+    TokenRejected { detail: String },
     #[error("the platform responded with {status}: {detail}")]
-    Refused { status: StatusCode, detail: String },
+    UnexpectedResponse { status: StatusCode, detail: String },
     #[error("the platform did not respond in time: {last}")]
     Unreachable { last: String },
 }
@@ -51,15 +51,17 @@ impl<'a> RegistrationClient<'a> {
         Ok(Self { client, link, token })
     }
 
-    /// Sends the registration until the platform responds or the deadline passes.
+    /// Sends the registration until the platform responds or the timeout passes.
     pub async fn register(
         &self,
         body: &str,
-        deadline: Duration,
+        timeout: Duration,
     ) -> Result<RegistrationResponse, RegistrationError> {
-        let response = self.post(self.link.url("/vps/register"), body, deadline).await?;
-        serde_json::from_slice(&response)
-            .map_err(|error| RegistrationError::Refused { status: StatusCode::OK, detail: error.to_string() })
+        let response = self.post(self.link.url("/vps/register"), body, timeout).await?;
+        serde_json::from_slice(&response).map_err(|error| RegistrationError::UnexpectedResponse {
+            status: StatusCode::OK,
+            detail: error.to_string(),
+        })
     }
 
     /// Reports a failed boot.
@@ -67,10 +69,10 @@ impl<'a> RegistrationClient<'a> {
         &self,
         machine: MachineId,
         report: &BootFailureReport,
-        deadline: Duration,
+        timeout: Duration,
     ) -> Result<(), RegistrationError> {
         let url = self.link.url(&format!("/vps/{machine}/boot-failure"));
-        self.post(url, &to_json(report), deadline).await.map(drop)
+        self.post(url, &to_json(report), timeout).await.map(drop)
     }
 
     /// Reports a stage of the boot.
@@ -78,14 +80,14 @@ impl<'a> RegistrationClient<'a> {
         &self,
         machine: MachineId,
         report: &BootStageReport,
-        deadline: Duration,
+        timeout: Duration,
     ) -> Result<(), RegistrationError> {
         let url = self.link.url(&format!("/vps/{machine}/boot-stage"));
-        self.post(url, &to_json(report), deadline).await.map(drop)
+        self.post(url, &to_json(report), timeout).await.map(drop)
     }
 
-    async fn post(&self, url: Url, body: &str, deadline: Duration) -> Result<Vec<u8>, RegistrationError> {
-        let mut backoff = Backoff::new(deadline);
+    async fn post(&self, url: Url, body: &str, timeout: Duration) -> Result<Vec<u8>, RegistrationError> {
+        let mut backoff = Backoff::new(timeout);
         loop {
             match self.try_post(&url, body).await {
                 Attempt::Done(result) => return result,
@@ -113,7 +115,10 @@ impl<'a> RegistrationClient<'a> {
             Ok(body) => body,
             // A retry would get the same response.
             Err(error @ ResponseBodyError::TooLarge(_)) => {
-                return Attempt::Done(Err(RegistrationError::Refused { status, detail: error.to_string() }));
+                return Attempt::Done(Err(RegistrationError::UnexpectedResponse {
+                    status,
+                    detail: error.to_string(),
+                }));
             }
             Err(ResponseBodyError::Http(error)) => {
                 return Attempt::Retry(svc_http::problem::format_chain(&error));
@@ -122,13 +127,14 @@ impl<'a> RegistrationClient<'a> {
         match status {
             status if status.is_success() => Attempt::Done(Ok(body)),
             StatusCode::UNAUTHORIZED => {
-                Attempt::Done(Err(RegistrationError::Rejected { detail: problem_detail(&body) }))
+                Attempt::Done(Err(RegistrationError::TokenRejected { detail: problem_detail(&body) }))
             }
             StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT => Attempt::Retry(status.to_string()),
             status if status.is_server_error() => Attempt::Retry(status.to_string()),
-            status => {
-                Attempt::Done(Err(RegistrationError::Refused { status, detail: problem_detail(&body) }))
-            }
+            status => Attempt::Done(Err(RegistrationError::UnexpectedResponse {
+                status,
+                detail: problem_detail(&body),
+            })),
         }
     }
 }

@@ -20,6 +20,8 @@ const REPORT_TIMEOUT: Duration = Duration::from_secs(60);
 const MIN_SECRET_BYTES: usize = 6;
 const REDACTED: &str = "[hidden]";
 
+/// Reports the failed boot to the platform.
+///
 /// # Errors
 /// [`Failure`]; exit code 77 if the platform rejects the token, 75 if it does not respond.
 pub async fn report(layout: &Layout, stage: BootStageName, message: &str) -> Result<(), Failure> {

@@ -20,7 +20,7 @@ use crate::system::config;
 use crate::system::config::{Identity, PlatformLink, init_log};
 use crate::system::layout::Layout;
 use crate::system::probe;
-use crate::system::probe::Gateway;
+use crate::system::probe::GatewayClient;
 use crate::system::release;
 use crate::system::vars;
 use client::{RegistrationClient, RegistrationError};
@@ -109,8 +109,8 @@ struct RegisterConfig {
     listen: SocketAddr,
     version: ImageVersion,
     bundle_sha256: String,
-    gateway_deadline: Duration,
-    platform_deadline: Duration,
+    gateway_timeout: Duration,
+    platform_timeout: Duration,
 }
 
 impl RegisterConfig {
@@ -123,9 +123,8 @@ impl RegisterConfig {
         // installed.
         let configured = env.optional::<String>(&vars::SVC_BUNDLE_SHA256);
         let version = config::image_version(env);
-        let gateway_deadline = Duration::from_secs(env.or_default(&vars::REGISTER_GATEWAY_DEADLINE_SECONDS));
-        let platform_deadline =
-            Duration::from_secs(env.or_default(&vars::REGISTER_PLATFORM_DEADLINE_SECONDS));
+        let gateway_timeout = Duration::from_secs(env.or_default(&vars::REGISTER_GATEWAY_DEADLINE_SECONDS));
+        let platform_timeout = Duration::from_secs(env.or_default(&vars::REGISTER_PLATFORM_DEADLINE_SECONDS));
         // The installed release is registered, even if user-data names another one.
         let version = release::current_version(layout).or(version);
         let installed =
@@ -145,8 +144,8 @@ impl RegisterConfig {
             listen,
             version: version?,
             bundle_sha256: bundle_sha256?,
-            gateway_deadline,
-            platform_deadline,
+            gateway_timeout,
+            platform_timeout,
         })
     }
 }
@@ -175,7 +174,7 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
     failpoint::pass("register.written").or_exit(Exit::Internal)?;
     let platform = RegistrationClient::new(&config.platform, &config.token).or_exit(Exit::Config)?;
     let response =
-        platform.register(state.request_text(), config.platform_deadline).await.map_err(to_failure)?;
+        platform.register(state.request_text(), config.platform_timeout).await.map_err(to_failure)?;
     failpoint::pass("register.answered").or_exit(Exit::Internal)?;
     state.mark_registered(layout).or_exit(Exit::Internal)?;
     tracing::info!(status = %response.status, epoch = %response.epoch, "registered");
@@ -184,9 +183,9 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
 
 fn to_failure(error: RegistrationError) -> Failure {
     let exit = match &error {
-        RegistrationError::Rejected { .. } => Exit::Permission,
+        RegistrationError::TokenRejected { .. } => Exit::Permission,
         RegistrationError::Unreachable { .. } => Exit::TryAgain,
-        RegistrationError::Client(_) | RegistrationError::Refused { .. } => Exit::Internal,
+        RegistrationError::Client(_) | RegistrationError::UnexpectedResponse { .. } => Exit::Internal,
     };
     Failure::new(exit, error)
 }
@@ -194,15 +193,15 @@ fn to_failure(error: RegistrationError) -> Failure {
 /// Waits until the gateway is ready, and returns the pin of its key. The gateway creates the key at its first start,
 /// and only a working gateway is registered.
 async fn wait_for_gateway(layout: &Layout, config: &RegisterConfig) -> Result<SpkiPin, Failure> {
-    let deadline = Instant::now() + config.gateway_deadline;
+    let deadline = Instant::now() + config.gateway_timeout;
     loop {
         if let Some(pin) = probe::read_pin(layout).or_exit(Exit::Internal)?
-            && Gateway::new(config.listen, pin).or_exit(Exit::Config)?.is_ready().await
+            && GatewayClient::new(config.listen, pin).or_exit(Exit::Config)?.is_ready().await
         {
             return Ok(pin);
         }
         if Instant::now() > deadline {
-            let seconds = config.gateway_deadline.as_secs();
+            let seconds = config.gateway_timeout.as_secs();
             let error = anyhow::anyhow!("the gateway at {} was not ready within {seconds} s", config.listen);
             return Err(Failure::new(Exit::TryAgain, error));
         }

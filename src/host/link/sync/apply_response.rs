@@ -27,7 +27,7 @@ use svc_wire::heartbeat as wire;
 /// exists.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Superseded {
+pub struct SupersededRecord {
     version: u32,
     at: String,
     machine_id: MachineId,
@@ -37,7 +37,7 @@ pub struct Superseded {
     pub epoch: Option<Epoch>,
 }
 
-impl Superseded {
+impl SupersededRecord {
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields are JSON");
         fsx::write_atomic(&layout.superseded(), &text, 0o644)
@@ -49,9 +49,9 @@ impl Superseded {
 pub fn apply_response(
     config: &SyncConfig,
     HeartbeatReply { response, accepted }: HeartbeatReply,
-) -> Result<Option<Superseded>, FileError> {
+) -> Result<Option<SupersededRecord>, FileError> {
     if response.superseded {
-        return Ok(Some(Superseded {
+        return Ok(Some(SupersededRecord {
             version: 1,
             at: clock::rfc3339_ms(clock::now_ms()),
             machine_id: config.identity.machine,
@@ -84,15 +84,15 @@ pub fn apply_response(
     Ok(None)
 }
 
-/// Resumes the writers if they were stopped before the heartbeat and its response does not name their operation: then
-/// the operation has ended without a call to resume them.
+/// Resumes the writers if `quiesce`, as read before the heartbeat, stopped them for an operation that the response does
+/// not name: then the operation has ended without a call to resume them.
 pub async fn resume_writers(
     config: &SyncConfig,
-    before: &Quiesce,
-    named: Option<&str>,
+    quiesce: &Quiesce,
+    named_operation: Option<&str>,
 ) -> Result<(), QuiesceError> {
-    let operation = before.operation_id;
-    if named == Some(operation.to_string().as_str()) {
+    let operation = quiesce.operation_id;
+    if named_operation == Some(operation.to_string().as_str()) {
         return Ok(());
     }
     if quiesce::resume(&config.layout, operation).await? {
@@ -136,18 +136,18 @@ fn store_next_token(
     next: Option<&SecretString>,
     accepted: Option<&AcceptedToken>,
 ) -> Result<(), TokenError> {
-    let Some(AcceptedToken { token, refused }) = accepted else { return Ok(()) };
+    let Some(AcceptedToken { token, rejected }) = accepted else { return Ok(()) };
     if config.layout.update_journal().exists() {
         return Ok(());
     }
     let upgrade_token = &config.platform.upgrade_token;
-    match (next, refused) {
+    match (next, rejected) {
         (Some(next), _) if next.expose_secret() != upgrade_token.current().expose_secret() => {
             upgrade_token.store(next, token)?;
             tracing::info!("received the next token of this machine");
             Ok(())
         }
-        (None, Some(refused)) => upgrade_token.store(token, refused),
+        (None, Some(rejected)) => upgrade_token.store(token, rejected),
         _ => Ok(()),
     }
 }
@@ -155,7 +155,7 @@ fn store_next_token(
 fn store_proof_keys(layout: &Layout, keys: &ProofKeys) -> Result<(), FileError> {
     let text = serde_json::to_vec(keys).expect("keys are plain JSON");
     let path = layout.proof_keys();
-    if fsx::read_if_exists(&path)?.is_some_and(|now| now == text) {
+    if fsx::read_if_exists(&path)?.is_some_and(|current| current == text) {
         return Ok(());
     }
     fsx::write_atomic(&path, &text, 0o644)?;

@@ -12,14 +12,14 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// `svc-code` gives code-server 90 s to start, and is restarted after that.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Checks code-server, and remembers since when it has accepted no connections.
+/// Checks code-server, and remembers when it stopped accepting connections.
 #[derive(Default)]
 pub struct CodeProbe {
     down_since: Mutex<Option<Instant>>,
 }
 
 impl CodeProbe {
-    /// `None` if the release has no code-server, or if it may still be starting.
+    /// Returns `None` if the release has no code-server, or if it may still be starting.
     pub async fn check(&self, layout: &Layout) -> Option<ComponentStatus> {
         let is_installed = layout.runtime().join("code-server").exists();
         let is_up = is_installed && accepts_connections(layout).await;
@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn code_server_that_stays_down_is_failing() {
+    fn assess_reports_failing_after_startup_timeout() {
         let probe = CodeProbe::default();
         let start = Instant::now();
         let at = |seconds: u64| start + Duration::from_secs(seconds);
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn check_connects_to_the_socket_of_an_installed_code_server() {
+    async fn check_connects_only_to_installed_code_server() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let probe = CodeProbe::default();

@@ -29,8 +29,8 @@ pub struct HeartbeatReply {
 #[derive(Debug)]
 pub struct AcceptedToken {
     pub token: SecretString,
-    /// The token that the platform rejected before.
-    pub refused: Option<SecretString>,
+    /// The token that the platform rejected first, if any.
+    pub rejected: Option<SecretString>,
 }
 
 /// The reason why a heartbeat failed.
@@ -79,11 +79,11 @@ impl<'a> HeartbeatClient<'a> {
             trusted_keys: trusted_keys::read(&config.layout),
         };
         let Tokens { current, previous } = config.platform.upgrade_token.tokens();
-        let mut accepted = AcceptedToken { token: current, refused: None };
+        let mut accepted = AcceptedToken { token: current, rejected: None };
         let (mut status, mut body) = self.send(&request, &accepted.token).await?;
         if let (StatusCode::UNAUTHORIZED, Some(previous)) = (status, previous) {
             // A platform restored to an earlier key does not recognise a token that it issued later.
-            accepted = AcceptedToken { token: previous, refused: Some(accepted.token) };
+            accepted = AcceptedToken { token: previous, rejected: Some(accepted.token) };
             (status, body) = self.send(&request, &accepted.token).await?;
         }
         let has_optional_fields = request.registration.is_some()

@@ -1,4 +1,4 @@
-//! Writes `system/vps-meta.json`, as the host of the current epoch.
+//! Writes `system/vps-meta.json`, which only the machine with the slot's latest epoch may write.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -28,17 +28,17 @@ pub enum MetaWriteError {
 pub struct LastWrite(Option<(VpsMeta, Instant)>);
 
 impl LastWrite {
-    /// Whether the metadata has changed or the last write is too old.
-    fn is_due(&self, now: &VpsMeta, refresh_interval: Duration) -> bool {
+    /// Returns whether the metadata has changed or the last write is too old.
+    fn is_due(&self, current: &VpsMeta, refresh_interval: Duration) -> bool {
         let Some((last, at)) = &self.0 else { return true };
         let comparable =
-            VpsMeta { heartbeat_at: last.heartbeat_at, last_backup: last.last_backup, ..now.clone() };
+            VpsMeta { heartbeat_at: last.heartbeat_at, last_backup: last.last_backup, ..current.clone() };
         comparable != *last || at.elapsed() >= refresh_interval
     }
 }
 
-/// Writes the metadata when it has changed, and at least once per refresh interval. A change of only the timestamps
-/// does not count: 288 writes a day for each machine would cost more than its database.
+/// Writes the metadata when it has changed, and at least once per refresh interval. New timestamps do not
+/// count as a change: 288 writes a day for each machine would cost more than its database.
 ///
 /// # Errors
 /// [`MetaWriteError`]; `Fenced` if a later machine of the slot has written.
@@ -62,7 +62,7 @@ async fn try_write(config: &SyncConfig, meta: &mut VpsMeta) -> Result<(), MetaWr
 fn build_meta(config: &SyncConfig) -> VpsMeta {
     let identity = &config.identity;
     let server = CloudServer::read(&config.layout);
-    let listening = match config.listen.ip() {
+    let listen_ip = match config.listen.ip() {
         IpAddr::V4(ip) if !ip.is_unspecified() => Some(ip),
         _ => None,
     };
@@ -77,7 +77,7 @@ fn build_meta(config: &SyncConfig) -> VpsMeta {
         provider_server_id: server.id,
         image_version: heartbeat::current_image_version(config),
         status: if quiesced.is_some() { "quiesced" } else { "running" }.to_owned(),
-        public_ipv4: server.public_ipv4.or(listening),
+        public_ipv4: server.public_ipv4.or(listen_ip),
         heartbeat_at: clock::now_ms(),
         last_backup: None,
     }

@@ -21,7 +21,7 @@ use tokio::time::MissedTickBehavior;
 use crate::system::config::init_log;
 use crate::system::layout::Layout;
 use crate::system::quiesce::Quiesce;
-use apply_response::Superseded;
+use apply_response::SupersededRecord;
 use config::SyncConfig;
 use heartbeat::HeartbeatClient;
 use svc_base::applet::{self, Exit, Failure, OrExit};
@@ -77,7 +77,7 @@ const STARTUP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Sends heartbeats until the platform reports that this machine has been replaced. A failed heartbeat is not
 /// retried: the next one carries the same data.
-async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -> Superseded {
+async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -> SupersededRecord {
     wait_until_healthy(config).await;
     let mut interval = new_interval(config.heartbeat_interval);
     loop {
@@ -86,9 +86,9 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
         match request_id::run_with_new_id(heartbeats.send_heartbeat()).await {
             Ok(reply) => {
                 let response = &reply.response;
-                if let Some(before) = quiesced.filter(|_| !response.superseded)
+                if let Some(quiesce) = quiesced.filter(|_| !response.superseded)
                     && let Err(error) =
-                        apply_response::resume_writers(config, &before, response.quiesce.as_deref()).await
+                        apply_response::resume_writers(config, &quiesce, response.quiesce.as_deref()).await
                 {
                     tracing::error!(error = %format_chain(&error), "could not resume the writers");
                 }

@@ -6,12 +6,12 @@ use jiff::Timestamp;
 use serde::Deserialize;
 
 use super::config::SyncConfig;
-use crate::snapshots::check_log::{Check, CheckKind, Status};
+use crate::snapshots::check_log::{CheckKind, CheckRecord, Status};
 use crate::snapshots::database_identity;
 use crate::snapshots::held_snapshot::HeldSnapshot;
 use crate::system::config;
 use crate::system::probe;
-use crate::system::probe::Gateway;
+use crate::system::probe::GatewayClient;
 use crate::update::protocol::{self, SnapshotWait, UpdateResult};
 use svc_base::clock;
 use svc_base::fsx;
@@ -30,8 +30,8 @@ const DATABASE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Reads the last check of each kind; `None` if no check has run.
 pub fn read_checks(config: &SyncConfig) -> Option<SnapshotChecks> {
     let last = |kind: CheckKind| {
-        let Check { status, timestamp, key, mut damaged, error, .. } =
-            Check::last(&config.layout, kind).ok()??;
+        let CheckRecord { status, timestamp, key, mut damaged, error, .. } =
+            CheckRecord::last(&config.layout, kind).ok()??;
         damaged.truncate(MAX_DAMAGED_KEYS);
         Some(SnapshotCheck { status: to_outcome(status).into(), at: timestamp.into(), key, damaged, error })
     };
@@ -58,7 +58,7 @@ pub fn read_last_update(config: &SyncConfig) -> Option<LastUpdate> {
     Some(LastUpdate { version: version.into(), outcome: outcome.into(), stage, at: at.into(), error })
 }
 
-/// An item for the fleet's list of problems.
+/// Creates an item for the fleet's list of problems.
 fn attention_item(code: &str, detail: impl Into<String>) -> Attention {
     Attention { code: code.to_owned(), detail: detail.into() }
 }
@@ -99,7 +99,7 @@ fn waiting_update_item(config: &SyncConfig) -> Option<Attention> {
 
 async fn is_gateway_ready(config: &SyncConfig) -> bool {
     let Ok(Some(pin)) = probe::read_pin(&config.layout) else { return false };
-    match Gateway::new(config.listen, pin) {
+    match GatewayClient::new(config.listen, pin) {
         Ok(gateway) => gateway.is_ready().await,
         Err(_) => false,
     }
@@ -157,7 +157,7 @@ pub fn read_last_backup(config: &SyncConfig) -> Option<LastBackup> {
 pub fn read_proof_kids(config: &SyncConfig) -> Vec<String> {
     let delivered = fsx::read_if_exists(&config.layout.proof_keys()).ok().flatten();
     let delivered = delivered.and_then(|text| serde_json::from_slice::<ProofKeys>(&text).ok());
-    let first = || config::first_proof_keys(&mut config::environment(&config.layout));
-    let keys = delivered.or_else(first).unwrap_or_default();
+    let initial = || config::read_initial_proof_keys(&mut config::environment(&config.layout));
+    let keys = delivered.or_else(initial).unwrap_or_default();
     keys.keys.into_iter().map(|key| key.kid).collect()
 }

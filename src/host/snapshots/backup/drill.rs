@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use super::settings::BackupSettings;
-use crate::snapshots::check_log::{Check, CheckKind, Status};
+use crate::snapshots::check_log::{CheckKind, CheckRecord, Status};
 use crate::snapshots::staging;
 use crate::snapshots::staging::{DownloadError, LoadError, RestoreContext, RoleLifetime};
 use crate::system::lock::Lock;
@@ -37,7 +37,7 @@ enum DrillError {
     Connect(#[from] ConnectError),
     #[error(transparent)]
     Load(#[from] LoadError),
-    #[error("remove the databases of earlier drills")]
+    #[error("remove the databases and roles of earlier drills")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
     File(#[from] FileError),
@@ -82,8 +82,8 @@ pub async fn run(
         return Ok(());
     }
     let size_bytes = snapshot.as_ref().map_or(0, |snapshot: &SnapshotRef| snapshot.size_bytes);
-    let check = Check {
-        version: Check::VERSION,
+    let check = CheckRecord {
+        version: CheckRecord::VERSION,
         timestamp: clock::now_ms(),
         check: CheckKind::Drill,
         status: if end.is_ok() { Status::Success } else { Status::Error },
@@ -110,7 +110,7 @@ pub async fn run(
 async fn drill(settings: &BackupSettings, drilled: &mut Option<SnapshotRef>) -> Result<String, DrillError> {
     failpoint::pass("drill.begin")?;
     let (context, dir) = (settings.restore_context(), settings.layout.drill_state());
-    clean(&context, &dir).await?;
+    remove_leftovers(&context, &dir).await?;
     failpoint::pass("drill.cleaned")?;
     let Some((snapshot, side)) = find_latest(settings, drilled).await? else { return Ok(String::new()) };
     staging::check_postgres_version(&context, &side).await?;
@@ -121,7 +121,7 @@ async fn drill(settings: &BackupSettings, drilled: &mut Option<SnapshotRef>) -> 
     let client = context.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     staging::drop_scratch(&client, &loaded.name).await;
     failpoint::pass("drill.dropped")?;
-    clean(&context, &dir).await?;
+    remove_leftovers(&context, &dir).await?;
     let rows: u64 = side.tables.iter().map(|table| table.rows).sum();
     Ok(format!("{}, {}", pluralize(side.tables.len() as u64, "table"), pluralize(rows, "row")))
 }
@@ -143,7 +143,7 @@ async fn find_latest(
 }
 
 /// Removes databases, dumps and roles of this drill or of a killed one.
-async fn clean(context: &RestoreContext, dir: &Path) -> Result<(), DrillError> {
+async fn remove_leftovers(context: &RestoreContext, dir: &Path) -> Result<(), DrillError> {
     let client = context.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     staging::drop_scratch_databases(&client).await?;
     staging::drop_drill_roles(&client).await?;

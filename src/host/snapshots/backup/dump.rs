@@ -107,7 +107,7 @@ pub struct DumpedSnapshot {
 }
 
 impl DumpedSnapshot {
-    /// Builds the side record of the dump, which is stored as `key` and was verified now.
+    /// Builds the side record of the dump, which is stored as `key` and has just been verified.
     pub fn side_record(self, key: &str, identity: &Identity, snapshot: &Snapshot) -> SideRecord {
         SideRecord {
             version: stored::FORMAT,

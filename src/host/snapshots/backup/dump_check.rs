@@ -80,7 +80,7 @@ impl DumpCheck {
     pub async fn finish(self) -> Result<(), DumpCheckError> {
         let Self { mut child, chunks, feeder, stderr_tail } = self;
         drop(chunks);
-        let read_in_full = feeder.await.unwrap_or(false);
+        let was_read_in_full = feeder.await.unwrap_or(false);
         let status = wait_for_exit(&mut child, "pg_restore").await?;
         if status.code().is_none() {
             return Err(DumpCheckError::Killed { status });
@@ -91,7 +91,7 @@ impl DumpCheck {
                 stderr_tail: stderr_tail.await.unwrap_or_default(),
             });
         }
-        if read_in_full { Ok(()) } else { Err(DumpCheckError::ReaderExited) }
+        if was_read_in_full { Ok(()) } else { Err(DumpCheckError::ReaderExited) }
     }
 }
 

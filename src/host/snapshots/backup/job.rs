@@ -1,5 +1,5 @@
-//! The steps of a backup, ordered so that the pointer never names a missing object: snapshot, dump, object, side record,
-//! pointer.
+//! The steps of a backup, ordered so that the pointer never names a missing object: snapshot, dump, object, side
+//! record, pointer.
 //!
 //! A failure never moves the pointer, and no snapshot is ever pruned. Every run leaves a record.
 
@@ -12,7 +12,7 @@ use super::dump::{self, DumpError, VerifiedDump};
 use super::old_databases;
 use super::open_uploads;
 use super::progress_writer::{TrackedUpload, Tracker};
-use super::record::{self, Record};
+use super::record::{self, BackupRecord};
 use super::row_loss::{EmptiedDatabase, count_owner_rows};
 use super::settings::BackupSettings;
 use super::shrink_guard::{self, HeldBackError, Trigger};
@@ -53,7 +53,8 @@ pub const FAILPOINTS: &[&str] = &[
 /// Policy for a database that has lost rows since the previous snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LossPolicy {
-    /// Take no snapshot of an emptied database, and hold back that of a shrunken one: the previous one stays the latest.
+    /// Take no snapshot of an emptied database, and hold back that of a shrunken one: the previous one stays the
+    /// latest.
     Refuse,
     /// Make the snapshot the latest: the operator has confirmed the loss.
     Accept,
@@ -123,10 +124,11 @@ impl BackupError {
 
 /// A stored snapshot whose attempt could not move the pointer. The next attempt of the run moves it, instead of taking
 /// another snapshot.
-pub struct Unpublished {
+pub struct UnpublishedSnapshot {
     snapshot: RecordedSnapshot,
-    /// Key of the snapshot that the pointer named before. If the pointer names another one now, that one is newer.
-    before: Option<String>,
+    /// Key of the snapshot that the pointer named when this one was taken. If the pointer names another one now, that
+    /// one is newer.
+    previous_key: Option<String>,
 }
 
 /// The state of a run, for its record.
@@ -135,7 +137,7 @@ struct Progress {
     key: Option<String>,
     dump: Option<VerifiedDump>,
     /// Set once the snapshot may become the latest.
-    stored: Option<Unpublished>,
+    unpublished: Option<UnpublishedSnapshot>,
     tracker: Tracker,
 }
 
@@ -167,7 +169,7 @@ pub async fn attempt(
     _lock: &Lock,
     settings: &BackupSettings,
     options: RunOptions,
-    unpublished: &mut Option<Unpublished>,
+    unpublished: &mut Option<UnpublishedSnapshot>,
     stop: impl Future<Output = ()>,
 ) -> Result<(), Failure> {
     let started = Instant::now();
@@ -176,13 +178,13 @@ pub async fn attempt(
         stage: Stage::Gate,
         key: None,
         dump: None,
-        stored: unpublished.take(),
+        unpublished: unpublished.take(),
         tracker: Tracker::begin(&settings.layout, timestamp),
     };
     let end = back_up(settings, options, &mut progress, stop).await;
     let record = build_record(timestamp, started, &progress, end.as_ref().err());
     if end.is_err() {
-        *unpublished = progress.stored;
+        *unpublished = progress.unpublished;
     }
     let recorded = record::write(&settings.layout, &record).or_exit(Exit::Internal);
     match end {
@@ -205,10 +207,10 @@ fn build_record(
     started: Instant,
     progress: &Progress,
     error: Option<&BackupError>,
-) -> Record {
-    let stored = progress.stored.as_ref().map(|stored| stored.snapshot.snapshot_ref());
+) -> BackupRecord {
+    let stored = progress.unpublished.as_ref().map(|stored| stored.snapshot.snapshot_ref());
     let dump = progress.dump.as_ref();
-    Record {
+    BackupRecord {
         timestamp,
         status: if error.is_none() { Status::Success } else { Status::Error },
         stage: progress.stage,
@@ -242,7 +244,7 @@ async fn back_up(
     if keep_publishable(progress, latest.as_ref()) {
         return publish(settings, progress).await;
     }
-    let before = match &latest {
+    let previous = match &latest {
         Some(latest) => {
             read_side_record(settings, latest).await?.filter(|_| options.loss == LossPolicy::Refuse)
         }
@@ -255,7 +257,7 @@ async fn back_up(
     failpoint::pass("backup.snapshot")?;
 
     progress.enter(Stage::Dump);
-    let mut taken = upload(settings, progress, &snapshot, before.as_ref(), stop).await?;
+    let mut taken = upload(settings, progress, &snapshot, previous.as_ref(), stop).await?;
     taken.side.database_identity = identity;
     drop(snapshot);
     failpoint::pass("backup.completed")?;
@@ -266,30 +268,31 @@ async fn back_up(
     failpoint::pass("backup.side_record")?;
 
     progress.enter(Stage::Pointer);
-    if let Some(before) = &before
-        && let Some(held) = shrink_guard::check_shrinkage(settings, options.trigger, before, &taken.side)?
+    if let Some(previous) = &previous
+        && let Some(held) = shrink_guard::check_shrinkage(settings, options.trigger, previous, &taken.side)?
     {
         return Err(held.into());
     }
-    progress.stored = Some(Unpublished { snapshot, before: latest.map(|latest| latest.key) });
+    progress.unpublished =
+        Some(UnpublishedSnapshot { snapshot, previous_key: latest.map(|latest| latest.key) });
     publish(settings, progress).await
 }
 
 /// Discards the snapshot that an earlier attempt stored, if a newer one has replaced it. Returns whether one remains.
 fn keep_publishable(progress: &mut Progress, latest: Option<&SnapshotRef>) -> bool {
     let latest = latest.map(|latest| &latest.key);
-    let is_newest = |stored: &Unpublished| {
-        latest == stored.before.as_ref() || latest == Some(&stored.snapshot.snapshot_ref().key)
+    let is_newest = |stored: &UnpublishedSnapshot| {
+        latest == stored.previous_key.as_ref() || latest == Some(&stored.snapshot.snapshot_ref().key)
     };
-    progress.stored = progress.stored.take().filter(is_newest);
-    progress.key = progress.stored.as_ref().map(|stored| stored.snapshot.snapshot_ref().key.clone());
-    progress.stored.is_some()
+    progress.unpublished = progress.unpublished.take().filter(is_newest);
+    progress.key = progress.unpublished.as_ref().map(|stored| stored.snapshot.snapshot_ref().key.clone());
+    progress.unpublished.is_some()
 }
 
 /// Makes the stored snapshot the latest.
 async fn publish(settings: &BackupSettings, progress: &mut Progress) -> Result<(), BackupError> {
     progress.enter(Stage::Pointer);
-    if let Some(stored) = &progress.stored {
+    if let Some(stored) = &progress.unpublished {
         let moved = pointer_io::advance(&settings.bucket, &settings.slot, &stored.snapshot).await;
         moved.map_err(|error| match error {
             PointerError::Fenced(fenced) => BackupError::Fenced(fenced),
@@ -324,9 +327,9 @@ async fn read_latest(settings: &BackupSettings) -> Result<Option<SnapshotRef>, B
 
 async fn read_side_record(
     settings: &BackupSettings,
-    named: &SnapshotRef,
+    latest: &SnapshotRef,
 ) -> Result<Option<SideRecord>, BackupError> {
-    match stored::read_side_record(&settings.bucket, &settings.slot, named).await {
+    match stored::read_side_record(&settings.bucket, &settings.slot, latest).await {
         Ok(side) => Ok(Some(side)),
         // An unusable snapshot must not block its replacement.
         Err(error @ (StoreError::Corrupt { .. } | StoreError::NotFound { .. })) => {
@@ -338,7 +341,7 @@ async fn read_side_record(
 }
 
 /// A completely uploaded object and its side record.
-struct Uploaded {
+struct UploadedSnapshot {
     side: SideRecord,
     etag: Option<String>,
 }
@@ -349,9 +352,9 @@ async fn upload(
     settings: &BackupSettings,
     progress: &mut Progress,
     snapshot: &Snapshot,
-    before: Option<&SideRecord>,
+    previous: Option<&SideRecord>,
     stop: impl Future<Output = ()>,
-) -> Result<Uploaded, BackupError> {
+) -> Result<UploadedSnapshot, BackupError> {
     let key = key::snapshot_key(snapshot.taken_at, settings.identity.epoch);
     progress.key = Some(key.clone());
     let object = settings.slot.snapshot(&key).expect("generated keys are valid");
@@ -363,7 +366,7 @@ async fn upload(
         open_uploads::record(&settings.layout, open);
     }
     let end = tokio::select! {
-        end = dump_to_upload(settings, progress, snapshot, &key, before, &mut upload) => end,
+        end = dump_to_upload(settings, progress, snapshot, &key, previous, &mut upload) => end,
         () = stop => Err(BackupError::Stopped),
     };
     let is_closed = end.is_ok() || upload.abort().await;
@@ -378,22 +381,21 @@ async fn dump_to_upload(
     progress: &mut Progress,
     snapshot: &Snapshot,
     key: &str,
-    before: Option<&SideRecord>,
+    previous: Option<&SideRecord>,
     upload: &mut Upload,
-) -> Result<Uploaded, BackupError> {
+) -> Result<UploadedSnapshot, BackupError> {
     let mut sink = TrackedUpload { upload, tracker: &progress.tracker };
     let dumped = dump::dump_snapshot(settings, snapshot, &mut sink).await?;
-    if let Some(before) =
-        before.filter(|before| count_owner_rows(&before.tables) > 0 && count_owner_rows(&dumped.tables) == 0)
+    if let Some(previous) =
+        previous.filter(|side| count_owner_rows(&side.tables) > 0 && count_owner_rows(&dumped.tables) == 0)
     {
-        return Err(
-            EmptiedDatabase { before: before.key.clone(), rows: count_owner_rows(&before.tables) }.into()
-        );
+        let rows = count_owner_rows(&previous.tables);
+        return Err(EmptiedDatabase { previous_key: previous.key.clone(), rows }.into());
     }
     failpoint::pass("backup.verified")?;
     progress.enter(Stage::Upload);
     progress.dump = Some(dumped.dump.clone());
     let side = dumped.side_record(key, &settings.identity, snapshot);
     let meta = upload.complete().await?;
-    Ok(Uploaded { etag: meta.e_tag, side })
+    Ok(UploadedSnapshot { etag: meta.e_tag, side })
 }

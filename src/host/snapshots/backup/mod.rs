@@ -1,5 +1,5 @@
-//! `svc-db-backup`: verified snapshots of the owner's database in the object store, the pointer to the latest, and checks
-//! of stored snapshots.
+//! `svc-db-backup`: verified snapshots of the owner's database in the object store, the pointer to the latest, and
+//! checks of stored snapshots.
 //!
 //! This module owns the command line, the configuration, the locks, the request file and the exit code. Backups are in
 //! `job`, checks in `verify` and `drill`.
@@ -41,7 +41,7 @@ use crate::system::layout::Layout;
 use crate::system::lock::{Lock, LockError};
 use crate::system::store_credentials::OutagePolicy;
 use crate::system::user;
-use job::{RunOptions, Unpublished};
+use job::{RunOptions, UnpublishedSnapshot};
 use request::RequestFile;
 use retry::RetrySchedule;
 use settings::BackupSettings;
@@ -207,13 +207,13 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     };
     let layout = Layout::from_process();
     let command = args.command.unwrap_or(Command::Run(args.run));
-    let stepped_down = match command {
+    let user_switch = match command {
         // An export starts a process for each user whose files it reads.
         Command::Export { .. } | Command::ExportHome { .. } => Ok(()),
         Command::ExportArchive => user::switch_to_gateway_user(&layout),
         _ => user::drop_privileges(&layout),
     };
-    if let Err(error) = stepped_down {
+    if let Err(error) = user_switch {
         return applet::report("svc-db-backup", &Failure::new(Exit::Internal, error));
     }
     init_log("svc-db-backup", &layout);
@@ -276,7 +276,8 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
         }
         Err(failure) => Err(failure),
     };
-    // A failed request is removed too: the failure is recorded, and the path unit would restart this program immediately.
+    // A failed request is removed too: the failure is recorded, and the path unit would restart this program
+    // immediately.
     if let Some(request) = request {
         request.complete();
     }
@@ -297,7 +298,7 @@ async fn back_up_with_retries(
         };
         let Some(delay) = retry.next_delay(&failure) else { return Err(failure) };
         let (seconds, error) = (delay.as_secs(), format_chain(failure.error.as_ref()));
-        tracing::warn!(%error, seconds, "the backup failed and is retried");
+        tracing::warn!(%error, seconds, "the backup failed and will be retried");
         tokio::select! {
             () = tokio::time::sleep(delay) => {}
             () = watch_stop_signal()? => return Err(failure),
@@ -309,7 +310,7 @@ async fn back_up(
     settings: &BackupSettings,
     args: &RunArgs,
     request: Option<&RequestFile>,
-    unpublished: &mut Option<Unpublished>,
+    unpublished: &mut Option<UnpublishedSnapshot>,
 ) -> Result<(), Failure> {
     let wait = if request.is_some() { REQUEST_LOCK_TIMEOUT } else { PROBE_LOCK_TIMEOUT };
     let lock = Lock::wait(&settings.layout.backup_lock(), wait).await;

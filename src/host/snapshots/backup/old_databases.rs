@@ -1,6 +1,6 @@
-//! Databases replaced by restores and imports, kept as `svc_before_<n>` so that a wrong replacement can be reverted. They
-//! are dropped only after a successful backup: at once if they have no rows, after seven days, or, oldest first, when
-//! space is short.
+//! Databases replaced by restores and imports, kept as `svc_before_<n>` so that a wrong replacement can be reverted.
+//! They are dropped only after a successful backup: at once if they have no rows, after seven days, or, oldest first,
+//! when space is short.
 
 use std::path::Path;
 
@@ -18,27 +18,27 @@ const RETENTION: SignedDuration = SignedDuration::from_hours(7 * 24);
 /// Space is short below this percentage of free space.
 const MIN_FREE_PERCENT: u64 = 10;
 
-/// A replaced database and when it was replaced.
+/// A replaced database.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct ReplacedDatabase {
     name: String,
-    at: Timestamp,
+    replaced_at: Timestamp,
 }
 
 impl ReplacedDatabase {
     /// Parses a database name. Its number is the time of the swap, in milliseconds.
     fn parse(name: String) -> Option<Self> {
         let at = name.strip_prefix("svc_before_")?.parse().ok()?;
-        Some(Self { at: Timestamp::from_millisecond(at).ok()?, name })
+        Some(Self { replaced_at: Timestamp::from_millisecond(at).ok()?, name })
     }
 
     fn is_expired(&self, now: Timestamp) -> bool {
-        now.duration_since(self.at) > RETENTION
+        now.duration_since(self.replaced_at) > RETENTION
     }
 }
 
 /// Drops the replaced databases that are expired or empty, or for which there is no space. An error, such as open
-/// sessions of a database, ends the pass until the next backup, but does not fail the backup.
+/// sessions on a database, ends the pass until the next backup, but does not fail the backup.
 pub async fn drop_old_databases(server: &Server, disk: &Path) {
     if let Err(error) = try_drop(server, disk).await {
         tracing::warn!(error = %format_chain(&error), "could not drop a replaced database");
@@ -52,7 +52,7 @@ async fn try_drop(server: &Server, disk: &Path) -> Result<(), SnapshotError> {
     for row in client.query(replaced, &[]).await? {
         all.extend(ReplacedDatabase::parse(row.try_get(0)?));
     }
-    all.sort_by_key(|old| old.at);
+    all.sort_by_key(|old| old.replaced_at);
     for old in all {
         let is_due =
             old.is_expired(Timestamp::now()) || is_short_of_space(disk) || is_empty(server, &old).await;
@@ -66,8 +66,8 @@ async fn try_drop(server: &Server, disk: &Path) -> Result<(), SnapshotError> {
     Ok(())
 }
 
-/// Returns whether the database has no rows of the owner, so that it is not worth keeping. A database that cannot be read
-/// counts as not empty.
+/// Returns whether the database has no rows of the owner, so that it is not worth keeping. A database that cannot be
+/// read counts as not empty.
 async fn is_empty(server: &Server, old: &ReplacedDatabase) -> bool {
     let Ok(client) = server.connect(&old.name, "svc-db-backup").await else { return false };
     row_counts::find_table_with_rows(&client).await.is_ok_and(|table| table.is_none())

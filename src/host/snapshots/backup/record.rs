@@ -14,7 +14,7 @@ use svc_base::fsx::{self, FileError};
 /// One backup run.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Record {
+pub struct BackupRecord {
     /// Start time.
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
@@ -29,21 +29,21 @@ pub struct Record {
     pub error: Option<String>,
     /// Set if the snapshot is complete but was held back.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub held: Option<HeldBack>,
+    pub held: Option<HeldBackReason>,
 }
 
 /// Why a complete snapshot did not become the latest.
 #[derive(Debug, Serialize)]
-pub struct HeldBack {
+pub struct HeldBackReason {
     /// The snapshot that stays the latest.
     pub latest: String,
     /// Describes the missing tables and rows.
     pub loss: String,
 }
 
-/// Writes the line and `last-backup.json`, each even if the other fails. The caller holds the backup's lock, so there is
-/// no other writer.
-pub fn write(layout: &Layout, record: &Record) -> Result<(), FileError> {
+/// Writes the line and `last-backup.json`, each even if the other fails. The caller holds the backup's lock, so there
+/// is no other writer.
+pub fn write(layout: &Layout, record: &BackupRecord) -> Result<(), FileError> {
     let line = serde_json::to_vec(record).expect("a record of plain fields is JSON");
     let last = fsx::write_atomic(&layout.last_backup(), &line, 0o644);
     let appended = jsonl::append_line(&layout.logs().join("backup.jsonl"), &line);
@@ -52,7 +52,7 @@ pub fn write(layout: &Layout, record: &Record) -> Result<(), FileError> {
 }
 
 /// Describes the run for `activity.log`.
-fn describe(record: &Record) -> String {
+fn describe(record: &BackupRecord) -> String {
     match (record.status, &record.key) {
         (Status::Success, Some(key)) => format!("the database was backed up as {key}"),
         (Status::Success, None) => "the database was backed up".to_owned(),

@@ -1,4 +1,4 @@
-//! A request file: written by the requester of a backup or a drill, removed by the run that serves it.
+//! A request file, which the requester of a backup or a drill writes, and the run that serves it removes.
 //!
 //! A request made during a run needs a later snapshot than that run's, so it is kept for the next run.
 
@@ -10,7 +10,7 @@ use crate::system::layout::Layout;
 use svc_base::fsx;
 use svc_http::request_id;
 
-/// The request file, and its version that this run serves.
+/// A request file, and the version of it that this run serves.
 pub struct RequestFile {
     path: PathBuf,
     served: Cell<Option<FileVersion>>,

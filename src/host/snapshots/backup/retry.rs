@@ -16,7 +16,7 @@ const MAX_BACKOFF: Duration = Duration::from_secs(15 * 60);
 #[derive(Debug)]
 pub struct RetrySchedule {
     delays: ExponentialBackoff,
-    end: Instant,
+    deadline: Instant,
 }
 
 impl RetrySchedule {
@@ -32,15 +32,16 @@ impl RetrySchedule {
     fn new(first: Duration) -> Self {
         let delays =
             ExponentialBuilder::new().with_min_delay(first).with_max_delay(MAX_BACKOFF).without_max_times();
-        Self { delays: delays.build(), end: Instant::now() + RETRY_WINDOW }
+        Self { delays: delays.build(), deadline: Instant::now() + RETRY_WINDOW }
     }
 
-    /// Returns the delay before the next attempt; `None` if the failure is permanent or the time is up.
+    /// Returns the delay before the next attempt; `None` if the failure is permanent or the retry window would end
+    /// first.
     pub fn next_delay(&mut self, failure: &Failure) -> Option<Duration> {
         if !matches!(failure.exit, Exit::Unavailable | Exit::Internal | Exit::TryAgain) {
             return None;
         }
-        self.delays.next().filter(|delay| Instant::now() + *delay < self.end)
+        self.delays.next().filter(|delay| Instant::now() + *delay < self.deadline)
     }
 }
 

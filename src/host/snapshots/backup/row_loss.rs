@@ -8,12 +8,12 @@ use svc_store::snapshot::TableCount;
 /// An emptied database.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the database holds no rows, but the previous snapshot, {before}, holds {rows}: it stays the latest\n  next: `svcctl recover` \
-     restores it; if the loss is intended, `svc-db-backup run --allow-empty`"
+    "the database holds no rows, but the previous snapshot, {previous_key}, holds {rows}: it stays the latest\n  next: \
+     `svcctl recover` restores it; if the loss is intended, `svc-db-backup run --allow-empty`"
 )]
 pub struct EmptiedDatabase {
     /// Key of the previous snapshot.
-    pub before: String,
+    pub previous_key: String,
     pub rows: u64,
 }
 
@@ -27,9 +27,9 @@ fn owner_tables(tables: &[TableCount]) -> impl Iterator<Item = &TableCount> {
 }
 
 /// Describes the loss if at least half of the rows, or a table that had rows, is missing.
-pub fn describe_loss(before: &[TableCount], now: &[TableCount]) -> Option<String> {
-    let missing: Vec<&TableCount> = owner_tables(before)
-        .filter(|table| table.rows > 0 && !now.iter().any(|other| other.name == table.name))
+pub fn describe_loss(previous: &[TableCount], current: &[TableCount]) -> Option<String> {
+    let missing: Vec<&TableCount> = owner_tables(previous)
+        .filter(|table| table.rows > 0 && !current.iter().any(|other| other.name == table.name))
         .collect();
     if let Some(first) = missing.first() {
         let others = match missing.len() as u64 - 1 {
@@ -42,9 +42,9 @@ pub fn describe_loss(before: &[TableCount], now: &[TableCount]) -> Option<String
             pluralize(first.rows, "row")
         ));
     }
-    let (before, now) = (count_owner_rows(before), count_owner_rows(now));
-    (before > 0 && now <= before / 2)
-        .then(|| format!("the database holds {} instead of {before}", pluralize(now, "row")))
+    let (previous, current) = (count_owner_rows(previous), count_owner_rows(current));
+    (previous > 0 && current <= previous / 2)
+        .then(|| format!("the database holds {} instead of {previous}", pluralize(current, "row")))
 }
 
 #[cfg(test)]

@@ -30,7 +30,7 @@ pub struct BackupSettings {
     /// Every snapshot is verified within this number of days.
     pub verify_within_days: u32,
     /// Maximum outage of the store during a check, counted from the last progress.
-    pub store_deadline: Duration,
+    pub outage_timeout: Duration,
 }
 
 impl BackupSettings {
@@ -42,19 +42,19 @@ impl BackupSettings {
         let tools = PgTools::locate(&mut env, &layout);
         let compression = env.or_default(&vars::BACKUP_COMPRESSION);
         let verify_within_days = read_verify_within_days(&mut env);
-        let store_deadline = staging::read_deadline(&mut env);
+        let outage_timeout = staging::read_outage_timeout(&mut env);
         let parts = identity.zip(store).zip(database);
         let ((identity, store), database) = env.finish(parts)?;
         Ok(Self {
             slot: SlotPrefix::new(&identity.user, &identity.slot),
-            bucket: store.open_for(outage_policy).or_exit(Exit::Config)?,
+            bucket: store.open_with_outage_policy(outage_policy).or_exit(Exit::Config)?,
             server: Server::new(database.config()?),
             layout,
             identity,
             tools,
             compression,
             verify_within_days,
-            store_deadline,
+            outage_timeout,
         })
     }
 
@@ -66,7 +66,7 @@ impl BackupSettings {
             bucket: self.bucket.clone(),
             server: self.server.clone(),
             tools: self.tools.clone(),
-            deadline: self.store_deadline,
+            outage_timeout: self.outage_timeout,
             progress: Arc::default(),
         }
     }

@@ -1,11 +1,11 @@
-//! Decides whether a verified snapshot becomes the latest. A snapshot of a shrunken database is held back until a person
-//! accepts it, or three hourly snapshots in a row agree. It is stored in any case.
+//! Decides whether a verified snapshot becomes the latest. A snapshot of a shrunken database is held back until a
+//! person accepts it, or three hourly snapshots in a row agree. It is stored in any case.
 
 use std::time::{Duration, Instant};
 
 use nix::time::{ClockId, clock_gettime};
 
-use super::record::{self, HeldBack, Record};
+use super::record::{self, BackupRecord, HeldBackReason};
 use super::row_loss;
 use super::settings::BackupSettings;
 use super::stage::Stage;
@@ -19,7 +19,7 @@ use svc_store::pointer_io::{self, PointerError};
 use svc_store::snapshot::{self as stored, SideRecord, SnapshotUnusable};
 
 /// Number of hourly snapshots in a row that confirm the loss.
-const MIN_AGREEING: u32 = 3;
+const MIN_AGREEING_SNAPSHOTS: u32 = 3;
 
 /// Why a snapshot is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,44 +34,46 @@ pub enum Trigger {
 /// A snapshot that is stored but is not the latest.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0}\n  next: `svc-db-backup accept`, if the loss is intended; else `svc-db-backup side open`, or `svcctl recover`"
+    "{0}\n  next: `svc-db-backup accept`, if the loss is intended; otherwise `svc-db-backup side open`, or `svcctl \
+     recover`"
 )]
 pub struct HeldBackError(HeldSnapshot);
 
 impl HeldBackError {
     /// Returns the entry for the run's record.
-    pub fn to_record(&self) -> HeldBack {
-        HeldBack { latest: self.0.latest.clone(), loss: self.0.loss.clone() }
+    pub fn to_record(&self) -> HeldBackReason {
+        HeldBackReason { latest: self.0.latest.clone(), loss: self.0.loss.clone() }
     }
 }
 
-/// Compares the snapshot `taken` with the latest, `before`. Returns `Some` if it is held back.
+/// Compares the snapshot `taken` with the latest, `previous`. If `taken` is held back, records that and returns an
+/// error to report.
 ///
 /// # Errors
-/// [`FileError`]: a snapshot is never held back without a record of it.
+/// [`FileError`]: a snapshot is never held back without a record.
 pub fn check_shrinkage(
     settings: &BackupSettings,
     trigger: Trigger,
-    before: &SideRecord,
+    previous: &SideRecord,
     taken: &SideRecord,
 ) -> Result<Option<HeldBackError>, FileError> {
     let layout = &settings.layout;
-    let Some(loss) =
-        row_loss::describe_loss(&before.tables, &taken.tables).filter(|_| is_same_database(before, taken))
+    let Some(loss) = row_loss::describe_loss(&previous.tables, &taken.tables)
+        .filter(|_| is_same_database(previous, taken))
     else {
         return Ok(None);
     };
-    let earlier = HeldSnapshot::read(layout)?.filter(|held| held.latest == before.key);
+    let earlier = HeldSnapshot::read(layout)?.filter(|held| held.latest == previous.key);
     let held = match earlier {
         Some(held) => held.with_next_snapshot(taken.key.clone(), loss),
-        None => HeldSnapshot::new(taken.key.clone(), before.key.clone(), loss),
+        None => HeldSnapshot::new(taken.key.clone(), previous.key.clone(), loss),
     };
     let held = match trigger {
         Trigger::Schedule => held.count_agreement(read_uptime()),
         Trigger::Request => held,
     };
-    if held.agreeing >= MIN_AGREEING {
-        tracing::warn!(%held, "{MIN_AGREEING} hourly snapshots in a row agree: the newest becomes the latest");
+    if held.agreeing >= MIN_AGREEING_SNAPSHOTS {
+        tracing::warn!(%held, "{MIN_AGREEING_SNAPSHOTS} hourly snapshots in a row agree: accepting the newest");
         return Ok(None);
     }
     held.write(layout)?;
@@ -85,9 +87,9 @@ fn read_uptime() -> Duration {
 
 /// Returns whether both are of the same database. A database that was restored, imported or adopted in between may
 /// legitimately be smaller.
-fn is_same_database(before: &SideRecord, taken: &SideRecord) -> bool {
-    match (&before.database_identity, &taken.database_identity) {
-        (Some(before), Some(taken)) => before.restore_id == taken.restore_id,
+fn is_same_database(previous: &SideRecord, taken: &SideRecord) -> bool {
+    match (&previous.database_identity, &taken.database_identity) {
+        (Some(previous), Some(taken)) => previous.restore_id == taken.restore_id,
         _ => true,
     }
 }
@@ -121,21 +123,21 @@ impl AcceptError {
 /// # Errors
 /// [`Failure`].
 pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failure> {
-    let (began, timestamp) = (Instant::now(), clock::now_ms());
+    let (started, timestamp) = (Instant::now(), clock::now_ms());
     let accepted = accept_held(settings).await.map_err(|error| Failure::new(error.exit(), error))?;
     let Some(side) = accepted else {
         println!("no snapshot is held back");
         return Ok(());
     };
     println!("{} is now the latest snapshot", side.key);
-    let record = Record {
+    let record = BackupRecord {
         timestamp,
         status: Status::Success,
         stage: Stage::Done,
         key: Some(side.key),
         size_bytes: Some(side.size_bytes),
         sha256: Some(side.sha256),
-        duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
+        duration_ms: u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX),
         error: None,
         held: None,
     };

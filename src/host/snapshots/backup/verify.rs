@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use super::settings::BackupSettings;
 use super::verify_object;
-use super::verify_object::RereadError;
+use super::verify_object::VerifyObjectError;
 use super::verify_schedule;
-use crate::snapshots::check_log::{Check, CheckKind, Status};
+use crate::snapshots::check_log::{CheckKind, CheckRecord, Status};
 use crate::system::backoff::Backoff;
 use crate::system::lock::Lock;
 use svc_base::applet::{Exit, Failure, OrExit};
@@ -43,7 +43,7 @@ enum VerifyError {
     #[error("the object store could not be read")]
     Store(#[from] StoreError),
     #[error(transparent)]
-    Reread(#[from] RereadError),
+    Object(#[from] VerifyObjectError),
     #[error(transparent)]
     File(#[from] FileError),
     #[error("stopped by a signal")]
@@ -55,7 +55,7 @@ enum VerifyError {
 impl VerifyError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Store(error) | Self::Reread(RereadError::Store(error)) => {
+            Self::Store(error) | Self::Object(VerifyObjectError::Store(error)) => {
                 crate::system::store::exit_code(error)
             }
             Self::Stopped => Exit::TryAgain,
@@ -121,8 +121,8 @@ pub async fn run(
         (Ok(()), [(_, why), ..]) => Some(why.clone()),
         (Ok(()), []) => None,
     };
-    let check = Check {
-        version: Check::VERSION,
+    let check = CheckRecord {
+        version: CheckRecord::VERSION,
         timestamp: clock::now_ms(),
         check: CheckKind::Verify,
         status: if error.is_none() { Status::Success } else { Status::Error },
@@ -231,9 +231,9 @@ async fn verify_one(settings: &BackupSettings, key: &str) -> Result<SideRecord, 
         SnapshotUnusable::Store(error) => VerifyFailure::Unknown(error.into()),
         error => VerifyFailure::Damaged(error.to_string()),
     })?;
-    let mut backoff = Backoff::new(settings.store_deadline);
+    let mut backoff = Backoff::new(settings.outage_timeout);
     let (bucket, slot, tools) = (&settings.bucket, &settings.slot, &settings.tools);
-    match verify_object::reread(bucket, slot, tools, &side, &mut backoff).await {
+    match verify_object::verify_object(bucket, slot, tools, &side, &mut backoff).await {
         Ok(()) => Ok(side),
         Err(error) if error.is_damage() => {
             Err(VerifyFailure::Damaged(format!("{key}: {}", format_chain(&error))))

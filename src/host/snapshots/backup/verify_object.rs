@@ -14,7 +14,7 @@ use svc_store::{Bucket, StoreError};
 
 /// Why a snapshot could not be verified.
 #[derive(Debug, thiserror::Error)]
-pub enum RereadError {
+pub enum VerifyObjectError {
     /// The state of the snapshot is unknown.
     #[error("the object store could not be read in time")]
     Store(#[source] StoreError),
@@ -28,7 +28,7 @@ pub enum RereadError {
     Reader(#[from] DumpCheckError),
 }
 
-impl RereadError {
+impl VerifyObjectError {
     /// Returns whether the snapshot is at fault, rather than the store or the tool.
     pub fn is_damage(&self) -> bool {
         match self {
@@ -41,36 +41,36 @@ impl RereadError {
     }
 }
 
-/// Reads the object; resumes after a broken connection.
-pub async fn reread(
+/// Verifies a snapshot by reading its object in full; resumes after a broken connection.
+pub async fn verify_object(
     bucket: &Bucket,
     slot: &SlotPrefix,
     tools: &PgTools,
     side: &SideRecord,
     backoff: &mut Backoff,
-) -> Result<(), RereadError> {
+) -> Result<(), VerifyObjectError> {
     let reader = DumpCheck::start(tools)?;
     let mut state = ReadState { length: 0, digest: Sha256::new() };
     while state.length < side.size_bytes {
-        let before = state.length;
+        let previous_length = state.length;
         match state.read_rest(bucket, slot, &reader, side).await {
             Ok(()) => {}
-            Err(RereadError::Store(error)) if error.is_transient() => {
+            Err(VerifyObjectError::Store(error)) if error.is_transient() => {
                 tracing::warn!(error = %format_chain(&error), at = state.length, "the read was interrupted");
-                if state.length > before {
+                if state.length > previous_length {
                     backoff.record_progress();
                 }
-                backoff.pause().await.map_err(|_| RereadError::Store(error))?;
+                backoff.pause().await.map_err(|_| VerifyObjectError::Store(error))?;
             }
             // `finish` returns the tool's own error.
-            Err(RereadError::Reader(DumpCheckError::ReaderExited)) => break,
+            Err(VerifyObjectError::Reader(DumpCheckError::ReaderExited)) => break,
             Err(error) => return Err(error),
         }
     }
     let read = reader.finish().await;
     let is_complete = state.length == side.size_bytes;
     if is_complete && hex::encode(state.digest.finalize()) != side.sha256 {
-        return Err(RereadError::WrongDigest { key: side.key.clone() });
+        return Err(VerifyObjectError::WrongDigest { key: side.key.clone() });
     }
     Ok(read?)
 }
@@ -87,18 +87,18 @@ impl ReadState {
         slot: &SlotPrefix,
         reader: &DumpCheck,
         side: &SideRecord,
-    ) -> Result<(), RereadError> {
-        let missing = || RereadError::Missing { key: side.key.clone() };
+    ) -> Result<(), VerifyObjectError> {
+        let missing = || VerifyObjectError::Missing { key: side.key.clone() };
         let key = slot.snapshot(&side.key).ok_or_else(missing)?;
         let failed = |error| match StoreError::classify(&key, error) {
             StoreError::NotFound { .. } => missing(),
-            error => RereadError::Store(error),
+            error => VerifyObjectError::Store(error),
         };
         let range = (self.length > 0).then_some(GetRange::Offset(self.length));
         let options = GetOptions { range, ..GetOptions::default() };
         let response = bucket.raw().get_opts(&key, options).await.map_err(failed)?;
         let wrong_size =
-            |found| RereadError::WrongSize { key: side.key.clone(), expected: side.size_bytes, found };
+            |found| VerifyObjectError::WrongSize { key: side.key.clone(), expected: side.size_bytes, found };
         if response.meta.size != side.size_bytes {
             return Err(wrong_size(response.meta.size));
         }

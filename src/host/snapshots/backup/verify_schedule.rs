@@ -1,5 +1,5 @@
 //! Selects the snapshots to read today, so that each is read again within a given number of days. Those that were read
-//! least recently come first. Pure.
+//! least recently come first. This module performs no I/O.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,5 @@
-//! The steps of a restore. The old database is untouched until the swap, which is one transaction; the marker is written
-//! last. A killed run is simply repeated.
+//! The steps of a restore. The old database is untouched until the swap, which is one transaction; the marker is
+//! written last. A killed run is simply repeated.
 
 use anyhow::anyhow;
 
@@ -8,7 +8,7 @@ use super::settings::RestoreSettings;
 use super::swap::{self, SwapError};
 use crate::snapshots::database_identity;
 use crate::snapshots::database_identity::IdentityError;
-use crate::snapshots::restore_marker::Marker;
+use crate::snapshots::restore_marker::RestoreMarker;
 use crate::snapshots::row_counts;
 use crate::snapshots::staging;
 use crate::snapshots::staging::{DownloadError, LoadError, RoleLifetime, ScratchDatabase};
@@ -92,7 +92,7 @@ impl RestoreError {
         match self {
             Self::Store(_) => Some(RestoreFailureCode::StoreUnavailable),
             Self::Download(error) | Self::Load(LoadError::Download(error)) => download_code(error),
-            Self::Load(LoadError::Newer { .. }) => Some(RestoreFailureCode::NewerPostgres),
+            Self::Load(LoadError::NewerPostgres { .. }) => Some(RestoreFailureCode::NewerPostgres),
             _ => None,
         }
     }
@@ -213,22 +213,22 @@ async fn restore(settings: &RestoreSettings, existing_rows: ExistingRows) -> Res
             return Err(error);
         }
     }
-    if settings.chosen.is_some() {
+    if settings.chosen_snapshot.is_some() {
         // The pointer names another snapshot; until the first backup, a recovery would restore that one.
         let request = serde_json::json!({"requestId": request_id::current()}).to_string();
         fsx::write_atomic(&settings.layout.request("backup"), request.as_bytes(), 0o600)?;
     }
     set_marker(settings, Some(&snapshot.key)).await?;
-    clean(settings);
+    remove_temporary_data(settings);
     tracing::info!(key = snapshot.key, "restored");
     Ok(())
 }
 
 /// Returns the snapshot to restore; `None` if there is none and an empty start is allowed.
 async fn find_snapshot(settings: &RestoreSettings) -> Result<Option<SnapshotRef>, RestoreError> {
-    let mut backoff = Backoff::new(settings.context.deadline);
+    let mut backoff = Backoff::new(settings.context.outage_timeout);
     loop {
-        let found = match &settings.chosen {
+        let found = match &settings.chosen_snapshot {
             None => snapshot::find_latest(&settings.context.bucket, &settings.context.slot).await,
             Some(key) => {
                 let chosen =
@@ -252,7 +252,7 @@ async fn read_side_record(
     settings: &RestoreSettings,
     snapshot: &SnapshotRef,
 ) -> Result<SideRecord, RestoreError> {
-    let mut backoff = Backoff::new(settings.context.deadline);
+    let mut backoff = Backoff::new(settings.context.outage_timeout);
     loop {
         match snapshot::read_side_record(&settings.context.bucket, &settings.context.slot, snapshot).await {
             Ok(side) => return Ok(side),
@@ -303,7 +303,8 @@ async fn is_unserved_restore(settings: &RestoreSettings) -> Result<bool, Restore
     Ok(live_oid == Some(journal.scratch_oid))
 }
 
-/// Refuses to replace rows that may be newer than the snapshot. If only the marker was lost, `adopt` keeps the database.
+/// Refuses to replace rows that may be newer than the snapshot. If only the marker was lost, `adopt` keeps the
+/// database.
 async fn refuse_rows(settings: &RestoreSettings) -> Result<(), RestoreError> {
     let maintenance =
         staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
@@ -330,13 +331,13 @@ async fn set_marker(settings: &RestoreSettings, snapshot: Option<&str>) -> Resul
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     let identity = database_identity::adopt(&client, settings.context.server.database()).await?;
     fsx::remove_leftover_temp(&fsx::resolve_link(&settings.layout.restore_complete()))?;
-    Marker::new(snapshot.map(str::to_owned), identity).write(&settings.layout)?;
+    RestoreMarker::new(snapshot.map(str::to_owned), identity).write(&settings.layout)?;
     failpoint::pass("restore.marker")?;
     Ok(())
 }
 
 /// Removes temporary data once the gate is open. A failure only wastes space.
-fn clean(settings: &RestoreSettings) {
+fn remove_temporary_data(settings: &RestoreSettings) {
     let state = settings.layout.restore_state();
     if let Err(error) = journal::remove(&settings.layout).and_then(|()| staging::remove_dumps(&state)) {
         tracing::warn!(%error, "could not clean up after the restore");

@@ -36,7 +36,7 @@ impl Journal {
         path(layout).exists()
     }
 
-    /// Returns `None` also if the journal does not parse: it was never completely written.
+    /// Returns `None` if there is no journal, or if it does not parse because it was never completely written.
     ///
     /// # Errors
     /// [`FileError`] if the file exists and cannot be read.

@@ -1,6 +1,6 @@
-//! `svc-restore`: the restore gate, before the gateway. The gate opens only after a complete restore, for a database that
-//! was restored earlier or that an operator adopts, or if an empty start is allowed and the store confirms that there is no
-//! snapshot.
+//! `svc-restore`: the restore gate, which must open before the gateway starts. It opens only after a complete restore,
+//! for a database that was restored earlier or that an operator adopts, or if an empty start is allowed and the store
+//! confirms that there is no snapshot.
 //!
 //! This module owns the command line, the configuration and the exit code. The steps are in `gate`; `import` imports an
 //! owner's archive onto a machine whose gate is open.
@@ -15,7 +15,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use crate::snapshots::restore_marker::Marker;
+use crate::snapshots::restore_marker::RestoreMarker;
 use crate::system::activity;
 use crate::system::boot_progress::BootReporter;
 use crate::system::config::init_log;
@@ -62,7 +62,7 @@ Examples:\n  svc-restore import ada.tar --check\n  svc-restore import ada.tar"
         #[arg(value_name = "FILE")]
         archive: PathBuf,
         #[command(flatten)]
-        options: import::Options,
+        options: import::ImportOptions,
     },
     /// A step of an import, run as the user who owns the files
     #[command(hide = true)]
@@ -80,14 +80,14 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Err(code) => return code,
     };
     let layout = Layout::from_process();
-    let stepped_down = match &args.command {
+    let user_switch = match &args.command {
         // An import starts a process for each user whose files it writes.
         Some(Command::Import { .. }) => Ok(()),
         Some(Command::ImportStep(step)) if step.step.is_run_as_owner() => Ok(()),
         Some(Command::ImportStep(_)) => user::switch_to_gateway_user(&layout),
         _ => user::drop_privileges(&layout),
     };
-    if let Err(error) = stepped_down {
+    if let Err(error) = user_switch {
         return applet::report("svc-restore", &Failure::new(Exit::Internal, error));
     }
     init_log("svc-restore", &layout);
@@ -132,7 +132,7 @@ async fn open_gate(layout: Layout) -> Result<(), Failure> {
 
 /// Records the outcome of a restore in `activity.log`.
 fn record_outcome(layout: &Layout, restored: &Result<(), Failure>) {
-    let snapshot = || Marker::read(layout).ok().flatten().and_then(|marker| marker.snapshot);
+    let snapshot = || RestoreMarker::read(layout).ok().flatten().and_then(|marker| marker.snapshot);
     let text = match restored.as_ref().map(|()| snapshot()) {
         Ok(Some(key)) => format!("the database was restored from {key}"),
         Ok(None) => "the machine starts with an empty database".to_owned(),

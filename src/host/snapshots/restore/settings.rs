@@ -23,7 +23,7 @@ pub struct RestoreSettings {
     pub context: RestoreContext,
     pub mode: RestoreMode,
     /// The snapshot to restore; `None` for the one that the pointer names.
-    pub chosen: Option<SnapshotKey>,
+    pub chosen_snapshot: Option<SnapshotKey>,
 }
 
 impl RestoreSettings {
@@ -34,8 +34,8 @@ impl RestoreSettings {
         let database = DatabaseUrl::read(&mut env);
         let tools = PgTools::locate(&mut env, &layout);
         let mode = env.required::<RestoreMode>(&vars::SVC_RESTORE_MODE);
-        let chosen = env.optional::<SnapshotKey>(&vars::SVC_RESTORE_SNAPSHOT);
-        let deadline = staging::read_deadline(&mut env);
+        let chosen_snapshot = env.optional::<SnapshotKey>(&vars::SVC_RESTORE_SNAPSHOT);
+        let outage_timeout = staging::read_outage_timeout(&mut env);
         let parts = identity.zip(store).zip(database).zip(mode);
         let (((identity, store), database), mode) = env.finish(parts)?;
         let context = RestoreContext {
@@ -44,9 +44,9 @@ impl RestoreSettings {
             bucket: store.open().or_exit(Exit::Config)?,
             server: Server::new(database.config()?),
             tools,
-            deadline,
+            outage_timeout,
             progress: Arc::default(),
         };
-        Ok(Self { layout, user: identity.user, context, mode, chosen })
+        Ok(Self { layout, user: identity.user, context, mode, chosen_snapshot })
     }
 }

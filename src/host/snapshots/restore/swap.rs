@@ -85,7 +85,7 @@ pub async fn undo(server: &Server, scratch: &ScratchDatabase) {
 }
 
 async fn end_sessions(client: &Client, database: &str) -> Result<(), SwapError> {
-    let end = Instant::now() + SESSION_END_TIMEOUT;
+    let deadline = Instant::now() + SESSION_END_TIMEOUT;
     loop {
         let row = client
             .query_one(
@@ -97,7 +97,7 @@ async fn end_sessions(client: &Client, database: &str) -> Result<(), SwapError> 
         if sessions == 0 {
             return Ok(());
         }
-        if Instant::now() > end {
+        if Instant::now() > deadline {
             return Err(SwapError::InUse { database: database.to_owned(), sessions });
         }
         tokio::time::sleep(Duration::from_millis(50)).await;

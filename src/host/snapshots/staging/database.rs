@@ -27,20 +27,20 @@ pub async fn find_oid(client: &Client, database: &str) -> Result<Option<u32>, Er
 /// Maximum time for a session to end.
 const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Ends the sessions of killed runs: a server completes a statement even without its client. Once they have ended, their
-/// work is committed or rolled back, so the caller sees every database that they created. The caller holds a lock, so all
-/// other sessions with this application name belong to killed runs. After `SESSION_END_TIMEOUT`, returns without an
-/// error.
+/// Ends the sessions of killed runs: a server completes a statement even without its client. Once they have ended,
+/// their work is committed or rolled back, so the caller sees every database that they created. The caller holds a
+/// lock, so all other sessions with this application name belong to killed runs. After `SESSION_END_TIMEOUT`, returns
+/// without an error.
 ///
 /// # Errors
 /// Errors of the database.
 pub async fn end_sessions_of(client: &Client, application: &str) -> Result<(), Error> {
     let others = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity \
                   WHERE application_name = $1 AND pid <> pg_backend_pid()";
-    let end = Instant::now() + SESSION_END_TIMEOUT;
+    let deadline = Instant::now() + SESSION_END_TIMEOUT;
     loop {
         let remaining: i64 = client.query_one(others, &[&application]).await?.try_get(0)?;
-        if remaining == 0 || Instant::now() > end {
+        if remaining == 0 || Instant::now() > deadline {
             return Ok(());
         }
         tokio::time::sleep(Duration::from_millis(20)).await;

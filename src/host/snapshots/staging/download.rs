@@ -19,7 +19,7 @@ use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
 use svc_store::snapshot::SideRecord;
 
-/// Disk space that stays free.
+/// Disk space to keep free.
 const FREE_SPACE_MARGIN_BYTES: u64 = 64 << 20;
 /// Assumed ratio of database to compressed dump, if the side record has no size.
 const DEFAULT_GROWTH: u64 = 6;
@@ -46,7 +46,7 @@ pub enum DownloadError {
 }
 
 impl DownloadError {
-    /// `Refused` if the object differs from its record.
+    /// Returns `Refused` if the object differs from its record.
     pub fn exit(&self) -> Exit {
         match self {
             Self::Store(error) => store::exit_code(error),
@@ -84,7 +84,7 @@ pub async fn fetch_dump(
         return plan_streaming(dir, partial, *free, snapshot, side);
     }
 
-    let mut backoff = Backoff::new(context.deadline);
+    let mut backoff = Backoff::new(context.outage_timeout);
     let mut is_second_attempt = false;
     loop {
         complete(context, snapshot, &mut partial, &mut backoff).await?;
@@ -101,7 +101,7 @@ pub async fn fetch_dump(
     }
 }
 
-/// Checks that the database fits without the dump, whose partial file is removed.
+/// Removes the partial file of the dump, and checks that the database then fits.
 fn plan_streaming(
     dir: &Path,
     partial: PartialFile,
@@ -132,12 +132,12 @@ async fn complete(
 ) -> Result<(), DownloadError> {
     context.progress.start_bytes_phase(FETCH_PROGRESS, snapshot.size_bytes);
     while partial.length() < snapshot.size_bytes {
-        let before = partial.length();
+        let previous_length = partial.length();
         match resume_download(context, snapshot, partial).await {
             Ok(()) => {}
             Err(DownloadError::Store(error)) if error.is_transient() => {
                 tracing::warn!(error = %format_chain(&error), at = partial.length(), "the download was interrupted");
-                if partial.length() > before {
+                if partial.length() > previous_length {
                     backoff.record_progress();
                 }
                 backoff.pause().await.map_err(|_| DownloadError::Store(error))?;
@@ -203,7 +203,7 @@ pub fn ensure_space_for_snapshot(
 /// # Errors
 /// [`DownloadError::NoSpace`].
 pub fn ensure_free_space(dir: &Path, needed: u64) -> Result<(), DownloadError> {
-    let free = fs4::available_space(dir).map_err(FileError::wrap("measure", dir))?;
+    let free = fs4::available_space(dir).map_err(FileError::wrap("read free space of", dir))?;
     if free < needed {
         return Err(DownloadError::NoSpace { path: dir.to_owned(), needed, free });
     }

@@ -20,7 +20,7 @@ pub enum LoadError {
         "{key} was taken with PostgreSQL {snapshot}, but this machine has PostgreSQL {server}, which cannot load it\n  next: \
          recover with an image that has PostgreSQL {snapshot}, or `svcctl recover --snapshot` with an earlier snapshot"
     )]
-    Newer { key: String, snapshot: u32, server: i32 },
+    NewerPostgres { key: String, snapshot: u32, server: i32 },
     #[error(transparent)]
     Connect(#[from] ConnectError),
     #[error("{action}")]
@@ -36,7 +36,7 @@ pub enum LoadError {
     #[error("pg_restore did not exit in time")]
     TimedOut,
     #[error("the restored database differs from its record: {0}")]
-    Differs(String),
+    Mismatch(String),
     #[error(transparent)]
     Download(#[from] DownloadError),
     #[error(transparent)]
@@ -44,13 +44,13 @@ pub enum LoadError {
 }
 
 impl LoadError {
-    /// `Refused` if the snapshot itself cannot be loaded on this machine.
+    /// Returns `Refused` if the snapshot itself cannot be loaded on this machine.
     pub fn exit(&self) -> Exit {
         match self {
             Self::Connect(_) => Exit::Unavailable,
             Self::Download(error) => error.exit(),
             Self::Query { source, .. } => postgres::exit_code(source),
-            Self::Newer { .. } | Self::Restore { .. } | Self::Differs(_) => Exit::Refused,
+            Self::NewerPostgres { .. } | Self::Restore { .. } | Self::Mismatch(_) => Exit::Refused,
             Self::Start(_) | Self::TimedOut | Self::Injected(_) => Exit::Internal,
         }
     }

@@ -32,15 +32,15 @@ const PROGRESS_INTERVAL: Duration = Duration::from_secs(2);
 /// Connects with retries: the database's container may still be starting.
 ///
 /// # Errors
-/// [`ConnectError`] after the deadline, or at once if a retry is pointless.
+/// [`ConnectError`] after the timeout, or at once if a retry is pointless.
 pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> Result<Client, ConnectError> {
-    let mut backoff = Backoff::new(context.deadline);
+    let mut backoff = Backoff::new(context.outage_timeout);
     loop {
         match context.server.connect(database, context.name).await {
             Ok(client) => return Ok(client),
             Err(error) => {
                 let is_permanent = match &error {
-                    ConnectError::Refused { source, .. } => !postgres::is_unavailable(source),
+                    ConnectError::Failed { source, .. } => !postgres::is_unavailable(source),
                     _ => false,
                 };
                 if is_permanent || backoff.pause().await.is_err() {
@@ -54,14 +54,14 @@ pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> R
 /// Refuses a dump of a newer PostgreSQL than the server's.
 ///
 /// # Errors
-/// [`LoadError::Newer`], or an error of the query.
+/// [`LoadError::NewerPostgres`], or an error of the query.
 pub async fn check_postgres_version(context: &RestoreContext, side: &SideRecord) -> Result<(), LoadError> {
     let client = connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
     let row = client.query_one("SELECT current_setting('server_version_num')::int4 / 10000", &[]).await;
     let server: i32 = row.and_then(|row| row.try_get(0)).map_err(query("query the server's version"))?;
     match side.pg_major() {
         Some(snapshot) if i64::from(snapshot) > i64::from(server) => {
-            Err(LoadError::Newer { key: side.key.clone(), snapshot, server })
+            Err(LoadError::NewerPostgres { key: side.key.clone(), snapshot, server })
         }
         _ => Ok(()),
     }
@@ -117,7 +117,7 @@ pub async fn create_database(client: &Client, owner: Option<&str>) -> Result<Scr
         .await
         .map_err(query("create a database for the snapshot"))?;
     let oid = database::find_oid(client, &name).await.map_err(query("look for the new database"))?;
-    let oid = oid.ok_or_else(|| LoadError::Differs(format!("{name} has disappeared")))?;
+    let oid = oid.ok_or_else(|| LoadError::Mismatch(format!("{name} has disappeared")))?;
     Ok(ScratchDatabase { name, oid, number })
 }
 
@@ -262,7 +262,7 @@ pub async fn compare_with_record(
             };
             let (found, expected) = (describe(&counted_tables), describe(&recorded));
             let why = format!("{}: {found} restored, {expected} recorded", table.name);
-            Err(LoadError::Differs(why))
+            Err(LoadError::Mismatch(why))
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Loads a snapshot into a scratch database: downloads it, loads it, and compares it with its record. The caller decides
-//! what to do with the scratch database: a restore replaces the owner's database with it, a drill drops it.
+//! Loads a snapshot into a scratch database: downloads it, loads it, and compares it with its record. The caller
+//! decides what to do with the scratch database: a restore replaces the owner's database with it, a drill drops it.
 
 mod database;
 mod download;
@@ -39,11 +39,11 @@ pub struct RestoreContext {
     pub server: Server,
     pub tools: PgTools,
     /// Maximum outage of the store and the database, counted from the last progress.
-    pub deadline: Duration,
+    pub outage_timeout: Duration,
     pub progress: Arc<Progress>,
 }
 
 /// Reads `RESTORE_STORE_DEADLINE_SECONDS`.
-pub fn read_deadline(env: &mut Env) -> Duration {
+pub fn read_outage_timeout(env: &mut Env) -> Duration {
     Duration::from_secs(env.or_default(&vars::RESTORE_STORE_DEADLINE_SECONDS))
 }

@@ -1,4 +1,5 @@
-//! Creates the roles that a snapshot needs, before it is loaded, with the recorded attributes, settings and memberships.
+//! Creates the roles that a snapshot needs, before it is loaded, with the recorded attributes, settings and
+//! memberships.
 //!
 //! All roles are created in one transaction, so that none ever lacks its attributes. Existing roles are not changed;
 //! differences are reported. No role can log in before it gets a password.
@@ -28,7 +29,7 @@ pub enum RoleLifetime {
 /// Prefix of the apps' roles: the gateway sets their passwords and lets them log in.
 const APP_PREFIX: &str = "app_";
 
-/// Creates the missing roles. Returns descriptions of the facts that could not be applied.
+/// Creates the missing roles. Returns descriptions of the recorded facts that were not kept.
 pub async fn create(
     client: &mut Client,
     side: &SideRecord,
@@ -60,8 +61,8 @@ pub async fn create(
     for role in &facts {
         if created.contains(role.name.as_str()) {
             setup.set_attributes(role).await?;
-        } else if let Some(now) = existing.iter().find(|now| now.name == role.name) {
-            setup.report_differences(role, now);
+        } else if let Some(live) = existing.iter().find(|live| live.name == role.name) {
+            setup.report_differences(role, live);
         }
     }
     for role in facts.iter().filter(|role| created.contains(role.name.as_str())) {
@@ -77,7 +78,7 @@ fn is_built_in(name: &str) -> bool {
     name.starts_with("pg_")
 }
 
-/// Applies a role's recorded facts and collects those that cannot be applied.
+/// Applies a role's recorded facts and collects those that are not kept.
 struct RoleSetup<'a> {
     transaction: Transaction<'a>,
     not_kept: Vec<String>,
@@ -141,7 +142,7 @@ impl RoleSetup<'_> {
     }
 
     /// Reports how an existing role, which is not changed, differs from the recorded one.
-    fn report_differences(&mut self, then: &RoleFacts, now: &RoleFacts) {
+    fn report_differences(&mut self, recorded: &RoleFacts, live: &RoleFacts) {
         let attributes = |role: &RoleFacts| RoleFacts {
             settings: Vec::new(),
             member_of: Vec::new(),
@@ -149,15 +150,16 @@ impl RoleSetup<'_> {
             login: false,
             ..role.clone()
         };
-        let role = &then.name;
-        if attributes(then) != attributes(now) {
+        let role = &recorded.name;
+        if attributes(recorded) != attributes(live) {
             self.not_kept.push(format!("the attributes of the role {role}, which existed already"));
         }
-        for setting in then.settings.iter().filter(|setting| !now.settings.contains(setting)) {
+        for setting in recorded.settings.iter().filter(|setting| !live.settings.contains(setting)) {
             self.not_kept
                 .push(format!("the setting {} of the role {role}, which existed already", setting.name));
         }
-        for membership in then.member_of.iter().filter(|membership| !now.member_of.contains(membership)) {
+        for membership in recorded.member_of.iter().filter(|membership| !live.member_of.contains(membership))
+        {
             let group = &membership.role;
             self.not_kept
                 .push(format!("the membership of the role {role} in {group}; {role} existed already"));

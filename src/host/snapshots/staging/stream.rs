@@ -1,7 +1,8 @@
-//! Streams the dump from the store straight into `pg_restore`, for a disk without space for the dump beside the database.
+//! Streams the dump from the store straight into `pg_restore`, for a disk without space for the dump beside the
+//! database.
 //!
-//! The bytes are hashed in transit, so the result is known only at the end: the caller drops the database if the size or
-//! the SHA-256 differs.
+//! The bytes are hashed in transit, so the result is known only at the end: the caller drops the database if the size
+//! or the SHA-256 differs.
 
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -24,7 +25,7 @@ use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
 
 /// Maximum time for `pg_restore` to build indexes and exit, after the last byte.
-const INDEXES_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
+const INDEX_BUILD_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 
 /// Loads the dump into a database without writing it to disk.
 ///
@@ -44,10 +45,10 @@ pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &s
     let mut transfer = Transfer { length: 0, digest: Sha256::new(), stdin: child.stdin.take() };
     let received = transfer.receive(context, snapshot, &mut child).await;
     transfer.stdin = None;
-    if let Err(Interrupted::Download(error)) = received {
+    if let Err(TransferError::Download(error)) = received {
         return Err(error.into());
     }
-    let ended = tokio::time::timeout(INDEXES_TIMEOUT, child.wait()).await;
+    let ended = tokio::time::timeout(INDEX_BUILD_TIMEOUT, child.wait()).await;
     let status = ended.map_err(|_| LoadError::TimedOut)?.map_err(LoadError::Start)?;
     if !status.success() {
         return Err(restore_error(status, &errors.await.unwrap_or_default()));
@@ -64,13 +65,13 @@ fn restore_error(status: ExitStatus, stderr: &[u8]) -> LoadError {
 }
 
 /// Why the transfer ended before the last byte.
-enum Interrupted {
+enum TransferError {
     /// `pg_restore` failed; its own error has the reason.
     Reader,
     Download(DownloadError),
 }
 
-impl<E: Into<DownloadError>> From<E> for Interrupted {
+impl<E: Into<DownloadError>> From<E> for TransferError {
     fn from(error: E) -> Self {
         Self::Download(error.into())
     }
@@ -90,15 +91,15 @@ impl Transfer {
         context: &RestoreContext,
         snapshot: &SnapshotRef,
         child: &mut Child,
-    ) -> Result<(), Interrupted> {
-        let mut backoff = Backoff::new(context.deadline);
+    ) -> Result<(), TransferError> {
+        let mut backoff = Backoff::new(context.outage_timeout);
         while self.length < snapshot.size_bytes {
-            let before = self.length;
+            let previous_length = self.length;
             match self.receive_rest(context, snapshot, child).await {
                 Ok(()) => {}
-                Err(Interrupted::Download(DownloadError::Store(error))) if error.is_transient() => {
+                Err(TransferError::Download(DownloadError::Store(error))) if error.is_transient() => {
                     tracing::warn!(error = %format_chain(&error), at = self.length, "the transfer was interrupted");
-                    if self.length > before {
+                    if self.length > previous_length {
                         backoff.record_progress();
                     }
                     backoff.pause().await.map_err(|_| DownloadError::Store(error))?;
@@ -114,7 +115,7 @@ impl Transfer {
         context: &RestoreContext,
         snapshot: &SnapshotRef,
         child: &mut Child,
-    ) -> Result<(), Interrupted> {
+    ) -> Result<(), TransferError> {
         let key = context.slot.snapshot(&snapshot.key).expect("the key was validated before");
         let failed = |error| DownloadError::Store(StoreError::classify(&key, error));
         let wrong_size = |found| DownloadError::WrongSize {
@@ -142,16 +143,16 @@ impl Transfer {
         Ok(())
     }
 
-    async fn write_chunk(&mut self, chunk: Bytes, child: &mut Child) -> Result<(), Interrupted> {
+    async fn write_chunk(&mut self, chunk: Bytes, child: &mut Child) -> Result<(), TransferError> {
         let Some(stdin) = &mut self.stdin else { return Ok(()) };
         if stdin.write_all(&chunk).await.is_ok() {
             return Ok(());
         }
         // The tool has closed its input: it needs no more bytes, or it has failed.
         self.stdin = None;
-        match tokio::time::timeout(INDEXES_TIMEOUT, child.wait()).await {
+        match tokio::time::timeout(INDEX_BUILD_TIMEOUT, child.wait()).await {
             Ok(Ok(status)) if status.success() => Ok(()),
-            _ => Err(Interrupted::Reader),
+            _ => Err(TransferError::Reader),
         }
     }
 }

@@ -24,7 +24,7 @@ fn entry(kind: u8, path: &[u8], size: u64, body: &[u8]) -> Vec<u8> {
     bytes
 }
 
-fn whole(kind: u8, path: &str, body: &[u8]) -> Vec<u8> {
+fn entry_with_body(kind: u8, path: &str, body: &[u8]) -> Vec<u8> {
     entry(kind, path.as_bytes(), body.len() as u64, body)
 }
 
@@ -47,45 +47,56 @@ fn read_all(archive: impl Read) -> Result<Vec<(PathBuf, Vec<u8>)>, TarError> {
 }
 
 #[test]
-fn next_entry_follows_long_names() {
+fn next_entry_reads_long_names() {
     let long = "d/".repeat(200) + "f";
-    for record in [whole(b'L', "././@LongLink", long.as_bytes()), whole(b'x', "pax", &pax("path", &long))] {
-        let found = read_all([record, whole(b'0', "short", b"body")].concat().as_slice()).unwrap();
+    for record in [
+        entry_with_body(b'L', "././@LongLink", long.as_bytes()),
+        entry_with_body(b'x', "pax", &pax("path", &long)),
+    ] {
+        let found = read_all([record, entry_with_body(b'0', "short", b"body")].concat().as_slice()).unwrap();
         assert_eq!(found, [(PathBuf::from(&long), b"body".to_vec())]);
     }
 }
 
 #[test]
 fn next_entry_refuses_special_entries() {
-    let file = || whole(b'0', "f", b"");
+    let file = || entry_with_body(b'0', "f", b"");
     let long = "n".repeat(1001);
     let mut cases = vec![
         ("a sparse file", entry(b'S', b"f", 0, b"")),
         ("a hard link", entry(b'1', b"f", 0, b"")),
         ("a pipe", entry(b'6', b"f", 0, b"")),
         ("an unknown kind", entry(b'Z', b"f", 0, b"")),
-        ("a directory with content", whole(b'5', "d", b"x")),
-        ("two of a name", [file(), file()].concat()),
-        ("two spellings of a name", [file(), whole(b'0', "./f", b"")].concat()),
-        ("a name without an entry", whole(b'L', "l", b"name")),
-        ("an entry named twice", [whole(b'L', "l", b"a"), whole(b'L', "l", b"b"), file()].concat()),
-        ("a file with a link target", [whole(b'K', "l", b"a"), file()].concat()),
-        ("a name that is too long", [whole(b'x', "l", &pax("path", &long)), file()].concat()),
-        ("a name with NUL", [whole(b'x', "l", &pax("path", "a\0b")), file()].concat()),
-        ("a size in an attribute", [whole(b'x', "l", &pax("size", "0")), file()].concat()),
-        ("a sparse map", [whole(b'x', "l", &pax("GNU.sparse.map", "0,1")), file()].concat()),
-        ("a name for all entries", [whole(b'g', "l", &pax("path", "a")), file()].concat()),
+        ("a directory with content", entry_with_body(b'5', "d", b"x")),
+        ("two entries of one name", [file(), file()].concat()),
+        ("two spellings of a name", [file(), entry_with_body(b'0', "./f", b"")].concat()),
+        ("a name without an entry", entry_with_body(b'L', "l", b"name")),
+        (
+            "an entry named twice",
+            [entry_with_body(b'L', "l", b"a"), entry_with_body(b'L', "l", b"b"), file()].concat(),
+        ),
+        ("a file with a link target", [entry_with_body(b'K', "l", b"a"), file()].concat()),
+        ("a name that is too long", [entry_with_body(b'x', "l", &pax("path", &long)), file()].concat()),
+        ("a name with NUL", [entry_with_body(b'x', "l", &pax("path", "a\0b")), file()].concat()),
+        ("a size in an attribute", [entry_with_body(b'x', "l", &pax("size", "0")), file()].concat()),
+        ("a sparse map", [entry_with_body(b'x', "l", &pax("GNU.sparse.map", "0,1")), file()].concat()),
+        ("a name for all entries", [entry_with_body(b'g', "l", &pax("path", "a")), file()].concat()),
         ("a truncated file", entry(b'0', b"f", 600, b"x")),
         ("a file that is too large", entry(b'0', b"f", 10_001, b"")),
         ("a size beyond all limits", entry(b'0', b"f", u64::MAX >> 1, b"")),
     ];
-    let sum = [whole(b'0', "a", &[0; 9000]), whole(b'0', "b", &[0; 9000])].concat();
+    let sum = [entry_with_body(b'0', "a", &[0; 9000]), entry_with_body(b'0', "b", &[0; 9000])].concat();
     cases.push(("too many bytes", sum));
-    let many =
-        |count: usize| (0..count).flat_map(|n| whole(b'0', &format!("f{n}"), b"")).collect::<Vec<u8>>();
+    let many = |count: usize| {
+        (0..count).flat_map(|n| entry_with_body(b'0', &format!("f{n}"), b"")).collect::<Vec<u8>>()
+    };
     cases.push(("too many entries", many(21)));
     let names = (0..5).flat_map(|n| {
-        [whole(b'L', "l", format!("{n}{}", "n".repeat(900)).as_bytes()), whole(b'0', "f", b"")].concat()
+        [
+            entry_with_body(b'L', "l", format!("{n}{}", "n".repeat(900)).as_bytes()),
+            entry_with_body(b'0', "f", b""),
+        ]
+        .concat()
     });
     cases.push(("too many bytes in names", names.collect()));
     for (what, bytes) in cases {

@@ -5,7 +5,7 @@ use kit::long_tests::Figures;
 use kit::s3::S3Server;
 
 use super::super::super::machine::{self, BUCKET, Machine};
-use super::super::witness::Witness;
+use super::super::snapshot_checker::SnapshotChecker;
 use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_temporary_file};
 
 /// A table whose rows are counted, and one that is larger than a part of an upload.
@@ -17,7 +17,7 @@ const BACKUP: [&str; 1] = ["svc-db-backup"];
 struct Campaign<'a> {
     store: &'a S3Server,
     machine: Machine,
-    witness: Witness<'a>,
+    checker: SnapshotChecker<'a>,
     killer: Killer,
     rows: u64,
 }
@@ -33,10 +33,10 @@ impl Campaign<'_> {
     async fn complete_backup(&mut self) -> Result<()> {
         let before = self.claimed_seq().await?;
         self.killer.complete_run(|| self.machine.spawn(&BACKUP, &[])).await?;
-        self.witness.check()?;
-        ensure!(self.witness.seq() == before + 1, "moved from {before} to {}", self.witness.seq());
-        let pointer = machine::pointer(self.store).await?.context("a pointer")?;
-        let named = pointer.snapshot.context("a snapshot")?;
+        self.checker.check()?;
+        ensure!(self.checker.seq() == before + 1, "moved from {before} to {}", self.checker.seq());
+        let pointer = machine::pointer(self.store).await?.context("there is no pointer")?;
+        let named = pointer.snapshot.context("the pointer names no snapshot")?;
         let side = self.read_side_record(&named.key)?;
         let rows = side["tables"].as_array().into_iter().flatten().find(|table| table["name"] == "public.t");
         ensure!(rows.is_some_and(|table| table["rows"] == self.rows), "{side}");
@@ -46,14 +46,14 @@ impl Campaign<'_> {
         let own = self.store.uploads(BUCKET).into_iter().find(|key| key.ends_with(&named.key));
         ensure!(own.is_none(), "the run's own upload is still open");
         assert_no_temporary_file(&self.machine.path("var/lib/svc"))?;
-        let last = self.machine.backup_records()?.pop().context("a record")?;
+        let last = self.machine.backup_records()?.pop().context("no record")?;
         ensure!(last["status"] == "success" && last["key"] == *named.key, "{last}");
         Ok(())
     }
 
     fn read_side_record(&self, key: &str) -> Result<serde_json::Value> {
         let path = format!("{}/{key}.json", machine::slot().root());
-        Ok(serde_json::from_slice(&self.store.read(BUCKET, &path).context("a side record")?)?)
+        Ok(serde_json::from_slice(&self.store.read(BUCKET, &path).context("the side record is missing")?)?)
     }
 
     async fn run_round(&mut self) -> Result<()> {
@@ -62,7 +62,7 @@ impl Campaign<'_> {
         for _ in 0..self.killer.next_kill_count() {
             self.killer.kill_run(self.machine.spawn(&BACKUP, &[])?).await?;
             self.store.drain().await?;
-            self.witness.check()?;
+            self.checker.check()?;
         }
         self.complete_backup().await
     }
@@ -73,7 +73,8 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(CONTENT).await?;
     let killer = Killer::new("backups", seed);
-    let mut campaign = Campaign { store: &store, machine, witness: Witness::new(&store), killer, rows: 1000 };
+    let mut campaign =
+        Campaign { store: &store, machine, checker: SnapshotChecker::new(&store), killer, rows: 1000 };
     let result = async {
         campaign.complete_backup().await?;
         while campaign.killer.kills < kills {
@@ -84,8 +85,8 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     let result = result.await;
     let figures = Figures {
         kills_survived: campaign.killer.kills,
-        snapshots_taken: campaign.witness.completed(),
-        lost: u64::from(campaign.witness.check().is_err()),
+        snapshots_taken: campaign.checker.complete_count(),
+        lost: u64::from(campaign.checker.check().is_err()),
         ..Figures::new("kills of backups")
     };
     figures.record()?;

@@ -14,7 +14,7 @@ use nix::sys::signal::Signal;
 use super::super::machine::{RunResult, Running};
 use crate::sim::rng::Rng;
 
-/// Kills in the short form.
+/// Number of kills in a short run.
 const SHORT_KILLS: u64 = 8;
 const LONG_KILLS: u64 = 200;
 /// Maximum consecutive kills before a complete run; fewer than the number after which an update is abandoned.
@@ -30,9 +30,9 @@ fn assert_no_temporary_file(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Whether a run was refused because a program that a killed run was starting still holds the lock.
-fn is_locked_out(ended: &RunResult) -> bool {
-    ended.code == Some(75) && ended.stderr.contains("is under way")
+/// Returns whether a run was refused because a program that a killed run was starting still holds the lock.
+fn is_locked_out(result: &RunResult) -> bool {
+    result.code == Some(75) && result.stderr.contains("is under way")
 }
 
 /// Kills runs at random moments, and counts the kills.
@@ -45,13 +45,13 @@ struct Killer {
 
 impl Killer {
     fn new(what: &str, seed: u64) -> Self {
-        let given = std::env::var("SVC_FAULT_SEED").ok().and_then(|seed| seed.parse().ok());
-        let seed = given.unwrap_or(seed);
+        let env_seed = std::env::var("SVC_FAULT_SEED").ok().and_then(|seed| seed.parse().ok());
+        let seed = env_seed.unwrap_or(seed);
         println!("{what}: SVC_FAULT_SEED={seed}");
         Self { rng: Rng::new(seed), run_duration: Duration::ZERO, kills: 0 }
     }
 
-    /// A new seed, for a long campaign.
+    /// Returns a new seed, for a long run.
     fn new_seed() -> u64 {
         uuid::Uuid::new_v4().as_u64_pair().0
     }
@@ -60,15 +60,15 @@ impl Killer {
     async fn complete_run(&mut self, spawn: impl Fn() -> Result<Running>) -> Result<RunResult> {
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
-            let (begun, running) = (Instant::now(), spawn()?);
-            let ended = tokio::task::spawn_blocking(move || running.wait()).await??;
-            if is_locked_out(&ended) && begun < deadline {
+            let (start, running) = (Instant::now(), spawn()?);
+            let result = tokio::task::spawn_blocking(move || running.wait()).await??;
+            if is_locked_out(&result) && start < deadline {
                 continue;
             }
-            let took = begun.elapsed();
+            let duration = start.elapsed();
             self.run_duration =
-                if self.run_duration.is_zero() { took } else { (self.run_duration * 3 + took) / 4 };
-            return Ok(ended.expect(0));
+                if self.run_duration.is_zero() { duration } else { (self.run_duration * 3 + duration) / 4 };
+            return Ok(result.expect(0));
         }
     }
 
@@ -77,12 +77,12 @@ impl Killer {
         let part = self.rng.below(1050) as u32;
         tokio::time::sleep(self.run_duration * part / 1000).await;
         running.signal(Signal::SIGKILL)?;
-        let ended = tokio::task::spawn_blocking(move || running.wait()).await??;
-        match (ended.signal, ended.code) {
+        let result = tokio::task::spawn_blocking(move || running.wait()).await??;
+        match (result.signal, result.code) {
             (Some(9), _) => self.kills += 1,
             (_, Some(0)) => {}
-            _ if is_locked_out(&ended) => {}
-            _ => bail!("the run ended with {:?}:\n{}", ended.code, ended.stderr),
+            _ if is_locked_out(&result) => {}
+            _ => bail!("the run ended with {:?}:\n{}", result.code, result.stderr),
         }
         Ok(())
     }

@@ -121,11 +121,11 @@ impl Campaign {
     }
 
     async fn complete_registration(&mut self, id: &str) -> Result<()> {
-        let ended = self.spawn()?;
-        let ended = tokio::task::spawn_blocking(move || ended.wait()).await??.expect(0);
+        let running = self.spawn()?;
+        let result = tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
         self.check_state(id)?;
         let responses = self.responses(id);
-        ensure!(responses > 0, "not registered:\n{}", ended.stderr);
+        ensure!(responses > 0, "not registered:\n{}", result.stderr);
         let again = self.spawn()?;
         tokio::task::spawn_blocking(move || again.wait()).await??.expect(0);
         ensure!(self.responses(id) == responses, "a registered machine registered again");

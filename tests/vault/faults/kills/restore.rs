@@ -4,9 +4,9 @@
 use anyhow::{Context, Result, ensure};
 use kit::long_tests::Figures;
 
-use super::super::super::gate::{old_and_new, reset};
+use super::super::super::gate::{old_and_new_machines, reset};
 use super::super::super::machine::Machine;
-use super::super::witness::Witness;
+use super::super::snapshot_checker::SnapshotChecker;
 use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_temporary_file};
 
 const RESTORE: [&str; 1] = ["svc-restore"];
@@ -28,9 +28,9 @@ const CONTENT: &str = "SELECT (SELECT md5(string_agg(id::text, ',' ORDER BY id))
      (SELECT md5(string_agg(md5(bytes), '' ORDER BY bytes)) FROM noise)";
 
 async fn tables(client: &tokio_postgres::Client) -> Result<Vec<String>> {
-    let named = "SELECT relname::text FROM pg_class WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace \
+    let query = "SELECT relname::text FROM pg_class WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace \
                  ORDER BY 1";
-    Ok(client.query(named, &[]).await?.iter().map(|row| row.get(0)).collect())
+    Ok(client.query(query, &[]).await?.iter().map(|row| row.get(0)).collect())
 }
 
 async fn database_content(machine: &Machine, database: &str, snapshot: &str) -> Result<DatabaseContent> {
@@ -88,10 +88,10 @@ impl Campaign {
 
     /// Completes a run and checks the result.
     async fn complete_restore(&mut self) -> Result<()> {
-        let ended = self.killer.complete_run(|| self.machine.spawn(&RESTORE, &[])).await?;
-        ensure!(self.machine.has_marker(), "the gate is closed: {}", ended.stderr);
-        let now = database_content(&self.machine, "svc", &self.snapshot).await?;
-        ensure!(now == DatabaseContent::Snapshot, "{now:?}\n{}", ended.stderr);
+        let result = self.killer.complete_run(|| self.machine.spawn(&RESTORE, &[])).await?;
+        ensure!(self.machine.has_marker(), "the gate is closed: {}", result.stderr);
+        let content = database_content(&self.machine, "svc", &self.snapshot).await?;
+        ensure!(content == DatabaseContent::Snapshot, "{content:?}\n{}", result.stderr);
         let mut old = 0;
         for name in self.machine.databases().await? {
             ensure!(!name.starts_with("svc_restore_"), "{name} remains");
@@ -120,11 +120,11 @@ impl Campaign {
 }
 
 async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
-    let (store, old, machine) = old_and_new().await?;
-    let snapshot = read_content(&old.client().await?).await?.context("content")?;
+    let (store, old, machine) = old_and_new_machines().await?;
+    let snapshot = read_content(&old.client().await?).await?.context("the content is NULL")?;
     drop(old);
-    let mut witness = Witness::new(&store);
-    witness.check()?;
+    let mut checker = SnapshotChecker::new(&store);
+    checker.check()?;
     let mut campaign = Campaign { machine, killer: Killer::new("restores", seed), snapshot, restored: 0 };
     let result = async {
         campaign.complete_restore().await?;
@@ -132,8 +132,8 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
             campaign.run_round().await.with_context(|| format!("after {} kills", campaign.killer.kills))?;
         }
         // A restore never writes to the store.
-        witness.check()?;
-        ensure!((witness.completed(), witness.seq()) == (1, 1), "a restore has written");
+        checker.check()?;
+        ensure!((checker.complete_count(), checker.seq()) == (1, 1), "a restore has written");
         anyhow::Ok(())
     };
     let result = result.await;
@@ -157,16 +157,16 @@ async fn long_restores_survive_200_kills() -> Result<()> {
 /// Tests the check itself, which must not accept everything.
 #[tokio::test]
 async fn unexpected_database_content_is_detected() -> Result<()> {
-    let (_store, old, machine) = old_and_new().await?;
-    let snapshot = read_content(&old.client().await?).await?.context("content")?;
+    let (_store, old, machine) = old_and_new_machines().await?;
+    let snapshot = read_content(&old.client().await?).await?.context("the content is NULL")?;
     assert_eq!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Old);
     machine.run(&RESTORE)?.expect(0);
     assert_eq!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Snapshot);
     let client = machine.client().await?;
     for change in ["UPDATE kept SET id = 0 WHERE id = 1", "CREATE TABLE more (id int)"] {
         client.batch_execute(change).await?;
-        let now = database_content(&machine, "svc", &snapshot).await?;
-        assert!(matches!(now, DatabaseContent::Other(_)), "{change}: {now:?}");
+        let content = database_content(&machine, "svc", &snapshot).await?;
+        assert!(matches!(content, DatabaseContent::Other(_)), "{change}: {content:?}");
     }
     client
         .batch_execute(
@@ -175,7 +175,7 @@ async fn unexpected_database_content_is_detected() -> Result<()> {
         .await?;
     assert!(
         matches!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Other(_)),
-        "the old database has another content"
+        "the old database has different content"
     );
     assert!(
         matches!(database_content(&machine, "svc_else", &snapshot).await?, DatabaseContent::Other(_)),

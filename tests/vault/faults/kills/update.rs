@@ -1,19 +1,19 @@
-//! Updates killed at any point: at every moment one complete release is current, and the next run finishes an open
-//! update.
+//! Updates killed at any point: at every moment one complete release is current, and the next run finishes an
+//! interrupted update.
 
 use std::fs;
 
 use anyhow::{Context, Result, bail, ensure};
 use kit::long_tests::Figures;
 
-use super::super::super::stage::{OLD, Published, Stage};
+use super::super::super::update_fixture::{OLD_VERSION, PublishedRelease, UpdateFixture};
 use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_temporary_file};
 
 const APPLY: [&str; 2] = ["apply", "--request"];
 
 /// Returns the version of the current release, after a check that it is complete.
-fn current_version(stage: &Stage) -> Result<String> {
-    let opt = stage.machine.path("opt/svc");
+fn current_version(fixture: &UpdateFixture) -> Result<String> {
+    let opt = fixture.machine.path("opt/svc");
     let link = fs::read_link(opt.join("current")).context("there is no current release")?;
     let version = link.strip_prefix("releases")?.to_string_lossy().into_owned();
     let dir = opt.join("current");
@@ -28,7 +28,7 @@ fn current_version(stage: &Stage) -> Result<String> {
 }
 
 struct Campaign {
-    stage: Stage,
+    fixture: UpdateFixture,
     killer: Killer,
     version: String,
     updates: usize,
@@ -37,7 +37,7 @@ struct Campaign {
 impl Campaign {
     /// Checks that after a kill, the current release is the previous or the requested one, without parts of another.
     fn check_state(&self, to: &str) -> Result<()> {
-        let current = current_version(&self.stage)?;
+        let current = current_version(&self.fixture)?;
         if current != self.version && current != to {
             bail!("{current} is current, neither {} nor {to}", self.version);
         }
@@ -46,45 +46,50 @@ impl Campaign {
 
     async fn run_round(&mut self) -> Result<()> {
         let to = format!("2026.{}.0", self.updates + 2);
-        Published::new(&to, &[])?.serve(&self.stage.source)?;
-        self.stage.request_update(&to)?;
+        PublishedRelease::new(&to, &[])?.serve(&self.fixture.source)?;
+        self.fixture.request_update(&to)?;
         for _ in 0..self.killer.next_kill_count() {
-            self.killer.kill_run(self.stage.spawn(&APPLY)?).await?;
+            self.killer.kill_run(self.fixture.spawn(&APPLY)?).await?;
             self.check_state(&to)?;
         }
-        let running = self.stage.spawn(&APPLY)?;
-        let ended = tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
-        self.check_completed(&to).with_context(|| ended.stderr)?;
+        let running = self.fixture.spawn(&APPLY)?;
+        let result = tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
+        self.check_completed(&to).with_context(|| result.stderr)?;
         // Removes archives that were served: two hundred releases are several hundred megabytes.
-        self.stage.source.put(&format!("/{to}/svc-host-bundle.tar.gz"), None);
+        self.fixture.source.put(&format!("/{to}/svc-host-bundle.tar.gz"), None);
         self.version = to;
         Ok(())
     }
 
-    /// Checks that the update is complete: its release runs with its units, no step is open, and it is reported once.
+    /// Checks that the update is complete: its release runs with its units, no step is pending, and it is reported
+    /// once.
     fn check_completed(&mut self, to: &str) -> Result<()> {
         self.updates += 1;
-        ensure!(current_version(&self.stage)? == to, "{to} is not current");
-        self.stage.assert_running(to)?;
-        assert_no_temporary_file(&self.stage.machine.path("var/lib/svc/update"))?;
-        let history = self.stage.history()?;
+        ensure!(current_version(&self.fixture)? == to, "{to} is not current");
+        self.fixture.assert_running(to)?;
+        assert_no_temporary_file(&self.fixture.machine.path("var/lib/svc/update"))?;
+        let history = self.fixture.history()?;
         let reports = history.iter().filter(|line| line["version"] == to).count();
-        let all_well = history.iter().all(|line| line["outcome"] == "updated");
-        ensure!(reports == 1 && all_well && history.len() == self.updates.min(200), "{history:?}");
+        let all_succeeded = history.iter().all(|line| line["outcome"] == "updated");
+        ensure!(reports == 1 && all_succeeded && history.len() == self.updates.min(200), "{history:?}");
         Ok(())
     }
 }
 
 async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
-    let stage = Stage::new().await?;
-    let mut campaign =
-        Campaign { stage, killer: Killer::new("updates", seed), version: OLD.to_owned(), updates: 0 };
+    let fixture = UpdateFixture::new().await?;
+    let mut campaign = Campaign {
+        fixture,
+        killer: Killer::new("updates", seed),
+        version: OLD_VERSION.to_owned(),
+        updates: 0,
+    };
     let result = async {
         // The first update measures the duration of an update.
         let to = "2026.2.0";
-        Published::new(to, &[])?.serve(&campaign.stage.source)?;
-        campaign.stage.request_update(to)?;
-        campaign.killer.complete_run(|| campaign.stage.spawn(&APPLY)).await?;
+        PublishedRelease::new(to, &[])?.serve(&campaign.fixture.source)?;
+        campaign.fixture.request_update(to)?;
+        campaign.killer.complete_run(|| campaign.fixture.spawn(&APPLY)).await?;
         campaign.check_completed(to)?;
         campaign.version = to.to_owned();
         while campaign.killer.kills < kills {
@@ -112,18 +117,18 @@ async fn long_updates_survive_200_kills() -> Result<()> {
 /// Tests [`current_version`] itself.
 #[tokio::test(flavor = "multi_thread")]
 async fn incomplete_release_is_detected() -> Result<()> {
-    let stage = Stage::new().await?;
-    assert_eq!(current_version(&stage)?, OLD);
-    let part = stage.machine.path("opt/svc/current/runtime/noise/7");
+    let fixture = UpdateFixture::new().await?;
+    assert_eq!(current_version(&fixture)?, OLD_VERSION);
+    let part = fixture.machine.path("opt/svc/current/runtime/noise/7");
     let complete = fs::read(&part)?;
     fs::write(&part, &complete[..31_000])?;
-    assert!(current_version(&stage).is_err(), "a part is truncated");
+    assert!(current_version(&fixture).is_err(), "a part is truncated");
     fs::remove_file(&part)?;
-    assert!(current_version(&stage).is_err(), "a part is missing");
+    assert!(current_version(&fixture).is_err(), "a part is missing");
     fs::write(&part, &complete)?;
-    fs::write(stage.machine.path("opt/svc/current/bin/svc"), "")?;
-    assert!(current_version(&stage).is_err(), "the program differs");
-    fs::remove_file(stage.machine.path("opt/svc/current"))?;
-    assert!(current_version(&stage).is_err(), "there is no release");
+    fs::write(fixture.machine.path("opt/svc/current/bin/svc"), "")?;
+    assert!(current_version(&fixture).is_err(), "the program differs");
+    fs::remove_file(fixture.machine.path("opt/svc/current"))?;
+    assert!(current_version(&fixture).is_err(), "there is no release");
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! All known failures of an object store, as tables: each row names the failure and the expected end and result of
-//! the run.
+//! All known failures of an object store, as tables: each row names the failure and the expected exit code and result
+//! of the run.
 
 mod backup;
 mod restore;
@@ -12,7 +12,7 @@ use super::super::credentials::{CredentialResponse, Platform};
 use super::super::machine::{Machine, RunResult, Running};
 
 /// A machine with short-lived credentials, its store, and the platform that issues them.
-struct FaultScene {
+struct FaultFixture {
     store: S3Server,
     platform: Platform,
     machine: Machine,
@@ -22,18 +22,18 @@ struct FaultScene {
 enum Disruption {
     /// Faults of the store; each must be triggered.
     Rules(Vec<Rule>),
-    Action(fn(&FaultScene)),
+    Action(fn(&FaultFixture)),
 }
 
 fn rule(fault: Fault) -> Rule {
     Rule::new(fault)
 }
 
-fn one(rule: Rule) -> Disruption {
+fn single_rule(rule: Rule) -> Disruption {
     Disruption::Rules(vec![rule])
 }
 
-impl FaultScene {
+impl FaultFixture {
     /// Applies the disruption, runs, and restores normal operation.
     async fn run_disrupted(
         &self,
@@ -48,10 +48,10 @@ impl FaultScene {
             }
         };
         let running = run()?;
-        let ended = tokio::task::spawn_blocking(move || running.wait()).await??;
-        ensure!(hits.iter().all(|hits| hits.hits() > 0), "the fault was not triggered:\n{}", ended.stderr);
+        let result = tokio::task::spawn_blocking(move || running.wait()).await??;
+        ensure!(hits.iter().all(|hits| hits.hits() > 0), "the fault was not triggered:\n{}", result.stderr);
         self.heal().await?;
-        Ok(ended)
+        Ok(result)
     }
 
     async fn heal(&self) -> Result<()> {
@@ -64,16 +64,16 @@ impl FaultScene {
 }
 
 /// The store works, but refuses all earlier sessions, and the platform issues no new ones.
-fn expire_without_renewal(scene: &FaultScene) {
-    scene.platform.set_response(CredentialResponse::Unavailable);
-    scene.store.expire_sessions();
+fn expire_without_renewal(fixture: &FaultFixture) {
+    fixture.platform.set_response(CredentialResponse::Unavailable);
+    fixture.store.expire_sessions();
 }
 
-fn supersede(scene: &FaultScene) {
-    scene.platform.set_response(CredentialResponse::Superseded);
-    scene.store.expire_sessions();
+fn supersede(fixture: &FaultFixture) {
+    fixture.platform.set_response(CredentialResponse::Superseded);
+    fixture.store.expire_sessions();
 }
 
-fn revoke(scene: &FaultScene) {
-    assert!(scene.store.revoke_sessions("svc-host") > 0, "there was no session");
+fn revoke(fixture: &FaultFixture) {
+    assert!(fixture.store.revoke_sessions("svc-host") > 0, "there was no session");
 }

@@ -8,8 +8,8 @@ use kit::s3::Fault;
 
 use super::super::super::credentials::Platform;
 use super::super::super::gate::{self, SHORT_DEADLINE, assert_untouched, is_restored};
-use super::super::witness::Witness;
-use super::{Disruption, FaultScene, expire_without_renewal, one, revoke, rule, supersede};
+use super::super::snapshot_checker::SnapshotChecker;
+use super::{Disruption, FaultFixture, expire_without_renewal, revoke, rule, single_rule, supersede};
 
 /// The exit code and part of the message.
 type ExpectedRestore = (i32, &'static str);
@@ -25,31 +25,35 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
     let dump = |fault: Fault| rule(fault).method("GET").key_ending(".dump");
     let clock = Fault::Code(403, "RequestTimeTooSkewed");
     vec![
-        ("connections are refused", Disruption::Action(|scene| scene.store.take_down()), UNAVAILABLE),
-        ("connections are cut", one(rule(Fault::Refuse).always()), UNAVAILABLE),
-        ("slow responses", one(rule(Fault::Delay(Duration::from_millis(250))).always()), OPEN),
-        ("500 for everything", one(rule(Fault::Status(500)).always()), UNAVAILABLE),
-        ("503 for everything", one(rule(Fault::Status(503)).always()), UNAVAILABLE),
-        ("503 three times", one(rule(Fault::Status(503)).after(1).times(3)), OPEN),
-        ("the pointer cannot be read", one(pointer(Fault::Status(500)).always()), UNAVAILABLE),
-        ("the side record cannot be read", one(side(Fault::Status(500)).always()), UNAVAILABLE),
-        ("the HEAD of the dump fails", one(head(Fault::Status(503)).always()), UNAVAILABLE),
-        ("the dump cannot be read", one(dump(Fault::Status(503)).always()), NO_DUMP),
-        ("the response with the dump is lost", one(dump(Fault::LostReply).times(2)), OPEN),
-        ("the pointer is truncated once", one(pointer(Fault::TruncateBody(20))), OPEN),
-        ("the pointer is always truncated", one(pointer(Fault::TruncateBody(20)).always()), UNAVAILABLE),
-        ("the side record is truncated twice", one(side(Fault::TruncateBody(20)).times(2)), OPEN),
-        ("the dump is truncated nine times", one(dump(Fault::TruncateBody(1 << 20)).times(9)), OPEN),
-        ("no byte of the dump arrives", one(dump(Fault::TruncateBody(0)).always()), NO_DUMP),
-        ("the dump is damaged in transit once", one(dump(Fault::CorruptBody)), OPEN),
+        ("connections are refused", Disruption::Action(|fixture| fixture.store.take_down()), UNAVAILABLE),
+        ("connections are cut", single_rule(rule(Fault::Refuse).always()), UNAVAILABLE),
+        ("slow responses", single_rule(rule(Fault::Delay(Duration::from_millis(250))).always()), OPEN),
+        ("500 for everything", single_rule(rule(Fault::Status(500)).always()), UNAVAILABLE),
+        ("503 for everything", single_rule(rule(Fault::Status(503)).always()), UNAVAILABLE),
+        ("503 three times", single_rule(rule(Fault::Status(503)).after(1).times(3)), OPEN),
+        ("the pointer cannot be read", single_rule(pointer(Fault::Status(500)).always()), UNAVAILABLE),
+        ("the side record cannot be read", single_rule(side(Fault::Status(500)).always()), UNAVAILABLE),
+        ("the HEAD of the dump fails", single_rule(head(Fault::Status(503)).always()), UNAVAILABLE),
+        ("the dump cannot be read", single_rule(dump(Fault::Status(503)).always()), NO_DUMP),
+        ("the response with the dump is lost", single_rule(dump(Fault::LostReply).times(2)), OPEN),
+        ("the pointer is truncated once", single_rule(pointer(Fault::TruncateBody(20))), OPEN),
+        (
+            "the pointer is always truncated",
+            single_rule(pointer(Fault::TruncateBody(20)).always()),
+            UNAVAILABLE,
+        ),
+        ("the side record is truncated twice", single_rule(side(Fault::TruncateBody(20)).times(2)), OPEN),
+        ("the dump is truncated nine times", single_rule(dump(Fault::TruncateBody(1 << 20)).times(9)), OPEN),
+        ("no byte of the dump arrives", single_rule(dump(Fault::TruncateBody(0)).always()), NO_DUMP),
+        ("the dump is damaged in transit once", single_rule(dump(Fault::CorruptBody)), OPEN),
         (
             "the dump is always damaged in transit",
-            one(dump(Fault::CorruptBody).always()),
+            single_rule(dump(Fault::CorruptBody).always()),
             (70, "the SHA-256 of"),
         ),
-        ("another ETag of everything", one(rule(Fault::WrongEtag).always()), OPEN),
-        ("the clock is wrong", one(rule(clock).always()), (69, "because of this machine's clock")),
-        ("credentials expired", Disruption::Action(|scene| scene.store.expire_sessions()), OPEN),
+        ("another ETag of everything", single_rule(rule(Fault::WrongEtag).always()), OPEN),
+        ("the clock is wrong", single_rule(rule(clock).always()), (69, "because of this machine's clock")),
+        ("credentials expired", Disruption::Action(|fixture| fixture.store.expire_sessions()), OPEN),
         ("credentials expired, without renewal", Disruption::Action(expire_without_renewal), (69, "")),
         (
             "credentials revoked at the store",
@@ -64,46 +68,46 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
     ]
 }
 
-async fn fault_scene() -> Result<FaultScene> {
-    let (store, machine) = gate::lost_and_new().await?;
+async fn fault_fixture() -> Result<FaultFixture> {
+    let (store, machine) = gate::new_machine_after_loss().await?;
     let platform = Platform::start(&store).await?;
-    let scene = FaultScene { store, platform, machine };
-    scene.heal().await?;
-    Ok(scene)
+    let fixture = FaultFixture { store, platform, machine };
+    fixture.heal().await?;
+    Ok(fixture)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn store_faults_never_open_the_gate_on_a_partial_restore() -> Result<()> {
-    let scene = fault_scene().await?;
-    let mut witness = Witness::new(&scene.store);
-    witness.check()?;
+    let fixture = fault_fixture().await?;
+    let mut checker = SnapshotChecker::new(&fixture.store);
+    checker.check()?;
     let table = table();
     let rows = table.len() as u64;
     for (name, disruption, (exit, expected_error)) in table {
-        let ended = scene
-            .run_disrupted(disruption, || scene.machine.spawn(&["svc-restore"], SHORT_DEADLINE))
+        let result = fixture
+            .run_disrupted(disruption, || fixture.machine.spawn(&["svc-restore"], SHORT_DEADLINE))
             .await
             .context(name)?;
-        assert_eq!(ended.code, Some(exit), "{name}: {}", ended.stderr);
-        ensure!(ended.stderr.contains(expected_error), "{name}: {}", ended.stderr);
-        witness.check().context(name)?;
+        assert_eq!(result.code, Some(exit), "{name}: {}", result.stderr);
+        ensure!(result.stderr.contains(expected_error), "{name}: {}", result.stderr);
+        checker.check().context(name)?;
         if exit == 0 {
-            assert!(scene.machine.has_marker() && is_restored(&scene.machine).await?, "{name}");
-            gate::reset(&scene.machine).await?;
+            assert!(fixture.machine.has_marker() && is_restored(&fixture.machine).await?, "{name}");
+            gate::reset(&fixture.machine).await?;
         } else {
-            assert_untouched(&scene.machine, name).await?;
+            assert_untouched(&fixture.machine, name).await?;
         }
     }
-    scene.machine.run(&["svc-restore"])?.expect(0);
-    assert!(is_restored(&scene.machine).await?);
-    assert_eq!((witness.seq(), witness.completed()), (1, 1), "a restore never writes to the store");
+    fixture.machine.run(&["svc-restore"])?.expect(0);
+    assert!(is_restored(&fixture.machine).await?);
+    assert_eq!((checker.seq(), checker.complete_count()), (1, 1), "a restore never writes to the store");
     Figures { faults_tried: rows, ..Figures::new("store of restores") }.record()
 }
 
 /// A store with stale reads: every visible state is consistent, and absence needs confirmation.
 #[tokio::test(flavor = "multi_thread")]
 async fn stale_pointer_restores_a_complete_snapshot_or_nothing() -> Result<()> {
-    let (store, old, new) = gate::old_and_new().await?;
+    let (store, old, new) = gate::old_and_new_machines().await?;
     // The state before the first pointer is empty.
     store.add_fault(rule(Fault::StaleRead).method("GET").key("db/latest").always());
     new.run_with(&["svc-restore"], SHORT_DEADLINE)?.expect(70);
@@ -122,14 +126,14 @@ async fn stale_pointer_restores_a_complete_snapshot_or_nothing() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn long_store_outage_is_retried_by_the_next_boot() -> Result<()> {
-    let scene = fault_scene().await?;
-    scene.store.take_down();
+    let fixture = fault_fixture().await?;
+    fixture.store.take_down();
     for _ in 0..2 {
-        scene.machine.run_with(&["svc-restore"], SHORT_DEADLINE)?.expect(69);
-        assert_untouched(&scene.machine, "store down").await?;
+        fixture.machine.run_with(&["svc-restore"], SHORT_DEADLINE)?.expect(69);
+        assert_untouched(&fixture.machine, "store down").await?;
     }
-    scene.store.bring_up()?;
-    scene.machine.run(&["svc-restore"])?.expect(0);
-    assert!(scene.machine.has_marker() && is_restored(&scene.machine).await?);
+    fixture.store.bring_up()?;
+    fixture.machine.run(&["svc-restore"])?.expect(0);
+    assert!(fixture.machine.has_marker() && is_restored(&fixture.machine).await?);
     Ok(())
 }

@@ -104,35 +104,35 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     archive.write_json(SIDE_RECORD, &side).map_err(write)?;
     failpoint::pass("export.dumped")?;
 
-    let left_out = tokio::task::block_in_place(|| {
+    let omitted = tokio::task::block_in_place(|| {
         let mut home = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
         home.set_read_timeout(Some(HOME_TIMEOUT))?;
         // The other process sends nothing before it has received a byte.
         home.write_all(b"g")?;
         archive.copy_home(&mut BufReader::with_capacity(CHUNK_BYTES, home))
     });
-    let left_out = left_out.map_err(WriteError::Home)?;
+    let omitted = omitted.map_err(WriteError::Home)?;
     failpoint::pass("export.listed")?;
     let manifest = Manifest {
         version: archive::VERSION,
         entries: std::mem::take(&mut archive.entries),
-        left_out: left_out.iter().map(|entry| archive::encode_path(&entry.path)).collect(),
+        left_out: omitted.iter().map(|entry| archive::encode_path(&entry.path)).collect(),
     };
     archive.write_json(MANIFEST, &manifest).map_err(write)?;
     let mut file = archive.tar.into_inner().map_err(write)?;
     file.flush().map_err(write)?;
     file.get_ref().sync_all().map_err(write)?;
     failpoint::pass("export.written")?;
-    print_summary(&manifest, &left_out);
+    print_summary(&manifest, &omitted);
     Ok(())
 }
 
 /// Prints a summary to standard error, because standard output is the archive.
-fn print_summary(manifest: &Manifest, left_out: &[OmittedEntry]) {
+fn print_summary(manifest: &Manifest, omitted: &[OmittedEntry]) {
     let files = manifest.entries.iter().filter(|entry| entry.path.starts_with(HOME)).count();
     let bytes: u64 = manifest.entries.iter().map(|entry| entry.size_bytes).sum();
     eprintln!("exported the database and {files} entries of the home, {bytes} bytes");
-    for entry in left_out {
+    for entry in omitted {
         eprintln!("  left out: {}: {}", archive::encode_path(&entry.path), entry.reason);
     }
 }
@@ -176,14 +176,14 @@ impl<W: Write + Seek + 'static> Archive<W> {
     }
 
     /// Copies the entries from the process that reads the home. Returns the entries that the other
-    /// process left out.
+    /// process omitted.
     fn copy_home(&mut self, frames: &mut impl Read) -> std::io::Result<Vec<OmittedEntry>> {
-        let mut left_out = Vec::new();
+        let mut omitted = Vec::new();
         loop {
             match Frame::read(frames)? {
                 Frame::Entry { entry, link_target } => self.write_entry(&entry, link_target, frames)?,
-                Frame::OmittedEntry(entry) => left_out.push(entry),
-                Frame::End => return Ok(left_out),
+                Frame::OmittedEntry(entry) => omitted.push(entry),
+                Frame::End => return Ok(omitted),
                 Frame::Data(_) | Frame::FileEnd => return Err(out_of_order()),
             }
         }

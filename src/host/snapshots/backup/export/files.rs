@@ -26,11 +26,11 @@ pub struct OmittedEntry {
     pub reason: String,
 }
 
-/// Lists everything below `home` except `except` and the directories of imports, and separately what cannot be exported:
-/// entries that cannot be read, or are not files, directories or links. Links are not followed.
+/// Lists everything below `home` except `except` and the directories of imports, and separately what cannot be
+/// exported: entries that cannot be read, or are not files, directories or links. Links are not followed.
 pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<OmittedEntry>) {
     let except: Vec<PathBuf> = except.iter().filter_map(|path| std::path::absolute(path).ok()).collect();
-    let (mut listed, mut left_out) = (Vec::new(), Vec::new());
+    let (mut listed, mut omitted) = (Vec::new(), Vec::new());
     let mut directories = vec![PathBuf::new()];
     while let Some(directory) = directories.pop() {
         let full_directory = home.join(&directory);
@@ -38,7 +38,7 @@ pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<Omitted
             Ok(entries) => entries,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
             Err(error) => {
-                left_out.push(OmittedEntry { path: directory, reason: error.to_string() });
+                omitted.push(OmittedEntry { path: directory, reason: error.to_string() });
                 continue;
             }
         };
@@ -54,13 +54,13 @@ pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<Omitted
             let meta = match fs::symlink_metadata(&full_path) {
                 Ok(meta) => meta,
                 Err(error) => {
-                    left_out.push(OmittedEntry { path, reason: error.to_string() });
+                    omitted.push(OmittedEntry { path, reason: error.to_string() });
                     continue;
                 }
             };
             let Some(kind) = entry_kind(&meta) else {
                 let reason = "neither file, directory nor link".to_owned();
-                left_out.push(OmittedEntry { path, reason });
+                omitted.push(OmittedEntry { path, reason });
                 continue;
             };
             if kind == EntryKind::Directory {
@@ -71,7 +71,7 @@ pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<Omitted
         }
         directories.extend(subdirectories.into_iter().rev());
     }
-    (listed, left_out)
+    (listed, omitted)
 }
 
 /// Returns whether imports stage files in this directory: the home, and the gateway's part of it.
@@ -105,10 +105,10 @@ mod tests {
         fs::write(at("out.tar.partial"), "").unwrap();
         std::os::unix::fs::symlink("/", at("b/root")).unwrap();
         let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
-        let (listed, left_out) = list_files(home.path(), &[&at("out.tar.partial")]);
+        let (listed, omitted) = list_files(home.path(), &[&at("out.tar.partial")]);
         let paths: Vec<_> = listed.iter().map(|entry| entry.path.to_str().unwrap()).collect();
         assert_eq!(paths, ["a", "b", "system", "b/c", "b/root", "b/c/d"]);
-        let left_out: Vec<_> = left_out.iter().map(|entry| entry.path.to_str().unwrap()).collect();
-        assert_eq!(left_out, ["socket"]);
+        let omitted: Vec<_> = omitted.iter().map(|entry| entry.path.to_str().unwrap()).collect();
+        assert_eq!(omitted, ["socket"]);
     }
 }

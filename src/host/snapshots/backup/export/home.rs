@@ -1,5 +1,5 @@
-//! `svc-db-backup export-home`: reads the home as the owner's user, and sends its entries to the process that writes the
-//! archive.
+//! `svc-db-backup export-home`: reads the home as the owner's user, and sends its entries to the process that writes
+//! the archive.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Write};
@@ -24,9 +24,9 @@ pub fn send(home: &Path, except: &[PathBuf], mut start: impl Read, to: impl Writ
     start.read_exact(&mut start_byte).or_exit(Exit::TryAgain)?;
     let mut to = BufWriter::with_capacity(MAX_FRAME_BYTES, to);
     let except: Vec<&Path> = except.iter().map(PathBuf::as_path).collect();
-    let (entries, left_out) = files::list_files(home, &except);
+    let (entries, omitted) = files::list_files(home, &except);
     let sent =
-        left_out.into_iter().try_for_each(|entry| Frame::OmittedEntry(entry).write(&mut to)).and_then(|()| {
+        omitted.into_iter().try_for_each(|entry| Frame::OmittedEntry(entry).write(&mut to)).and_then(|()| {
             for entry in entries {
                 send_entry(home, entry, &mut to)?;
             }
@@ -38,21 +38,21 @@ pub fn send(home: &Path, except: &[PathBuf], mut start: impl Read, to: impl Writ
 
 fn send_entry(home: &Path, entry: HomeEntry, to: &mut impl Write) -> io::Result<()> {
     let path = home.join(&entry.path);
-    let omitted = |error: io::Error, path: PathBuf| {
+    let omit = |error: io::Error, path: PathBuf| {
         Frame::OmittedEntry(OmittedEntry { path, reason: error.to_string() })
     };
     match entry.kind {
         EntryKind::Directory => Frame::Entry { entry, link_target: None }.write(to),
         EntryKind::Link => match std::fs::read_link(&path) {
             Ok(target) => Frame::Entry { entry, link_target: Some(target) }.write(to),
-            Err(error) => omitted(error, entry.path).write(to),
+            Err(error) => omit(error, entry.path).write(to),
         },
         EntryKind::File => match open_file(&path) {
             Ok(file) => {
                 Frame::Entry { entry, link_target: None }.write(to)?;
                 send_content(file, to)
             }
-            Err(error) => omitted(error, entry.path).write(to),
+            Err(error) => omit(error, entry.path).write(to),
         },
     }
 }

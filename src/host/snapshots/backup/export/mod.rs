@@ -139,20 +139,20 @@ async fn run_processes(layout: &Layout, file: &File, except: &[&Path]) -> Result
         .map_err(start(HOME))?;
     reader.args(except.iter().flat_map(|path| [Path::new("--except"), path]));
     reader.stdin(OwnedFd::from(home_input)).stdout(OwnedFd::from(home_end));
-    let mut reading = reader.spawn().map_err(start(HOME))?;
+    let mut home_child = reader.spawn().map_err(start(HOME))?;
     // Dropping the commands closes this process's ends of the connection.
     drop(reader);
     let mut writer = user::applet_command(layout, MachineUser::Gateway, &["svc-db-backup", "export-archive"])
         .map_err(start(ARCHIVE))?;
     writer.stdin(OwnedFd::from(archive_end)).stdout(output);
-    let mut writing = writer.spawn().map_err(start(ARCHIVE))?;
+    let mut archive_child = writer.spawn().map_err(start(ARCHIVE))?;
     drop(writer);
 
-    let written = writing.wait().await.map_err(start(ARCHIVE))?;
-    if !written.success() {
-        return Err(ExportError::Failed { program: ARCHIVE, end: written });
+    let status = archive_child.wait().await.map_err(start(ARCHIVE))?;
+    if !status.success() {
+        return Err(ExportError::Failed { program: ARCHIVE, end: status });
     }
-    let read = tokio::time::timeout(EXIT_TIMEOUT, reading.wait()).await;
+    let read = tokio::time::timeout(EXIT_TIMEOUT, home_child.wait()).await;
     match read.map_err(|_| ExportError::TimedOut { program: HOME })?.map_err(start(HOME))? {
         end if end.success() => Ok(()),
         end => Err(ExportError::Failed { program: HOME, end }),

@@ -44,7 +44,7 @@ pub async fn read_columns(client: &impl GenericClient, table: &str) -> Result<Ve
 }
 
 /// A foreign key between two tables.
-pub struct Reference {
+pub struct ForeignKey {
     pub from: String,
     pub to: String,
     /// Deleting a row changes the rows that refer to it.
@@ -55,16 +55,16 @@ pub struct Reference {
 ///
 /// # Errors
 /// Errors of the database.
-pub async fn read_references(client: &impl GenericClient, to: &[&str]) -> Result<Vec<Reference>, Error> {
-    let references = "
+pub async fn read_foreign_keys(client: &impl GenericClient, to: &[&str]) -> Result<Vec<ForeignKey>, Error> {
+    let foreign_keys = "
         SELECT format('%I.%I', fn.nspname, f.relname), t.name, k.confdeltype IN ('c', 'n', 'd')
           FROM unnest($1::text[]) AS t (name)
           JOIN pg_constraint k ON k.confrelid = to_regclass(t.name) AND k.contype = 'f'
           JOIN pg_class f ON f.oid = k.conrelid JOIN pg_namespace fn ON fn.oid = f.relnamespace";
-    let reference = |row: &tokio_postgres::Row| {
-        Ok(Reference { from: row.try_get(0)?, to: row.try_get(1)?, cascades: row.try_get(2)? })
+    let foreign_key = |row: &tokio_postgres::Row| {
+        Ok(ForeignKey { from: row.try_get(0)?, to: row.try_get(1)?, cascades: row.try_get(2)? })
     };
-    client.query(references, &[&to]).await?.iter().map(reference).collect()
+    client.query(foreign_keys, &[&to]).await?.iter().map(foreign_key).collect()
 }
 
 /// Builds statements that advance the sequences of a table's columns past the largest value.

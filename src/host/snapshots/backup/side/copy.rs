@@ -10,11 +10,11 @@ use tokio_postgres::{Client, Transaction};
 
 use super::catalog::{self, SESSION_SETTINGS};
 use super::dependents::Dependents;
-use super::plan::{self, Plan, PlanError};
+use super::plan::{self, CopyPlan, PlanError};
 use super::recreate;
 use crate::snapshots::backup::settings::BackupSettings;
 use crate::snapshots::row_counts;
-use crate::snapshots::side_database::{CopiedTable, CopyMode, DATABASE, SideState, TableCopy};
+use crate::snapshots::side_database::{CopiedTable, CopyMode, SIDE_DATABASE, SideState, TableCopy};
 use crate::system::postgres;
 use crate::system::postgres::ConnectError;
 use svc_base::applet::Exit;
@@ -71,7 +71,7 @@ pub enum CopyError {
 }
 
 impl CopyError {
-    /// `Refused` if the request cannot be served as made.
+    /// Returns `Refused` if the request cannot be served as made.
     pub fn exit(&self) -> Exit {
         match self {
             Self::NoSuchTable { .. }
@@ -118,37 +118,37 @@ fn query(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Error) -> Cop
     move |source| CopyError::Query { action, source }
 }
 
-/// Copies tables for the request of `state`. `done` receives the results, also on an error.
+/// Copies tables back as `request` says. `results` receives the results, also on an error.
 ///
 /// # Errors
-/// [`CopyError`]; nothing has changed then, except for recreated tables in `done`.
+/// [`CopyError`]; nothing has changed then, except for the recreated tables in `results`.
 pub async fn copy(
     settings: &BackupSettings,
-    wanted: &TableCopy,
+    request: &TableCopy,
     state: &mut SideState,
-    done: &mut Vec<CopiedTable>,
+    results: &mut Vec<CopiedTable>,
 ) -> Result<(), CopyError> {
     let request_id = state.request_id.clone();
-    let side = settings.server.connect(DATABASE, APPLICATION_NAME).await?;
+    let side = settings.server.connect(SIDE_DATABASE, APPLICATION_NAME).await?;
     let mut live = settings.server.connect(settings.server.database(), APPLICATION_NAME).await?;
     for client in [&side, &live] {
-        client.batch_execute(SESSION_SETTINGS).await.map_err(query("begin"))?;
+        client.batch_execute(SESSION_SETTINGS).await.map_err(query("apply the session settings"))?;
     }
     let side_tables = row_counts::list_tables(&side).await.map_err(query("list the snapshot's tables"))?;
-    let mut wanted_tables: Vec<&str> = wanted.tables.iter().map(String::as_str).collect();
-    wanted_tables.sort_unstable();
-    wanted_tables.dedup();
-    for table in &wanted_tables {
+    let mut table_names: Vec<&str> = request.tables.iter().map(String::as_str).collect();
+    table_names.sort_unstable();
+    table_names.dedup();
+    for table in &table_names {
         if !side_tables.iter().any(|name| name == table) || table.starts_with(GATEWAY_SCHEMA_PREFIX) {
             return Err(CopyError::NoSuchTable { table: (*table).to_owned() });
         }
     }
-    if let Some(before) = read_committed_results(&live, &request_id).await? {
-        *done = before;
+    if let Some(earlier) = read_committed_results(&live, &request_id).await? {
+        *results = earlier;
         return Ok(());
     }
     let (mut missing_tables, mut recreated, mut existing) = (Vec::new(), Vec::new(), Vec::new());
-    for table in wanted_tables {
+    for table in table_names {
         let exists = catalog::is_table(&live, table).await.map_err(query("look for a table"))?;
         match exists {
             false => missing_tables.push(table),
@@ -157,20 +157,20 @@ pub async fn copy(
             true => existing.push(table),
         }
     }
-    done.extend(recreate::count_recreated(&side, &recreated).await?);
-    done.extend(recreate::count_recreated(&side, &missing_tables).await?);
+    results.extend(recreate::count_recreated(&side, &recreated).await?);
+    results.extend(recreate::count_recreated(&side, &missing_tables).await?);
     let dependents = Dependents::find(&side, &live, &missing_tables, &recreated).await;
     let dependents = dependents.map_err(query("read the dependents of the tables"))?;
-    if wanted.dry_run {
-        dependents.record_planned(done);
+    if request.dry_run {
+        dependents.record_planned(results);
     } else if !missing_tables.is_empty() || !recreated.is_empty() {
-        recreate_missing(settings, &side, &mut live, state, &missing_tables, &dependents, done).await?;
+        recreate_missing(settings, &side, &mut live, state, &missing_tables, &dependents, results).await?;
     }
     if existing.is_empty() {
         return Ok(());
     }
-    let copied = copy_rows(&side, &mut live, &existing, wanted, &request_id, done).await?;
-    done.extend(copied);
+    let copied = copy_rows(&side, &mut live, &existing, request, &request_id, results).await?;
+    results.extend(copied);
     Ok(())
 }
 
@@ -182,7 +182,7 @@ async fn recreate_missing(
     state: &mut SideState,
     missing_tables: &[&str],
     dependents: &Dependents,
-    done: &mut Vec<CopiedTable>,
+    results: &mut Vec<CopiedTable>,
 ) -> Result<(), CopyError> {
     if !missing_tables.is_empty() {
         state.recreating.extend(missing_tables.iter().map(|table| (*table).to_owned()));
@@ -190,12 +190,12 @@ async fn recreate_missing(
         let relations: Vec<&str> = missing_tables.iter().copied().chain(dependents.views()).collect();
         let end = recreate::recreate_tables(settings, side, live, &relations).await;
         if end.is_err() {
-            done.clear();
+            results.clear();
         }
         end?;
         failpoint::pass("side.made")?;
     }
-    dependents.add(live, done).await.map_err(query("add the dependents of the tables"))?;
+    dependents.add(live, results).await.map_err(query("add the dependents of the tables"))?;
     Ok(failpoint::pass("side.dependents")?)
 }
 
@@ -220,33 +220,36 @@ async fn copy_rows(
     side: &Client,
     live: &mut Client,
     tables: &[&str],
-    wanted: &TableCopy,
+    request: &TableCopy,
     request_id: &str,
     recreated: &[CopiedTable],
 ) -> Result<Vec<CopiedTable>, CopyError> {
-    let transaction = live.transaction().await.map_err(query("begin"))?;
-    transaction.batch_execute("SET LOCAL lock_timeout = '60s'").await.map_err(query("begin"))?;
+    let transaction = live.transaction().await.map_err(query("begin the copy"))?;
+    transaction.batch_execute("SET LOCAL lock_timeout = '60s'").await.map_err(query("begin the copy"))?;
     transaction.batch_execute(CREATE_COPY_LOG).await.map_err(query("record the copy"))?;
-    let references =
-        catalog::read_references(&transaction, tables).await.map_err(query("read foreign keys"))?;
+    let foreign_keys =
+        catalog::read_foreign_keys(&transaction, tables).await.map_err(query("read foreign keys"))?;
     let edges: Vec<(String, String)> =
-        references.iter().map(|reference| (reference.from.clone(), reference.to.clone())).collect();
+        foreign_keys.iter().map(|key| (key.from.clone(), key.to.clone())).collect();
     let ordered = plan::sort_parents_first(tables, &edges);
 
     let mut plans = Vec::with_capacity(ordered.len());
     for (number, table) in ordered.iter().enumerate() {
         let lock = format!("LOCK TABLE ONLY {table} IN SHARE ROW EXCLUSIVE MODE");
         transaction.batch_execute(&lock).await.map_err(query(format!("lock {table}")))?;
-        let now =
+        let current =
             catalog::read_columns(&transaction, table).await.map_err(query(format!("inspect {table}")))?;
-        let then = catalog::read_columns(side, table).await.map_err(query(format!("inspect {table}")))?;
-        let plan = Plan::new(number, table, &now, &then, wanted.mode)?;
+        let snapshot = catalog::read_columns(side, table).await.map_err(query(format!("inspect {table}")))?;
+        let plan = CopyPlan::new(number, table, &current, &snapshot, request.mode)?;
         load_rows(side, &transaction, &plan).await?;
         plans.push(plan);
     }
     failpoint::pass("side.fetched")?;
     // The owner's triggers, defaults and checks must resolve names as in any other session.
-    transaction.batch_execute("SET LOCAL search_path TO DEFAULT").await.map_err(query("begin"))?;
+    transaction
+        .batch_execute("SET LOCAL search_path TO DEFAULT")
+        .await
+        .map_err(query("reset the search path"))?;
     let mut copied: Vec<CopiedTable> = plans
         .iter()
         .map(|plan| CopiedTable {
@@ -255,23 +258,23 @@ async fn copy_rows(
             ..CopiedTable::default()
         })
         .collect();
-    if wanted.mode == CopyMode::Replace {
+    if request.mode == CopyMode::Replace {
         // Children come first: referring rows are deleted before the rows that they refer to.
         for (plan, result) in plans.iter().zip(&mut copied).rev() {
             result.deleted = execute(&transaction, plan, &plan.build_delete()).await?;
-            let other = references.iter().find(|reference| {
-                reference.to == plan.table && reference.cascades && !tables.contains(&reference.from.as_str())
-            });
+            let other = foreign_keys
+                .iter()
+                .find(|key| key.to == plan.table && key.cascades && !tables.contains(&key.from.as_str()));
             if let (1.., Some(other)) = (result.deleted, other) {
                 return Err(CopyError::Cascades { table: plan.table.clone(), other: other.from.clone() });
             }
         }
     }
     for (plan, result) in plans.iter().zip(&mut copied) {
-        if let Some(update) = plan.build_update().filter(|_| wanted.mode != CopyMode::Missing) {
+        if let Some(update) = plan.build_update().filter(|_| request.mode != CopyMode::Missing) {
             result.updated = execute(&transaction, plan, &update).await?;
         }
-        let skip_conflicts = wanted.mode == CopyMode::Missing;
+        let skip_conflicts = request.mode == CopyMode::Missing;
         result.inserted = execute(&transaction, plan, &plan.build_insert(skip_conflicts)).await?;
         if let Some(missing) = plan.build_count_missing().filter(|_| skip_conflicts) {
             let row = transaction.query_one(&missing, &[]).await.map_err(copy_error(plan))?;
@@ -282,7 +285,7 @@ async fn copy_rows(
             transaction.batch_execute(&statement).await.map_err(copy_error(plan))?;
         }
     }
-    if wanted.dry_run {
+    if request.dry_run {
         transaction.rollback().await.map_err(query("roll back the dry run"))?;
         return Ok(copied);
     }
@@ -296,7 +299,7 @@ async fn copy_rows(
     Ok(copied)
 }
 
-fn copy_error(plan: &Plan) -> impl FnOnce(tokio_postgres::Error) -> CopyError + use<> {
+fn copy_error(plan: &CopyPlan) -> impl FnOnce(tokio_postgres::Error) -> CopyError + use<> {
     let table = plan.table.clone();
     move |source| match ConstraintViolation::parse(&source) {
         Some(violation) => CopyError::ConstraintViolation { table, violation },
@@ -305,12 +308,12 @@ fn copy_error(plan: &Plan) -> impl FnOnce(tokio_postgres::Error) -> CopyError + 
 }
 
 /// Executes a statement; returns the number of rows that it changed.
-async fn execute(transaction: &Transaction<'_>, plan: &Plan, statement: &str) -> Result<u64, CopyError> {
+async fn execute(transaction: &Transaction<'_>, plan: &CopyPlan, statement: &str) -> Result<u64, CopyError> {
     transaction.execute(statement, &[]).await.map_err(copy_error(plan))
 }
 
 /// Streams the snapshot's rows into the temporary table.
-async fn load_rows(side: &Client, transaction: &Transaction<'_>, plan: &Plan) -> Result<(), CopyError> {
+async fn load_rows(side: &Client, transaction: &Transaction<'_>, plan: &CopyPlan) -> Result<(), CopyError> {
     transaction.batch_execute(&plan.build_create_temporary()).await.map_err(copy_error(plan))?;
     let out = side.copy_out(&plan.build_copy_out()).await.map_err(copy_error(plan))?;
     let sink = transaction.copy_in::<_, Bytes>(&plan.build_copy_in()).await.map_err(copy_error(plan))?;

@@ -1,8 +1,8 @@
 //! The dependents that a `DROP … CASCADE` removed with a table: other tables' foreign keys, views, extended statistics.
 //! They are recreated with the table; those that cannot be recreated are listed.
 //!
-//! Definitions come from the side database. Views are part of the dump that recreates the table, in the same transaction.
-//! Foreign keys and statistics are added in a later transaction, which can be repeated after a kill.
+//! Definitions come from the side database. Views are part of the dump that recreates the table, in the same
+//! transaction. Foreign keys and statistics are added in a later transaction, which can be repeated after a kill.
 
 use std::collections::BTreeSet;
 
@@ -36,7 +36,7 @@ struct View {
     dependent: Dependent,
     /// `schema.name`, quoted where needed.
     relation: String,
-    needs: Vec<String>,
+    dependencies: Vec<String>,
 }
 
 #[derive(Debug)]
@@ -103,8 +103,8 @@ const OTHERS: &str = "
      ORDER BY 1";
 
 impl Dependents {
-    /// Finds dependents of these tables in the side database that the owner's database lacks. An earlier run of the same
-    /// request recreated the tables in `recreated`.
+    /// Finds dependents of these tables in the side database that the owner's database lacks. An earlier run of the
+    /// same request recreated the tables in `recreated`.
     ///
     /// # Errors
     /// Errors of the database.
@@ -121,7 +121,7 @@ impl Dependents {
         }
         for row in side.query(VIEWS, &[&tables]).await? {
             let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
-            let view = View { dependent, relation: row.try_get(2)?, needs: row.try_get(3)? };
+            let view = View { dependent, relation: row.try_get(2)?, dependencies: row.try_get(3)? };
             if !is_relation(live, &view.relation).await? {
                 found.views.push(view);
             } else if is_from_earlier_run(&view.dependent) {
@@ -169,24 +169,25 @@ impl Dependents {
     /// Removes views over missing relations, and views over those views.
     async fn drop_unresolvable_views(&mut self, live: &Client, tables: &[&str]) -> Result<(), Error> {
         let mut existing: BTreeSet<String> = tables.iter().map(|table| (*table).to_owned()).collect();
-        for needed in self.views.iter().flat_map(|view| &view.needs) {
-            if is_relation(live, needed).await? {
-                existing.insert(needed.clone());
+        for dependency in self.views.iter().flat_map(|view| &view.dependencies) {
+            if is_relation(live, dependency).await? {
+                existing.insert(dependency.clone());
             }
         }
-        let (mut possible, mut waiting) = (Vec::new(), std::mem::take(&mut self.views));
+        let (mut resolvable, mut waiting) = (Vec::new(), std::mem::take(&mut self.views));
         loop {
-            let (ready, rest): (Vec<View>, Vec<View>) =
-                waiting.into_iter().partition(|view| view.needs.iter().all(|name| existing.contains(name)));
+            let (ready, rest): (Vec<View>, Vec<View>) = waiting
+                .into_iter()
+                .partition(|view| view.dependencies.iter().all(|name| existing.contains(name)));
             waiting = rest;
             if ready.is_empty() {
                 break;
             }
             existing.extend(ready.iter().map(|view| view.relation.clone()));
-            possible.extend(ready);
+            resolvable.extend(ready);
         }
         self.not_recreated.extend(waiting.into_iter().map(|view| view.dependent));
-        self.views = possible;
+        self.views = resolvable;
         Ok(())
     }
 
@@ -196,33 +197,33 @@ impl Dependents {
     }
 
     /// Adds the dependents that a copy would recreate to the results of their tables.
-    pub fn record_planned(&self, done: &mut [CopiedTable]) {
-        self.record_recreated(done);
+    pub fn record_planned(&self, results: &mut [CopiedTable]) {
+        self.record_recreated(results);
         for statement in &self.statements {
-            record_result(done, &statement.dependent, true, "");
+            record_result(results, &statement.dependent, true, "");
         }
         for dependent in &self.not_recreated {
-            record_result(done, dependent, false, "");
+            record_result(results, dependent, false, "");
         }
     }
 
-    fn record_recreated(&self, done: &mut [CopiedTable]) {
+    fn record_recreated(&self, results: &mut [CopiedTable]) {
         for dependent in self.views.iter().map(|view| &view.dependent).chain(&self.recreated_earlier) {
-            record_result(done, dependent, true, "");
+            record_result(results, dependent, true, "");
         }
     }
 
     /// Adds foreign keys and statistics to recreated tables, and lists the results with each table.
     ///
-    /// A foreign key that existing rows violate applies to new rows only. Dependents that the current tables do not allow
-    /// are listed with the reason.
+    /// A foreign key that existing rows violate applies to new rows only. Dependents that the current tables do not
+    /// allow are listed with the reason.
     ///
     /// # Errors
     /// Errors of the database.
-    pub async fn add(&self, live: &mut Client, done: &mut [CopiedTable]) -> Result<(), Error> {
+    pub async fn add(&self, live: &mut Client, results: &mut [CopiedTable]) -> Result<(), Error> {
         let mut transaction = live.transaction().await?;
         transaction.batch_execute("SET LOCAL lock_timeout = '60s'").await?;
-        self.record_recreated(done);
+        self.record_recreated(results);
         for statement in &self.statements {
             let mut result = attempt(&mut transaction, &statement.sql).await;
             let mut remark = "";
@@ -236,18 +237,18 @@ impl Dependents {
                 result = attempt(&mut transaction, &unvalidated).await;
             }
             match result {
-                Ok(()) => record_result(done, &statement.dependent, true, remark),
+                Ok(()) => record_result(results, &statement.dependent, true, remark),
                 Err(error) => match error.as_db_error() {
                     // Only the message, because the detail quotes rows.
                     Some(why) => {
-                        record_result(done, &statement.dependent, false, &format!(": {}", why.message()));
+                        record_result(results, &statement.dependent, false, &format!(": {}", why.message()));
                     }
                     None => return Err(error),
                 },
             }
         }
         for dependent in &self.not_recreated {
-            record_result(done, dependent, false, "");
+            record_result(results, dependent, false, "");
         }
         transaction.commit().await
     }
@@ -263,8 +264,8 @@ async fn attempt(transaction: &mut tokio_postgres::Transaction<'_>, sql: &[Strin
     attempt.commit().await
 }
 
-fn record_result(done: &mut [CopiedTable], dependent: &Dependent, is_recreated: bool, remark: &str) {
-    let Some(table) = done.iter_mut().find(|table| table.name == dependent.table) else { return };
+fn record_result(results: &mut [CopiedTable], dependent: &Dependent, is_recreated: bool, remark: &str) {
+    let Some(table) = results.iter_mut().find(|table| table.name == dependent.table) else { return };
     let list = if is_recreated { &mut table.recreated } else { &mut table.not_recreated };
     list.push(format!("{}{remark}", dependent.name));
 }

@@ -17,7 +17,7 @@ use super::job::{self, LossPolicy, RunOptions};
 use super::settings::BackupSettings;
 use super::shrink_guard::Trigger;
 use crate::snapshots::side_database::{
-    CopyResult, DATABASE, SideAction, SideRequest, SideState, SideStatus, SnapshotChoice, TableCopy,
+    CopyResult, SIDE_DATABASE, SideAction, SideRequest, SideState, SideStatus, SnapshotChoice, TableCopy,
 };
 use crate::snapshots::staging;
 use crate::snapshots::staging::{DownloadError, LoadError, RoleLifetime};
@@ -79,7 +79,7 @@ enum SideError {
         "the snapshot of the current database, which is taken first, failed: {why}\n  next: retry, or copy without it \
          (--no-backup)"
     )]
-    Save { exit: Exit, why: String },
+    Snapshot { exit: Exit, why: String },
     #[error("the platform has stopped this machine's writers for a final backup; nothing was copied")]
     Quiesced,
     #[error(transparent)]
@@ -107,14 +107,14 @@ impl SideError {
             Self::Load(error) => error.exit(),
             Self::Query(error) => postgres::exit_code(error),
             Self::Copy(error) => error.exit(),
-            Self::Save { exit, .. } => *exit,
+            Self::Snapshot { exit, .. } => *exit,
             Self::Stopped | Self::Quiesced => Exit::TryAgain,
             Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
     }
 }
 
-/// Returns the directory of the dump while the side database is opened.
+/// Returns the directory of the dump while the side database is being opened.
 fn dump_dir(layout: &Layout) -> PathBuf {
     layout.drill_state()
 }
@@ -188,7 +188,7 @@ pub fn show(layout: &Layout) -> Result<(), Failure> {
     let state = SideState::read(layout).or_exit(Exit::Internal)?;
     let state = state.unwrap_or_else(|| SideState::new(SideStatus::Closed, ""));
     let status = serde_json::to_value(state.status).unwrap_or_default();
-    let key = state.key.as_deref().map(|key| format!(": {key} in the database {DATABASE}"));
+    let key = state.key.as_deref().map(|key| format!(": {key} in the database {SIDE_DATABASE}"));
     println!("{}{}", status.as_str().unwrap_or_default(), key.unwrap_or_default());
     if let Some(error) = &state.error {
         println!("  {error}");
@@ -229,22 +229,22 @@ async fn serve_action(settings: &BackupSettings, request: &SideRequest) -> Resul
     failpoint::pass("side.begin")?;
     let id = &request.request_id;
     match &request.action {
-        SideAction::Open(chosen) => open(settings, chosen, id).await,
-        SideAction::Copy(wanted) => copy_back(settings, wanted, id).await,
+        SideAction::Open(choice) => open(settings, choice, id).await,
+        SideAction::Copy(copy) => copy_back(settings, copy, id).await,
         SideAction::Close => close(settings, id).await,
     }
 }
 
-async fn open(settings: &BackupSettings, chosen: &SnapshotChoice, request_id: &str) -> Result<(), SideError> {
+async fn open(settings: &BackupSettings, choice: &SnapshotChoice, request_id: &str) -> Result<(), SideError> {
     let mut state = SideState::new(SideStatus::Opening, request_id);
-    state.key.clone_from(&chosen.key);
+    state.key.clone_from(&choice.key);
     state.write(&settings.layout)?;
-    let opened = load_side_database(settings, chosen, &mut state).await;
+    let opened = load_side_database(settings, choice, &mut state).await;
     state.status = SideStatus::Open;
     if let Err(error) = &opened {
         (state.status, state.error) = (SideStatus::Failed, Some(format_chain(error)));
         state.tables.clear();
-        if let Err(error) = clean(settings).await {
+        if let Err(error) = remove_leftovers(settings).await {
             tracing::warn!(error = %format_chain(&error), "could not clean up; the next request will");
         }
     }
@@ -254,13 +254,13 @@ async fn open(settings: &BackupSettings, chosen: &SnapshotChoice, request_id: &s
 
 async fn load_side_database(
     settings: &BackupSettings,
-    chosen: &SnapshotChoice,
+    choice: &SnapshotChoice,
     state: &mut SideState,
 ) -> Result<(), SideError> {
     let context = settings.restore_context();
-    clean(settings).await?;
+    remove_leftovers(settings).await?;
     failpoint::pass("side.cleaned")?;
-    let side = find_snapshot(settings, chosen).await?;
+    let side = find_snapshot(settings, choice).await?;
     state.key = Some(side.key.clone());
     state.write(&settings.layout)?;
     staging::check_postgres_version(&context, &side).await?;
@@ -274,7 +274,7 @@ async fn load_side_database(
     // Apps must not be able to read data here that they may no longer read in the live database.
     client
         .batch_execute(&format!(
-            "REVOKE ALL ON DATABASE {from} FROM PUBLIC; ALTER DATABASE {from} RENAME TO {DATABASE}"
+            "REVOKE ALL ON DATABASE {from} FROM PUBLIC; ALTER DATABASE {from} RENAME TO {SIDE_DATABASE}"
         ))
         .await?;
     failpoint::pass("side.renamed")?;
@@ -286,14 +286,14 @@ async fn load_side_database(
     Ok(())
 }
 
-/// Finds the record of the chosen snapshot.
-async fn find_snapshot(settings: &BackupSettings, chosen: &SnapshotChoice) -> Result<SideRecord, SideError> {
+/// Finds the record of the snapshot that `choice` selects.
+async fn find_snapshot(settings: &BackupSettings, choice: &SnapshotChoice) -> Result<SideRecord, SideError> {
     let (bucket, slot) = (&settings.bucket, &settings.slot);
     let unusable = |error| match error {
         SnapshotUnusable::Store(error) => SideError::Store(error),
         error => SideError::Unusable(error.to_string()),
     };
-    let key = match (&chosen.key, chosen.at) {
+    let key = match (&choice.key, choice.at) {
         (Some(key), _) => Some(key.clone()),
         (None, None) => match snapshot::find_latest(bucket, slot).await {
             Ok(latest) => Some(latest.key),
@@ -306,17 +306,17 @@ async fn find_snapshot(settings: &BackupSettings, chosen: &SnapshotChoice) -> Re
             taken.filter(|(taken, _)| *taken <= at).max().map(|(_, key)| key)
         }
     };
-    let when = chosen.at.map(|at| format!(" taken at or before {}", svc_base::clock::rfc3339_ms(at)));
+    let when = choice.at.map(|at| format!(" taken at or before {}", svc_base::clock::rfc3339_ms(at)));
     let key = key.ok_or_else(|| SideError::NoSnapshot { when: when.unwrap_or_default() })?;
     snapshot::load(bucket, slot, &key).await.map_err(unusable)
 }
 
-async fn copy_back(settings: &BackupSettings, wanted: &TableCopy, request_id: &str) -> Result<(), SideError> {
+async fn copy_back(settings: &BackupSettings, copy: &TableCopy, request_id: &str) -> Result<(), SideError> {
     let state = SideState::read(&settings.layout)?;
     let open_state = state.filter(|state| matches!(state.status, SideStatus::Open | SideStatus::Copying));
     let mut state = open_state.ok_or(SideError::NotOpen)?;
     if state.status != SideStatus::Copying || state.request_id != request_id {
-        // These tables are of another request, which was abandoned.
+        // These tables belong to another request, which was abandoned.
         state.recreating.clear();
     }
     request_id.clone_into(&mut state.request_id);
@@ -328,11 +328,11 @@ async fn copy_back(settings: &BackupSettings, wanted: &TableCopy, request_id: &s
         if Quiesce::read(&settings.layout)?.is_some() {
             return Err(SideError::Quiesced);
         }
-        if wanted.backup && !wanted.dry_run {
+        if copy.backup && !copy.dry_run {
             snapshot_current(settings).await?;
             failpoint::pass("side.saved")?;
         }
-        copy::copy(settings, wanted, &mut state, &mut tables).await?;
+        copy::copy(settings, copy, &mut state, &mut tables).await?;
         Ok(())
     };
     let end: Result<(), SideError> = copied.await;
@@ -341,8 +341,8 @@ async fn copy_back(settings: &BackupSettings, wanted: &TableCopy, request_id: &s
     state.last_copy = Some(CopyResult {
         request_id: request_id.to_owned(),
         at: svc_base::clock::now_ms(),
-        mode: wanted.mode,
-        dry_run: wanted.dry_run,
+        mode: copy.mode,
+        dry_run: copy.dry_run,
         error: end.as_ref().err().map(|error| format_chain(error)),
         tables,
     });
@@ -354,7 +354,7 @@ async fn copy_back(settings: &BackupSettings, wanted: &TableCopy, request_id: &s
 /// Takes a snapshot of the current database, so that a copy can be undone. An emptied database
 /// needs none, and a held-back snapshot suffices.
 async fn snapshot_current(settings: &BackupSettings) -> Result<(), SideError> {
-    let failed = |exit, why: String| SideError::Save { exit, why };
+    let failed = |exit, why: String| SideError::Snapshot { exit, why };
     let lock = Lock::wait(&settings.layout.backup_lock(), super::REQUEST_LOCK_TIMEOUT).await;
     let lock = lock.map_err(|error| failed(Exit::TryAgain, format_chain(&error)))?;
     let options = RunOptions { loss: LossPolicy::Refuse, trigger: Trigger::Request };
@@ -367,7 +367,7 @@ async fn snapshot_current(settings: &BackupSettings) -> Result<(), SideError> {
 }
 
 async fn close(settings: &BackupSettings, request_id: &str) -> Result<(), SideError> {
-    clean(settings).await?;
+    remove_leftovers(settings).await?;
     failpoint::pass("side.dropped")?;
     let last_copy = SideState::read(&settings.layout)?.and_then(|state| state.last_copy);
     let mut state = SideState { last_copy, ..SideState::new(SideStatus::Closed, request_id) };
@@ -375,9 +375,9 @@ async fn close(settings: &BackupSettings, request_id: &str) -> Result<(), SideEr
 }
 
 /// Removes databases, dumps and unused roles of earlier runs.
-async fn clean(settings: &BackupSettings) -> Result<(), SideError> {
+async fn remove_leftovers(settings: &BackupSettings) -> Result<(), SideError> {
     let client: Client = settings.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
-    client.batch_execute(&format!("DROP DATABASE IF EXISTS {DATABASE} WITH (FORCE)")).await?;
+    client.batch_execute(&format!("DROP DATABASE IF EXISTS {SIDE_DATABASE} WITH (FORCE)")).await?;
     staging::drop_scratch_databases(&client).await?;
     staging::drop_drill_roles(&client).await?;
     Ok(staging::remove_dumps(&dump_dir(&settings.layout))?)

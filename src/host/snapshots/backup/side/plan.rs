@@ -1,4 +1,4 @@
-//! The SQL statements that copy a table back. Pure: they are built from the catalogs of both databases.
+//! The SQL statements that copy a table back, built from the catalogs of both databases. This module performs no I/O.
 
 use crate::snapshots::side_database::CopyMode;
 use crate::system::postgres::quote_ident;
@@ -26,9 +26,10 @@ pub enum PlanError {
     )]
     NoPrimaryKey { table: String },
     #[error(
-        "{table}.{column} has the type {now}, but {then} in the snapshot: copy it by hand from the database svc_side"
+        "{table}.{column} has the type {current}, but {snapshot} in the snapshot: copy it by hand from the \
+         database svc_side"
     )]
-    TypeChanged { table: String, column: String, now: String, then: String },
+    TypeChanged { table: String, column: String, current: String, snapshot: String },
     #[error(
         "{table} has a different primary key in the snapshot\n  next: use mode replace, which replaces all rows with the \
          snapshot's"
@@ -40,37 +41,42 @@ pub enum PlanError {
 
 /// The statements for one table. The snapshot's rows are loaded into a temporary table first.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Plan {
+pub struct CopyPlan {
     /// `schema.table`, quoted where needed.
     pub table: String,
     /// The number of its temporary table.
     number: usize,
-    /// Columns of both databases.
+    /// Columns that both databases have.
     columns: Vec<String>,
     key: Vec<String>,
     /// The columns that an update may set.
     settable: Vec<String>,
-    /// Columns of the snapshot only.
+    /// Columns that only the snapshot has.
     pub left_out: Vec<String>,
 }
 
-impl Plan {
+impl CopyPlan {
     pub fn new(
         number: usize,
         table: &str,
-        now: &[Column],
-        then: &[Column],
+        current: &[Column],
+        snapshot: &[Column],
         mode: CopyMode,
     ) -> Result<Self, PlanError> {
         let table = table.to_owned();
         let mut columns = Vec::new();
         let mut left_out = Vec::new();
-        for old in then.iter().filter(|column| !column.is_generated) {
-            match now.iter().find(|column| column.name == old.name) {
+        for old in snapshot.iter().filter(|column| !column.is_generated) {
+            match current.iter().find(|column| column.name == old.name) {
                 Some(new) if new.is_generated => {}
                 Some(new) if new.kind != old.kind => {
-                    let (now, then) = (new.kind.clone(), old.kind.clone());
-                    return Err(PlanError::TypeChanged { table, column: old.name.clone(), now, then });
+                    let (current, snapshot) = (new.kind.clone(), old.kind.clone());
+                    return Err(PlanError::TypeChanged {
+                        table,
+                        column: old.name.clone(),
+                        current,
+                        snapshot,
+                    });
                 }
                 Some(new) => columns.push(new.clone()),
                 None => left_out.push(old.name.clone()),
@@ -79,13 +85,13 @@ impl Plan {
         if columns.is_empty() {
             return Err(PlanError::NoCommonColumns { table });
         }
-        let key: Vec<String> = names(now.iter().filter(|column| column.is_key));
+        let key: Vec<String> = names(current.iter().filter(|column| column.is_key));
         let has_whole_key = key.iter().all(|name| columns.iter().any(|column| column.name == *name));
         if mode != CopyMode::Replace {
             if key.is_empty() {
                 return Err(PlanError::NoPrimaryKey { table });
             }
-            if !has_whole_key || key != names(then.iter().filter(|column| column.is_key)) {
+            if !has_whole_key || key != names(snapshot.iter().filter(|column| column.is_key)) {
                 return Err(PlanError::KeyChanged { table });
             }
         }
@@ -221,9 +227,11 @@ mod tests {
 
     #[test]
     fn new_copies_common_columns_and_lists_others() {
-        let then = [column("id", "integer", true), column("old", "text", false), column("a", "text", false)];
-        let now = [column("id", "integer", true), column("a", "text", false), column("new", "text", false)];
-        let plan = Plan::new(0, "public.t", &now, &then, CopyMode::Overwrite).unwrap();
+        let snapshot =
+            [column("id", "integer", true), column("old", "text", false), column("a", "text", false)];
+        let current =
+            [column("id", "integer", true), column("a", "text", false), column("new", "text", false)];
+        let plan = CopyPlan::new(0, "public.t", &current, &snapshot, CopyMode::Overwrite).unwrap();
         assert_eq!(plan.left_out, ["old"]);
         assert_eq!(plan.build_copy_out(), r#"COPY (SELECT "id", "a" FROM ONLY public.t) TO STDOUT"#);
         assert_eq!(
@@ -235,7 +243,9 @@ mod tests {
     #[test]
     fn new_refuses_missing_key_and_changed_type() {
         let (id, text) = (column("id", "integer", true), column("a", "text", false));
-        let plan = |now: &[Column], then: &[Column], mode| Plan::new(0, "t", now, then, mode).map(|_| ());
+        let plan = |current: &[Column], snapshot: &[Column], mode| {
+            CopyPlan::new(0, "t", current, snapshot, mode).map(|_| ())
+        };
         let none = [column("id", "integer", false), text.clone()];
         assert!(matches!(plan(&none, &none, CopyMode::Missing), Err(PlanError::NoPrimaryKey { .. })));
         assert_eq!(plan(&none, &none, CopyMode::Replace), Ok(()));

@@ -10,7 +10,7 @@ use crate::snapshots::backup::dump_check;
 use crate::snapshots::backup::dump_check::DumpCheckError;
 use crate::snapshots::backup::settings::BackupSettings;
 use crate::snapshots::row_counts;
-use crate::snapshots::side_database::{CopiedTable, DATABASE};
+use crate::snapshots::side_database::{CopiedTable, SIDE_DATABASE};
 use crate::system::postgres;
 use crate::system::postgres::{quote_ident, quote_literal};
 use svc_base::applet::Exit;
@@ -30,7 +30,7 @@ pub enum RecreateError {
 }
 
 impl RecreateError {
-    /// `Refused` if one of PostgreSQL's tools reports an error.
+    /// Returns `Refused` if one of PostgreSQL's tools reports an error.
     pub fn exit(&self) -> Exit {
         match self {
             Self::Failed { .. } => Exit::Refused,
@@ -78,7 +78,7 @@ async fn create_schema(live: &Client, schema: &str, owner: &str) -> Result<(), R
 
 async fn pipe_tables(settings: &BackupSettings, tables: &[&str]) -> Result<(), RecreateError> {
     let start = |tool| move |source| DumpCheckError::Start { tool, source };
-    let mut dump = settings.tools.dump_tables(&settings.server, DATABASE, tables);
+    let mut dump = settings.tools.dump_tables(&settings.server, SIDE_DATABASE, tables);
     let mut dump = dump.spawn().map_err(start("pg_dump"))?;
     let mut load = settings.tools.load_stdin(&settings.server, settings.server.database());
     let mut load = load.spawn().map_err(start("pg_restore"))?;

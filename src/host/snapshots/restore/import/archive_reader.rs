@@ -1,8 +1,8 @@
 //! Reads an archive in one pass, compares every entry with the manifest at the end, and can extract some entries into a
 //! staging directory.
 //!
-//! A pass keeps only a digest per entry and the paths of the directories that it writes. The manifest can be as large as
-//! all names together, so it is compared while it is read (`manifest.rs`).
+//! A pass keeps only a digest per entry and the paths of the directories that it writes. The manifest can be as large
+//! as all names together, so it is compared while it is read (`manifest.rs`).
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -65,7 +65,8 @@ pub enum ArchiveError {
 }
 
 impl ArchiveError {
-    /// `Refused` if the archive is at fault. An entry can also cause a file error, for example by a repeated name.
+    /// Returns `Refused` if the archive is at fault. An entry can also cause a file error, for example by a repeated
+    /// name.
     pub fn exit(&self) -> Exit {
         use io::ErrorKind::{QuotaExceeded, ReadOnlyFilesystem, StorageFull};
         match self {
@@ -80,7 +81,7 @@ impl ArchiveError {
 }
 
 /// The entries that a pass extracts. All other entries are only read.
-pub enum Extract<'a> {
+pub enum ExtractTarget<'a> {
     Nothing,
     /// The owner's files, into a directory.
     Home(&'a Path),
@@ -91,7 +92,7 @@ pub enum Extract<'a> {
     },
 }
 
-impl Extract<'_> {
+impl ExtractTarget<'_> {
     /// Returns the destination of an entry, if it is extracted.
     fn destination(&self, name: &Path) -> Option<PathBuf> {
         let inside = name.strip_prefix(HOME).ok();
@@ -122,7 +123,7 @@ impl VerifiedArchive {
     ///
     /// # Errors
     /// [`ArchiveError`]; the caller removes the extracted files.
-    pub fn read(file: &File, path: &Path, extract: &Extract<'_>) -> Result<Self, ArchiveError> {
+    pub fn read(file: &File, path: &Path, extract: &ExtractTarget<'_>) -> Result<Self, ArchiveError> {
         Pass::new(path, extract).run(file)
     }
 
@@ -146,13 +147,13 @@ impl VerifiedArchive {
 /// One pass over an archive.
 struct Pass<'a> {
     path: &'a Path,
-    extract: &'a Extract<'a>,
+    extract: &'a ExtractTarget<'a>,
     info: Option<ArchiveInfo>,
     side: Option<SideRecord>,
     /// Size and SHA-256 of the dump.
     dump: Option<(u64, String)>,
     is_complete: bool,
-    seen: Vec<EntryDigest>,
+    digests: Vec<EntryDigest>,
     home_entries: usize,
     /// Directories and archive roots that may contain entries, by [`name_digest`].
     directories: HashSet<u128>,
@@ -161,7 +162,7 @@ struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    fn new(path: &'a Path, extract: &'a Extract<'a>) -> Self {
+    fn new(path: &'a Path, extract: &'a ExtractTarget<'a>) -> Self {
         Self {
             path,
             extract,
@@ -169,7 +170,7 @@ impl<'a> Pass<'a> {
             side: None,
             dump: None,
             is_complete: false,
-            seen: Vec::new(),
+            digests: Vec::new(),
             home_entries: 0,
             directories: [name_digest(Path::new(HOME))].into(),
             modes: Vec::new(),
@@ -225,7 +226,7 @@ impl<'a> Pass<'a> {
             self.dump = Some((listed.size_bytes, listed.sha256.clone().unwrap_or_default()));
         }
         self.home_entries += usize::from(entry.path.starts_with(HOME));
-        self.seen.push(entry_digest(&listed));
+        self.digests.push(entry_digest(&listed));
         Ok(())
     }
 
@@ -275,7 +276,7 @@ impl<'a> Pass<'a> {
         if entry.size > MAX_MANIFEST_BYTES {
             return Err(self.damaged(format!("{MANIFEST} is too large")));
         }
-        manifest::compare(entry, &self.seen).map_err(|why| self.damaged(why))?;
+        manifest::compare(entry, &self.digests).map_err(|why| self.damaged(why))?;
         self.is_complete = true;
         Ok(())
     }

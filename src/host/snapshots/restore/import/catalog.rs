@@ -1,16 +1,16 @@
 //! Inspects the catalog of the new database, before any other use, for objects that the archive's SQL must not create.
 //!
 //! A database with such an object is refused, even if the dump does not list it: code of any kind, granted privileges,
-//! and expressions that call volatile functions other than a few harmless ones. Later sessions of the superuser (a backup,
-//! a restore, the gateway) evaluate checks, defaults and indexes of these tables.
+//! and expressions that call volatile functions other than a few harmless ones. Later sessions of the superuser (a
+//! backup, a restore, the gateway) evaluate checks, defaults and indexes of these tables.
 
 use std::fmt::Write as _;
 
 use tokio_postgres::{Client, Error};
 
 /// Volatile functions that an expression may call.
-const VOLATILE: &str = "'nextval', 'currval', 'random', 'gen_random_uuid', 'uuid_generate_v1', 'uuid_generate_v4', \
-                        'clock_timestamp', 'timeofday'";
+const ALLOWED_VOLATILE_FUNCTIONS: &str = "'nextval', 'currval', 'random', 'gen_random_uuid', 'uuid_generate_v1', \
+     'uuid_generate_v4', 'clock_timestamp', 'timeofday'";
 
 /// Forbidden kinds of objects: label, catalog, name column, and condition.
 const FORBIDDEN: [(&str, &str, &str, &str); 24] = [
@@ -43,8 +43,8 @@ const FORBIDDEN: [(&str, &str, &str, &str); 24] = [
         "typname",
         "o.typtype NOT IN ('c', 'e', 'd') AND NOT (o.typtype = 'b' AND o.typcategory = 'A')",
     ),
-    // Allowed: tables, sequences, indexes, composite types and TOAST tables; in the gateway's schema, only ordinary tables,
-    // sequences and indexes.
+    // Allowed: tables, sequences, indexes, composite types and TOAST tables; in the gateway's schema, only ordinary
+    // tables, sequences and indexes.
     (
         "relation",
         "pg_class",
@@ -133,7 +133,7 @@ fn build_forbidden_query() -> String {
                CROSS JOIN regexp_matches(o.{column}::text, \
                     ':(?:funcid|opfuncid|aggfnoid|winfnoid|hashfuncid|negfuncid) ([0-9]+)', 'g') f \
                JOIN pg_proc p ON p.oid = f[1]::oid \
-              WHERE p.provolatile = 'v' AND p.proname NOT IN ({VOLATILE})"
+              WHERE p.provolatile = 'v' AND p.proname NOT IN ({ALLOWED_VOLATILE_FUNCTIONS})"
         ));
     }
     let _ = write!(sql, " SELECT * FROM ({}) found LIMIT 1", parts.join(" UNION ALL "));

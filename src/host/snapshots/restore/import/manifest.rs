@@ -1,7 +1,7 @@
 //! Compares an archive's manifest, while it is read, with the entries that preceded it.
 //!
-//! The entries' digests and the manifest's entries are in the same order, so the manifest is never in memory as a whole.
-//! No string of the manifest may be longer than a valid entry needs.
+//! The entries' digests and the manifest's entries are in the same order, so the manifest is never in memory as a
+//! whole. No string of the manifest may be longer than a valid entry needs.
 
 use std::fmt;
 use std::io::{self, BufReader, Read};
@@ -22,7 +22,7 @@ const MAX_STRING_BYTES: usize = 128 * 1024;
 /// Digest of an [`ArchiveEntry`], unique per entry.
 pub type EntryDigest = [u8; 32];
 
-/// Digests path, kind, size and content of an entry.
+/// Returns a digest of the path, kind, size and content of an entry.
 pub fn entry_digest(listed: &ArchiveEntry) -> EntryDigest {
     let kind = match listed.kind {
         EntryKind::File => b'f',
@@ -42,18 +42,18 @@ pub fn entry_digest(listed: &ArchiveEntry) -> EntryDigest {
 ///
 /// # Errors
 /// Describes the difference or the syntax error. The text may quote the manifest and is safe to print.
-pub fn compare(manifest: impl Read, seen: &[EntryDigest]) -> Result<(), String> {
+pub fn compare(manifest: impl Read, digests: &[EntryDigest]) -> Result<(), String> {
     let inner = BufReader::with_capacity(1 << 16, manifest);
     let bounded = BoundedStrings { inner, state: StringState::Outside };
     let mut json = serde_json::Deserializer::from_reader(BufReader::with_capacity(1 << 16, bounded));
-    let compared = ManifestVisitor { seen }.deserialize(&mut json);
+    let compared = ManifestVisitor { digests }.deserialize(&mut json);
     compared
         .and_then(|()| json.end())
         .map_err(|error| untrusted_text::truncate_printable(&format!("manifest.json: {error}")))
 }
 
 struct ManifestVisitor<'a> {
-    seen: &'a [EntryDigest],
+    digests: &'a [EntryDigest],
 }
 
 impl<'de> DeserializeSeed<'de> for ManifestVisitor<'_> {
@@ -86,7 +86,7 @@ impl<'de> Visitor<'de> for ManifestVisitor<'_> {
                     return Err(serde::de::Error::duplicate_field("entries"));
                 }
                 Member::Entries => {
-                    members.next_value_seed(EntriesVisitor { seen: self.seen })?;
+                    members.next_value_seed(EntriesVisitor { digests: self.digests })?;
                     has_entries = true;
                 }
                 Member::Other => drop(members.next_value::<IgnoredAny>()?),
@@ -97,7 +97,7 @@ impl<'de> Visitor<'de> for ManifestVisitor<'_> {
 }
 
 struct EntriesVisitor<'a> {
-    seen: &'a [EntryDigest],
+    digests: &'a [EntryDigest],
 }
 
 impl<'de> DeserializeSeed<'de> for EntriesVisitor<'_> {
@@ -116,10 +116,10 @@ impl<'de> Visitor<'de> for EntriesVisitor<'_> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut entries: A) -> Result<(), A::Error> {
-        let mut seen = self.seen.iter();
+        let mut digests = self.digests.iter();
         while let Some(listed) = entries.next_element::<ArchiveEntry>()? {
             let name = quote_path(Path::new(&listed.path));
-            match seen.next() {
+            match digests.next() {
                 Some(digest) if *digest == entry_digest(&listed) => {}
                 Some(_) => {
                     let why = format!("the entry at the position of {name} differs from the manifest");
@@ -128,7 +128,7 @@ impl<'de> Visitor<'de> for EntriesVisitor<'_> {
                 None => return Err(serde::de::Error::custom(format!("the entry {name} is missing"))),
             }
         }
-        match seen.len() {
+        match digests.len() {
             0 => Ok(()),
             count => Err(serde::de::Error::custom(format!("the last {count} entries are not listed"))),
         }
@@ -187,28 +187,28 @@ mod tests {
     #[test]
     fn compare_accepts_only_same_entries_in_order() {
         let entries = [listed("home/a"), listed("home/b")];
-        let seen = entries.each_ref().map(entry_digest);
-        compare(manifest(&entries).as_bytes(), &seen).unwrap();
+        let digests = entries.each_ref().map(entry_digest);
+        compare(manifest(&entries).as_bytes(), &digests).unwrap();
         let mut larger = entries.clone();
         larger[1].size_bytes = 4;
         let swapped = [entries[1].clone(), entries[0].clone()];
-        let more = [entries[0].clone(), entries[1].clone(), listed("home/c")];
+        let longer = [entries[0].clone(), entries[1].clone(), listed("home/c")];
         for (other, why) in [
             (&larger[..], "differs from the manifest"),
             (&swapped, "differs from the manifest"),
-            (&more, "\"home/c\" is missing"),
+            (&longer, "\"home/c\" is missing"),
             (&entries[..1], "the last 1 entries are not listed"),
         ] {
-            let refused = compare(manifest(other).as_bytes(), &seen).unwrap_err();
+            let refused = compare(manifest(other).as_bytes(), &digests).unwrap_err();
             assert!(refused.contains(why), "{refused}");
         }
         let twice = format!("{{\"entries\":[],\"entries\":{}}}", serde_json::json!(entries));
         for broken in ["", "{}", "[]", "{\"entries\":1}", twice.as_str()] {
-            compare(broken.as_bytes(), &seen).unwrap_err();
+            compare(broken.as_bytes(), &digests).unwrap_err();
         }
-        compare(format!("{} x", manifest(&entries)).as_bytes(), &seen).unwrap_err();
+        compare(format!("{} x", manifest(&entries)).as_bytes(), &digests).unwrap_err();
         let escape = r#"{"entries":[{"path":"a","kind":"\u001b[2J","sizeBytes":3}]}"#;
-        let refused = compare(escape.as_bytes(), &seen).unwrap_err();
+        let refused = compare(escape.as_bytes(), &digests).unwrap_err();
         assert!(refused.contains("unknown variant") && !refused.contains('\x1b'), "{refused}");
     }
 

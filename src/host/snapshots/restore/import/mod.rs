@@ -13,7 +13,7 @@ pub mod fuzzing;
 mod home;
 mod manifest;
 mod options;
-mod snapshot_first;
+mod pre_import_snapshot;
 mod steps;
 mod toc;
 mod untrusted;
@@ -37,7 +37,7 @@ use svc_base::clock;
 use svc_base::failpoint;
 use svc_http::problem::format_chain;
 
-pub use options::Options;
+pub use options::ImportOptions;
 use steps::Step;
 pub use steps::{StepArgs, run_step};
 
@@ -80,7 +80,7 @@ impl ImportError {
 ///
 /// # Errors
 /// [`Failure`]; before the swap of the databases, everything is unchanged.
-pub async fn run(layout: &Layout, name: &Path, options: Options) -> Result<(), Failure> {
+pub async fn run(layout: &Layout, name: &Path, options: ImportOptions) -> Result<(), Failure> {
     let lock = Lock::take(&layout.import_lock()).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another import is under way")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
@@ -98,13 +98,13 @@ pub async fn run(layout: &Layout, name: &Path, options: Options) -> Result<(), F
 
 /// Opens the archive once and checks that it is a regular file: other users may be able to change its path.
 fn open_archive(path: &Path) -> Result<File, io::Error> {
-    let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+    let with_path = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
     let mut options = File::options();
-    let file = options.read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path).map_err(named)?;
-    if file.metadata().map_err(named)?.is_file() {
+    let file = options.read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path).map_err(with_path)?;
+    if file.metadata().map_err(with_path)?.is_file() {
         Ok(file)
     } else {
-        Err(named(io::Error::other("not a regular file")))
+        Err(with_path(io::Error::other("not a regular file")))
     }
 }
 
@@ -112,7 +112,7 @@ struct ImportRun<'a> {
     layout: &'a Layout,
     archive: File,
     name: &'a Path,
-    options: Options,
+    options: ImportOptions,
     number: i64,
 }
 

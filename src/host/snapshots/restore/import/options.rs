@@ -2,7 +2,7 @@
 
 /// Options of an import.
 #[derive(Debug, Clone, Copy, clap::Args)]
-pub struct Options {
+pub struct ImportOptions {
     /// Check the archive and change nothing
     #[arg(long)]
     pub check: bool,
@@ -14,7 +14,7 @@ pub struct Options {
     pub no_backup: bool,
 }
 
-impl Options {
+impl ImportOptions {
     /// Returns the options as arguments of a step.
     pub fn to_arguments(self) -> impl Iterator<Item = &'static str> {
         let flags = [

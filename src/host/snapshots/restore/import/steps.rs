@@ -4,10 +4,10 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
-use super::archive_reader::{ArchiveError, Extract, VerifiedArchive};
+use super::archive_reader::{ArchiveError, ExtractTarget, VerifiedArchive};
 use super::home::{self, Staging};
-use super::options::Options;
-use super::snapshot_first::{self, SnapshotFirstError};
+use super::options::ImportOptions;
+use super::pre_import_snapshot::{self, PreImportSnapshotError};
 use super::untrusted::{self, UntrustedError};
 use crate::snapshots::archive::SYSTEM;
 use crate::snapshots::database_identity;
@@ -18,7 +18,7 @@ use crate::snapshots::restore::journal::Journal;
 use crate::snapshots::restore::settings::RestoreSettings;
 use crate::snapshots::restore::swap;
 use crate::snapshots::restore::swap::SwapError;
-use crate::snapshots::restore_marker::Marker;
+use crate::snapshots::restore_marker::RestoreMarker;
 use crate::snapshots::staging;
 use crate::snapshots::staging::{DownloadError, LoadError};
 use crate::system::layout::Layout;
@@ -42,7 +42,7 @@ pub enum Step {
     Unstage,
     /// Replaces the database and the gateway's part of the home.
     Database,
-    /// Puts the owner's files in place.
+    /// Installs the owner's staged files.
     Place,
 }
 
@@ -67,7 +67,7 @@ pub struct StepArgs {
     #[arg(long)]
     archive: PathBuf,
     #[command(flatten)]
-    options: Options,
+    options: ImportOptions,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -96,7 +96,7 @@ enum StepError {
     #[error(transparent)]
     Untrusted(#[from] UntrustedError),
     #[error(transparent)]
-    SnapshotFirst(#[from] SnapshotFirstError),
+    PreImportSnapshot(#[from] PreImportSnapshotError),
     #[error("clean up after an earlier run")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
@@ -118,7 +118,7 @@ impl StepError {
             Self::OtherUser { .. } | Self::Download(DownloadError::NoSpace { .. }) => Exit::Refused,
             Self::Download(error) => error.exit(),
             Self::Untrusted(error) => error.exit(),
-            Self::SnapshotFirst(error) => error.exit(),
+            Self::PreImportSnapshot(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),
             Self::Query(error) => postgres::exit_code(error),
@@ -150,7 +150,7 @@ pub async fn run_step(layout: Layout, args: StepArgs) -> Result<(), Failure> {
 
 fn check_archive(settings: &RestoreSettings, archive: &File, args: &StepArgs) -> Result<(), StepError> {
     failpoint::pass("import.begin")?;
-    let archived = read_archive(archive, &args.archive, &Extract::Nothing)?;
+    let archived = read_archive(archive, &args.archive, &ExtractTarget::Nothing)?;
     let rows: u64 = archived.side.tables.iter().map(|table| table.rows).sum();
     println!(
         "archive of {}, created at {}: {} tables with {rows} rows, {} home entries; all are intact",
@@ -177,13 +177,17 @@ fn check_archive(settings: &RestoreSettings, archive: &File, args: &StepArgs) ->
     Ok(())
 }
 
-fn read_archive(archive: &File, name: &Path, extract: &Extract<'_>) -> Result<VerifiedArchive, ArchiveError> {
+fn read_archive(
+    archive: &File,
+    name: &Path,
+    extract: &ExtractTarget<'_>,
+) -> Result<VerifiedArchive, ArchiveError> {
     tokio::task::block_in_place(|| VerifiedArchive::read(archive, name, extract))
 }
 
 fn stage_files(layout: &Layout, archive: &File, args: &StepArgs) -> Result<(), StepError> {
     let staging = Staging::new(&layout.home(), args.number);
-    read_archive(archive, &args.archive, &Extract::Home(staging.create()?))?;
+    read_archive(archive, &args.archive, &ExtractTarget::Home(staging.create()?))?;
     staging.ensure_replaceable()?;
     failpoint::pass("import.staged")?;
     Ok(())
@@ -206,7 +210,7 @@ async fn replace_database(
 ) -> Result<(), StepError> {
     let layout = &settings.layout;
     if !args.options.no_backup {
-        snapshot_first::take_snapshot(settings).await?;
+        pre_import_snapshot::take_snapshot(settings).await?;
     }
     let system = Staging::new(&layout.home().join(SYSTEM), args.number);
     let dump = layout.restore_state().join("import.dump");
@@ -234,7 +238,7 @@ async fn load_and_swap(
     std::fs::create_dir_all(&state).map_err(FileError::wrap("create directory", &state))?;
     let dump_bytes = VerifiedArchive::read_dump_size(archive, &args.archive)?;
     staging::ensure_free_space(&state, dump_bytes)?;
-    let archived = read_archive(archive, &args.archive, &Extract::Gateway { dump, system: staged })?;
+    let archived = read_archive(archive, &args.archive, &ExtractTarget::Gateway { dump, system: staged })?;
     let snapshot = archived.side.snapshot_ref();
     staging::check_postgres_version(&settings.context, &archived.side).await?;
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
@@ -258,7 +262,7 @@ async fn load_and_swap(
     }
     failpoint::pass("import.swapped")?;
     let identity = database_identity::adopt(&client, settings.context.server.database()).await?;
-    Marker::new(Some(snapshot.key.clone()), identity).write(layout)?;
+    RestoreMarker::new(Some(snapshot.key.clone()), identity).write(layout)?;
     drop(client);
     let replaced = tokio::task::block_in_place(|| system.install())?;
     // Until the next backup, the pointer names a snapshot of the old database.

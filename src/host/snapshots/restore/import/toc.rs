@@ -60,9 +60,9 @@ pub enum TocError {
     )]
     NotAllowed { entry: String },
     #[error("its database needs the extension {name}, which an import does not create")]
-    Extension { name: String },
+    UnsupportedExtension { name: String },
     #[error("the listing of its dump has a line that is not an entry: {line}")]
-    Line { line: String },
+    InvalidLine { line: String },
     #[error("its dump gives the number {id} to more than one entry")]
     RepeatedId { id: u32 },
 }
@@ -75,7 +75,7 @@ pub fn select_entries(listing: &str) -> Result<Selection, TocError> {
     let mut selection = Selection::default();
     let mut ids = HashSet::new();
     for line in listing.lines().filter(|line| !line.is_empty() && !line.starts_with(';')) {
-        let (id, entry) = parse_line(line).ok_or_else(|| TocError::Line { line: quote_text(line) })?;
+        let (id, entry) = parse_line(line).ok_or_else(|| TocError::InvalidLine { line: quote_text(line) })?;
         // `pg_restore -L` takes numbers and loads one entry per number: of two, it might load the one to skip.
         if !ids.insert(id) {
             return Err(TocError::RepeatedId { id });
@@ -112,7 +112,7 @@ fn classify(entry: &str) -> Result<EntryAction, TocError> {
         let name = extension.trim_start_matches("- ").trim();
         return match EXTENSIONS.contains(&name) {
             true => Ok(EntryAction::Extension(name.to_owned())),
-            false => Err(TocError::Extension { name: quote_text(name) }),
+            false => Err(TocError::UnsupportedExtension { name: quote_text(name) }),
         };
     }
     if let Some(commented) = after("COMMENT") {
@@ -184,7 +184,7 @@ mod tests {
         let repeated = "7; 1259 16386 TABLE a b c\n7; 1255 16400 FUNCTION svc note_change() postgres\n";
         assert_eq!(select_entries(repeated), Err(TocError::RepeatedId { id: 7 }));
         for line in ["7; TABLE", "x; 1 2 TABLE a b c", "no entry", "7; 1 x TABLE a b c"] {
-            assert!(matches!(select_entries(line), Err(TocError::Line { .. })), "{line}");
+            assert!(matches!(select_entries(line), Err(TocError::InvalidLine { .. })), "{line}");
         }
         let refused = select_entries("7; 1 2 VIEW a \x1b[2J b\n").unwrap_err().to_string();
         assert!(!refused.contains('\x1b'), "{refused}");

@@ -2,8 +2,8 @@
 //!
 //! `pg_restore` sends SQL written by the author of the archive. It runs as the gateway's user, and connects with a role
 //! created for this import: not a superuser, not a member of any role, the owner of the new database and without access
-//! to any other. This program sets owners, privileges and extensions. The catalog is inspected before the superuser reads
-//! a row (`catalog.rs`).
+//! to any other. This program sets owners, privileges and extensions. The catalog is inspected before the superuser
+//! reads a row (`catalog.rs`).
 
 use std::path::Path;
 use std::time::Duration;
@@ -44,8 +44,8 @@ pub enum UntrustedError {
     #[error("the archive's database is refused")]
     Contents(#[from] TocError),
     #[error(
-        "the archive's database is refused: loading it created a {what}, but an archive may contain only tables, sequences, \
-         indexes and constraints\n  next: drop it before the export, and recreate it after the import"
+        "the archive's database is refused: loading it created a forbidden object ({what}); an archive may contain only \
+         tables, sequences, indexes and constraints\n  next: drop it before the export, and recreate it after the import"
     )]
     Forbidden { what: String },
     #[error("the archive's dump cannot be read: {why}")]
@@ -105,7 +105,7 @@ pub async fn load(
     fsx::write_atomic(&list, selection.list.as_bytes(), 0o600)?;
     let admin = staging::connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
     drop_roles(&admin).await?;
-    let role = Loader::create(&admin).await?;
+    let role = ImportRole::create(&admin).await?;
     let scratch = staging::create_database(&admin, Some(&role.name)).await?;
     let loaded =
         role.load(context, &admin, &scratch, DumpFiles { dump, list: &list }, (&selection, side)).await;
@@ -119,7 +119,7 @@ pub async fn load(
     }
     removed?;
     drop_roles(&admin).await?;
-    warn_not_imported(side);
+    warn_about_omissions(side);
     Ok(scratch)
 }
 
@@ -186,12 +186,12 @@ struct DumpFiles<'a> {
 }
 
 /// The role of one import.
-struct Loader {
+struct ImportRole {
     name: String,
     password: SecretString,
 }
 
-impl Loader {
+impl ImportRole {
     async fn create(admin: &Client) -> Result<Self, UntrustedError> {
         let mut bytes = [0; 32];
         SystemRandom::new().fill(&mut bytes).map_err(|_| UntrustedError::Random)?;
@@ -266,13 +266,13 @@ async fn reset_database(admin: &Client, database: &str) -> Result<(), UntrustedE
 
 /// Warns about roles and settings that are not imported: the gateway creates roles for installed apps, and an archive
 /// must not grant any privileges.
-fn warn_not_imported(side: &SideRecord) {
+fn warn_about_omissions(side: &SideRecord) {
     let others = side.roles.iter().filter(|role| !role.starts_with("app_")).count();
     if others > 0 {
-        tracing::warn!("not kept by the import: {} that belong to no app", pluralize(others as u64, "role"));
+        tracing::warn!("not imported: {} without an app", pluralize(others as u64, "role"));
     }
     let settings = side.database.as_ref().map_or(0, |facts| facts.settings.len());
     if settings > 0 {
-        tracing::warn!("not kept by the import: {} of the database", pluralize(settings as u64, "setting"));
+        tracing::warn!("not imported: {} of the database", pluralize(settings as u64, "setting"));
     }
 }

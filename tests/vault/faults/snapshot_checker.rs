@@ -1,4 +1,4 @@
-//! An independent check of a slot's objects: nothing complete may disappear or change, and the pointer names a
+//! An independent check of a slot's objects: no complete snapshot may disappear or change, and the pointer names a
 //! complete snapshot.
 
 use std::collections::BTreeMap;
@@ -10,8 +10,8 @@ use svc::store::snapshot::SideRecord;
 
 use super::super::machine::{BUCKET, USER};
 
-/// Remembers earlier states; each check compares with them.
-pub struct Witness<'a> {
+/// Remembers the snapshots seen so far; each check compares the store with them.
+pub struct SnapshotChecker<'a> {
     store: &'a S3Server,
     /// Complete snapshots, by key.
     complete: BTreeMap<String, SeenSnapshot>,
@@ -23,17 +23,17 @@ struct SeenSnapshot {
     side: SideRecord,
 }
 
-impl<'a> Witness<'a> {
+impl<'a> SnapshotChecker<'a> {
     pub fn new(store: &'a S3Server) -> Self {
         Self { store, complete: BTreeMap::new(), seq: 0 }
     }
 
-    /// The number of complete snapshots: a dump with its side record.
-    pub fn completed(&self) -> u64 {
+    /// The number of complete snapshots, that is, dumps with side records.
+    pub fn complete_count(&self) -> u64 {
         self.complete.len() as u64
     }
 
-    /// The number of pointer updates so far.
+    /// The pointer's highest `seq` so far.
     pub fn seq(&self) -> u64 {
         self.seq
     }
@@ -42,10 +42,10 @@ impl<'a> Witness<'a> {
     ///
     /// The violated invariant.
     pub fn check(&mut self) -> anyhow::Result<()> {
-        self.compare().map_err(anyhow::Error::msg)
+        self.check_snapshots().map_err(anyhow::Error::msg)
     }
 
-    fn compare(&mut self) -> Result<(), String> {
+    fn check_snapshots(&mut self) -> Result<(), String> {
         let root = format!("{USER}/primary/");
         let objects = self.store.objects(BUCKET, &format!("{root}system/db/snapshots/"));
         let etags: BTreeMap<String, String> = objects
@@ -53,8 +53,8 @@ impl<'a> Witness<'a> {
             .filter_map(|object| Some((object.key.strip_prefix(&root)?.to_owned(), object.etag)))
             .collect();
         for (key, seen) in &self.complete {
-            let now = (etags.get(key), etags.get(&format!("{key}.json")));
-            match now {
+            let current = (etags.get(key), etags.get(&format!("{key}.json")));
+            match current {
                 (Some(dump), Some(side)) if (dump, side) == (&seen.etags.0, &seen.etags.1) => {}
                 (Some(_), Some(_)) => return Err(format!("{key} was overwritten")),
                 _ => return Err(format!("{key} has disappeared")),
@@ -63,22 +63,25 @@ impl<'a> Witness<'a> {
         for (key, etag) in &etags {
             let side = etags.get(&format!("{key}.json"));
             if let Some(side) = side.filter(|_| !self.complete.contains_key(key)) {
-                let seen = SeenSnapshot { etags: (etag.clone(), side.clone()), side: self.read(&root, key)? };
+                let seen = SeenSnapshot {
+                    etags: (etag.clone(), side.clone()),
+                    side: self.read_side_record(&root, key)?,
+                };
                 self.complete.insert(key.clone(), seen);
             }
         }
         self.check_pointer(&root)
     }
 
-    /// The side record of a dump, checked against it.
-    fn read(&self, root: &str, key: &str) -> Result<SideRecord, String> {
+    /// Reads the side record of a dump, and checks the dump against it.
+    fn read_side_record(&self, root: &str, key: &str) -> Result<SideRecord, String> {
         let read = |key: &str| self.store.read(BUCKET, &format!("{root}{key}")).unwrap_or_default();
         let side: SideRecord = serde_json::from_slice(&read(&format!("{key}.json")))
             .map_err(|error| format!("the side record of {key}: {error}"))?;
         let dump = read(key);
         let found = (dump.len() as u64, hex::encode(Sha256::digest(&dump)));
         if side.key != key || (side.size_bytes, &side.sha256) != (found.0, &found.1) {
-            return Err(format!("{key} is {found:?}, and its side record says {side:?}"));
+            return Err(format!("{key} has size and SHA-256 {found:?}, but its side record is {side:?}"));
         }
         Ok(side)
     }
@@ -118,10 +121,10 @@ mod tests {
     }
 
     /// Writes the objects of a successful backup.
-    fn write_snapshot(store: &S3Server, number: u32, now: Option<&Pointer>) -> Pointer {
+    fn write_snapshot(store: &S3Server, number: u32, current: Option<&Pointer>) -> Pointer {
         let key = format!("system/db/snapshots/2026-01-02T03-04-0{number}.000Z-1.dump");
         let dump = format!("dump {number}").into_bytes();
-        let at = format!("2026-01-02T03:04:0{number}Z").parse().expect("a time");
+        let at = format!("2026-01-02T03:04:0{number}Z").parse().expect("the time is valid");
         let side = SideRecord {
             version: 1,
             key: key.clone(),
@@ -138,24 +141,38 @@ mod tests {
             database_identity: None,
         };
         store.write(BUCKET, &path(&key), dump);
-        store.write(BUCKET, &path(&format!("{key}.json")), serde_json::to_vec(&side).expect("JSON"));
-        let moved = pointer::advance(now, &side.snapshot_ref()).expect("not fenced").expect("a move");
-        store.write(BUCKET, &path("system/db/latest"), serde_json::to_vec(&moved).expect("JSON"));
+        store.write(
+            BUCKET,
+            &path(&format!("{key}.json")),
+            serde_json::to_vec(&side).expect("plain fields are JSON"),
+        );
+        let moved = pointer::advance(current, &side.snapshot_ref())
+            .expect("the slot is not fenced")
+            .expect("the pointer should advance");
+        store.write(
+            BUCKET,
+            &path("system/db/latest"),
+            serde_json::to_vec(&moved).expect("plain fields are JSON"),
+        );
         moved
     }
 
     #[test]
-    fn every_violation_is_detected() {
-        type Violate = fn(&S3Server, &Pointer);
+    fn check_detects_every_violation() {
+        type Violation = fn(&S3Server, &Pointer);
         fn key(pointer: &Pointer) -> &str {
             pointer.snapshot.as_ref().map_or("", |named| &named.key)
         }
         fn tamper(store: &S3Server, pointer: &Pointer, change: fn(&mut Pointer)) {
             let mut pointer = pointer.clone();
             change(&mut pointer);
-            store.write(BUCKET, &path("system/db/latest"), serde_json::to_vec(&pointer).expect("JSON"));
+            store.write(
+                BUCKET,
+                &path("system/db/latest"),
+                serde_json::to_vec(&pointer).expect("plain fields are JSON"),
+            );
         }
-        let violations: [(&str, Violate); 9] = [
+        let violations: [(&str, Violation); 9] = [
             ("has disappeared", |store, pointer| {
                 store.remove(BUCKET, &path(key(pointer)));
             }),
@@ -170,30 +187,30 @@ mod tests {
             ("moved back", |store, pointer| tamper(store, pointer, |pointer| pointer.seq -= 1)),
             ("which is not complete", |store, pointer| {
                 tamper(store, pointer, |pointer| {
-                    pointer.snapshot.as_mut().expect("one").key.push('x');
+                    pointer.snapshot.as_mut().expect("the pointer should name a snapshot").key.push('x');
                 });
             }),
             ("the pointer says", |store, pointer| {
                 tamper(store, pointer, |pointer| {
-                    pointer.snapshot.as_mut().expect("one").size_bytes += 1;
+                    pointer.snapshot.as_mut().expect("the pointer should name a snapshot").size_bytes += 1;
                 });
             }),
-            ("its side record says", |store, pointer| {
+            ("but its side record is", |store, pointer| {
                 write_snapshot(store, 3, Some(pointer));
                 store.write(BUCKET, &path("system/db/snapshots/2026-01-02T03-04-03.000Z-1.dump"), "dump 4");
             }),
         ];
         for (number, (expected, violate)) in violations.into_iter().enumerate() {
-            let store = machine::store().expect("a store");
-            let mut witness = Witness::new(&store);
-            witness.check().expect("the slot is empty");
+            let store = machine::store().expect("the store should start");
+            let mut checker = SnapshotChecker::new(&store);
+            checker.check().expect("the slot is empty");
             let first = write_snapshot(&store, 1, None);
-            witness.check().expect("one");
+            checker.check().expect("the first snapshot is valid");
             let second = write_snapshot(&store, 2, Some(&first));
-            witness.check().expect("two");
-            assert_eq!((witness.completed(), witness.seq()), (2, 2));
+            checker.check().expect("the second snapshot is valid");
+            assert_eq!((checker.complete_count(), checker.seq()), (2, 2));
             violate(&store, &second);
-            let error = witness.check().expect_err("a violation").to_string();
+            let error = checker.check().expect_err("the violation should be detected").to_string();
             assert!(error.contains(expected), "{number}: {error}");
         }
     }

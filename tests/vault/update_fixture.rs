@@ -13,10 +13,10 @@ use serde_json::Value;
 use super::bundle::{self, Source};
 use super::machine::{Machine, RunResult, Running};
 
-pub const OLD: &str = "2026.1.0";
-pub const NEW: &str = "2026.2.0";
+pub const OLD_VERSION: &str = "2026.1.0";
+pub const NEW_VERSION: &str = "2026.2.0";
 pub const CREATED_AT: &str = "2026-01-02T03:04:05.000Z";
-const NEVER: &str = "2126-01-02T03:04:05.000Z";
+const EXPIRES_AT: &str = "2126-01-02T03:04:05.000Z";
 
 /// A fake `systemctl` that records its calls. A restart sets the gateway's state: failed if the current release
 /// contains `app/broken`, otherwise active. The state of any other unit comes from its own file, or else is the
@@ -45,17 +45,17 @@ pub fn key() -> Result<SigningKey> {
 }
 
 /// A published bundle: archive, manifest, signature.
-pub struct Published {
+pub struct PublishedRelease {
     pub archive: Vec<u8>,
     pub manifest: Manifest,
 }
 
-impl Published {
-    pub fn new(version: &str, more: &[(&str, &str)]) -> Result<Self> {
+impl PublishedRelease {
+    pub fn new(version: &str, extra_files: &[(&str, &str)]) -> Result<Self> {
         let unit = format!("systemd/system/svc-{version}.service");
-        let more: Vec<(&str, &str)> =
-            [(unit.as_str(), "[Unit]\n")].into_iter().chain(more.iter().copied()).collect();
-        let archive = bundle::bundle_with(version, &more)?;
+        let files: Vec<(&str, &str)> =
+            [(unit.as_str(), "[Unit]\n")].into_iter().chain(extra_files.iter().copied()).collect();
+        let archive = bundle::bundle_with(version, &files)?;
         let manifest = Manifest {
             version: 1,
             image_version: version.to_owned(),
@@ -63,7 +63,7 @@ impl Published {
             size_bytes: archive.len() as u64,
             min_version: None,
             created_at: CREATED_AT.to_owned(),
-            expires_at: NEVER.to_owned(),
+            expires_at: EXPIRES_AT.to_owned(),
             trusted_keys: None,
             removes: Vec::new(),
         };
@@ -81,26 +81,26 @@ impl Published {
     }
 }
 
-/// A machine that runs [`OLD`], and a platform with newer releases.
-pub struct Stage {
+/// A machine that runs [`OLD_VERSION`], and a platform with newer releases.
+pub struct UpdateFixture {
     pub machine: Machine,
     pub source: Source,
     env: Vec<(&'static str, String)>,
 }
 
-impl Stage {
+impl UpdateFixture {
     pub async fn new() -> Result<Self> {
         Self::for_machine(Machine::bare(1)?).await
     }
 
-    /// Like [`Stage::new`], for a machine that may have a database and a store.
+    /// Like [`UpdateFixture::new`], for a machine that may have a database and a store.
     pub async fn for_machine(machine: Machine) -> Result<Self> {
-        let old = Published::new(OLD, &[])?;
+        let old = PublishedRelease::new(OLD_VERSION, &[])?;
         let source = Source::start(old.archive.clone()).await?;
         let base = format!("http://{}", source.addr);
-        machine.write_boot(&[("SVC_IMAGE_VERSION", OLD)])?;
-        let url = format!("{base}/system-bundles/{OLD}/svc-host-bundle.tar.gz");
-        machine.write_update(&url, &old.manifest.sha256)?;
+        machine.write_boot_env(&[("SVC_IMAGE_VERSION", OLD_VERSION)])?;
+        let url = format!("{base}/system-bundles/{OLD_VERSION}/svc-host-bundle.tar.gz");
+        machine.write_update_env(&url, &old.manifest.sha256)?;
         machine.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &base)])?;
         machine.add_env("update.env", &[("SVC_BUNDLE_PUBLIC_KEYS", &key()?.public_key_base64())])?;
         fs::write(machine.path("opt/svc/restore-complete"), "")?;
@@ -115,15 +115,15 @@ impl Stage {
             ("GATEWAY_LISTEN", listen),
             ("SVC_UPDATE_HEALTH_SECONDS", "5".to_owned()),
         ];
-        let stage = Self { machine, source, env };
-        stage.run(&["boot"], None).await?.expect(0);
-        Ok(stage)
+        let fixture = Self { machine, source, env };
+        fixture.run(&["boot"], None).await?.expect(0);
+        Ok(fixture)
     }
 
-    pub async fn with_release(published: &Published) -> Result<Self> {
-        let stage = Self::new().await?;
-        published.serve(&stage.source)?;
-        Ok(stage)
+    pub async fn with_release(published: &PublishedRelease) -> Result<Self> {
+        let fixture = Self::new().await?;
+        published.serve(&fixture.source)?;
+        Ok(fixture)
     }
 
     pub async fn run(&self, words: &[&str], failpoints: Option<&str>) -> Result<RunResult> {
@@ -148,14 +148,15 @@ impl Stage {
     }
 
     pub fn request_update(&self, version: &str) -> Result<()> {
-        let request = serde_json::json!({"imageVersion": version, "requestId": "asked-for-it"});
+        let request = serde_json::json!({"imageVersion": version, "requestId": "update-request-1"});
         let path = self.machine.path("var/lib/svc/requests/update");
         svc::fsx::write_atomic(&path, request.to_string().as_bytes(), 0o600)?;
         Ok(())
     }
 
     pub fn last_update(&self) -> Result<Value> {
-        let text = fs::read(self.machine.path("var/lib/svc/update/last.json")).context("last.json")?;
+        let text =
+            fs::read(self.machine.path("var/lib/svc/update/last.json")).context("last.json is missing")?;
         Ok(serde_json::from_slice(&text)?)
     }
 
@@ -203,7 +204,7 @@ impl Stage {
 
     /// Asserts that no service was restarted or stopped.
     pub fn assert_untouched(&self) -> Result<()> {
-        self.assert_running(OLD)?;
+        self.assert_running(OLD_VERSION)?;
         assert_eq!(self.service_calls()?, ["daemon-reload"], "only the calls of the boot");
         Ok(())
     }

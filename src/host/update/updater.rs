@@ -1,7 +1,8 @@
-//! Runs the state machine of an update: writes each state to the journal, performs its step, and selects the next state.
+//! Runs the state machine of an update: writes each state to the journal, performs its step, and selects the next
+//! state.
 //!
-//! Every step is idempotent, so the next run can finish an interrupted update. A failed step becomes an event; only errors
-//! of the journal and of the final records end the run.
+//! Every step is idempotent, so the next run can finish an interrupted update. A failed step becomes an event; only
+//! errors of the journal and of the final records end the run.
 
 use std::error::Error;
 use std::net::SocketAddr;
@@ -12,11 +13,11 @@ use jiff::Timestamp;
 use super::download::{BundleSource, DownloadError};
 use super::error::UpdateError;
 use super::fetch;
-use super::fetch::{Expected, FetchError};
+use super::fetch::{ExpectedArchive, FetchError};
 use super::health::{self, GATEWAY_UNIT, GatewayProbe, OTHER_SERVICES};
 use super::history;
 use super::history::{HistoryEntry, HistoryError};
-use super::journal::{Allowances, Journal, Plan, UpdateKind};
+use super::journal::{Allowances, Journal, UpdateKind, UpdatePlan};
 use super::policy;
 use super::policy::{Candidate, PolicyError};
 use super::protocol::{Outcome, UpdateResult};
@@ -54,11 +55,11 @@ pub struct Updater<S> {
     /// Required only to fetch a release; a rollback works without it.
     pub platform: Result<PlatformLink, ConfigError>,
     pub listen: SocketAddr,
-    pub health_deadline: Duration,
+    pub health_timeout: Duration,
     /// A machine without a database needs no snapshot.
     pub has_database: bool,
     /// Timeout of the wait for a snapshot, counted from the last progress of a backup.
-    pub snapshot_deadline: Duration,
+    pub snapshot_timeout: Duration,
 }
 
 /// The failure of a step, which ends the update.
@@ -79,7 +80,8 @@ fn failed<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> StepError {
     move |error| StepError::Failed(step_failure(stage, &error))
 }
 
-/// Refuses the release if the release is at fault. If this machine or its network is at fault, the update may be retried.
+/// Refuses the release if the release is at fault. If this machine or its network is at fault, the update may be
+/// retried.
 fn classify_fetch_error(error: FetchError) -> StepError {
     match &error {
         FetchError::NoSpace { .. } => failed(Stage::Preflight)(error),
@@ -89,8 +91,8 @@ fn classify_fetch_error(error: FetchError) -> StepError {
         | FetchError::File(_)
         | FetchError::Injected(_) => failed(Stage::Download)(error),
         FetchError::Unpack(_)
-        | FetchError::WrongDigest { .. }
-        | FetchError::WrongSize { .. }
+        | FetchError::DigestMismatch { .. }
+        | FetchError::SizeMismatch { .. }
         | FetchError::Install(_) => refused(Stage::Download)(error),
     }
 }
@@ -123,7 +125,7 @@ impl<S: Services> Updater<S> {
             None => false,
         };
         let request_id = request_id::current();
-        let plan = Plan { kind, from, to, allow, running, was_ready, request_id };
+        let plan = UpdatePlan { kind, from, to, allow, running, was_ready, request_id };
         Journal::open(plan, Timestamp::now())
     }
 
@@ -184,7 +186,7 @@ impl<S: Services> Updater<S> {
             let candidate = Candidate::new(&self.layout, &journal.plan.from, verified.manifest());
             policy::check_release(&candidate, &journal.plan.allow).map_err(refused(Stage::Preflight))?;
             self.fetch_bundle(&journal.plan.to, &verified).await?;
-            let Plan { from, allow, .. } = &journal.plan;
+            let UpdatePlan { from, allow, .. } = &journal.plan;
             policy::check_parts(&self.layout, from, verified.manifest(), allow)
                 .map_err(refused(Stage::Preflight))?;
         }
@@ -230,20 +232,20 @@ impl<S: Services> Updater<S> {
         verified: &VerifiedManifest,
     ) -> Result<(), StepError> {
         let manifest = verified.manifest();
-        let expected = Expected { sha256: &manifest.sha256, size_bytes: Some(manifest.size_bytes) };
+        let expected = ExpectedArchive { sha256: &manifest.sha256, size_bytes: Some(manifest.size_bytes) };
         let source = self.bundle_source(version, "")?;
         fetch::ensure_release(&self.layout, &source, version, &expected).await.map_err(classify_fetch_error)
     }
 
     /// Takes a snapshot, unless the machine has no database, or the update is a rollback or names the previous release.
     async fn take_snapshot(&self, journal: &mut Journal) -> Result<(), StepError> {
-        let is_to_previous = journal.plan.kind == UpdateKind::Rollback
+        let targets_previous = journal.plan.kind == UpdateKind::Rollback
             || history::find_previous(&self.layout)
                 .ok()
                 .flatten()
                 .is_some_and(|version| version == journal.plan.to);
-        if self.has_database && !is_to_previous {
-            let waiter = snapshot::SnapshotWaiter::new(&self.layout, &self.services, self.snapshot_deadline);
+        if self.has_database && !targets_previous {
+            let waiter = snapshot::SnapshotWaiter::new(&self.layout, &self.services, self.snapshot_timeout);
             waiter.wait_for_snapshot(journal).await.map_err(failed(Stage::Snapshot))?;
         }
         failpoint::pass("update.snapshot_taken").map_err(failed(Stage::Snapshot))
@@ -297,7 +299,7 @@ impl<S: Services> Updater<S> {
             (Some(gateway), true) => GatewayProbe::Ready(gateway),
             (Some(gateway), false) => GatewayProbe::Alive(gateway),
         };
-        health::wait_until_healthy(&self.services, &names, &gateway_probe, self.health_deadline)
+        health::wait_until_healthy(&self.services, &names, &gateway_probe, self.health_timeout)
             .await
             .map_err(unhealthy)?;
         failpoint::pass("update.well").map_err(failed(Stage::Health))
@@ -382,9 +384,9 @@ impl<S: Services> Updater<S> {
         Ok(())
     }
 
-    fn gateway_client(&self) -> Option<probe::Gateway> {
+    fn gateway_client(&self) -> Option<probe::GatewayClient> {
         let pin = probe::read_pin(&self.layout).ok().flatten()?;
-        probe::Gateway::new(self.listen, pin).ok()
+        probe::GatewayClient::new(self.listen, pin).ok()
     }
 }
 

@@ -17,7 +17,7 @@ use svc_base::applet::Exit;
 const BACKUP_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 
 #[derive(Debug, thiserror::Error)]
-pub enum SnapshotFirstError {
+pub enum PreImportSnapshotError {
     #[error(transparent)]
     Connect(#[from] ConnectError),
     #[error(transparent)]
@@ -33,7 +33,7 @@ pub enum SnapshotFirstError {
     Failed { end: String },
 }
 
-impl SnapshotFirstError {
+impl PreImportSnapshotError {
     pub fn exit(&self) -> Exit {
         match self {
             Self::Connect(_) => Exit::Unavailable,
@@ -45,11 +45,12 @@ impl SnapshotFirstError {
     }
 }
 
-/// Takes the snapshot, unless the database has no rows of the owner. A held-back snapshot suffices, because it is stored.
+/// Takes the snapshot, unless the database has no rows of the owner. A held-back snapshot suffices, because it is
+/// stored.
 ///
 /// # Errors
-/// [`SnapshotFirstError`]; nothing was changed.
-pub async fn take_snapshot(settings: &RestoreSettings) -> Result<(), SnapshotFirstError> {
+/// [`PreImportSnapshotError`]; nothing was changed.
+pub async fn take_snapshot(settings: &RestoreSettings) -> Result<(), PreImportSnapshotError> {
     let server = &settings.context.server;
     let client = staging::connect_with_retries(&settings.context, server.database()).await?;
     if row_counts::find_table_with_rows(&client).await?.is_none() {
@@ -58,16 +59,16 @@ pub async fn take_snapshot(settings: &RestoreSettings) -> Result<(), SnapshotFir
     database_identity::check_or_adopt(&settings.layout, &client).await?;
     drop(client);
     println!("taking a snapshot of the current database");
-    let program = std::env::current_exe().map_err(SnapshotFirstError::Start)?;
+    let program = std::env::current_exe().map_err(PreImportSnapshotError::Start)?;
     let mut backup = tokio::process::Command::new(program);
     backup.args(["svc-db-backup", "run"]).stdin(Stdio::null()).kill_on_drop(true);
     let ended = tokio::time::timeout(BACKUP_TIMEOUT, backup.status()).await;
     let status = match ended {
-        Ok(status) => status.map_err(SnapshotFirstError::Start)?,
-        Err(_) => return Err(SnapshotFirstError::Failed { end: "timed out".to_owned() }),
+        Ok(status) => status.map_err(PreImportSnapshotError::Start)?,
+        Err(_) => return Err(PreImportSnapshotError::Failed { end: "timed out".to_owned() }),
     };
     if status.success() || status.code() == Some(i32::from(Exit::Refused as u8)) {
         return Ok(());
     }
-    Err(SnapshotFirstError::Failed { end: status.to_string() })
+    Err(PreImportSnapshotError::Failed { end: status.to_string() })
 }

@@ -22,7 +22,7 @@ const MAX_RESIDENT_BYTES: u64 = 160 << 20;
 
 /// The entries of a valid archive, the base of hostile ones.
 struct ValidArchive {
-    about: Vec<u8>,
+    info: Vec<u8>,
     dump: Vec<u8>,
     side: Value,
 }
@@ -39,14 +39,21 @@ impl ValidArchive {
         );
         machine.client().await?.batch_execute(&sql).await?;
         let archive = machine.path("ada.tar");
-        machine.run(&["svc-db-backup", "export", "--output", archive.to_str().context("a path")?])?.expect(0);
-        let mut found = Self { about: Vec::new(), dump: Vec::new(), side: Value::Null };
+        machine
+            .run(&[
+                "svc-db-backup",
+                "export",
+                "--output",
+                archive.to_str().context("the path is not UTF-8")?,
+            ])?
+            .expect(0);
+        let mut found = Self { info: Vec::new(), dump: Vec::new(), side: Value::Null };
         for entry in tar::Archive::new(File::open(&archive)?).entries()? {
             let mut entry = entry?;
             let (path, mut body) = (entry.path()?.into_owned(), Vec::new());
             std::io::Read::read_to_end(&mut entry, &mut body)?;
             match path.to_str() {
-                Some("export.json") => found.about = body,
+                Some("export.json") => found.info = body,
                 Some("database.dump") => found.dump = body,
                 Some("database.json") => found.side = serde_json::from_slice(&body)?,
                 _ => {}
@@ -59,8 +66,10 @@ impl ValidArchive {
     fn write_with(&self, statement: &str, to: &Path) -> Result<()> {
         assert!(statement.len() <= MAX_STATEMENT_BYTES, "{statement}");
         let mut dump = self.dump.clone();
-        let begin =
-            dump.windows(COMMENT.len()).position(|part| part == COMMENT.as_bytes()).context("a comment")?;
+        let begin = dump
+            .windows(COMMENT.len())
+            .position(|part| part == COMMENT.as_bytes())
+            .context("no comment in the dump")?;
         let end = begin + COMMENT.len() + MAX_STATEMENT_BYTES + "';".len();
         assert_eq!(&dump[end - 3..end], b"x';");
         dump[begin..end].fill(b' ');
@@ -69,7 +78,7 @@ impl ValidArchive {
         side["sha256"] = json!(sha256(&dump));
         let side = serde_json::to_vec(&side)?;
         let mut entries =
-            vec![("export.json", self.about.clone()), ("database.dump", dump), ("database.json", side)];
+            vec![("export.json", self.info.clone()), ("database.dump", dump), ("database.json", side)];
         let listed: Vec<ArchiveEntry> = entries
             .iter()
             .map(|(path, body)| ArchiveEntry {
@@ -93,7 +102,7 @@ impl ValidArchive {
 }
 
 fn run_import(machine: &Machine, archive: &Path) -> Result<RunResult> {
-    machine.run(&["svc-restore", "import", archive.to_str().context("a path")?, "--no-backup"])
+    machine.run(&["svc-restore", "import", archive.to_str().context("the path is not UTF-8")?, "--no-backup"])
 }
 
 /// Lists the state that a refused import must not change: databases, roles, privileges, settings.
@@ -108,7 +117,7 @@ async fn list_traces(machine: &Machine) -> Result<Vec<String>> {
 }
 
 #[tokio::test]
-async fn import_runs_sql_of_an_archive_without_rights() -> Result<()> {
+async fn import_runs_archive_sql_without_privileges() -> Result<()> {
     let store = machine::store()?;
     let valid = ValidArchive::export(&store).await?;
     let machine = Machine::in_use(&store, 2).await?;
@@ -150,8 +159,8 @@ async fn import_runs_sql_of_an_archive_without_rights() -> Result<()> {
     ];
     for statement in &cases {
         valid.write_with(statement, &archive)?;
-        let ended = run_import(&machine, &archive)?;
-        assert_eq!(ended.code, Some(65), "{statement}: {}", ended.stderr);
+        let result = run_import(&machine, &archive)?;
+        assert_eq!(result.code, Some(65), "{statement}: {}", result.stderr);
         assert!(!planted.exists(), "{statement}");
         assert_eq!(list_traces(&machine).await?, Vec::<String>::new(), "{statement}");
         machine.client().await?.batch_execute("SELECT FROM public.before").await?;
@@ -229,7 +238,7 @@ async fn import_check_does_not_trust_claimed_sizes() -> Result<()> {
         ("long-link", b'K', "././@LongLink"),
         ("attributes", b'x', "pax"),
         ("global", b'g', "pax"),
-        ("about", b'0', "export.json"),
+        ("info", b'0', "export.json"),
         ("side", b'0', "database.json"),
     ] {
         cases.push(create_sparse_file(machine.path(name), &header(kind, path, 2 * gib), 2 * gib)?);
@@ -247,9 +256,13 @@ async fn import_check_does_not_trust_claimed_sizes() -> Result<()> {
     fs::write(machine.path("texts"), tar)?;
     cases.push(machine.path("texts"));
     for archive in cases {
-        let ended =
-            machine.run(&["svc-restore", "import", archive.to_str().context("a path")?, "--check"])?;
-        assert_eq!(ended.code, Some(65), "{}: {}", archive.display(), ended.stderr);
+        let result = machine.run(&[
+            "svc-restore",
+            "import",
+            archive.to_str().context("the path is not UTF-8")?,
+            "--check",
+        ])?;
+        assert_eq!(result.code, Some(65), "{}: {}", archive.display(), result.stderr);
         // The kernel reports KiB, the maximum of all processes that have ended.
         let resident = u64::try_from(getrusage(UsageWho::RUSAGE_CHILDREN)?.max_rss())? * 1024;
         assert!(resident < MAX_RESIDENT_BYTES, "{}: {resident} bytes", archive.display());
