@@ -19,7 +19,7 @@ use svc_base::diagnosis::{self, Check, Findings, Level, Report};
 use svc_wire::fleet::Fleet;
 use svc_wire::operator::WhoAmI;
 
-/// Settings file of the platform's package.
+/// The env file of the platform's package.
 const PACKAGED_ENV_FILE: &str = "/etc/svc/platform.env";
 const CHECK_TIMEOUT: Duration = Duration::from_secs(45);
 /// A token with a shorter remaining lifetime causes a warning.
@@ -94,8 +94,8 @@ async fn check_readiness(api: &ApiClient) -> Findings {
                 next,
             ),
             Err(_) => findings.problem(
-                format!("{status}: the response is not from a platform"),
-                "PLATFORM_PUBLIC_URL or --platform-url must be the platform's API",
+                format!("{status}: the response is not one of the platform's API"),
+                "set PLATFORM_PUBLIC_URL or --platform-url to the URL of the platform's API",
             ),
         },
         Err(error) => findings.problem(without_advice(&error), next),
@@ -139,13 +139,14 @@ struct RouterReadiness {
 
 async fn check_router(api: &ApiClient) -> Findings {
     let findings = Findings::new("router");
-    let next = "make the platform's database reachable: routes are refreshed within a second";
+    let next =
+        "restore the platform's connection to its database; the routes are then refreshed within a second";
     match api.get_once(&["readyz"]).await {
         Ok((status, body)) => match serde_json::from_str::<RouterReadiness>(&body) {
             Ok(routing) if routing.routes == "current" => findings.ok("its routes are current"),
             Ok(RouterReadiness { routes, routes_age_seconds }) => {
                 let age = routes_age_seconds.map_or_else(String::new, |age| format!(", {age} s old"));
-                let what = format!("its routes are {routes}{age}");
+                let what = format!("its routes are {}{age}", routes.replace('_', " "));
                 if status.is_success() { findings.warning(what, next) } else { findings.problem(what, next) }
             }
             Err(_) => findings.skipped("the platform's release is too old to report the state of its routes"),

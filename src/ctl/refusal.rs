@@ -15,7 +15,7 @@ use svc_base::untrusted_text;
 
 /// A problem from the platform, or an error response of an intermediary.
 #[derive(Debug, thiserror::Error)]
-#[error("{}", self.line())]
+#[error("{}", self.message())]
 pub struct ApiProblem {
     pub status: StatusCode,
     pub code: Option<String>,
@@ -75,7 +75,7 @@ impl ApiProblem {
         }
     }
 
-    fn line(&self) -> String {
+    fn message(&self) -> String {
         let mut line = self.detail.clone();
         let mut context: Vec<String> = self.code.clone().into_iter().collect();
         context.extend(self.request_id.as_ref().map(|id| format!("request {id}")));
@@ -185,8 +185,8 @@ fn has_option(command: &clap::Command, name: &str) -> bool {
         || command.get_subcommands().any(|sub| has_option(sub, name))
 }
 
-/// Describes members that some codes have, unless `detail` contains them: the invalid fields, the current state and the
-/// allowed ones.
+/// Describes the members that only some problems have, unless `detail` contains them: the invalid fields, the current
+/// state and the allowed ones.
 fn describe_members(body: &Value, detail: &str) -> String {
     let mut message = String::new();
     for error in body["errors"].as_array().into_iter().flatten() {
@@ -232,7 +232,7 @@ fn advice(code: &str) -> Option<&'static str> {
     Some(match code {
         "invalid_request" => "correct the named fields; `svcctl <command> --help` explains them",
         "unauthorized" => {
-            "PLATFORM_SECRET or --secret-file must be the platform's secret, or the valid token of an operator"
+            "set PLATFORM_SECRET or --secret-file to the platform's secret, or to an operator's valid token"
         }
         "forbidden" => "`svcctl operator whoami` shows your scopes; use a token that has the missing one",
         "subscription_required" => "`svcctl slot set <user> --slot <slot> --plan <plan>`, then try again",
@@ -267,7 +267,7 @@ fn advice(code: &str) -> Option<&'static str> {
              has `--server-type`, too"
         }
         "disk_would_shrink" => "choose a server type with a disk at least as large",
-        "superseded" => "nothing: the machine was replaced, and stops automatically",
+        "superseded" => "nothing to do: the machine was replaced, and stops automatically",
         "host_unreachable" => {
             "`svcctl fleet` shows whether its certificate is missing, `svcctl status <machine>` the last heartbeat; `svcctl \
              recover <user>` if the host is lost"
@@ -302,8 +302,8 @@ pub enum CallError {
     TimedOut { base: Url, seconds: u64 },
     #[error(transparent)]
     Refused(#[from] ApiProblem),
-    #[error("unexpected response to {what}: {why}")]
-    InvalidResponse { what: String, why: String },
+    #[error("unexpected response to {request}: {why}")]
+    InvalidResponse { request: String, why: String },
 }
 
 impl CallError {

@@ -27,19 +27,19 @@ pub enum Goal {
     Service,
 }
 
-/// Follows an operation of a machine, or only its status, and returns the machine's last record.
+/// Follows an operation of a machine, or without one the machine's status, and returns the machine's last record.
 ///
 /// # Errors
-/// [`Exit::Unavailable`] if it failed, [`Exit::TryAgain`] if it did not end in time or waits for a decision.
+/// [`Exit::Unavailable`] if the operation failed; [`Exit::TryAgain`] if it did not end in time or waits for a decision.
 pub async fn wait_until_settled(
     api: &ApiClient,
     machine_id: &str,
     operation_id: Option<&str>,
     goal: Goal,
-    within: Duration,
+    timeout: Duration,
 ) -> Result<(ApiResponse, MachineDetail), Failure> {
     let command = command_to_follow(machine_id, operation_id);
-    let followed = follow(api, machine_id, operation_id, within);
+    let followed = follow(api, machine_id, operation_id, timeout);
     let (response, machine) = interrupt::run_until_interrupted(&command, followed).await?;
     let operation = find_operation(&machine, operation_id).filter(|_| goal == Goal::Success);
     check_result(api, &machine, operation).await?;
@@ -54,10 +54,10 @@ async fn follow(
     api: &ApiClient,
     machine_id: &str,
     operation_id: Option<&str>,
-    within: Duration,
+    timeout: Duration,
 ) -> Result<(ApiResponse, MachineDetail), Failure> {
     let mut reporter = ProgressReporter::new();
-    let settled = poll_until(within, async || {
+    let settled = poll_until(timeout, async || {
         let (response, machine) = match poll_machine(api, machine_id).await? {
             Ok(polled) => polled,
             Err(error) => {
@@ -73,18 +73,18 @@ async fn follow(
         Ok(is_settled(&machine, operation).then_some((response, machine)))
     });
     let settled = settled.await?;
-    settled.ok_or_else(|| Failure::new(Exit::TryAgain, timeout_error(machine_id, operation_id, within)))
+    settled.ok_or_else(|| Failure::new(Exit::TryAgain, timeout_error(machine_id, operation_id, timeout)))
 }
 
-/// Polls at growing intervals until there is a value; `None` if there is none when the time `within` has elapsed.
+/// Polls at growing intervals until there is a value; `None` if there is none before the timeout.
 ///
 /// # Errors
 /// The first error of `poll`.
 pub async fn poll_until<T>(
-    within: Duration,
+    timeout: Duration,
     mut poll: impl AsyncFnMut() -> Result<Option<T>, Failure>,
 ) -> Result<Option<T>, Failure> {
-    let deadline = Instant::now() + within;
+    let deadline = Instant::now() + timeout;
     let mut interval = MIN_POLL_INTERVAL;
     loop {
         if let Some(value) = poll().await? {
@@ -99,7 +99,7 @@ pub async fn poll_until<T>(
     }
 }
 
-/// A machine's record, or the message of a transient error: the operation continues in the meantime.
+/// Reads a machine's record. A transient error is returned as a message, because the operation continues meanwhile.
 pub async fn poll_machine(
     api: &ApiClient,
     machine_id: &str,
@@ -119,9 +119,9 @@ fn command_to_follow(machine_id: &str, operation_id: Option<&str>) -> String {
         .map_or_else(|| format!("svcctl status {machine_id}"), |id| format!("svcctl operation {id} --wait"))
 }
 
-fn timeout_error(machine_id: &str, operation_id: Option<&str>, within: Duration) -> anyhow::Error {
+fn timeout_error(machine_id: &str, operation_id: Option<&str>, timeout: Duration) -> anyhow::Error {
     let command = command_to_follow(machine_id, operation_id);
-    anyhow!("not ended after {} s; the operation continues\n  next: `{command}`", within.as_secs())
+    anyhow!("the operation has not ended after {} s, and continues\n  next: `{command}`", timeout.as_secs())
 }
 
 fn is_settled(machine: &MachineDetail, operation: Option<&Operation>) -> bool {
@@ -134,7 +134,7 @@ fn is_settled(machine: &MachineDetail, operation: Option<&Operation>) -> bool {
 /// The activity of a machine during an operation, or else its state.
 fn activity(machine: &MachineDetail, operation: Option<&Operation>) -> String {
     let in_progress = operation.filter(|operation| operation.is_in_progress());
-    let is_coming_back = machine.failure.as_ref().is_some_and(failure::is_reinstating)
+    let is_being_reinstated = machine.failure.as_ref().is_some_and(failure::is_reinstating)
         && machine.state_word() == "failed"
         && operation.is_none_or(Operation::is_in_progress);
     match in_progress.map(|operation| operation.kind.as_str()) {
@@ -143,7 +143,7 @@ fn activity(machine: &MachineDetail, operation: Option<&Operation>) -> String {
         Some("reboot") => "is being restarted".to_owned(),
         Some("delete") => "is being deleted".to_owned(),
         Some("reinstate") => "is being reinstated".to_owned(),
-        _ if is_coming_back => "is being reinstated".to_owned(),
+        _ if is_being_reinstated => "is being reinstated".to_owned(),
         _ if shown::shown_state(machine) == "off" => "is powered off".to_owned(),
         _ => format!("is {}", shown::shown_state(machine)),
     }
@@ -241,10 +241,10 @@ struct ProgressReporter {
     progress: Progress,
     state: String,
     last_entry: u64,
-    stages: usize,
+    printed_stages: usize,
     /// Boot progress in tens of percent.
     tens: u64,
-    has_error: bool,
+    has_reported_error: bool,
 }
 
 impl ProgressReporter {
@@ -253,14 +253,14 @@ impl ProgressReporter {
             progress: Progress::start(),
             state: String::new(),
             last_entry: 0,
-            stages: 0,
+            printed_stages: 0,
             tens: 0,
-            has_error: false,
+            has_reported_error: false,
         }
     }
 
     fn report(&mut self, machine: &MachineDetail, operation: Option<&Operation>) {
-        self.has_error = false;
+        self.has_reported_error = false;
         let mut lines: Vec<(&str, String)> = Vec::new();
         if let Some(operation) = operation {
             let (entries, last) = operation::lines_after(operation, self.last_entry);
@@ -274,13 +274,13 @@ impl ProgressReporter {
         }
         let stages = machine.boot.as_ref().map_or(&[][..], |boot| &boot.stages);
         // A resize boots a machine whose first boot was long before the operation.
-        let earlier = |at: &str| operation.is_some_and(|operation| at < operation.created_at.as_str());
-        for stage in stages.iter().skip(self.stages).filter(|stage| !earlier(&stage.at)) {
+        let is_earlier = |at: &str| operation.is_some_and(|operation| at < operation.created_at.as_str());
+        for stage in stages.iter().skip(self.printed_stages).filter(|stage| !is_earlier(&stage.at)) {
             let at = operation
                 .map_or_else(|| stage.at.to_string(), |operation| operation::offset(operation, &stage.at));
             lines.push((&stage.at, format!("{at}  boot: {}", stage.stage)));
         }
-        self.stages = stages.len();
+        self.printed_stages = stages.len();
         // The times have one format, so their strings sort by time.
         lines.sort_by_key(|(at, _)| *at);
         let is_first = self.state.is_empty();
@@ -318,9 +318,9 @@ impl ProgressReporter {
     }
 
     fn report_error(&mut self, what: &str) {
-        if !self.has_error {
+        if !self.has_reported_error {
             self.progress.print_line(&format!("still waiting: {what}"));
         }
-        self.has_error = true;
+        self.has_reported_error = true;
     }
 }

@@ -34,13 +34,13 @@ async fn options_and_decisions_reach_the_platform() {
         json!({"idpUserId": "user_1", "slot": "primary", "acceptLoss": true, "replaceFirst": true,
                "serverType": "cpx32", "location": "hel1", "fallbackLocations": ["fsn1", "nbg1"], "imageVersion": "v2"})
     );
-    // Fields without an allowance are omitted, because platforms of an earlier release refuse unknown fields.
+    // Flags that are not set are omitted, because platforms of an earlier release refuse unknown fields.
     let (_, body) = sent(&["recover", "user_1", "--yes"], vec![accepted()]).await;
     assert_eq!(body, json!({"idpUserId": "user_1", "slot": "primary"}));
     let options = ["--accept-loss", "--allow-empty", "--yes"];
-    let (_, body) = sent(&[&PROVISION[..], &options].concat(), vec![no_quote(), accepted()]).await;
+    let (_, body) = sent(&[&PROVISION[..], &options].concat(), vec![unsupported_quote(), accepted()]).await;
     assert_eq!((&body["acceptLoss"], &body["allowEmpty"]), (&json!(true), &json!(true)));
-    let (_, body) = sent(&PROVISION, vec![no_quote(), accepted()]).await;
+    let (_, body) = sent(&PROVISION, vec![unsupported_quote(), accepted()]).await;
     assert_eq!(body, json!({"idpUserId": "user_1", "slot": "primary", "handle": "ada"}));
     let delete = ["delete", MACHINE, "--yes", "--now", "--accept-loss"];
     let (line, _) = sent(&delete, vec![record(), accepted()]).await;
@@ -137,7 +137,7 @@ async fn undelete_names_a_server_that_is_being_deleted() {
 }
 
 #[tokio::test]
-async fn abandon_warns_that_it_switches_the_machine_on() {
+async fn abandon_warns_that_the_machine_is_powered_on() {
     const OLD: &str = "019a0000-0000-7000-8000-000000000009";
     let recovery = || Reply::Json(200, operation("recover", "running", &[]));
     let mut new = record("recovering", None);

@@ -197,7 +197,7 @@ async fn failed_machine_is_switched_on_and_resumed() {
     assert_eq!((resumed.status, &resumed.body["status"]), (200, &json!("running")), "{resumed:?}");
 }
 
-/// The host cannot make a final backup, so an operator must accept the loss or switch the machine on first.
+/// The host cannot take a final backup, so an operator must accept the loss or switch the machine on first.
 #[tokio::test(flavor = "multi_thread")]
 async fn switched_off_machine_is_replaced_only_with_accepted_loss() {
     let (stack, process, guest) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "6")]).await;

@@ -12,8 +12,8 @@ use svc_base::applet::Failure;
 use svc_wire::alarm::Alarm;
 use svc_wire::fleet::Fleet;
 
-/// Informational alarms: the platform refuses to release them, so there is nothing to confirm.
-const INFORMATIONAL: [&str; 7] = [
+/// Alarms that block nothing: the platform refuses to release them, so there is nothing to confirm.
+const INFORMATIONAL_ALARMS: [&str; 7] = [
     "provider_unauthorized",
     "provider_limit",
     "provider_capacity",
@@ -36,7 +36,7 @@ pub async fn run(api: &ApiClient, command: AlarmCommand, out: &Output) -> Result
         }
         _ => "The actions that this alarm blocks are carried out.",
     };
-    if !INFORMATIONAL.contains(&alarm.as_str()) && confirm::is_required(what, yes)? {
+    if !INFORMATIONAL_ALARMS.contains(&alarm.as_str()) && confirm::is_required(what, yes)? {
         let fleet: Fleet = api.get(&["vps", "fleet"], &[]).await?.read()?;
         let raised = fleet.alarms.iter().find(|raised| raised.alarm == alarm);
         let shown = raised.map(|raised| format!("\n{}", alarm_line(raised))).unwrap_or_default();

@@ -20,7 +20,7 @@ const FOLLOW_INTERVAL: Duration = Duration::from_secs(2);
 const MAX_TRANSACTION_DURATION: SignedDuration = SignedDuration::from_secs(60);
 /// Maximum time without a response from the platform.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
-const MAX_PAGE: &str = "500";
+const MAX_PAGE_SIZE: &str = "500";
 /// Polls between reads of all pages: a late entry may appear behind pages without new entries.
 const POLLS_PER_FULL_READ: usize = 10;
 
@@ -48,14 +48,15 @@ async fn follow(api: &ApiClient, args: &Args, first: Page, out: &Output) -> Resu
         for entry in entries.iter().filter(|entry| oldest.is_none_or(|oldest| entry.at >= oldest)) {
             show(entry, out)?;
         }
-        let reach = if number % POLLS_PER_FULL_READ == 0 { Reach::All } else { Reach::UntilKnown };
+        let pages =
+            if number % POLLS_PER_FULL_READ == 0 { PagesToRead::All } else { PagesToRead::UntilKnownPage };
         if number == 0 {
             window.advance(started);
         }
         tokio::time::sleep(FOLLOW_INTERVAL).await;
         started = Instant::now();
-        entries = poll_new_entries(api, args, &mut window, reach).await?;
-        if reach == Reach::All {
+        entries = poll_new_entries(api, args, &mut window, pages).await?;
+        if pages == PagesToRead::All {
             window.advance(started);
         }
     }
@@ -64,10 +65,10 @@ async fn follow(api: &ApiClient, args: &Args, first: Page, out: &Output) -> Resu
 
 /// How many pages of the window to read.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Reach {
+enum PagesToRead {
     All,
     /// Up to the first page without new entries.
-    UntilKnown,
+    UntilKnownPage,
 }
 
 /// The time range in which entries may still appear, and its known entries.
@@ -94,8 +95,8 @@ impl Window {
 
     /// A time that the platform's clock has reached, derived without the local clock, which may be wrong.
     fn platform_time(&self, now: Instant) -> Option<Timestamp> {
-        let (at, here) = self.newest?;
-        at.checked_add(now.saturating_duration_since(here)).ok()
+        let (at, received_at) = self.newest?;
+        at.checked_add(now.saturating_duration_since(received_at)).ok()
     }
 
     /// Advances the window after a read of all pages that started at `began`: an entry that had not appeared by then is
@@ -121,13 +122,13 @@ async fn poll_new_entries(
     api: &ApiClient,
     args: &Args,
     window: &mut Window,
-    reach: Reach,
+    pages: PagesToRead,
 ) -> Result<Vec<Entry>, Failure> {
     let started = Instant::now();
     let mut is_outage_reported = false;
     loop {
         let mut next = window.clone();
-        match fetch_new_entries(api, args, &mut next, reach).await {
+        match fetch_new_entries(api, args, &mut next, pages).await {
             Ok(entries) => {
                 *window = next;
                 if is_outage_reported {
@@ -150,19 +151,19 @@ async fn fetch_new_entries(
     api: &ApiClient,
     args: &Args,
     window: &mut Window,
-    reach: Reach,
+    pages: PagesToRead,
 ) -> Result<Vec<Entry>, CallError> {
     let mut query = filters(args);
     query.extend(window.since.map(|since| ("since", rfc3339_ms(since))));
-    query.push(("limit", MAX_PAGE.to_owned()));
+    query.push(("limit", MAX_PAGE_SIZE.to_owned()));
     let mut page: Page = api.poll(&["audit"], &query).await?.read()?;
     let mut all = Vec::new();
     loop {
         let mut new = window.add(page.entries, Instant::now());
-        let is_over = reach == Reach::UntilKnown && new.is_empty();
+        let is_complete = pages == PagesToRead::UntilKnownPage && new.is_empty();
         new.append(&mut all);
         all = new;
-        let Some(cursor) = page.next_cursor.filter(|_| !is_over) else { return Ok(all) };
+        let Some(cursor) = page.next_cursor.filter(|_| !is_complete) else { return Ok(all) };
         let mut query = query.clone();
         query.push(("cursor", cursor));
         page = api.poll(&["audit"], &query).await?.read()?;
@@ -171,8 +172,8 @@ async fn fetch_new_entries(
 
 fn show(entry: &Entry, out: &Output) -> Result<(), Failure> {
     if out.json {
-        let whole: &Value = &entry.whole;
-        return print(&format!("{whole}\n"));
+        let json: &Value = &entry.json;
+        return print(&format!("{json}\n"));
     }
     print(&audit::line(&View::for_stdout(), entry))
 }
@@ -184,7 +185,7 @@ mod tests {
     use super::*;
 
     fn entry(id: &str, at: Timestamp) -> Entry {
-        Entry { audit_id: id.to_owned(), at, whole: json!({}) }
+        Entry { audit_id: id.to_owned(), at, json: json!({}) }
     }
 
     #[test]

@@ -8,7 +8,7 @@ use http::Method;
 use serde_json::{Value, json};
 
 use crate::api::{ApiClient, ApiResponse};
-use crate::args::{DeployCommand, RolloutTarget, Start, Wait};
+use crate::args::{DeployCommand, RolloutTarget, StartRollout, Wait};
 use crate::confirm;
 use crate::interrupt;
 use crate::output::Output;
@@ -26,14 +26,14 @@ pub async fn run(api: &ApiClient, command: DeployCommand, out: &Output) -> Resul
             let response = api.get(&["vps", "deploy"], &[]).await?;
             out.print_response(&response, |view| Ok(list(view, &response.read()?)))
         }
-        DeployCommand::Status { which, wait } => {
-            let rollout = find_rollout(api, which, Fallback::Latest).await?;
+        DeployCommand::Status { target, wait } => {
+            let rollout = find_rollout(api, target, Fallback::Latest).await?;
             let response = api.get(&["vps", "deploy", &rollout], &[]).await?;
             follow(api, response, wait, out).await
         }
-        DeployCommand::Pause(which) => send_action(api, which, "pause", out).await,
-        DeployCommand::Resume(which) => send_action(api, which, "resume", out).await,
-        DeployCommand::Abort(which) => send_action(api, which, "abort", out).await,
+        DeployCommand::Pause(target) => send_action(api, target, "pause", out).await,
+        DeployCommand::Resume(target) => send_action(api, target, "resume", out).await,
+        DeployCommand::Abort(target) => send_action(api, target, "abort", out).await,
     }
 }
 
@@ -45,8 +45,8 @@ enum Fallback {
 }
 
 /// Finds the id of the rollout that the operator names, or else of the open rollout.
-async fn find_rollout(api: &ApiClient, which: RolloutTarget, fallback: Fallback) -> Result<String, Failure> {
-    if let Some(id) = which.rollout {
+async fn find_rollout(api: &ApiClient, target: RolloutTarget, fallback: Fallback) -> Result<String, Failure> {
+    if let Some(id) = target.rollout {
         return Ok(id.to_string());
     }
     let page: RolloutList = api.get(&["vps", "deploy"], &[]).await?.read()?;
@@ -65,7 +65,7 @@ async fn find_rollout(api: &ApiClient, which: RolloutTarget, fallback: Fallback)
     })
 }
 
-async fn start(api: &ApiClient, args: Start, out: &Output) -> Result<(), Failure> {
+async fn start(api: &ApiClient, args: StartRollout, out: &Output) -> Result<(), Failure> {
     // Naming machines explicitly needs no confirmation.
     if args.handles.is_empty() {
         let except: Vec<_> = args.except.iter().map(Handle::as_str).collect();
@@ -101,16 +101,16 @@ async fn start(api: &ApiClient, args: Start, out: &Output) -> Result<(), Failure
 
 async fn send_action(
     api: &ApiClient,
-    which: RolloutTarget,
+    target: RolloutTarget,
     action: &str,
     out: &Output,
 ) -> Result<(), Failure> {
-    let rollout = find_rollout(api, which, Fallback::Nothing).await?;
+    let rollout = find_rollout(api, target, Fallback::Nothing).await?;
     let response = api.send(Method::POST, &["vps", "deploy", &rollout, action], Some(&json!({}))).await?;
     out.print_response(&response, |view| Ok(show(view, &response.read()?)))
 }
 
-/// Prints a rollout; with `--wait`, follows it to its end.
+/// Prints a rollout; with `--wait`, follows it until it ends.
 async fn follow(api: &ApiClient, response: ApiResponse, wait: Wait, out: &Output) -> Result<(), Failure> {
     let rollout: Rollout = response.read()?;
     let Some(seconds) = wait.wait else {
@@ -129,10 +129,10 @@ async fn wait_until_ended(
 ) -> Result<(), Failure> {
     let id = rollout.rollout_id.clone();
     let progress = Progress::start();
-    let (mut reported, mut known) = (BTreeSet::new(), Some((response, rollout)));
+    let (mut reported, mut initial) = (BTreeSet::new(), Some((response, rollout)));
     let ended = wait::poll_until(Duration::from_secs(seconds), async || {
-        let (response, rollout) = match known.take() {
-            Some(known) => known,
+        let (response, rollout) = match initial.take() {
+            Some(initial) => initial,
             None => match api.poll(&["vps", "deploy", &id], &[]).await {
                 Ok(response) => {
                     let rollout: Rollout = response.read()?;
@@ -153,7 +153,7 @@ async fn wait_until_ended(
     });
     let (response, rollout) = ended.await?.ok_or_else(|| {
         let error = anyhow!(
-            "not ended after {seconds} s; the rollout continues\n  next: `svcctl deploy status {id} --wait`"
+            "the rollout has not ended after {seconds} s, and continues\n  next: `svcctl deploy status {id} --wait`"
         );
         Failure::new(Exit::TryAgain, error)
     })?;

@@ -7,10 +7,10 @@ use anyhow::anyhow;
 use http::{Method, StatusCode};
 use serde_json::json;
 
-use super::machine::{active_id, print_outcome};
+use super::machine::{find_active_id, print_outcome};
 use super::risk;
 use crate::api::{ApiClient, ApiResponse, CallError};
-use crate::args::{Discard, Resume, Target, Undelete};
+use crate::args::{Discard, MachineTarget, Resume, Undelete};
 use crate::confirm;
 use crate::output::Output;
 use crate::show::View;
@@ -25,7 +25,7 @@ use svc_wire::machine::{DiscardedMachine, MachineDetail, MachinePage};
 use svc_wire::text::Text;
 
 /// Maximum number of machines in a response.
-const MAX_PAGE: &str = "500";
+const MAX_PAGE_SIZE: &str = "500";
 /// Maximum wait for the platform to create the removal operation.
 const REMOVAL_CREATED_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -47,16 +47,16 @@ async fn send_undelete(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure
 /// Undeletes the active machine if no deleted machine has a server: an earlier undelete may have reactivated it.
 async fn undelete_active(
     api: &ApiClient,
-    target: &Target,
+    target: &MachineTarget,
     kept: &KeptServers,
 ) -> Result<Option<ApiResponse>, Failure> {
     if kept.all().any(|server| server.reason == "deleted") {
         return Ok(None);
     }
-    let Some(id) = active_id(api, target).await? else { return Ok(None) };
+    let Some(id) = find_active_id(api, target).await? else { return Ok(None) };
     match api.send(Method::POST, &["vps", &id, "undelete"], None).await {
         Ok(response) => Ok(Some(response)),
-        // The machine was never deleted, so the caller's error, that there is no kept server, explains more.
+        // The machine was never deleted, so the caller's error, which says that there is no kept server, is clearer.
         Err(CallError::Refused(refusal)) if refusal.status == StatusCode::CONFLICT => Ok(None),
         Err(error) => Err(error.into()),
     }
@@ -73,7 +73,7 @@ pub async fn discard(api: &ApiClient, args: Discard, out: &Output) -> Result<(),
     let must_confirm = confirm::is_required(&what, args.yes)?;
     let id = match find_kept_id(api, &args.machine, |_| true).await? {
         Selection::One(id) => id,
-        Selection::None { failure, kept } => kept.removed_id().ok_or(failure)?,
+        Selection::None { failure, kept } => kept.id_being_deleted().ok_or(failure)?,
     };
     let machine: MachineDetail = api.get(&["vps", &id], &[]).await?.read()?;
     // Without the option the platform refuses a server with unsaved changes, so there is nothing to confirm.
@@ -127,7 +127,7 @@ impl KeptServers {
     }
 
     /// The only machine whose server is being deleted, if no server is kept: for a repeated discard.
-    fn removed_id(&self) -> Option<String> {
+    fn id_being_deleted(&self) -> Option<String> {
         match (self.being_deleted.as_slice(), self.kept.as_slice()) {
             ([server], []) => Some(server.machine_id.to_string()),
             _ => None,
@@ -145,16 +145,16 @@ enum Selection {
     },
 }
 
-/// The id of the machine that the operator names; for a handle or slot, the only one with a kept server that matches.
+/// Finds the machine that the operator names; for a handle or slot, the only one with a kept server that matches.
 ///
 /// # Errors
-/// [`Exit::Refused`] if several match; those of the calls.
+/// [`Exit::Refused`] if several match, or the error of a failed call.
 async fn find_kept_id(
     api: &ApiClient,
-    target: &Target,
+    target: &MachineTarget,
     matches: fn(&KeptServer) -> bool,
 ) -> Result<Selection, Failure> {
-    if let Target::Id(id) = target {
+    if let MachineTarget::Id(id) = target {
         return Ok(Selection::One(id.to_string()));
     }
     let (all, view) = (list_kept_servers(api, target).await?, View::for_stdout());
@@ -176,7 +176,11 @@ async fn find_kept_id(
 }
 
 /// The error if the command applies to none of a slot's kept servers.
-fn no_match_error(target: &Target, being_deleted: &[KeptServer], others: &[KeptServer]) -> anyhow::Error {
+fn no_match_error(
+    target: &MachineTarget,
+    being_deleted: &[KeptServer],
+    others: &[KeptServer],
+) -> anyhow::Error {
     if let Some(server) = being_deleted.first() {
         let id = &server.machine_id;
         return anyhow!(
@@ -184,7 +188,7 @@ fn no_match_error(target: &Target, being_deleted: &[KeptServer], others: &[KeptS
              operation abandon OPERATION` keeps the server if the provider still has it"
         );
     }
-    let ended = format!("{} shows its deleted and replaced machines", target.ended_list_command());
+    let ended = format!("{} shows its deleted and replaced machines", target.list_ended_command());
     match others.first() {
         Some(server) if server.missing_since.is_some() => {
             anyhow!("the provider no longer has the server of machine {}\n  next: {ended}", server.machine_id)
@@ -198,10 +202,10 @@ fn no_match_error(target: &Target, being_deleted: &[KeptServer], others: &[KeptS
     }
 }
 
-/// The kept servers of all slots that `target` may name. The record of each machine lists the copies of its slot.
-pub async fn list_kept_servers(api: &ApiClient, target: &Target) -> Result<Vec<KeptServer>, Failure> {
+/// Lists the kept servers of all slots that `target` may name. The record of each machine lists the copies of its slot.
+pub async fn list_kept_servers(api: &ApiClient, target: &MachineTarget) -> Result<Vec<KeptServer>, Failure> {
     let mut query = target.query();
-    query.extend([("deleted", "true".to_owned()), ("limit", MAX_PAGE.to_owned())]);
+    query.extend([("deleted", "true".to_owned()), ("limit", MAX_PAGE_SIZE.to_owned())]);
     let mut machines: HashMap<_, String> = HashMap::new();
     let mut cursor: Option<String> = None;
     loop {

@@ -9,10 +9,10 @@ use serde_json::{Map, Value, json};
 
 use super::risk;
 use crate::api::{ApiClient, ApiResponse};
-use crate::args::{Delete, Fail, List, MachineCommand, Recover, Resize, Target, Wait};
+use crate::args::{Delete, Fail, List, MachineCommand, MachineTarget, Recover, Resize, Wait};
 use crate::output::Output;
 use crate::show::View;
-use crate::show::accepted::{self, Accepted};
+use crate::show::accepted_change::{self, AcceptedChange};
 use crate::show::copies::SlotExitTimes;
 use crate::show::machine as shown;
 use crate::show::token;
@@ -112,15 +112,15 @@ pub async fn run(api: &ApiClient, command: MachineCommand, out: &Output) -> Resu
 }
 
 /// Prints the accepted request, or with `--wait` its result.
-pub async fn print_outcome<T: DeserializeOwned + Into<Accepted>>(
+pub async fn print_outcome<T: DeserializeOwned + Into<AcceptedChange>>(
     api: &ApiClient,
     response: ApiResponse,
     wait: Wait,
     out: &Output,
 ) -> Result<(), Failure> {
-    let accepted: Accepted = response.read::<T>()?.into();
+    let accepted: AcceptedChange = response.read::<T>()?.into();
     let Some(seconds) = wait.wait else {
-        return out.print_response(&response, |view| Ok(accepted::show(view, &accepted)));
+        return out.print_response(&response, |view| Ok(accepted_change::show(view, &accepted)));
     };
     if let Some(note) = accepted.note() {
         eprintln!("note: {note}");
@@ -157,7 +157,7 @@ pub async fn list(api: &ApiClient, args: List, out: &Output) -> Result<(), Failu
     out.print_response(&response, |view| Ok(shown::list(view, &response.read::<MachinePage>()?)))
 }
 
-pub async fn status(api: &ApiClient, machine: &Target, out: &Output) -> Result<(), Failure> {
+pub async fn status(api: &ApiClient, machine: &MachineTarget, out: &Output) -> Result<(), Failure> {
     let id = find_id(api, machine).await?;
     let response = api.get(&["vps", &id], &[]).await?;
     if out.json {
@@ -183,7 +183,7 @@ async fn fetch_slot_exit_times(api: &ApiClient, machine: &MachineDetail) -> Resu
 }
 
 /// Fetches the machine that the operator names: any machine by its id, otherwise an active one.
-pub async fn find(api: &ApiClient, target: &Target) -> Result<MachineDetail, Failure> {
+pub async fn find(api: &ApiClient, target: &MachineTarget) -> Result<MachineDetail, Failure> {
     let id = find_id(api, target).await?;
     Ok(api.get(&["vps", &id], &[]).await?.read()?)
 }
@@ -192,26 +192,26 @@ pub async fn find(api: &ApiClient, target: &Target) -> Result<MachineDetail, Fai
 ///
 /// # Errors
 /// `Refused` if there is none, or if several slots have one.
-pub async fn find_id(api: &ApiClient, target: &Target) -> Result<String, Failure> {
-    match active_id(api, target).await? {
+pub async fn find_id(api: &ApiClient, target: &MachineTarget) -> Result<String, Failure> {
+    match find_active_id(api, target).await? {
         Some(id) => Ok(id),
         None => {
             let next = format!(
                 "`svcctl list` shows active machines; {} shows former ones; `svcctl undelete {target}` restores a \
                  deleted machine while its server is kept",
-                target.ended_list_command()
+                target.list_ended_command()
             );
             Err(Failure::new(Exit::Refused, anyhow!("{target} has no active machine\n  next: {next}")))
         }
     }
 }
 
-/// Like [`find_id`], but `None` if there is no active machine.
+/// Like [`find_id`], but returns `None` if there is no active machine.
 ///
 /// # Errors
 /// `Refused` if several slots have one.
-pub async fn active_id(api: &ApiClient, target: &Target) -> Result<Option<String>, Failure> {
-    if let Target::Id(id) = target {
+pub async fn find_active_id(api: &ApiClient, target: &MachineTarget) -> Result<Option<String>, Failure> {
+    if let MachineTarget::Id(id) = target {
         return Ok(Some(id.to_string()));
     }
     let page: MachinePage = api.get(&["vps"], &target.query()).await?.read()?;

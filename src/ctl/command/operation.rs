@@ -46,11 +46,11 @@ pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failur
             if let Some(seconds) = wait.wait
                 && let Some(subject) = find_machine_after_abandoning(api, &response.read()?).await?
             {
-                let within = Duration::from_secs(seconds);
+                let timeout = Duration::from_secs(seconds);
                 let in_progress = subject.operations.iter().find(|operation| operation.is_in_progress());
                 let in_progress = in_progress.map(|operation| operation.operation_id.as_str());
                 let (response, machine) =
-                    wait::wait_until_settled(api, &subject.machine_id, in_progress, Goal::Service, within)
+                    wait::wait_until_settled(api, &subject.machine_id, in_progress, Goal::Service, timeout)
                         .await?;
                 return out.print_response(&response, |view| Ok(shown::details(view, &machine)));
             }
@@ -113,13 +113,13 @@ async fn show(api: &ApiClient, id: OperationId, wait: Wait, out: &Output) -> Res
     let mut response = api.get(&path, &[]).await?;
     let mut operation: Operation = response.read()?;
     if let Some(seconds) = wait.wait {
-        let within = Duration::from_secs(seconds);
+        let timeout = Duration::from_secs(seconds);
         wait::wait_until_settled(
             api,
             &operation.machine_id,
             Some(&operation.operation_id),
             Goal::Success,
-            within,
+            timeout,
         )
         .await?;
         response = api.get(&path, &[]).await?;

@@ -102,7 +102,7 @@ fn write_token(file: &Path, token: &str, existing: ExistingFile) -> anyhow::Resu
     Ok(())
 }
 
-/// Prints a new token, or writes it to its file and prints the rest.
+/// Prints a new token and its operator, or writes the token to a file and prints only the operator.
 fn output_token(
     response: &ApiResponse,
     options: &TokenOptions,

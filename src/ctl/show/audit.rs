@@ -22,16 +22,16 @@ pub struct Page {
 pub struct Entry {
     pub audit_id: String,
     pub at: Timestamp,
-    pub whole: Value,
+    pub json: Value,
 }
 
 impl TryFrom<Value> for Entry {
     type Error = String;
 
-    fn try_from(whole: Value) -> Result<Self, String> {
-        let id = whole["auditId"].as_str().ok_or("an entry has no auditId")?;
-        let at = whole["at"].as_str().and_then(|at| at.parse().ok()).ok_or("an entry has no valid time")?;
-        Ok(Self { audit_id: id.to_owned(), at, whole })
+    fn try_from(json: Value) -> Result<Self, String> {
+        let id = json["auditId"].as_str().ok_or("an entry has no auditId")?;
+        let at = json["at"].as_str().and_then(|at| at.parse().ok()).ok_or("an entry has no valid time")?;
+        Ok(Self { audit_id: id.to_owned(), at, json })
     }
 }
 
@@ -42,18 +42,18 @@ pub fn list(view: &View, page: &Page) -> String {
     }
     let mut text: String = page.entries.iter().rev().map(|entry| line(view, entry)).collect();
     if let Some(cursor) = &page.next_cursor {
-        text.push_str(&format!("older entries: the same command with --cursor {cursor}\n"));
+        text.push_str(&format!("older entries: repeat the command with `--cursor {cursor}`\n"));
     }
     text
 }
 
 /// `2026-01-02 03:04:05 UTC  ada  recover  <target>  status=running→recovering`.
 pub fn line(view: &View, entry: &Entry) -> String {
-    let member = |name: &str| compact(entry.whole.get(name));
+    let member = |name: &str| compact(entry.json.get(name));
     let at = entry.at.strftime("%Y-%m-%d %H:%M:%S UTC").to_string();
     let actor = view.paint(Some(Colour::Strong), &member("actor"));
     let mut parts = vec![view.paint(Some(Colour::Faint), &at), actor, member("action"), member("target")];
-    let changes = format_changes(&entry.whole["before"], &entry.whole["after"]);
+    let changes = format_changes(&entry.json["before"], &entry.json["after"]);
     if !changes.is_empty() {
         parts.push(changes);
     }
@@ -127,7 +127,7 @@ mod tests {
         let shown = list(&VIEW, &serde_json::from_value(page).unwrap());
         let lines: Vec<&str> = shown.lines().collect();
         assert!(lines[0].starts_with("2026-01-01") && lines[1].starts_with("2026-01-02"), "{shown}");
-        assert!(lines[2].ends_with("--cursor c-1"), "{shown}");
+        assert!(lines[2].ends_with("`--cursor c-1`"), "{shown}");
         let none: Page = serde_json::from_value(json!({"entries": [], "nextCursor": null})).unwrap();
         assert_eq!(list(&VIEW, &none), "no entries\n");
     }

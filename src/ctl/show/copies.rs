@@ -1,4 +1,4 @@
-//! Text view of the copies of a slot's data, and of the changes that a server loss would cost.
+//! Text view of the copies of a slot's data, and of the changes that the loss of a server would cost.
 
 use std::collections::BTreeMap;
 
@@ -44,7 +44,10 @@ pub fn rows(
     rows.push(("snapshot", snapshot_cell(view, copies, machine)));
     rows.extend(copies.newer_snapshot.as_ref().map(|newer| ("newer one", newer_cell(view, newer, machine))));
     rows.extend(
-        copies.unrestored_snapshot.as_ref().map(|one| ("unrestored", unrestored_cell(view, one, machine))),
+        copies
+            .unrestored_snapshot
+            .as_ref()
+            .map(|snapshot| ("unrestored", unrestored_cell(view, snapshot, machine))),
     );
     rows.push(("at risk", risk_cell(copies)));
     rows
@@ -153,7 +156,7 @@ pub fn describe_risk(view: &View, copies: &Copies) -> String {
     let problem = copies.snapshot_problem.as_ref();
     let newer = copies.newer_snapshot.as_ref().map(|newer| {
         format!(
-            ", and {} of {} is stored but not the latest: if its host cannot make the final backup, a recovery asks which \
+            ", and {} of {} is stored but not the latest: if its host cannot take the final backup, a recovery asks which \
              of them to restore",
             newer.key,
             format_time(view.now, &newer.taken_at)
@@ -198,10 +201,12 @@ fn newer_cell(view: &View, newer: &NewerSnapshot, machine: &Machine) -> Cell {
 }
 
 /// A snapshot that an operator did not restore when the previous machine was replaced.
-fn unrestored_cell(view: &View, one: &UnrestoredSnapshot, machine: &Machine) -> Cell {
-    let (user, slot, key) = (&machine.idp_user_id, &machine.slot, &one.key);
-    let at =
-        one.taken_at.as_deref().map_or_else(String::new, |at| format!("{}, ", format_time(view.now, at)));
+fn unrestored_cell(view: &View, snapshot: &UnrestoredSnapshot, machine: &Machine) -> Cell {
+    let (user, slot, key) = (&machine.idp_user_id, &machine.slot, &snapshot.key);
+    let at = snapshot
+        .taken_at
+        .as_deref()
+        .map_or_else(String::new, |at| format!("{}, ", format_time(view.now, at)));
     let line = format!(
         "{at}of the previous machine: newer than the snapshot that this one restored; `svcctl recover {user} --slot {slot} \
          --snapshot {key}` restores it"

@@ -24,7 +24,7 @@ pub fn should_show(line: &LogLine) -> bool {
     !matches!(line.outcome.as_str(), "filed" | "begun")
 }
 
-/// The reason why the current step is retried or waits, if that is its last line.
+/// The reason why the current step is retried or waits, if the last line of the log says so.
 fn waiting_reason(operation: &Operation) -> Option<String> {
     let last = operation.log.last().filter(|_| operation.state.is(OperationState::Running))?;
     let is_waiting = match last.outcome.as_str() {
@@ -38,14 +38,14 @@ fn waiting_reason(operation: &Operation) -> Option<String> {
 /// The commands that answer the operation's question, with their effects.
 pub fn answers(operation: &Operation) -> Vec<String> {
     let id = &operation.operation_id;
-    let back = match operation.kind.as_str() {
+    let abandon_effect = match operation.kind.as_str() {
         "provision" | "recover" => "the slot returns to its old machine",
         "delete" => "the deletion is undone",
         _ => "it ends at its current step",
     };
     let code = operation.question().map(|question| question.code.as_str());
-    let again = operation.question().filter(|question| can_retry_resolve(question)).map(|_| {
-        let what = match code {
+    let retry = operation.question().filter(|question| can_retry_resolve(question)).map(|_| {
+        let retry_effect = match code {
             Some(HELD_BACK) => format!(
                 "after `svcctl backup accept {}` it continues with the accepted snapshot; otherwise its host takes \
                  another backup, and the operation waits again if that is held, too",
@@ -54,9 +54,9 @@ pub fn answers(operation: &Operation) -> Vec<String> {
             Some(UNVERIFIED_FENCE) => "with the right platform keys, the fence is verified again".to_owned(),
             _ => "the final backup is retried".to_owned(),
         };
-        format!("`svcctl operation continue {id}`: {what}")
+        format!("`svcctl operation continue {id}`: {retry_effect}")
     });
-    let what = match code {
+    let accept_effect = match code {
         Some(NEWER_SNAPSHOT) => {
             "the new machine restores the latest snapshot; the newer one stays in the store"
         }
@@ -74,10 +74,10 @@ pub fn answers(operation: &Operation) -> Vec<String> {
         )
     });
     let others = [
-        format!("`svcctl operation continue {id} --accept-loss`: {what}"),
-        format!("`svcctl operation abandon {id}`: {back}"),
+        format!("`svcctl operation continue {id} --accept-loss`: {accept_effect}"),
+        format!("`svcctl operation abandon {id}`: {abandon_effect}"),
     ];
-    newer.into_iter().chain(again).chain(others).collect()
+    newer.into_iter().chain(retry).chain(others).collect()
 }
 
 /// The question and its answers, one per line.
