@@ -29,6 +29,6 @@ pub fn run(check: bool) -> Result<ExitCode> {
     if !check {
         test.args([STORES_TEST, "--nocapture"]).env(REWRITE, "1");
     }
-    cargo::succeed(test)?;
+    cargo::run_checked(test)?;
     Ok(ExitCode::SUCCESS)
 }
