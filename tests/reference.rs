@@ -1,18 +1,18 @@
 //! The generated parts of the pages: tables of the code's declarations.
 //!
-//! A part is between `<!-- generated: NAME -->` and `<!-- end -->` in a page below `docs`; the text around it is
+//! A part is between `<!-- generated: NAME -->` and `<!-- end -->` in a page in `docs`; the text around it is
 //! written by hand. [`REWRITE`] makes the test write the pages; otherwise it compares them.
 
 #[path = "reference/api.rs"]
 mod api;
+#[path = "reference/code_tables.rs"]
+mod code_tables;
 #[path = "reference/commands.rs"]
 mod commands;
-#[path = "reference/declared.rs"]
-mod declared;
 #[path = "house/files.rs"]
 mod files;
-#[path = "reference/quoted.rs"]
-mod quoted;
+#[path = "reference/quoted_commands.rs"]
+mod quoted_commands;
 #[expect(dead_code, reason = "the house rules use the rest")]
 #[path = "house/source.rs"]
 mod source;
@@ -23,7 +23,7 @@ mod variables;
 
 use std::fs;
 
-use files::{File, files, root, violation_at};
+use files::{File, files, format_violation, root};
 
 /// Variable that `cargo xtask docs` sets.
 const REWRITE: &str = "SVC_WRITE_DOCS";
@@ -50,7 +50,7 @@ fn assert_none(broken: &[String]) {
 
 fn parts() -> Vec<Part> {
     let mut parts = variables::parts();
-    parts.extend([declared::errors(), declared::exit_codes(), declared::metrics()]);
+    parts.extend([code_tables::errors(), code_tables::exit_codes(), code_tables::metrics()]);
     parts.extend(api::parts());
     parts.extend(commands::parts());
     parts
@@ -80,10 +80,10 @@ fn fill_page(page: &File, parts: &[Part]) -> Result<(String, Vec<String>), Strin
             continue;
         };
         let Some(part) = parts.iter().find(|part| part.name == name) else {
-            return Err(violation_at(&page.path, number + 1, format!("nothing generates {name}")));
+            return Err(format_violation(&page.path, number + 1, format!("nothing generates {name}")));
         };
         if !lines.any(|(_, line)| line == END) {
-            return Err(violation_at(&page.path, number + 1, format!("no {END} after this line")));
+            return Err(format_violation(&page.path, number + 1, format!("no {END} after this line")));
         }
         text.push_str(&format!("\n{}\n\n{END}\n", part.text.trim()));
         placed.push(name.to_owned());

@@ -6,7 +6,7 @@ use svc::applets::APPLETS;
 
 use super::{Part, table};
 
-/// The applet with its own page.
+/// The applet that has its own page.
 const OPERATORS_TOOL: &str = "svcctl";
 
 pub fn parts() -> [Part; 2] {

@@ -42,8 +42,12 @@ pub fn probe_all() -> Option<Part> {
         let mut cells = vec![capability.name.to_owned(), need_text(capability.need).to_owned()];
         for (kind, column) in StoreKind::ALL.into_iter().zip(&columns) {
             assert_eq!(column[row].capability, capability, "the stores have different rows");
-            let depends = (kind, capability) == (StoreKind::Seaweedfs, REPLACE_IN_PARALLEL);
-            cells.push(if depends { "[measured](#races)".to_owned() } else { cell(&column[row].support) });
+            let is_timing_dependent = (kind, capability) == (StoreKind::Seaweedfs, REPLACE_IN_PARALLEL);
+            cells.push(if is_timing_dependent {
+                "[measured](#races)".to_owned()
+            } else {
+                cell(&column[row].support)
+            });
         }
         cells.push(capability.without.to_owned());
         cells

@@ -114,7 +114,7 @@ const NOT_FROM_OTHERS: [&Variable; 27] = [
     &host::SVC_BUNDLE_SHA256,
     &host::SVC_ENVIRONMENT,
     &host::SVC_HOST_BUNDLE_URL,
-    // As root, the doctor reads the name that a heartbeat has delivered.
+    // As root, the doctor reads the name that a heartbeat delivered.
     &host::SVC_HOST_NAME,
     &host::SVC_PG_BIN_DIR,
     &host::SVC_POSTGRES_IMAGE,
@@ -133,8 +133,8 @@ const NOT_FROM_OTHERS: [&Variable; 27] = [
 fn every_host_setting_is_classified_for_root() {
     let accepted = ALLOWED_FROM_OTHERS.iter().map(|(variable, _)| *variable);
     let listed: Vec<_> = accepted.chain(NOT_FROM_OTHERS).map(|variable| variable.name).collect();
-    let of_hosts = host::SECTIONS.iter().chain(svc::store::vars::SECTIONS);
-    let wrong = of_hosts.flat_map(|section| section.variables).map(|variable| variable.name);
+    let host_sections = host::SECTIONS.iter().chain(svc::store::vars::SECTIONS);
+    let wrong = host_sections.flat_map(|section| section.variables).map(|variable| variable.name);
     let wrong = wrong.filter(|name| listed.iter().filter(|one| one == &name).count() != 1);
     let why = "must be either in ALLOWED_FROM_OTHERS of root_settings.rs or in NOT_FROM_OTHERS of this file";
     assert_none(&wrong.map(|name| format!("{name} {why}")).collect::<Vec<_>>());
