@@ -34,7 +34,7 @@ fn packages_depend_only_on_lower_layers() {
 }
 
 #[test]
-fn packages_have_the_lints_of_the_workspace() {
+fn packages_inherit_the_workspace_lints() {
     assert_none(&dependencies::packages_without_lints(&files()));
 }
 
@@ -64,7 +64,7 @@ fn no_source_file_exceeds_line_limit() {
 }
 
 #[test]
-fn migrations_are_numbered_without_gap() {
+fn migrations_are_numbered_without_gaps() {
     assert_none(&rules::misnumbered_migrations(&files()));
 }
 
@@ -109,6 +109,6 @@ fn every_item_of_the_specification_has_its_row() {
 }
 
 #[test]
-fn folders_match_the_plan() {
-    assert_none(&rules::unplanned_folders(&files()));
+fn every_folder_is_listed() {
+    assert_none(&rules::unlisted_folders(&files()));
 }

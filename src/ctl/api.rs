@@ -35,14 +35,14 @@ impl ApiResponse {
     ///
     /// # Errors
     /// [`CallError::InvalidResponse`] if the body is not a JSON document of this type.
-    pub fn read<T: DeserializeOwned>(&self) -> Result<T, CallError> {
-        let unreadable = |error: serde_json::Error| CallError::InvalidResponse {
+    pub fn parse<T: DeserializeOwned>(&self) -> Result<T, CallError> {
+        let invalid = |error: serde_json::Error| CallError::InvalidResponse {
             request: self.request.clone(),
             why: error.to_string(),
         };
-        let mut value: Value = serde_json::from_str(&self.text).map_err(unreadable)?;
+        let mut value: Value = serde_json::from_str(&self.text).map_err(invalid)?;
         untrusted_text::make_printable(&mut value);
-        serde_json::from_value(value).map_err(unreadable)
+        serde_json::from_value(value).map_err(invalid)
     }
 }
 
@@ -135,7 +135,7 @@ impl ApiClient {
             status => {
                 let pause = retry_after(&response);
                 let text = response.text().await.unwrap_or_default();
-                let refusal = ApiProblem::read(status, &text, pause);
+                let refusal = ApiProblem::parse(status, &text, pause);
                 Err(if refusal.is_transient() { unreachable(refusal.to_string()) } else { refusal.into() })
             }
         }
@@ -232,7 +232,7 @@ impl ApiClient {
                     why: format!("{status}: is this the platform's URL?"),
                 })
             }
-            status => Err(ApiProblem::read(status, &text, pause).into()),
+            status => Err(ApiProblem::parse(status, &text, pause).into()),
         }
     }
 }
@@ -247,11 +247,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn read_makes_strings_printable_and_keeps_the_body() {
+    fn parse_makes_strings_printable_and_keeps_the_body() {
         let text = r#"{"detail": "\u001b[2J\u202e ok"}"#.to_owned();
         let response = ApiResponse { text: text.clone(), request: "GET /".to_owned() };
-        let read: Value = response.read().unwrap();
-        assert_eq!(read["detail"], "\u{FFFD}[2J\u{FFFD} ok");
+        let parsed: Value = response.parse().unwrap();
+        assert_eq!(parsed["detail"], "\u{FFFD}[2J\u{FFFD} ok");
         assert_eq!(response.text, text);
     }
 }

@@ -105,8 +105,8 @@ async fn check_readiness(api: &ApiClient) -> Findings {
 /// Checks which operator the credential belongs to.
 async fn check_operator(api: &ApiClient) -> Findings {
     let findings = Findings::new("operator");
-    let read = api.get(&["operators", "whoami"], &[]).await.and_then(|response| response.read::<WhoAmI>());
-    match read {
+    let result = api.get(&["operators", "whoami"], &[]).await.and_then(|response| response.parse::<WhoAmI>());
+    match result {
         Ok(me) => {
             let mut what = format!(
                 "you are {}, with the scopes {}",
@@ -162,8 +162,8 @@ fn without_advice(error: &CallError) -> String {
 
 async fn check_fleet(api: &ApiClient) -> Findings {
     let findings = Findings::new("fleet");
-    let read = api.get(&["vps", "fleet"], &[]).await.and_then(|response| response.read::<Fleet>());
-    match read {
+    let result = api.get(&["vps", "fleet"], &[]).await.and_then(|response| response.parse::<Fleet>());
+    match result {
         Ok(fleet) => show::fleet::findings(&fleet, findings),
         Err(CallError::Refused(refusal)) if refusal.is_unauthorized() => findings
             .problem("the platform does not accept this secret", "check PLATFORM_SECRET or --secret-file"),

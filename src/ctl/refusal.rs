@@ -35,7 +35,8 @@ struct Problem {
 }
 
 impl ApiProblem {
-    pub fn read(status: StatusCode, body: &str, retry_after: Option<Duration>) -> Self {
+    /// Reads the problem of an error response. A body without problem+json is replaced by a message.
+    pub fn parse(status: StatusCode, body: &str, retry_after: Option<Duration>) -> Self {
         let (code, mut detail, request_id) = match serde_json::from_str::<Problem>(body) {
             Ok(problem) => (Some(problem.code), problem.detail, problem.request_id),
             Err(_) => (None, format!("{status} without problem+json: is this the platform's URL?"), None),
@@ -348,7 +349,7 @@ mod tests {
 
     fn refusal(status: u16, code: &str) -> ApiProblem {
         let body = format!(r#"{{"status":{status},"code":"{code}","detail":"Because.","requestId":"r-1"}}"#);
-        ApiProblem::read(StatusCode::from_u16(status).unwrap(), &body, None)
+        ApiProblem::parse(StatusCode::from_u16(status).unwrap(), &body, None)
     }
 
     #[test]
@@ -361,12 +362,12 @@ mod tests {
 
     #[test]
     fn refusal_names_invalid_fields_and_states() {
-        let read = |text: &str| ApiProblem::read(StatusCode::BAD_REQUEST, text, None).to_string();
-        let message = read(
+        let message_of = |text: &str| ApiProblem::parse(StatusCode::BAD_REQUEST, text, None).to_string();
+        let message = message_of(
             r#"{"code":"invalid_request","detail":"Wrong.","errors":[{"pointer":"/slot","detail":"too long"}]}"#,
         );
         assert!(message.contains("\n  --slot: too long"), "{message}");
-        let message = read(
+        let message = message_of(
             r#"{"code":"invalid_state","detail":"No.","machineStatus":"resizing","allowed":["running","failed"]}"#,
         );
         assert!(message.contains("It is resizing, and must be running or failed."), "{message}");
@@ -374,35 +375,35 @@ mod tests {
 
     #[test]
     fn invalid_state_advice_depends_on_the_state() {
-        let read = |member: &str| {
+        let message_of = |member: &str| {
             let text = format!(r#"{{"code":"invalid_state","detail":"No.",{member}}}"#);
-            ApiProblem::read(StatusCode::CONFLICT, &text, None).to_string()
+            ApiProblem::parse(StatusCode::CONFLICT, &text, None).to_string()
         };
-        assert!(read(r#""machineStatus":"kept""#).contains("svcctl discard <machine> --accept-loss"));
-        assert!(!read(r#""machineStatus":"kept""#).contains("It is kept"));
-        assert!(read(r#""machineStatus":"deleted""#).contains("svcctl list --deleted"));
-        assert!(read(r#""machineStatus":"succeeded""#).contains("svcctl operation show"));
-        assert!(read(r#""machineStatus":"running","kind":"preview""#).contains("another slot"));
-        let message = read(r#""machineStatus":"failed","allowed":["failed"]"#);
+        assert!(message_of(r#""machineStatus":"kept""#).contains("svcctl discard <machine> --accept-loss"));
+        assert!(!message_of(r#""machineStatus":"kept""#).contains("It is kept"));
+        assert!(message_of(r#""machineStatus":"deleted""#).contains("svcctl list --deleted"));
+        assert!(message_of(r#""machineStatus":"succeeded""#).contains("svcctl operation show"));
+        assert!(message_of(r#""machineStatus":"running","kind":"preview""#).contains("another slot"));
+        let message = message_of(r#""machineStatus":"failed","allowed":["failed"]"#);
         assert!(message.contains("svcctl recover") && !message.contains("It is failed"), "{message}");
-        let in_progress = read(r#""machineStatus":"recovering","operationId":"o-1""#);
+        let in_progress = message_of(r#""machineStatus":"recovering","operationId":"o-1""#);
         assert!(in_progress.contains("svcctl operation abandon"), "{in_progress}");
-        let named = r#"{"code":"invalid_state","detail":"Not so: `svcctl delete m` does it.","machineStatus":"running"}"#;
-        let named = ApiProblem::read(StatusCode::CONFLICT, named, None).to_string();
-        assert!(!named.contains("next:"), "{named}");
+        let with_command = r#"{"code":"invalid_state","detail":"Not so: `svcctl delete m` does it.","machineStatus":"running"}"#;
+        let message = ApiProblem::parse(StatusCode::CONFLICT, with_command, None).to_string();
+        assert!(!message.contains("next:"), "{message}");
     }
 
     #[test]
     fn missing_pointer_never_advises_to_start_empty() {
         let text = r#"{"code":"snapshot_unusable","detail":"user_1/primary/system/db/latest cannot be recovered from: the pointer is missing."}"#;
-        let message = ApiProblem::read(StatusCode::CONFLICT, text, None).to_string();
+        let message = ApiProblem::parse(StatusCode::CONFLICT, text, None).to_string();
         assert!(
             message.contains("svcctl pointer rebuild") && !message.contains("--allow-empty"),
             "{message}"
         );
         assert!(refusal(409, "snapshot_unusable").to_string().contains("--allow-empty"));
         let text = r#"{"code":"snapshot_unusable","detail":"No snapshot. Take a backup first: `svcctl backup now m --wait`."}"#;
-        let message = ApiProblem::read(StatusCode::CONFLICT, text, None).to_string();
+        let message = ApiProblem::parse(StatusCode::CONFLICT, text, None).to_string();
         assert!(
             message.contains("then `svcctl recover` again") && !message.contains("--allow-empty"),
             "{message}"
@@ -416,8 +417,8 @@ mod tests {
         let message = failure_json(&failure);
         assert_eq!((&message["code"], &message["exit"]), (&"bundle_not_found".into(), &65.into()));
         assert!(message["next"].as_str().unwrap().contains("bundle publish"), "{message}");
-        let other = failure_json(&Failure::new(Exit::TryAgain, anyhow::anyhow!("late\n  next: look")));
-        assert_eq!(other, json!({"detail": "late", "code": null, "exit": 75, "next": "look"}));
+        let local = failure_json(&Failure::new(Exit::TryAgain, anyhow::anyhow!("late\n  next: look")));
+        assert_eq!(local, json!({"detail": "late", "code": null, "exit": 75, "next": "look"}));
     }
 
     #[test]
@@ -438,8 +439,8 @@ mod tests {
     }
 
     #[test]
-    fn read_accepts_bodies_that_are_not_problem_json() {
-        let refusal = ApiProblem::read(StatusCode::BAD_GATEWAY, "<html>", None);
+    fn parse_accepts_bodies_without_problem_json() {
+        let refusal = ApiProblem::parse(StatusCode::BAD_GATEWAY, "<html>", None);
         assert!(refusal.is_transient());
         assert!(refusal.to_string().contains("502"), "{refusal}");
     }

@@ -106,7 +106,7 @@ pub async fn poll_machine(
 ) -> Result<Result<(ApiResponse, MachineDetail), String>, Failure> {
     match api.poll(&["vps", machine_id], &[]).await {
         Ok(response) => {
-            let machine = response.read()?;
+            let machine = response.parse()?;
             Ok(Ok((response, machine)))
         }
         Err(error) if error.is_transient() => Ok(Err(error.to_string())),
@@ -125,10 +125,10 @@ fn timeout_error(machine_id: &str, operation_id: Option<&str>, timeout: Duration
 }
 
 fn is_settled(machine: &MachineDetail, operation: Option<&Operation>) -> bool {
-    let ended = operation.is_none_or(|operation| operation.state != "running");
+    let has_ended = operation.is_none_or(|operation| operation.state != "running");
     let is_transitional = matches!(machine.state_word(), "provisioning" | "recovering" | "resizing");
     // A failed operation may leave a transitional status permanently.
-    ended && (!is_transitional || operation.is_some_and(|operation| operation.state != "succeeded"))
+    has_ended && (!is_transitional || operation.is_some_and(|operation| operation.state != "succeeded"))
 }
 
 /// The activity of a machine during an operation, or else its state.
@@ -166,7 +166,7 @@ async fn check_result(
 ) -> Result<(), Failure> {
     let kind = operation.map_or("", |operation| operation.kind.as_str());
     let failed = operation.filter(|operation| operation.state != "succeeded");
-    let ended = match (failed, machine.state_word()) {
+    let outcome = match (failed, machine.state_word()) {
         (None, "running") => return Ok(()),
         (None, _) if matches!(kind, "power_on" | "power_off" | "reboot") => return Ok(()),
         (None, "deleted") if kind == "delete" => return Ok(()),
@@ -177,7 +177,7 @@ async fn check_result(
                 "is {}: its {} {}{code}",
                 machine.state_word(),
                 operation::kind_noun(&operation.kind),
-                ended_word(operation)
+                outcome_phrase(operation)
             )
         }
     };
@@ -187,19 +187,19 @@ async fn check_result(
         .as_ref()
         .map(|failure| format!("; {}", failure::summary_line(failure)))
         .unwrap_or_default();
-    let (serves, next) = match (SlotHolder::find(api, machine).await?, &machine.failure) {
-        (Some(holder), failure) => {
+    let (holder, next) = match (SlotHolder::find(api, machine).await?, &machine.failure) {
+        (Some(slot_holder), failure) => {
             let advice = failure.as_ref().and_then(|failure| failure::restore_next_step(failure, machine));
-            (format!("\n{}", holder.line()), advice.unwrap_or_else(|| holder.advice()))
+            (format!("\n{}", slot_holder.line()), advice.unwrap_or_else(|| slot_holder.advice()))
         }
         (None, Some(failure)) => (String::new(), failure::next_step(failure, machine)),
         (None, None) => (String::new(), format!("`svcctl status {id}` shows its operations")),
     };
-    let error = anyhow!("machine {id} {ended}{why}{serves}\n  next: {next}");
+    let error = anyhow!("machine {id} {outcome}{why}{holder}\n  next: {next}");
     Err(Failure::new(Exit::Unavailable, error))
 }
 
-fn ended_word(operation: &Operation) -> &str {
+fn outcome_phrase(operation: &Operation) -> &str {
     match operation.state.as_str() {
         "cancelled" => "was cancelled",
         state => state,

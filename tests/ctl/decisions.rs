@@ -235,11 +235,11 @@ async fn power_off_reports_progress_and_repeated_requests() {
 
 #[tokio::test]
 async fn undelete_reports_that_the_machine_is_being_reinstated() {
-    let reply = |again: bool| {
+    let reply = |already_undone: bool| {
         Reply::Json(
             202,
             json!({"machineId": MACHINE, "kind": "customer", "status": "failed", "epoch": 2,
-                                "operationId": OPERATION, "alreadyUndone": again}),
+                                "operationId": OPERATION, "alreadyUndone": already_undone}),
         )
     };
     let at = |status: &str, state: &str| {
@@ -256,8 +256,8 @@ async fn undelete_reports_that_the_machine_is_being_reinstated() {
         printed.contains("being reinstated: it serves again after its next healthy heartbeat"),
         "{printed}"
     );
-    for again in [false, true] {
-        let replies = [reply(again), at("failed", "running"), at("running", "succeeded")];
+    for already_undone in [false, true] {
+        let replies = [reply(already_undone), at("failed", "running"), at("running", "succeeded")];
         let platform = FakePlatform::start(replies).await;
         let output = platform.svcctl(&["undelete", MACHINE, "--wait"]).await;
         let printed = stderr(&output);
@@ -268,7 +268,11 @@ async fn undelete_reports_that_the_machine_is_being_reinstated() {
             "{printed}"
         );
         assert!(!printed.contains("is failed"), "{printed}");
-        assert_eq!(printed.starts_with("note: the deletion had already been undone"), again, "{printed}");
+        assert_eq!(
+            printed.starts_with("note: the deletion had already been undone"),
+            already_undone,
+            "{printed}"
+        );
     }
 }
 

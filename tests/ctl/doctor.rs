@@ -457,9 +457,9 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     for (mode, level) in [(0o644, "problem"), (0o640, "ok")] {
         fs::set_permissions(&file, fs::Permissions::from_mode(mode)).unwrap();
         let args = ["doctor", "platform", "--env-file", file.to_str().unwrap()];
-        let read = run_report(&fleet.stack.svc, &args, &[]).await;
-        read.expect("env-file", level, &format!("mode 0{mode:o}"));
-        assert_eq!(read.levels("database"), ["ok"], "{}", read.text);
+        let from_file = run_report(&fleet.stack.svc, &args, &[]).await;
+        from_file.expect("env-file", level, &format!("mode 0{mode:o}"));
+        assert_eq!(from_file.levels("database"), ["ok"], "{}", from_file.text);
     }
     let env = [("PLATFORM_ENV_FILE".to_owned(), file.display().to_string())];
     let from_variable = run_report(&fleet.stack.svc, &["doctor", "platform"], &env).await;

@@ -142,7 +142,7 @@ async fn machine_of_a_known_customer_needs_no_confirmation() {
 }
 
 #[tokio::test]
-async fn replacement_of_another_type_confirms_only_the_cost() {
+async fn replacement_with_another_type_confirms_only_the_cost() {
     let mut replacement = quote();
     (replacement["addsCustomer"], replacement["needsCostConfirmation"]) = (json!(false), json!(true));
     replacement["existing"] = json!({"machineId": MACHINE, "status": "failed"});

@@ -150,17 +150,17 @@ const TOP_FOLDERS: [&str; 14] = [
 const SOURCE_FOLDERS: [&str; 10] =
     ["base", "ctl", "host", "http", "machine", "platform", "provider", "store", "verify", "wire"];
 
-pub fn unplanned_folders(files: &[File]) -> Vec<String> {
+pub fn unlisted_folders(files: &[File]) -> Vec<String> {
     let mut found = Vec::new();
     for file in files {
         let mut parts: Vec<&str> = file.path.split('/').collect();
         parts.pop();
-        let is_planned = match parts.as_slice() {
+        let is_listed = match parts.as_slice() {
             [] | ["src"] => true,
             ["src", folder, ..] => SOURCE_FOLDERS.contains(folder),
             [folder, ..] => TOP_FOLDERS.contains(folder),
         };
-        if !is_planned {
+        if !is_listed {
             found.push(format_violation(
                 &file.path,
                 1,
@@ -266,8 +266,8 @@ mod tests {
     }
 
     #[test]
-    fn unplanned_folder_is_detected() {
-        let folders = |path: &str| unplanned_folders(&[File::sample(path, "")]).len();
+    fn unlisted_folder_is_detected() {
+        let folders = |path: &str| unlisted_folders(&[File::sample(path, "")]).len();
         assert_eq!((folders("lib/a.rs"), folders("src/utils/a.rs")), (1, 1));
         assert_eq!((folders("src/host/a.rs"), folders("README.md"), folders("src/main.rs")), (0, 0, 0));
     }

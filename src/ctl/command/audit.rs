@@ -32,9 +32,9 @@ pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failur
     query.push(("limit", args.limit.to_string()));
     let response = api.get(&["audit"], &query).await?;
     if !args.follow {
-        return out.print_response(&response, |view| Ok(audit::list(view, &response.read::<Page>()?)));
+        return out.print_response(&response, |view| Ok(audit::list(view, &response.parse::<Page>()?)));
     }
-    follow(api, &args, response.read::<Page>()?, out).await
+    follow(api, &args, response.parse::<Page>()?, out).await
 }
 
 /// Prints the first page's entries, then new ones.
@@ -156,7 +156,7 @@ async fn fetch_new_entries(
     let mut query = filters(args);
     query.extend(window.since.map(|since| ("since", rfc3339_ms(since))));
     query.push(("limit", MAX_PAGE_SIZE.to_owned()));
-    let mut page: Page = api.poll(&["audit"], &query).await?.read()?;
+    let mut page: Page = api.poll(&["audit"], &query).await?.parse()?;
     let mut all = Vec::new();
     loop {
         let mut new = window.add(page.entries, Instant::now());
@@ -166,7 +166,7 @@ async fn fetch_new_entries(
         let Some(cursor) = page.next_cursor.filter(|_| !is_complete) else { return Ok(all) };
         let mut query = query.clone();
         query.push(("cursor", cursor));
-        page = api.poll(&["audit"], &query).await?.read()?;
+        page = api.poll(&["audit"], &query).await?.parse()?;
     }
 }
 

@@ -37,7 +37,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             let query: Vec<_> =
                 requested.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
             let response = api.get(&["vps", &machine.machine_id, "backups"], &query).await?;
-            out.print_response(&response, |view| Ok(list(view, &response.read::<BackupPage>()?)))
+            out.print_response(&response, |view| Ok(list(view, &response.parse::<BackupPage>()?)))
         }
         BackupCommand::Download { machine, key, output } => {
             let machine = find(api, &machine).await?;
@@ -90,7 +90,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             let id = machine.machine_id.as_str();
             // A new snapshot is recognized by a latest key that has changed; comparing times would depend on clocks.
             let previous_latest = match wait.wait {
-                Some(_) => fetch_latest_page(api, id).await?.read::<BackupPage>()?.latest,
+                Some(_) => fetch_latest_page(api, id).await?.parse::<BackupPage>()?.latest,
                 None => None,
             };
             let response = api.send(Method::POST, &["vps", id, "backup"], Some(&json!({}))).await?;
@@ -102,7 +102,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
                     })
                 }
                 Some(seconds) => {
-                    let result: Value = response.read()?;
+                    let result: Value = response.parse()?;
                     let requested = BackupRequest {
                         id,
                         previous_latest,
@@ -141,7 +141,7 @@ async fn accept(api: &ApiClient, target: &MachineTarget, yes: bool, out: &Output
     }
     let path = ["vps", machine.machine_id.as_str(), "backup-accept"];
     let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
-    let requested: Value = response.read()?;
+    let requested: Value = response.parse()?;
     let id = requested["machineId"].as_str().unwrap_or(&machine.machine_id);
     let next = match waiting {
         Some(operation) => {
@@ -165,11 +165,11 @@ async fn find_machine_with_held_snapshot(
     target: &MachineTarget,
 ) -> Result<MachineDetail, Failure> {
     if let Some(id) = find_active_id(api, target).await? {
-        return Ok(api.get(&["vps", &id], &[]).await?.read()?);
+        return Ok(api.get(&["vps", &id], &[]).await?.parse()?);
     }
     let mut candidates = Vec::new();
     for server in list_kept_servers(api, target).await? {
-        let machine: MachineDetail = api.get(&["vps", &server.machine_id], &[]).await?.read()?;
+        let machine: MachineDetail = api.get(&["vps", &server.machine_id], &[]).await?.parse()?;
         let question = waiting_operation(&machine).and_then(Operation::question);
         if question.is_some_and(|question| question.code == HELD_BACK) {
             candidates.push(machine);
@@ -232,11 +232,11 @@ fn print_backup(
     if !out.json {
         return print(&text(details(&View::for_stdout(), backup)));
     }
-    let mut all = json!({"key": backup.key, "sizeBytes": backup.size_bytes, "sha256": backup.sha256});
-    if let (Some(all), Value::Object(extra_members)) = (all.as_object_mut(), extra_members) {
-        all.extend(extra_members);
+    let mut body = json!({"key": backup.key, "sizeBytes": backup.size_bytes, "sha256": backup.sha256});
+    if let (Some(members), Value::Object(extra_members)) = (body.as_object_mut(), extra_members) {
+        members.extend(extra_members);
     }
-    print(&format!("{all}\n"))
+    print(&format!("{body}\n"))
 }
 
 struct BackupRequest<'a> {
@@ -275,12 +275,12 @@ async fn wait_for_backup(
     let id = requested.id;
     let taken = wait::poll_until(timeout, async || {
         let response = fetch_latest_page(api, id).await?;
-        let page: BackupPage = response.read()?;
+        let page: BackupPage = response.parse()?;
         if page.latest.is_some() && page.latest != requested.previous_latest {
-            let mut all: Value = response.read()?;
+            let mut body: Value = response.parse()?;
             let index = page.backups.iter().position(|backup| Some(&backup.key) == page.latest.as_ref());
             if let Some((index, backup)) = index.zip(page.backups.into_iter().nth(index.unwrap_or(0))) {
-                return Ok(Some(NewBackup { backup, json: all["backups"][index].take() }));
+                return Ok(Some(NewBackup { backup, json: body["backups"][index].take() }));
             }
         }
         if let Ok((_, machine)) = wait::poll_machine(api, id).await?

@@ -24,7 +24,7 @@ pub async fn run(api: &ApiClient, command: DeployCommand, out: &Output) -> Resul
         DeployCommand::Start(args) => start(api, args, out).await,
         DeployCommand::List => {
             let response = api.get(&["vps", "deploy"], &[]).await?;
-            out.print_response(&response, |view| Ok(list(view, &response.read()?)))
+            out.print_response(&response, |view| Ok(list(view, &response.parse()?)))
         }
         DeployCommand::Status { target, wait } => {
             let rollout = find_rollout(api, target, Fallback::Latest).await?;
@@ -49,7 +49,7 @@ async fn find_rollout(api: &ApiClient, target: RolloutTarget, fallback: Fallback
     if let Some(id) = target.rollout {
         return Ok(id.to_string());
     }
-    let page: RolloutList = api.get(&["vps", "deploy"], &[]).await?.read()?;
+    let page: RolloutList = api.get(&["vps", "deploy"], &[]).await?.parse()?;
     let open = page.rollouts.iter().find(|rollout| !rollout.has_ended());
     let selected = open.or_else(|| page.rollouts.first().filter(|_| fallback == Fallback::Latest));
     selected.map(|rollout| rollout.rollout_id.to_string()).ok_or_else(|| {
@@ -72,7 +72,7 @@ async fn start(api: &ApiClient, args: StartRollout, out: &Output) -> Result<(), 
         let except = if except.is_empty() { String::new() } else { format!(" except {}", except.join(", ")) };
         let what = format!("Every running machine{except} gets the release {}.", args.version);
         if confirm::is_required(&what, args.yes)? {
-            let fleet: Value = api.get(&["vps", "fleet"], &[]).await?.read()?;
+            let fleet: Value = api.get(&["vps", "fleet"], &[]).await?.parse()?;
             let running = &fleet["totals"]["byStatus"]["running"];
             confirm::prompt(&format!("{what} Running machines now: {running}."), args.version.as_str())?;
         }
@@ -107,12 +107,12 @@ async fn send_action(
 ) -> Result<(), Failure> {
     let rollout = find_rollout(api, target, Fallback::Nothing).await?;
     let response = api.send(Method::POST, &["vps", "deploy", &rollout, action], Some(&json!({}))).await?;
-    out.print_response(&response, |view| Ok(show(view, &response.read()?)))
+    out.print_response(&response, |view| Ok(show(view, &response.parse()?)))
 }
 
 /// Prints a rollout; with `--wait`, follows it until it ends.
 async fn follow(api: &ApiClient, response: ApiResponse, wait: Wait, out: &Output) -> Result<(), Failure> {
-    let rollout: Rollout = response.read()?;
+    let rollout: Rollout = response.parse()?;
     let Some(seconds) = wait.wait else {
         return out.print_response(&response, |view| Ok(show(view, &rollout)));
     };
@@ -130,12 +130,12 @@ async fn wait_until_ended(
     let id = rollout.rollout_id.clone();
     let progress = Progress::start();
     let (mut reported, mut initial) = (BTreeSet::new(), Some((response, rollout)));
-    let ended = wait::poll_until(Duration::from_secs(seconds), async || {
+    let outcome = wait::poll_until(Duration::from_secs(seconds), async || {
         let (response, rollout) = match initial.take() {
             Some(initial) => initial,
             None => match api.poll(&["vps", "deploy", &id], &[]).await {
                 Ok(response) => {
-                    let rollout: Rollout = response.read()?;
+                    let rollout: Rollout = response.parse()?;
                     (response, rollout)
                 }
                 // The rollout continues in the meantime.
@@ -151,7 +151,7 @@ async fn wait_until_ended(
         progress.set_message(progress_line(&rollout));
         Ok((rollout.has_ended() || rollout.is_halted()).then_some((response, rollout)))
     });
-    let (response, rollout) = ended.await?.ok_or_else(|| {
+    let (response, rollout) = outcome.await?.ok_or_else(|| {
         let error = anyhow!(
             "the rollout has not ended after {seconds} s, and continues\n  next: `svcctl deploy status {id} --wait`"
         );

@@ -41,7 +41,7 @@ pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<B
             vec![("limit", "1".to_owned()), ("cursor", cursor.as_str().to_owned())]
         }
     };
-    let page: BackupPage = api.get(&["vps", machine, "backups"], &query).await?.read()?;
+    let page: BackupPage = api.get(&["vps", machine, "backups"], &query).await?.parse()?;
     let matches = |backup: &Backup| match key {
         Some(key) => backup.key == key || backup.name() == key,
         None => backup.latest,
@@ -133,8 +133,8 @@ impl Sink {
         let mut attempts = 0;
         while self.length() < backup.size_bytes {
             let before = self.length();
-            let end = self.download_rest(api, machine, backup, &progress).await;
-            let error = match end {
+            let result = self.download_rest(api, machine, backup, &progress).await;
+            let error = match result {
                 // A complete response: if the object is shorter than its record, it is damaged.
                 Ok(()) => return Ok(()),
                 Err(ReadError::Permanent(failure)) => return Err(failure),

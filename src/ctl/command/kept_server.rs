@@ -65,7 +65,7 @@ async fn undelete_active(
 pub async fn resume(api: &ApiClient, args: Resume, out: &Output) -> Result<(), Failure> {
     let machine = super::machine::find(api, &args.machine).await?;
     let response = api.send(Method::POST, &["vps", &machine.machine_id, "resume"], None).await?;
-    out.print_response(&response, |view| Ok(shown::details(view, &response.read()?)))
+    out.print_response(&response, |view| Ok(shown::details(view, &response.parse()?)))
 }
 
 pub async fn discard(api: &ApiClient, args: Discard, out: &Output) -> Result<(), Failure> {
@@ -75,14 +75,14 @@ pub async fn discard(api: &ApiClient, args: Discard, out: &Output) -> Result<(),
         Selection::One(id) => id,
         Selection::None { failure, kept } => kept.id_being_deleted().ok_or(failure)?,
     };
-    let machine: MachineDetail = api.get(&["vps", &id], &[]).await?.read()?;
+    let machine: MachineDetail = api.get(&["vps", &id], &[]).await?.parse()?;
     // Without the option the platform refuses a server with unsaved changes, so there is nothing to confirm.
     if must_confirm && (args.accept_loss || machine.unsaved_since.is_none()) {
         confirm::prompt(&format!("{what}\n{}", data_at_risk(&machine)), &machine.handle)?;
     }
     let body = json!({"acceptLoss": args.accept_loss});
     let response = api.send(Method::POST, &["vps", &id, "discard"], Some(&body)).await?;
-    let mut discarded: DiscardedMachine = response.read()?;
+    let mut discarded: DiscardedMachine = response.parse()?;
     if discarded.operation_id.is_none() && !out.json {
         discarded.operation_id = wait_for_removal(api, &id).await;
     }
@@ -162,7 +162,7 @@ async fn find_kept_id(
     let kept = KeptServers { being_deleted, kept };
     let matching: Vec<_> = kept.kept.iter().filter(|server| matches(server)).collect();
     match matching.as_slice() {
-        [one] => Ok(Selection::One(one.machine_id.to_string())),
+        [server] => Ok(Selection::One(server.machine_id.to_string())),
         [] => {
             let error = no_match_error(target, &kept.being_deleted, &kept.kept);
             Ok(Selection::None { failure: Failure::new(Exit::Refused, error), kept })
@@ -188,17 +188,20 @@ fn no_match_error(
              operation abandon OPERATION` keeps the server if the provider still has it"
         );
     }
-    let ended = format!("{} shows its deleted and replaced machines", target.list_ended_command());
+    let advice = format!("{} shows its deleted and replaced machines", target.list_ended_command());
     match others.first() {
         Some(server) if server.missing_since.is_some() => {
-            anyhow!("the provider no longer has the server of machine {}\n  next: {ended}", server.machine_id)
+            anyhow!(
+                "the provider no longer has the server of machine {}\n  next: {advice}",
+                server.machine_id
+            )
         }
         Some(server) => anyhow!(
-            "the kept server of {target} belongs to {} machine {}, not to a deleted one\n  next: {ended}",
+            "the kept server of {target} belongs to {} machine {}, not to a deleted one\n  next: {advice}",
             server.reason,
             server.machine_id
         ),
-        None => anyhow!("{target} has no kept server\n  next: {ended}"),
+        None => anyhow!("{target} has no kept server\n  next: {advice}"),
     }
 }
 
@@ -211,7 +214,7 @@ pub async fn list_kept_servers(api: &ApiClient, target: &MachineTarget) -> Resul
     loop {
         let mut query = query.clone();
         query.extend(cursor.map(|cursor| ("cursor", cursor)));
-        let page: MachinePage = api.get(&["vps"], &query).await?.read()?;
+        let page: MachinePage = api.get(&["vps"], &query).await?.parse()?;
         for ended in page.machines {
             let slot = (ended.idp_user_id.to_string(), ended.slot.to_string());
             machines.entry(slot).or_insert_with(|| ended.machine_id.to_string());
@@ -223,7 +226,7 @@ pub async fn list_kept_servers(api: &ApiClient, target: &MachineTarget) -> Resul
     }
     let mut kept = Vec::new();
     for id in machines.values() {
-        let machine: MachineDetail = api.get(&["vps", id], &[]).await?.read()?;
+        let machine: MachineDetail = api.get(&["vps", id], &[]).await?.parse()?;
         kept.extend(machine.copies.into_iter().flat_map(|copies| copies.kept));
     }
     Ok(kept)

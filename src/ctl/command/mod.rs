@@ -55,7 +55,7 @@ async fn run_api_command(api: &ApiClient, command: Command, out: &Output) -> Res
         Command::Status { machine } => machine::status(api, &machine, out).await,
         Command::Fleet => {
             let response = api.get(&["vps", "fleet"], &[]).await?;
-            out.print_response(&response, |view| Ok(show::fleet::show(view, &response.read()?)))
+            out.print_response(&response, |view| Ok(show::fleet::show(view, &response.parse()?)))
         }
         Command::Recover(args) => machine::recover(api, args, out).await,
         Command::Resize(args) => machine::resize(api, args, out).await,
@@ -100,7 +100,7 @@ async fn run_bundle_command(command: BundleCommand, out: &Output) -> Result<(), 
 
 async fn show_bundle_keys(api: &ApiClient, out: &Output) -> Result<(), Failure> {
     let fleet = api.get(&["vps", "fleet"], &[]).await?;
-    let keys = fleet.read::<serde_json::Value>()?["bundleKeys"].take();
+    let keys = fleet.parse::<serde_json::Value>()?["bundleKeys"].take();
     if keys.is_null() {
         return Err(Failure::new(
             Exit::Unavailable,

@@ -35,9 +35,9 @@ pub async fn run(api: &ApiClient, args: Provision, out: &Output) -> Result<(), F
                 anyhow!("the platform's release is too old for --dry-run\n  next: update the platform");
             Failure::new(Exit::Unavailable, error)
         })?;
-        return out.print_response(&response, |view| Ok(shown::show(view, &response.read()?)));
+        return out.print_response(&response, |view| Ok(shown::show(view, &response.parse()?)));
     }
-    let quote: Option<ProvisionQuote> = quote.map(|response| response.read()).transpose()?;
+    let quote: Option<ProvisionQuote> = quote.map(|response| response.parse()).transpose()?;
     confirm_customer(&args, quote.as_ref())?;
     if let Some(quote) = quote.as_ref().filter(|quote| needs_cost_confirmation(quote)) {
         insert(&mut body, "confirmedMonthlyCost", quote.monthly_cost.clone());

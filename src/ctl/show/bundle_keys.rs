@@ -13,8 +13,8 @@ const ROTATION_ADVICE: &str =
 
 /// `3 machines (ada, bob, cy)`.
 fn format_machines(count: u64, handles: &[Text<Handle>]) -> String {
-    let more = if count > handles.len() as u64 { ", …" } else { "" };
-    format!("{} ({}{more})", pluralize(count, "machine"), join_handles(handles))
+    let ellipsis = if count > handles.len() as u64 { ", …" } else { "" };
+    format!("{} ({}{ellipsis})", pluralize(count, "machine"), join_handles(handles))
 }
 
 fn join_handles(handles: &[Text<Handle>]) -> String {
@@ -71,7 +71,7 @@ fn key_findings(key: &BundleKey, findings: Findings) -> Findings {
 fn row(key: &BundleKey) -> Vec<Cell> {
     let BundleKey { key_id, is_configured, trusting, not_trusting, .. } = key;
     let colour = (*is_configured && *not_trusting > 0).then_some(Colour::Bad);
-    let without = if *not_trusting == 0 {
+    let not_trusted_by = if *not_trusting == 0 {
         "0".to_owned()
     } else {
         format_machines(*not_trusting, &key.not_trusting_handles)
@@ -80,7 +80,7 @@ fn row(key: &BundleKey) -> Vec<Cell> {
         key_id.clone().into(),
         if *is_configured { "yes" } else { "no" }.into(),
         trusting.to_string().into(),
-        Cell::painted(colour, without),
+        Cell::painted(colour, not_trusted_by),
     ]
 }
 

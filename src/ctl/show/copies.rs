@@ -116,14 +116,14 @@ fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_slot_at: Opti
 fn snapshot_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
     let source = copies.newest_snapshot.as_ref();
     let known = copies.newest_snapshot_at.as_ref().map(|at| {
-        let of = source.filter(|newest| newest.machine_id != machine.machine_id);
-        let of = of.map(|newest| format!(", of machine {}", newest.machine_id)).unwrap_or_default();
+        let other = source.filter(|newest| newest.machine_id != machine.machine_id);
+        let origin = other.map(|newest| format!(", of machine {}", newest.machine_id)).unwrap_or_default();
         let reported = if source.is_some_and(|newest| newest.source == "reported") {
             ", as its host reported"
         } else {
             ""
         };
-        format!("{}{of}{reported}", format_time(view.now, at))
+        format!("{}{origin}{reported}", format_time(view.now, at))
     });
     let line = known.clone().unwrap_or_else(|| "none known".to_owned());
     match &copies.snapshot_problem {

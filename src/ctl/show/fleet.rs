@@ -129,27 +129,27 @@ pub fn findings(fleet: &Fleet, findings: Findings) -> Findings {
         .iter()
         .take(MAX_NAMED)
         .fold(findings, |found, overdue| found.warning(overdue_line(overdue), overdue_advice(overdue)));
-    let named = fleet.attention.iter().take(MAX_NAMED).fold(findings, |findings, machine| {
+    let findings = fleet.attention.iter().take(MAX_NAMED).fold(findings, |findings, machine| {
         let reasons = machine.reasons.join(", ");
         let what =
             format!("{} ({}) is {}: {reasons}", machine.handle, machine.slot, attention_state(machine));
         findings.warning(what, next_step(machine, &fleet.alarms))
     });
-    let named = match &fleet.bundle_keys {
-        Some(keys) => bundle_keys::findings(keys, named),
-        None => named,
+    let findings = match &fleet.bundle_keys {
+        Some(keys) => bundle_keys::findings(keys, findings),
+        None => findings,
     };
-    let named = certificates::findings(fleet.certificates.as_ref(), named);
+    let findings = certificates::findings(fleet.certificates.as_ref(), findings);
     let total = fleet.attention_total.max(fleet.attention.len() as u64);
-    let more = total.saturating_sub(MAX_NAMED as u64);
-    let named = if more > 0 {
-        let verb = if more == 1 { "needs" } else { "need" };
-        let line = format!("and {} {verb} attention", pluralize(more, "more machine"));
-        named.warning(line, "svcctl fleet")
+    let omitted = total.saturating_sub(MAX_NAMED as u64);
+    let findings = if omitted > 0 {
+        let verb = if omitted == 1 { "needs" } else { "need" };
+        let line = format!("and {} {verb} attention", pluralize(omitted, "more machine"));
+        findings.warning(line, "svcctl fleet")
     } else {
-        named
+        findings
     };
-    named.or_ok(format!("{}, none needs attention", pluralize(fleet.totals.machines, "machine")))
+    findings.or_ok(format!("{}, none needs attention", pluralize(fleet.totals.machines, "machine")))
 }
 
 pub fn show(view: &View, fleet: &Fleet) -> String {
@@ -194,9 +194,9 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
         "\n{}",
         table::render(view, &["HANDLE", "STATUS", "USER", "SLOT", "WHY", "NEXT"], &rows)
     ));
-    let more = fleet.attention_total.saturating_sub(fleet.attention.len() as u64);
-    if more > 0 {
-        shown.push_str(&format!("and {more} more\n"));
+    let omitted = fleet.attention_total.saturating_sub(fleet.attention.len() as u64);
+    if omitted > 0 {
+        shown.push_str(&format!("and {omitted} more\n"));
     }
     shown
 }

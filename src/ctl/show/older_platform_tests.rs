@@ -365,7 +365,7 @@ fn snapshots_of_older_platforms_are_shown() {
         .essential(&["/backups", "/backups/0/key"])
         .assert_shown(&schema_of::<BackupPage>(), |it: BackupPage| {
             backup::list(&plain(), &it)
-                + &it.backups.iter().map(|one| backup::details(&plain(), one)).collect::<String>()
+                + &it.backups.iter().map(|backup| backup::details(&plain(), backup)).collect::<String>()
         });
     let slot = crate::args::SlotTarget { user: "user_1".parse().unwrap(), slot: "primary".parse().unwrap() };
     let inspection = json!({"idpUserId": "user_1", "slot": "primary", "state": "unsound", "problem": "p",

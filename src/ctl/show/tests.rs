@@ -164,8 +164,8 @@ fn repeated_and_omitted_log_entries_are_counted() {
     // Older platforms send no sequence numbers: the position counts.
     let after = |value: &Value, seen| {
         let operation: svc_wire::operation::Operation = read(value.clone());
-        let (news, last) = operation::lines_after(&operation, seen);
-        (news.len(), last)
+        let (lines, last) = operation::lines_after(&operation, seen);
+        (lines.len(), last)
     };
     assert_eq!(after(&long, 2), (1, 3));
     for (place, seq) in [(0, 40), (1, 52), (2, 97)] {
@@ -381,7 +381,7 @@ fn accepted_deletion_shows_snapshot_age_and_undo() {
 }
 
 #[test]
-fn status_of_deletion_without_grace_has_no_kept_server() {
+fn status_of_immediate_deletion_has_no_kept_server() {
     let copies = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": [
         {"machineId": MACHINE, "providerServerId": "4711", "reason": "deleted", "until": null, "unsavedSince": null,
          "deletedBy": OTHER}]});
@@ -395,7 +395,7 @@ fn status_of_deletion_without_grace_has_no_kept_server() {
 }
 
 #[test]
-fn deletion_of_unserved_machine_has_no_undo() {
+fn deletion_of_machine_that_never_served_has_no_undo() {
     let deletion = read::<DeletedMachine>(
         json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "second", "handle": "ada",
         "kind": "customer", "status": "provisioning", "registeredAt": null, "deletedAt": "2026-11-21T12:00:00.000Z",
@@ -464,11 +464,11 @@ fn list_shows_rollouts() {
 
 #[test]
 fn list_shows_backups() {
-    let one = |key: &str, latest: bool| {
+    let backup = |key: &str, latest: bool| {
         json!({"key": key, "sizeBytes": 1_363_148, "sha256": "00", "takenAt": "2026-11-21T11:05:00.000Z",
         "verifiedAt": "2026-11-21T11:05:01.000Z", "epoch": 2, "machineId": MACHINE, "latest": latest})
     };
-    let page = json!({"latest": "b", "backups": [one("system/db/snapshots/b-2.dump", true), one("system/db/snapshots/a-1.dump", false)], "nextCursor": null});
+    let page = json!({"latest": "b", "backups": [backup("system/db/snapshots/b-2.dump", true), backup("system/db/snapshots/a-1.dump", false)], "nextCursor": null});
     insta::assert_snapshot!(backup::list(&plain(), &read(page)));
 }
 
