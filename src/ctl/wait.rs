@@ -27,7 +27,7 @@ pub enum Goal {
     Service,
 }
 
-/// Follows an operation of a machine, or without one the machine's status, and returns the machine's last record.
+/// Follows an operation of a machine (without an operation, the machine's status), and returns the machine's last record.
 ///
 /// # Errors
 /// [`Exit::Unavailable`] if the operation failed; [`Exit::TryAgain`] if it did not end in time or waits for a decision.
@@ -242,7 +242,7 @@ struct ProgressReporter {
     state: String,
     last_entry: u64,
     printed_stages: usize,
-    /// Boot progress in tens of percent.
+    /// The last printed boot progress, in tens of percent.
     tens: u64,
     has_reported_error: bool,
 }

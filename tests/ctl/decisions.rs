@@ -157,6 +157,17 @@ async fn abandon_warns_that_the_machine_is_powered_on() {
     }
 }
 
+#[tokio::test]
+async fn release_of_informational_alarm_needs_no_confirmation() {
+    for alarm in ["provider_limit", "rollout_halted"] {
+        let refusal = problem(409, "invalid_state", "There is nothing to release.");
+        let platform = FakePlatform::start([Reply::Json(409, refusal)]).await;
+        let output = platform.svcctl(&["alarm", "release", alarm]).await;
+        assert_eq!(output.status.code(), Some(65), "{alarm}: {}", stderr(&output));
+        assert_eq!(platform.requests().len(), 1, "{alarm}");
+    }
+}
+
 /// The platform creates the removal's operation shortly after the request, so `svcctl` polls for its id.
 #[tokio::test]
 async fn discard_names_server_and_operation() {

@@ -12,8 +12,8 @@ use svc_base::applet::Failure;
 use svc_wire::alarm::Alarm;
 use svc_wire::fleet::Fleet;
 
-/// Alarms that block nothing: the platform refuses to release them, so there is nothing to confirm.
-const INFORMATIONAL_ALARMS: [&str; 7] = [
+/// Alarms that the platform refuses to release, so there is nothing to confirm.
+const INFORMATIONAL_ALARMS: [&str; 8] = [
     "provider_unauthorized",
     "provider_limit",
     "provider_capacity",
@@ -21,6 +21,7 @@ const INFORMATIONAL_ALARMS: [&str; 7] = [
     "database_behind_store",
     "unverified_fence",
     "host_tokens_refused",
+    "rollout_halted",
 ];
 
 pub async fn run(api: &ApiClient, command: AlarmCommand, out: &Output) -> Result<(), Failure> {
