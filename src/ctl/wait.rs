@@ -27,7 +27,7 @@ pub enum Goal {
     Service,
 }
 
-/// Follows an operation of a machine (without an operation, the machine's status), and returns the machine's last record.
+/// Follows an operation of a machine, or the machine's status if there is none, and returns the machine's last record.
 ///
 /// # Errors
 /// [`Exit::Unavailable`] if the operation failed; [`Exit::TryAgain`] if it did not end in time or waits for a decision.

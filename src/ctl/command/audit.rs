@@ -10,7 +10,7 @@ use crate::api::{ApiClient, CallError};
 use crate::args::Audit as Args;
 use crate::output::{Output, print};
 use crate::show::View;
-use crate::show::audit::{self, Entry, Page};
+use crate::show::audit::{self, AuditEntry, AuditEntryPage};
 use svc_base::applet::Failure;
 use svc_base::clock::rfc3339_ms;
 
@@ -32,16 +32,17 @@ pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failur
     query.push(("limit", args.limit.to_string()));
     let response = api.get(&["audit"], &query).await?;
     if !args.follow {
-        return out.print_response(&response, |view| Ok(audit::list(view, &response.parse::<Page>()?)));
+        return out
+            .print_response(&response, |view| Ok(audit::list(view, &response.parse::<AuditEntryPage>()?)));
     }
-    follow(api, &args, response.parse::<Page>()?, out).await
+    follow(api, &args, response.parse::<AuditEntryPage>()?, out).await
 }
 
 /// Prints the first page's entries, then new ones.
-async fn follow(api: &ApiClient, args: &Args, first: Page, out: &Output) -> Result<(), Failure> {
+async fn follow(api: &ApiClient, args: &Args, first: AuditEntryPage, out: &Output) -> Result<(), Failure> {
     // Entries that are older than the first page are not shown.
     let oldest = first.entries.last().map(|entry| entry.at);
-    let mut window = Window { since: args.since, ..Window::default() };
+    let mut window = FollowWindow { since: args.since, ..FollowWindow::default() };
     let mut started = Instant::now();
     let mut entries = window.add(first.entries, started);
     for number in 0_usize.. {
@@ -73,16 +74,16 @@ enum PagesToRead {
 
 /// The time range in which entries may still appear, and its known entries.
 #[derive(Default, Clone)]
-struct Window {
+struct FollowWindow {
     since: Option<Timestamp>,
     seen: HashMap<String, Timestamp>,
     /// The newest entry's time, and when it was received: the platform's clock had passed that time by then.
     newest: Option<(Timestamp, Instant)>,
 }
 
-impl Window {
+impl FollowWindow {
     /// Adds entries, and returns the new ones, oldest first.
-    fn add(&mut self, mut entries: Vec<Entry>, now: Instant) -> Vec<Entry> {
+    fn add(&mut self, mut entries: Vec<AuditEntry>, now: Instant) -> Vec<AuditEntry> {
         entries.retain(|entry| self.seen.insert(entry.audit_id.clone(), entry.at).is_none());
         entries.reverse();
         if let Some(at) = entries.iter().map(|entry| entry.at).max()
@@ -121,9 +122,9 @@ fn filters(args: &Args) -> Vec<(&'static str, String)> {
 async fn poll_new_entries(
     api: &ApiClient,
     args: &Args,
-    window: &mut Window,
+    window: &mut FollowWindow,
     pages: PagesToRead,
-) -> Result<Vec<Entry>, Failure> {
+) -> Result<Vec<AuditEntry>, Failure> {
     let started = Instant::now();
     let mut is_outage_reported = false;
     loop {
@@ -150,13 +151,13 @@ async fn poll_new_entries(
 async fn fetch_new_entries(
     api: &ApiClient,
     args: &Args,
-    window: &mut Window,
+    window: &mut FollowWindow,
     pages: PagesToRead,
-) -> Result<Vec<Entry>, CallError> {
+) -> Result<Vec<AuditEntry>, CallError> {
     let mut query = filters(args);
     query.extend(window.since.map(|since| ("since", rfc3339_ms(since))));
     query.push(("limit", MAX_PAGE_SIZE.to_owned()));
-    let mut page: Page = api.poll(&["audit"], &query).await?.parse()?;
+    let mut page: AuditEntryPage = api.poll(&["audit"], &query).await?.parse()?;
     let mut all = Vec::new();
     loop {
         let mut new = window.add(page.entries, Instant::now());
@@ -170,7 +171,7 @@ async fn fetch_new_entries(
     }
 }
 
-fn show(entry: &Entry, out: &Output) -> Result<(), Failure> {
+fn show(entry: &AuditEntry, out: &Output) -> Result<(), Failure> {
     if out.json {
         let json: &Value = &entry.json;
         return print(&format!("{json}\n"));
@@ -184,14 +185,14 @@ mod tests {
 
     use super::*;
 
-    fn entry(id: &str, at: Timestamp) -> Entry {
-        Entry { audit_id: id.to_owned(), at, json: json!({}) }
+    fn entry(id: &str, at: Timestamp) -> AuditEntry {
+        AuditEntry { audit_id: id.to_owned(), at, json: json!({}) }
     }
 
     #[test]
     fn follow_window_advances_without_later_entries() {
         let (at, began) = (Timestamp::UNIX_EPOCH, Instant::now());
-        let mut window = Window::default();
+        let mut window = FollowWindow::default();
         assert_eq!(window.add(vec![entry("b", at), entry("a", at)], began).len(), 2);
         window.advance(began);
         assert_eq!(window.since, Some(at - MAX_TRANSACTION_DURATION));
@@ -205,7 +206,7 @@ mod tests {
     fn follow_shows_late_entries_once_and_in_order() {
         let (at, now) = (Timestamp::UNIX_EPOCH, Instant::now());
         let second = SignedDuration::from_secs(1);
-        let mut window = Window::default();
+        let mut window = FollowWindow::default();
         window.add(vec![entry("b", at)], now);
         window.advance(now);
         let late = window.add(vec![entry("c", at + second), entry("b", at), entry("a", at - second)], now);

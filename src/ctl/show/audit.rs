@@ -11,21 +11,21 @@ const MAX_CHANGES: usize = 4;
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Page {
-    pub entries: Vec<Entry>,
+pub struct AuditEntryPage {
+    pub entries: Vec<AuditEntry>,
     pub next_cursor: Option<String>,
 }
 
-/// One entry, with its complete JSON.
+/// One audit entry, with its complete JSON.
 #[derive(Debug, Deserialize)]
 #[serde(try_from = "Value")]
-pub struct Entry {
+pub struct AuditEntry {
     pub audit_id: String,
     pub at: Timestamp,
     pub json: Value,
 }
 
-impl TryFrom<Value> for Entry {
+impl TryFrom<Value> for AuditEntry {
     type Error = String;
 
     fn try_from(json: Value) -> Result<Self, String> {
@@ -36,7 +36,7 @@ impl TryFrom<Value> for Entry {
 }
 
 /// Lists entries with the newest last, as in a log.
-pub fn list(view: &View, page: &Page) -> String {
+pub fn list(view: &View, page: &AuditEntryPage) -> String {
     if page.entries.is_empty() {
         return "no entries\n".to_owned();
     }
@@ -48,7 +48,7 @@ pub fn list(view: &View, page: &Page) -> String {
 }
 
 /// `2026-01-02 03:04:05 UTC  ada  recover  <target>  status=running→recovering`.
-pub fn line(view: &View, entry: &Entry) -> String {
+pub fn line(view: &View, entry: &AuditEntry) -> String {
     let member = |name: &str| compact(entry.json.get(name));
     let at = entry.at.strftime("%Y-%m-%d %H:%M:%S UTC").to_string();
     let actor = view.paint(Some(Colour::Strong), &member("actor"));
@@ -107,13 +107,13 @@ mod tests {
             json!({"status": "running", "updatedAt": "a", "epoch": 1}),
             json!({"status": "failed", "updatedAt": "b", "epoch": 1}),
         );
-        let entry: Entry = serde_json::from_value(entry(&before, &after)).unwrap();
+        let entry: AuditEntry = serde_json::from_value(entry(&before, &after)).unwrap();
         assert_eq!(line(&VIEW, &entry), "2026-01-02 03:04:05 UTC  ada  fail  m-1  status=running→failed\n");
     }
 
     #[test]
     fn line_shows_added_and_removed_members() {
-        let entry: Entry =
+        let entry: AuditEntry =
             serde_json::from_value(entry(&json!({"why": "disk"}), &json!({"until": "t", "list": []})))
                 .unwrap();
         assert!(line(&VIEW, &entry).ends_with("  until=none→t why=disk→none\n"), "{}", line(&VIEW, &entry));
@@ -128,7 +128,8 @@ mod tests {
         let lines: Vec<&str> = shown.lines().collect();
         assert!(lines[0].starts_with("2026-01-01") && lines[1].starts_with("2026-01-02"), "{shown}");
         assert!(lines[2].ends_with("`--cursor c-1`"), "{shown}");
-        let none: Page = serde_json::from_value(json!({"entries": [], "nextCursor": null})).unwrap();
+        let none: AuditEntryPage =
+            serde_json::from_value(json!({"entries": [], "nextCursor": null})).unwrap();
         assert_eq!(list(&VIEW, &none), "no entries\n");
     }
 }
