@@ -24,7 +24,8 @@ pub fn is_required_without(what: &str, missing: &[&str]) -> Result<bool, Failure
     }
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
         let options = missing.join(" and ");
-        let error = anyhow!("{what}\n  next: there is no terminal to confirm on; add {options} to confirm");
+        let error =
+            anyhow!("{what}\n  next: add {options} to confirm, because there is no terminal for a prompt");
         return Err(Failure::new(Exit::Usage, error));
     }
     Ok(true)

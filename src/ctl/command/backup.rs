@@ -63,7 +63,10 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             let response = api.send(Method::POST, &["vps", id, "drill"], Some(&json!({}))).await?;
             match wait.wait {
                 None => {
-                    let next = format!("  next: `svcctl status {}`, \"checks\" with --json", machine.handle);
+                    let next = format!(
+                        "  next: `svcctl status {} --json` has the result in \"checks\"",
+                        machine.handle
+                    );
                     out.print_response(&response, |_| {
                         Ok(format!("requested a restore drill from the host\n{next}\n"))
                     })
@@ -96,7 +99,10 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             let response = api.send(Method::POST, &["vps", id, "backup"], Some(&json!({}))).await?;
             match wait.wait {
                 None => {
-                    let next = format!("  next: `svcctl backup list {}`", machine.handle);
+                    let next = format!(
+                        "  next: `svcctl backup list {}` shows it once it is verified",
+                        machine.handle
+                    );
                     out.print_response(&response, |_| {
                         Ok(format!("requested a backup from the host\n{next}\n"))
                     })
@@ -208,7 +214,7 @@ async fn wait_for_drill(
     });
     reported.await?.ok_or_else(|| {
         let error = anyhow!(
-            "no result of the drill after {} s\n  next: `svcctl status {id}`; journalctl -u svc-db-drill-request on the host",
+            "the host reported no result of the drill within {} s\n  next: journalctl -u svc-db-drill-request on the host",
             timeout.as_secs()
         );
         Failure::new(Exit::TryAgain, error)
@@ -297,7 +303,7 @@ async fn wait_for_backup(
     });
     taken.await?.ok_or_else(|| {
         let error = anyhow!(
-            "no new snapshot after {} s\n  next: `svcctl backup list {id}`, `svcctl status {id}`",
+            "there is no new snapshot after {} s\n  next: `svcctl status {id}` shows the last backup, `svcctl backup list {id}` the snapshots",
             timeout.as_secs()
         );
         Failure::new(Exit::TryAgain, error)

@@ -55,7 +55,7 @@ async fn find_rollout(api: &ApiClient, target: RolloutTarget, fallback: Fallback
     selected.map(|rollout| rollout.rollout_id.to_string()).ok_or_else(|| {
         let error = match fallback {
             Fallback::Latest => {
-                anyhow!("there has been no rollout yet\n  next: `svcctl deploy start <version>`")
+                anyhow!("there has been no rollout yet\n  next: `svcctl deploy start <version>` starts one")
             }
             Fallback::Nothing => {
                 anyhow!("no rollout is open\n  next: `svcctl deploy list` shows the ended ones")
@@ -171,7 +171,7 @@ async fn wait_until_ended(
         }
         state => {
             let error = anyhow!(
-                "the rollout is {state}{why}\n  next: `svcctl deploy status {}` shows the reason of each machine",
+                "the rollout is {state}{why}\n  next: `svcctl deploy status {}` shows the reason for each machine",
                 rollout.rollout_id
             );
             Err(Failure::new(Exit::Unavailable, error))

@@ -28,7 +28,7 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<Backup, Failure> {
     let not_found = || {
         let what = key.map_or_else(|| "latest snapshot".to_owned(), |key| format!("snapshot {key}"));
-        let error = anyhow!("there is no {what}\n  next: `svcctl backup list {machine}`");
+        let error = anyhow!("there is no {what}\n  next: `svcctl backup list {machine}` shows the snapshots");
         Failure::new(Exit::Refused, error)
     };
     let query = match key {
