@@ -7,7 +7,7 @@ use secrecy::SecretString;
 use url::Url;
 
 use super::api::ApiClient;
-use super::args::Global;
+use super::args::GlobalOptions;
 use super::vars;
 use svc_base::applet::Failure;
 use svc_base::config::Env;
@@ -28,7 +28,7 @@ pub fn open_store() -> Result<Bucket, Failure> {
 ///
 /// # Errors
 /// If a setting is missing or invalid; the error lists all of them.
-pub fn connect(global: &Global) -> Result<ApiClient, Failure> {
+pub fn connect(global: &GlobalOptions) -> Result<ApiClient, Failure> {
     let mut env = Env::from_process();
     let base = match &global.platform_url {
         Some(url) => Some(url.clone()),
@@ -82,7 +82,7 @@ mod tests {
     #[test]
     fn connect_names_the_option_that_holds_a_plain_http_url() {
         let platform_url = Some("http://platform.test".parse().unwrap());
-        let global = Global { platform_url, secret_file: None, json: false, timeout: 30 };
+        let global = GlobalOptions { platform_url, secret_file: None, json: false, timeout: 30 };
         let failure = connect(&global).err().unwrap();
         let message = failure.error.to_string();
         assert!(message.contains("--platform-url: must be https"), "{message}");

@@ -6,7 +6,7 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 
 use super::api::{ApiClient, CallError};
-use super::args::{Doctor, Global, Subject};
+use super::args::{Doctor, GlobalOptions, Subject};
 use super::connect::connect;
 use super::local::LocalChecks;
 use super::output::Output;
@@ -25,7 +25,12 @@ const CHECK_TIMEOUT: Duration = Duration::from_secs(45);
 /// A token with a shorter remaining lifetime causes a warning.
 const MIN_TOKEN_LIFETIME: SignedDuration = SignedDuration::from_hours(14 * 24);
 
-pub async fn run(global: &Global, args: Doctor, local: LocalChecks, out: &Output) -> Result<(), Failure> {
+pub async fn run(
+    global: &GlobalOptions,
+    args: Doctor,
+    local: LocalChecks,
+    out: &Output,
+) -> Result<(), Failure> {
     let packaged = || Some(PathBuf::from(PACKAGED_ENV_FILE)).filter(|file| file.exists());
     let env_file = platform_env_file(args.env_file).or_else(packaged);
     let subject = args.subject.unwrap_or_else(|| {

@@ -96,34 +96,36 @@ impl ApiProblem {
             // The detail names the command.
             "invalid_state" if self.detail.contains("`svcctl ") => None,
             "invalid_state" => body.and_then(state_advice).or_else(|| advice(code)),
-            "snapshot_unusable" if self.detail.contains("svcctl backup now") => Some(BACKUP_FIRST),
+            "snapshot_unusable" if self.detail.contains("svcctl backup now") => Some(BACKUP_FIRST_ADVICE),
             "snapshot_unusable" if self.detail.contains("pointer") || self.detail.contains("/latest ") => {
-                Some(UNUSABLE_POINTER)
+                Some(UNUSABLE_POINTER_ADVICE)
             }
             // The detail names the option that overrides the refusal.
             "snapshot_unusable" if self.detail.contains("svcctl provision --allow-empty") => None,
             "conflict" | "not_found" if self.detail.contains("`svcctl ") => None,
-            "conflict" if self.detail.contains("ollout") => Some(OPEN_ROLLOUT),
-            "conflict" if self.detail.contains("release") => Some(UNUSABLE_RELEASE),
-            "server_limit_reached" if self.detail.contains("PROVIDER_SERVER_LIMIT") => Some(OWN_SERVER_LIMIT),
+            "conflict" if self.detail.contains("ollout") => Some(OPEN_ROLLOUT_ADVICE),
+            "conflict" if self.detail.contains("release") => Some(UNUSABLE_RELEASE_ADVICE),
+            "server_limit_reached" if self.detail.contains("PROVIDER_SERVER_LIMIT") => {
+                Some(OWN_SERVER_LIMIT_ADVICE)
+            }
             _ => advice(code),
         }
     }
 }
 
-const OPEN_ROLLOUT: &str =
+const OPEN_ROLLOUT_ADVICE: &str =
     "`svcctl deploy list` shows the rollouts and their states; `svcctl deploy abort` ends one";
 
-const UNUSABLE_RELEASE: &str = "publish the release again, signed and under a new version";
+const UNUSABLE_RELEASE_ADVICE: &str = "publish the release again, signed and under a new version";
 
-const OWN_SERVER_LIMIT: &str = "raise PROVIDER_SERVER_LIMIT with the project's limit, or free a server: `svcctl list --deleted` shows \
+const OWN_SERVER_LIMIT_ADVICE: &str = "raise PROVIDER_SERVER_LIMIT with the project's limit, or free a server: `svcctl list --deleted` shows \
                                 the machines whose servers are kept, `svcctl discard <machine>` deletes one";
 
 /// Only the live server has the data: `--allow-empty` would abandon it.
-const BACKUP_FIRST: &str = "`svcctl backup now <machine> --wait`, then `svcctl recover` again";
+const BACKUP_FIRST_ADVICE: &str = "`svcctl backup now <machine> --wait`, then `svcctl recover` again";
 
 /// Snapshots may exist although the pointer is missing or damaged: `--allow-empty` would abandon them.
-const UNUSABLE_POINTER: &str = "`svcctl pointer show <user>` shows which snapshots exist, `svcctl pointer rebuild <user>` points to one of them again";
+const UNUSABLE_POINTER_ADVICE: &str = "`svcctl pointer show <user>` shows which snapshots exist, `svcctl pointer rebuild <user>` points to one of them again";
 
 /// The advice for `invalid_state`, if it depends on the state.
 fn state_advice(body: &Value) -> Option<&'static str> {

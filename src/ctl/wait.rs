@@ -276,8 +276,10 @@ impl ProgressReporter {
         // A resize boots a machine whose first boot was long before the operation.
         let is_earlier = |at: &str| operation.is_some_and(|operation| at < operation.created_at.as_str());
         for stage in stages.iter().skip(self.printed_stages).filter(|stage| !is_earlier(&stage.at)) {
-            let at = operation
-                .map_or_else(|| stage.at.to_string(), |operation| operation::offset(operation, &stage.at));
+            let at = operation.map_or_else(
+                || stage.at.to_string(),
+                |operation| operation::format_offset(operation, &stage.at),
+            );
             lines.push((&stage.at, format!("{at}  boot: {}", stage.stage)));
         }
         self.printed_stages = stages.len();

@@ -138,7 +138,7 @@ fn assert_contains(output: &str, parts: &[&str]) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn delete_of_silent_host_can_be_undone_and_discarded() {
+async fn machine_of_silent_host_can_be_undeleted_and_discarded() {
     let operator = Operator::start(&[]).await;
     let guest = operator.start_machine().await;
     let id = guest.machine.as_str();

@@ -81,7 +81,7 @@ impl Fleet {
         Self { stack, machine, disk, _dir: dir }
     }
 
-    pub fn server(&self) -> String {
+    pub fn server_name(&self) -> String {
         format!("svc-{}", self.machine["machineId"].as_str().unwrap())
     }
 
@@ -341,18 +341,18 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     };
     let old = "system/db/snapshots/2026-01-01T00-00-00.000Z-1.dump";
     // The agent must not report these results: the platform would mistake one for the backup requested below.
-    fleet.stack.provider.stop_service(&fleet.server(), "svc-sync-agent").await.unwrap();
+    fleet.stack.provider.stop_service(&fleet.server_name(), "svc-sync-agent").await.unwrap();
     let last = "var/lib/svc/last-backup.json";
     fleet.check_with(last, |_| Some(backup("success", old))).await.expect("backup", "problem", "min old");
     let failed = fleet.check_with(last, |_| Some(backup("error", ""))).await;
     failed.expect("backup", "problem", "the store refused");
-    fleet.stack.provider.run_unit(&fleet.server(), "svc-sync-agent", &[]).await.unwrap();
+    fleet.stack.provider.run_unit(&fleet.server_name(), "svc-sync-agent", &[]).await.unwrap();
     fleet.stack.svcctl(&["backup", "now", "ada", "--wait=120"]).await.unwrap().success().unwrap();
     // The pointer moves before the host writes the result.
     let result = || async { Ok(fs::metadata(fleet.disk.join(last))?) };
     eventually("the backup result is written", Duration::from_secs(30), result).await.unwrap();
     fleet.check_host().await.expect("backup", "ok", "0 min old");
-    fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
+    fleet.stack.provider.stop_service(&fleet.server_name(), "svc-gateway").await.unwrap();
     fleet.check_host().await.expect("gateway", "problem", "not ready");
     // This check comes near the end, because a gateway or an agent that finds this file exits.
     let replaced = fleet.check_with("var/lib/svc/superseded.json", |_| Some("{}".to_owned())).await;

@@ -29,7 +29,7 @@ impl Shell<'_> {
         for (path, text) in valid_files.iter().chain(replacements) {
             fs::write(self.dir.join(path), text).unwrap();
         }
-        let (provider, server) = (&self.fleet.stack.provider, self.fleet.server());
+        let (provider, server) = (&self.fleet.stack.provider, self.fleet.server_name());
         // `svc-shell` reads its files at startup, so it is restarted. Stopping fails if it is not running.
         provider.stop_service(&server, "svc-shell").await.ok();
         let started = provider.run_unit(&server, "svc-shell", &[]).await.unwrap();
@@ -134,7 +134,7 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     let forged = fleet.verify_from_outside("not.a.token").await;
     forged.expect("gateway-health", "problem", "401");
 
-    fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
+    fleet.stack.provider.stop_service(&fleet.server_name(), "svc-gateway").await.unwrap();
     let stopped = fleet.verify_on_host(&[]).await;
     stopped.expect("gateway-health", "problem", "");
     stopped.expect("vps-database", "problem", "does not report which server");

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use crate::cargo;
 
 /// Messages of cargo-deny that mean that its advisory database is unreachable.
-const DATABASE_ERRORS: [&str; 3] =
+const ADVISORY_DATABASE_ERRORS: [&str; 3] =
     ["failed to fetch advisory database", "failed to load advisory database", "failed to open advisory"];
 
 enum Outcome {
@@ -148,7 +148,7 @@ fn check_advisories() -> Result<Outcome> {
         return Ok(Outcome::Passed);
     }
     let stderr = String::from_utf8_lossy(&output.stderr);
-    if DATABASE_ERRORS.iter().any(|message| stderr.contains(message)) {
+    if ADVISORY_DATABASE_ERRORS.iter().any(|message| stderr.contains(message)) {
         return Ok(Outcome::Skipped("the advisory database is unreachable".to_owned()));
     }
     eprint!("{stderr}");

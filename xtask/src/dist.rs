@@ -22,7 +22,7 @@ use crate::cargo;
 const MAX_BYTES: u64 = (32 << 20) + (512 << 10);
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// The variable that activates fail points: a build that contains its name has fail points.
-const FAIL_POINTS: &[u8] = b"FAILPOINTS";
+const FAIL_POINTS_VAR: &[u8] = b"FAILPOINTS";
 
 #[cfg(target_arch = "x86_64")]
 const TARGET: &str = "x86_64-unknown-linux-gnu";
@@ -144,7 +144,7 @@ fn verify_executable(svc: &Path) -> Result<()> {
         ["statically linked", "not a dynamic executable"].iter().any(|text| linkage.contains(text));
     ensure!(is_static, "{} is not static; ldd: {linkage}", svc.display());
     let bytes = fs::read(svc)?;
-    ensure!(!contains(&bytes, FAIL_POINTS), "{} contains fail points", svc.display());
+    ensure!(!contains(&bytes, FAIL_POINTS_VAR), "{} contains fail points", svc.display());
     for path in [cargo_home()?, cargo::root()] {
         let text = OsString::from(&path).into_encoded_bytes();
         ensure!(

@@ -77,13 +77,13 @@ Example: svcctl bundle publish ./out --image-version 2026.11.1";
 )]
 pub struct Args {
     #[command(flatten)]
-    pub global: Global,
+    pub global: GlobalOptions,
     #[command(subcommand)]
     pub command: Command,
 }
 
 #[derive(Debug, ClapArgs)]
-pub struct Global {
+pub struct GlobalOptions {
     /// Base URL of the platform; overrides PLATFORM_PUBLIC_URL
     #[arg(long, global = true, value_name = "URL", help_heading = "Global options")]
     pub platform_url: Option<Url>,

@@ -57,7 +57,7 @@ fn live_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
     let Some(live) = &copies.live else {
         return Cell::painted(Some(Colour::Warning), describe_no_live_server(machine));
     };
-    let mut server = server_name(live.provider_server_id.as_ref());
+    let mut server = format_server_id(live.provider_server_id.as_ref());
     if live.machine_id != machine.machine_id {
         server.push_str(&format!(" of machine {}", live.machine_id));
     }
@@ -73,7 +73,8 @@ fn live_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
 
 fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_slot_at: Option<&Time>) -> Cell {
     let id = &kept.machine_id;
-    let server = format!("{} of {} machine {id}", server_name(kept.provider_server_id.as_ref()), kept.reason);
+    let server =
+        format!("{} of {} machine {id}", format_server_id(kept.provider_server_id.as_ref()), kept.reason);
     let bad = |line: String| Cell::painted(Some(Colour::Bad), format!("{server}: {line}"));
     let held = kept.unsaved_since.as_ref().map(|since| format_unsaved(view, since, left_slot_at));
     if let Some(since) = &kept.missing_since {
@@ -223,7 +224,7 @@ pub fn format_unsaved(view: &View, since: &str, left_slot_at: Option<&Time>) -> 
     }
 }
 
-fn server_name(server: Option<&String>) -> String {
+fn format_server_id(server: Option<&String>) -> String {
     server.cloned().unwrap_or_else(|| "unknown".to_owned())
 }
 

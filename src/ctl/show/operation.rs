@@ -93,19 +93,23 @@ pub fn line(view: &View, operation: &Operation, entry: &LogLine) -> String {
     let outcome = entry.outcome.as_str();
     let detail = entry.detail.as_deref().map(one_line).unwrap_or_default();
     let parts = [
-        offset(operation, &entry.at),
+        format_offset(operation, &entry.at),
         entry.step.clone(),
         view.paint(Colour::for_state(outcome), outcome),
         view.paint(Some(Colour::Faint), &detail),
-        repeats(operation, entry),
+        format_repeats(operation, entry),
     ];
     parts.iter().filter(|part| !part.is_empty()).cloned().collect::<Vec<_>>().join("  ")
 }
 
-fn repeats(operation: &Operation, entry: &LogLine) -> String {
+fn format_repeats(operation: &Operation, entry: &LogLine) -> String {
     let repeated = entry.repeats.filter(|repeats| *repeats > 0).zip(entry.repeated_at.as_ref());
     repeated.map_or_else(String::new, |(repeats, last)| {
-        format!("(repeated {}, last at {})", pluralize(repeats, "time"), offset(operation, last).trim())
+        format!(
+            "(repeated {}, last at {})",
+            pluralize(repeats, "time"),
+            format_offset(operation, last).trim()
+        )
     })
 }
 
@@ -117,7 +121,7 @@ pub fn lines_after(operation: &Operation, seen: u64) -> (Vec<&LogLine>, u64) {
 }
 
 /// A time of the API, relative to the operation's start.
-pub fn offset(operation: &Operation, at: &str) -> String {
+pub fn format_offset(operation: &Operation, at: &str) -> String {
     let from = seconds_between(&operation.created_at, at);
     from.map_or_else(|| at.to_owned(), |from| format!("{:>7.1} s", from.max(0.0)))
 }
