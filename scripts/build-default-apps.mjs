@@ -18,7 +18,7 @@ import { parseArgs } from "node:util";
 const KEY_VAR = "NEXT_PUBLIC_IDP_PUBLISHABLE_KEY";
 const SHELL = "shell";
 const SHARED = "shared";
-/** The directories below DIR, which are removed before a build. */
+/** The directories in DIR, which are removed before a build. */
 const OUTPUT_DIRS = ["apps", SHELL, "packages"];
 const INSTALL_TIMEOUT_MS = 300_000;
 const BUILD_TIMEOUT_MS = 180_000;
@@ -67,22 +67,22 @@ function install(dir) {
   writeFileSync(stamp, lock);
 }
 
-function build(name, to, extraEnv) {
+function build(name, outDir, extraEnv) {
   const dir = join(sources, name);
   install(dir);
   const runTool = (path, args, env) => run(process.execPath, [join(dir, "node_modules", path), ...args], dir, BUILD_TIMEOUT_MS, env);
   runTool("typescript/bin/tsc", ["--noEmit", "--project", "."]);
-  rmSync(to, { recursive: true, force: true });
-  runTool("vite/bin/vite.js", ["build", "--outDir", to, "--emptyOutDir"], extraEnv);
+  rmSync(outDir, { recursive: true, force: true });
+  runTool("vite/bin/vite.js", ["build", "--outDir", outDir, "--emptyOutDir"], extraEnv);
 }
 
 function buildApp(name, out) {
   const dir = join(sources, name);
   const manifest = JSON.parse(readFileSync(join(dir, "svc.json"), "utf8"));
-  const to = join(out, "apps", manifest.slug);
-  mkdirSync(to, { recursive: true });
-  build(name, join(to, manifest.build.output), {});
-  for (const file of ["svc.json", manifest.icon].filter(Boolean)) cpSync(join(dir, file), join(to, file));
+  const appDir = join(out, "apps", manifest.slug);
+  mkdirSync(appDir, { recursive: true });
+  build(name, join(appDir, manifest.build.output), {});
+  for (const file of ["svc.json", manifest.icon].filter(Boolean)) cpSync(join(dir, file), join(appDir, file));
   return `${manifest.slug} ${manifest.version}`;
 }
 
@@ -99,8 +99,8 @@ function buildShell(out) {
 }
 
 function copySharedPackage(out) {
-  const to = join(out, "packages/svc-bridge");
-  cpSync(join(sources, SHARED), to, { recursive: true });
+  const packageDir = join(out, "packages/svc-bridge");
+  cpSync(join(sources, SHARED), packageDir, { recursive: true });
 }
 
 const { values } = parseArgs({ options: { out: { type: "string" }, "no-shell": { type: "boolean", default: false } } });

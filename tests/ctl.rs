@@ -3,10 +3,10 @@
 mod copies;
 mod decisions;
 pub mod doctor;
+mod end_to_end;
 mod provision;
-mod real;
-mod rollout;
 mod terminal;
+mod verify_rollout;
 
 use std::collections::VecDeque;
 use std::process::{Output, Stdio};
@@ -139,11 +139,11 @@ fn accepted() -> Reply {
 }
 
 /// The response to a request for a quote from a platform of an older release.
-fn no_quote() -> Reply {
+fn unsupported_quote() -> Reply {
     Reply::Json(404, problem(404, "not_found", "No such route."))
 }
 
-/// Arguments of a provision that does not prompt.
+/// Arguments of a `provision` that does not prompt.
 const PROVISION: [&str; 6] = ["provision", "user_1", "--handle", "ada", "--confirm-cost", "--confirm-opt-in"];
 
 fn stderr(output: &Output) -> String {
@@ -151,9 +151,9 @@ fn stderr(output: &Output) -> String {
 }
 
 #[tokio::test]
-async fn lost_reply_is_retried_with_the_same_idempotency_key() {
+async fn lost_response_is_retried_with_the_same_idempotency_key() {
     let platform = FakePlatform::start([
-        no_quote(),
+        unsupported_quote(),
         Reply::Lost,
         Reply::Json(503, problem(503, "store_unavailable", "…")),
         accepted(),
@@ -187,7 +187,7 @@ async fn wait_shows_each_step_once_and_ends_with_the_record() {
     let running = operation("provision", "running", &["fence"]);
     let done = operation("provision", "succeeded", &["fence", "create_server"]);
     let platform = FakePlatform::start([
-        no_quote(),
+        unsupported_quote(),
         accepted(),
         Reply::Json(200, record("provisioning", Some(running.clone()))),
         Reply::Json(200, record("provisioning", Some(running))),
@@ -222,7 +222,7 @@ async fn wait_shows_boot_stages_between_steps_and_the_failure() {
     };
     let message = "svc-restore: exit status: 69: the store cannot be reached";
     let platform = FakePlatform::start([
-        no_quote(),
+        unsupported_quote(),
         accepted(),
         machine("provisioning", "running", Value::Null, Value::Null),
         machine("provisioning", "running", stages(&["database", "bundle"]), Value::Null),
@@ -421,7 +421,7 @@ async fn irreversible_command_requires_yes_or_a_terminal() {
         let prompts = prompting.iter().any(|args| args.starts_with(&words));
         let has_option = section.contains("      --yes");
         let is_group = section.contains("\nCommands:\n");
-        assert!(is_group || prompts == has_option, "{name}: a command has --yes exactly if it prompts");
+        assert!(is_group || prompts == has_option, "{name}: a command has --yes if and only if it prompts");
     }
     assert!(platform.requests().is_empty(), "a request was sent");
 }

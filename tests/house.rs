@@ -2,10 +2,10 @@
 //!
 //! Each rule is a pure function of paths and texts, and a test shows that it detects a violation.
 
-#[path = "house/documented.rs"]
-mod documented;
-#[path = "house/edges.rs"]
-mod edges;
+#[path = "house/dependencies.rs"]
+mod dependencies;
+#[path = "house/documentation.rs"]
+mod documentation;
 #[path = "house/files.rs"]
 mod files;
 #[path = "house/links.rs"]
@@ -17,7 +17,7 @@ mod source;
 #[path = "house/specification.rs"]
 mod specification;
 
-use files::{File, files, root, violation_at};
+use files::{File, files, format_violation, root};
 
 fn assert_none(broken: &[String]) {
     assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
@@ -25,22 +25,22 @@ fn assert_none(broken: &[String]) {
 
 #[test]
 fn imports_respect_the_architecture() {
-    assert_none(&edges::forbidden_imports(&files()));
+    assert_none(&dependencies::forbidden_imports(&files()));
 }
 
 #[test]
 fn packages_depend_only_on_lower_layers() {
-    assert_none(&edges::forbidden_dependencies(&files()));
+    assert_none(&dependencies::forbidden_dependencies(&files()));
 }
 
 #[test]
-fn packages_have_the_lints_of_the_workspace() {
-    assert_none(&edges::packages_without_lints(&files()));
+fn packages_inherit_the_workspace_lints() {
+    assert_none(&dependencies::packages_without_lints(&files()));
 }
 
 #[test]
 fn modules_of_a_package_have_no_cycle() {
-    assert_none(&edges::import_cycles(&files()));
+    assert_none(&dependencies::import_cycles(&files()));
 }
 
 #[test]
@@ -64,7 +64,7 @@ fn no_source_file_exceeds_line_limit() {
 }
 
 #[test]
-fn migrations_are_numbered_without_gap() {
+fn migrations_are_numbered_without_gaps() {
     assert_none(&rules::misnumbered_migrations(&files()));
 }
 
@@ -80,7 +80,7 @@ fn tools_do_not_depend_on_the_product() {
 
 #[test]
 fn every_dependency_has_its_reason() {
-    assert_none(&documented::unexplained_dependencies(&files()));
+    assert_none(&documentation::unexplained_dependencies(&files()));
 }
 
 #[test]
@@ -95,12 +95,12 @@ fn every_path_that_a_page_names_exists() {
 
 #[test]
 fn every_test_that_a_page_names_exists() {
-    assert_none(&documented::unknown_tests(&files()));
+    assert_none(&documentation::unknown_tests(&files()));
 }
 
 #[test]
 fn every_name_that_a_page_gives_for_a_file_exists() {
-    assert_none(&documented::unknown_names(&files()));
+    assert_none(&documentation::unknown_names(&files()));
 }
 
 #[test]
@@ -109,6 +109,6 @@ fn every_item_of_the_specification_has_its_row() {
 }
 
 #[test]
-fn folders_match_the_plan() {
-    assert_none(&rules::unplanned_folders(&files()));
+fn every_folder_is_listed() {
+    assert_none(&rules::unlisted_folders(&files()));
 }

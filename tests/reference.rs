@@ -1,18 +1,18 @@
 //! The generated parts of the pages: tables of the code's declarations.
 //!
-//! A part is between `<!-- generated: NAME -->` and `<!-- end -->` in a page below `docs`; the text around it is
-//! written by hand. [`REWRITE`] makes the test write the pages; otherwise it compares them.
+//! A part is between `<!-- generated: NAME -->` and `<!-- end -->` in a page in `docs`; the text around it is
+//! written by hand. [`REWRITE_VAR`] makes the test write the pages; otherwise it compares them.
 
 #[path = "reference/api.rs"]
 mod api;
+#[path = "reference/code_tables.rs"]
+mod code_tables;
 #[path = "reference/commands.rs"]
 mod commands;
-#[path = "reference/declared.rs"]
-mod declared;
 #[path = "house/files.rs"]
 mod files;
-#[path = "reference/quoted.rs"]
-mod quoted;
+#[path = "reference/quoted_commands.rs"]
+mod quoted_commands;
 #[expect(dead_code, reason = "the house rules use the rest")]
 #[path = "house/source.rs"]
 mod source;
@@ -23,14 +23,14 @@ mod variables;
 
 use std::fs;
 
-use files::{File, files, root, violation_at};
+use files::{File, files, format_violation, root};
 
 /// Variable that `cargo xtask docs` sets.
-const REWRITE: &str = "SVC_WRITE_DOCS";
+const REWRITE_VAR: &str = "SVC_WRITE_DOCS";
 
-const BEGIN: &str = "<!-- generated: ";
-const BEGIN_END: &str = " -->";
-const END: &str = "<!-- end -->";
+const BEGIN_PREFIX: &str = "<!-- generated: ";
+const BEGIN_SUFFIX: &str = " -->";
+const END_MARKER: &str = "<!-- end -->";
 
 /// A generated text and the name in its marker.
 pub struct Part {
@@ -50,7 +50,7 @@ fn assert_none(broken: &[String]) {
 
 fn parts() -> Vec<Part> {
     let mut parts = variables::parts();
-    parts.extend([declared::errors(), declared::exit_codes(), declared::metrics()]);
+    parts.extend([code_tables::errors(), code_tables::exit_codes(), code_tables::metrics()]);
     parts.extend(api::parts());
     parts.extend(commands::parts());
     parts
@@ -76,16 +76,17 @@ fn fill_page(page: &File, parts: &[Part]) -> Result<(String, Vec<String>), Strin
     while let Some((number, line)) = lines.next() {
         text.push_str(line);
         text.push('\n');
-        let Some(name) = line.strip_prefix(BEGIN).and_then(|rest| rest.strip_suffix(BEGIN_END)) else {
+        let Some(name) = line.strip_prefix(BEGIN_PREFIX).and_then(|rest| rest.strip_suffix(BEGIN_SUFFIX))
+        else {
             continue;
         };
         let Some(part) = parts.iter().find(|part| part.name == name) else {
-            return Err(violation_at(&page.path, number + 1, format!("nothing generates {name}")));
+            return Err(format_violation(&page.path, number + 1, format!("nothing generates {name}")));
         };
-        if !lines.any(|(_, line)| line == END) {
-            return Err(violation_at(&page.path, number + 1, format!("no {END} after this line")));
+        if !lines.any(|(_, line)| line == END_MARKER) {
+            return Err(format_violation(&page.path, number + 1, format!("no {END_MARKER} after this line")));
         }
-        text.push_str(&format!("\n{}\n\n{END}\n", part.text.trim()));
+        text.push_str(&format!("\n{}\n\n{END_MARKER}\n", part.text.trim()));
         placed.push(name.to_owned());
     }
     Ok((text, placed))
@@ -112,7 +113,10 @@ fn find_outdated(
     for part in parts {
         let count = placed.iter().filter(|name| **name == part.name).count();
         if count != 1 {
-            found.push(format!("`{BEGIN}{}{BEGIN_END}` must be in one page, not in {count}", part.name));
+            found.push(format!(
+                "`{BEGIN_PREFIX}{}{BEGIN_SUFFIX}` must be in one page, not in {count}",
+                part.name
+            ));
         }
     }
     found
@@ -120,7 +124,7 @@ fn find_outdated(
 
 /// Compares the pages with the parts, or writes them.
 fn assert_current(pages: &[File], parts: &[Part]) {
-    let is_rewriting = std::env::var_os(REWRITE).is_some();
+    let is_rewriting = std::env::var_os(REWRITE_VAR).is_some();
     let rewrite = |page: &File, text: &str| {
         if is_rewriting {
             fs::write(root().join(&page.path), text).expect("write a page");
@@ -158,6 +162,6 @@ fn outdated_page_is_detected() {
     assert_eq!(found(current, &[part()]), "");
     assert!(found(&current.replace("new", "old"), &[part()]).contains("docs/p.md is out of date"));
     assert!(found(current, &[]).contains("docs/p.md:2: nothing generates a"));
-    assert!(found(&current.replace(END, ""), &[part()]).contains("docs/p.md:2: no <!-- end -->"));
+    assert!(found(&current.replace(END_MARKER, ""), &[part()]).contains("docs/p.md:2: no <!-- end -->"));
     assert!(found("# P\n", &[part()]).contains("must be in one page, not in 0"));
 }

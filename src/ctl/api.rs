@@ -26,22 +26,23 @@ const MAX_RETRY_AFTER: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct ApiResponse {
     pub text: String,
-    what: String,
+    /// Method and path, for error messages.
+    request: String,
 }
 
 impl ApiResponse {
     /// Parses the body. All strings are made printable, because hosts have written some of them.
     ///
     /// # Errors
-    /// [`CallError::InvalidResponse`].
-    pub fn read<T: DeserializeOwned>(&self) -> Result<T, CallError> {
-        let unreadable = |error: serde_json::Error| CallError::InvalidResponse {
-            what: self.what.clone(),
+    /// [`CallError::InvalidResponse`] if the body is not a JSON document of this type.
+    pub fn parse<T: DeserializeOwned>(&self) -> Result<T, CallError> {
+        let invalid = |error: serde_json::Error| CallError::InvalidResponse {
+            request: self.request.clone(),
             why: error.to_string(),
         };
-        let mut value: Value = serde_json::from_str(&self.text).map_err(unreadable)?;
+        let mut value: Value = serde_json::from_str(&self.text).map_err(invalid)?;
         untrusted_text::make_printable(&mut value);
-        serde_json::from_value(value).map_err(unreadable)
+        serde_json::from_value(value).map_err(invalid)
     }
 }
 
@@ -118,23 +119,23 @@ impl ApiClient {
         Ok((status, response.text().await.map_err(|error| self.no_response_error(error))?))
     }
 
-    /// Starts the download of a file from an offset, without a timeout for the whole body.
-    pub async fn open_download(&self, path: &[&str], from: u64) -> Result<reqwest::Response, CallError> {
+    /// Starts the download of a file at an offset, without a timeout for the whole body.
+    pub async fn open_download(&self, path: &[&str], offset: u64) -> Result<reqwest::Response, CallError> {
         let unreachable = |why: String| CallError::Unreachable { base: self.base.clone(), why };
         let client = client::build(Deadlines::DOWNLOAD).map_err(|error| unreachable(format!("{error:#}")))?;
         let mut request = client.get(self.url(path)).header(header::AUTHORIZATION, self.bearer.clone());
-        if from > 0 {
-            request = request.header(header::RANGE, format!("bytes={from}-"));
+        if offset > 0 {
+            request = request.header(header::RANGE, format!("bytes={offset}-"));
         }
         let sent = request_id::attach(request).send().await;
         let response = sent.map_err(|error| unreachable(problem::format_chain(&error.without_url())))?;
-        let expected = if from > 0 { StatusCode::PARTIAL_CONTENT } else { StatusCode::OK };
+        let expected = if offset > 0 { StatusCode::PARTIAL_CONTENT } else { StatusCode::OK };
         match response.status() {
             status if status == expected => Ok(response),
             status => {
                 let pause = retry_after(&response);
                 let text = response.text().await.unwrap_or_default();
-                let refusal = ApiProblem::read(status, &text, pause);
+                let refusal = ApiProblem::parse(status, &text, pause);
                 Err(if refusal.is_transient() { unreachable(refusal.to_string()) } else { refusal.into() })
             }
         }
@@ -207,31 +208,31 @@ impl ApiClient {
         body: Option<&Value>,
         key: Option<&str>,
     ) -> Result<ApiResponse, CallError> {
-        let mut request = self
+        let mut call = self
             .client
             .request(method.clone(), url.clone())
             .header(header::AUTHORIZATION, self.bearer.clone())
             .header(header::ACCEPT, "application/json");
         if let Some(key) = key {
-            request = request.header("idempotency-key", key);
+            call = call.header("idempotency-key", key);
         }
         if let Some(body) = body {
-            request = request.json(body);
+            call = call.json(body);
         }
         let response =
-            request_id::attach(request).send().await.map_err(|error| self.no_response_error(error))?;
+            request_id::attach(call).send().await.map_err(|error| self.no_response_error(error))?;
         let (status, pause) = (response.status(), retry_after(&response));
         let text = response.text().await.map_err(|error| self.no_response_error(error))?;
-        let what = format!("{method} {}", url.path());
+        let request = format!("{method} {}", url.path());
         match status {
-            status if status.is_success() => Ok(ApiResponse { text, what }),
+            status if status.is_success() => Ok(ApiResponse { text, request }),
             StatusCode::PERMANENT_REDIRECT | StatusCode::TEMPORARY_REDIRECT | StatusCode::FOUND => {
                 Err(CallError::InvalidResponse {
-                    what,
+                    request,
                     why: format!("{status}: is this the platform's URL?"),
                 })
             }
-            status => Err(ApiProblem::read(status, &text, pause).into()),
+            status => Err(ApiProblem::parse(status, &text, pause).into()),
         }
     }
 }
@@ -246,11 +247,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn read_makes_strings_printable_and_keeps_the_body() {
+    fn parse_makes_strings_printable_and_keeps_the_body() {
         let text = r#"{"detail": "\u001b[2J\u202e ok"}"#.to_owned();
-        let response = ApiResponse { text: text.clone(), what: "GET /".to_owned() };
-        let read: Value = response.read().unwrap();
-        assert_eq!(read["detail"], "\u{FFFD}[2J\u{FFFD} ok");
+        let response = ApiResponse { text: text.clone(), request: "GET /".to_owned() };
+        let parsed: Value = response.parse().unwrap();
+        assert_eq!(parsed["detail"], "\u{FFFD}[2J\u{FFFD} ok");
         assert_eq!(response.text, text);
     }
 }

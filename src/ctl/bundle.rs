@@ -43,22 +43,22 @@ pub enum PublishError {
         #[source]
         source: std::io::Error,
     },
-    #[error("{} contains no SHA-256", .path.display())]
+    #[error("{} contains no SHA-256\n  next: rebuild the bundle", .path.display())]
     NoDigest { path: PathBuf },
     #[error(
         "{} has the SHA-256 {found}, but its .sha256 says {stated}\n  next: rebuild the bundle", .path.display()
     )]
-    Mismatch { path: PathBuf, found: String, stated: String },
+    DigestMismatch { path: PathBuf, found: String, stated: String },
     #[error("{} does not match the archive: {why}\n  next: rebuild the bundle", .path.display())]
-    Companion {
+    InvalidCompanion {
         path: PathBuf,
         #[source]
         why: ManifestError,
     },
     #[error(
-        "{version} is already published with other content (SHA-256 {stored})\n  next: publish under a new version"
+        "{version} is already published with different content (SHA-256 {stored})\n  next: publish under a new version"
     )]
-    Taken { version: ImageVersion, stored: String },
+    VersionTaken { version: ImageVersion, stored: String },
     #[error(
         "{version} was published concurrently by another process\n  next: publish again, or under a new version"
     )]
@@ -92,7 +92,7 @@ impl From<PublishError> for Failure {
 
 /// The result of publishing a bundle.
 #[derive(Debug)]
-pub struct Published {
+pub struct PublishResult {
     version: ImageVersion,
     sha256: String,
     size_bytes: u64,
@@ -116,7 +116,7 @@ enum PublishOutcome {
     AlreadyPublished,
 }
 
-impl Published {
+impl PublishResult {
     pub fn to_json(&self) -> Value {
         json!({
             "imageVersion": self.version,
@@ -130,7 +130,7 @@ impl Published {
     }
 }
 
-impl fmt::Display for Published {
+impl fmt::Display for PublishResult {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let outcome = match self.outcome {
             PublishOutcome::Published => "published",
@@ -164,10 +164,10 @@ pub struct PublishedBundle {
     pub published_at: Timestamp,
 }
 
-/// The published bundles, newest first. An archive without its `.sha256` is not published.
+/// Lists the published bundles, newest first. An archive without its `.sha256` is not published.
 ///
 /// # Errors
-/// [`PublishError::Store`].
+/// [`PublishError::Store`] if the store cannot be read.
 pub async fn list(bucket: &Bucket) -> Result<Vec<PublishedBundle>, PublishError> {
     let root = Path::from(key::BUNDLES);
     let mut listing = bucket.raw().list(Some(&root));
@@ -206,30 +206,30 @@ pub async fn publish(
     bucket: &Bucket,
     dir: &FilePath,
     version: &ImageVersion,
-) -> Result<Published, PublishError> {
-    publish_for(bucket, dir, version, configured_keys().as_ref()).await
+) -> Result<PublishResult, PublishError> {
+    publish_with_keys(bucket, dir, version, configured_keys().as_ref()).await
 }
 
-/// Publishes a bundle for hosts that trust these keys.
-async fn publish_for(
+/// [`publish`], with the keys that hosts trust.
+async fn publish_with_keys(
     bucket: &Bucket,
     dir: &FilePath,
     version: &ImageVersion,
     keys: Option<&TrustedKeys>,
-) -> Result<Published, PublishError> {
+) -> Result<PublishResult, PublishError> {
     let archive = dir.join(BUNDLE_FILE);
     let stated = read_stated_digest(&dir.join(format!("{BUNDLE_FILE}.sha256"))).await?;
-    let (found, size_bytes) = read_through(&archive, None).await?;
+    let (found, size_bytes) = hash_and_copy(&archive, None).await?;
     check_digest(&archive, &found, &stated)?;
     let context = BundleContext { version, sha256: &stated, size_bytes, keys };
     let companions = Companions::read(dir, &context).await?;
     let outcome = match read_digest(bucket, version).await? {
         // If two processes publish concurrently, the archive may be the other process's.
-        Some(stored) if stored == stated && is_whole(bucket, size_bytes, version).await? => {
+        Some(stored) if stored == stated && is_complete(bucket, size_bytes, version).await? => {
             PublishOutcome::AlreadyPublished
         }
         Some(stored) if stored == stated => PublishOutcome::Published,
-        Some(stored) => return Err(PublishError::Taken { version: version.clone(), stored }),
+        Some(stored) => return Err(PublishError::VersionTaken { version: version.clone(), stored }),
         None => PublishOutcome::Published,
     };
     match outcome {
@@ -243,7 +243,7 @@ async fn publish_for(
     }
     let updates = companions::check_updates(bucket, &context).await?;
     let key_set = companions.key_set();
-    Ok(Published { version: version.clone(), sha256: stated, size_bytes, outcome, updates, key_set })
+    Ok(PublishResult { version: version.clone(), sha256: stated, size_bytes, outcome, updates, key_set })
 }
 
 /// The keys that hosts trust, if they are configured.
@@ -251,7 +251,7 @@ fn configured_keys() -> Option<TrustedKeys> {
     Env::from_process().text(&vars::BUNDLE_PUBLIC_KEYS)?.parse().ok()
 }
 
-async fn is_whole(bucket: &Bucket, size_bytes: u64, version: &ImageVersion) -> Result<bool, StoreError> {
+async fn is_complete(bucket: &Bucket, size_bytes: u64, version: &ImageVersion) -> Result<bool, StoreError> {
     let stored = bucket.head(&key::bundle(version, "")).await?;
     Ok(stored.is_some_and(|meta| meta.size == size_bytes))
 }
@@ -264,12 +264,12 @@ async fn upload(
 ) -> Result<(), PublishError> {
     let key = key::bundle(version, "");
     let mut sink = BufWriter::new(bucket.raw().clone(), key.clone());
-    let sent = match read_through(archive, Some(&mut sink)).await {
+    let sent = match hash_and_copy(archive, Some(&mut sink)).await {
         Ok((sent, _)) => check_digest(archive, &sent, stated),
         Err(error) => Err(error),
     };
     if let Err(error) = sent {
-        // A failed abort is ignored: the error of the upload is more useful.
+        // A failed abort is ignored, because the error of the upload is more useful.
         let _ = sink.abort().await;
         return Err(error);
     }
@@ -303,8 +303,8 @@ async fn read_stated_digest(path: &FilePath) -> Result<String, PublishError> {
     parse_digest(&text).ok_or_else(|| PublishError::NoDigest { path: path.to_owned() })
 }
 
-/// Returns the SHA-256 and the size of a file, and copies the file into `sink` if there is one.
-async fn read_through(
+/// Hashes a file, and copies it into `sink` if there is one. Returns its SHA-256 and its size.
+async fn hash_and_copy(
     path: &FilePath,
     mut sink: Option<&mut BufWriter>,
 ) -> Result<(String, u64), PublishError> {
@@ -331,7 +331,7 @@ fn check_digest(path: &FilePath, found: &str, stated: &str) -> Result<(), Publis
         return Ok(());
     }
     let (found, stated) = (found.to_owned(), stated.to_owned());
-    Err(PublishError::Mismatch { path: path.to_owned(), found, stated })
+    Err(PublishError::DigestMismatch { path: path.to_owned(), found, stated })
 }
 
 #[cfg(test)]
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn publish_refuses_other_content_for_a_version() {
+    async fn publish_refuses_different_content_for_a_version() {
         let (bucket, version) = (bucket(), "1.0".parse().unwrap());
         let (one, other) = (build(b"one"), build(b"other"));
         let first = publish(&bucket, one.path(), &version).await.unwrap();
@@ -366,7 +366,7 @@ mod tests {
             PublishOutcome::AlreadyPublished
         );
         let refused = publish(&bucket, other.path(), &version).await.unwrap_err();
-        assert!(matches!(refused, PublishError::Taken { .. }), "{refused}");
+        assert!(matches!(refused, PublishError::VersionTaken { .. }), "{refused}");
         let stored = bucket.get(&key::bundle(&version, ""), 100).await.unwrap().unwrap();
         assert_eq!(&stored.value[..], b"one");
         let listed = list(&bucket).await.unwrap();
@@ -381,7 +381,7 @@ mod tests {
         let dir = build(b"whole");
         std::fs::write(dir.path().join(BUNDLE_FILE), b"torn").unwrap();
         let refused = publish(&bucket, dir.path(), &version).await.unwrap_err();
-        assert!(matches!(refused, PublishError::Mismatch { .. }), "{refused}");
+        assert!(matches!(refused, PublishError::DigestMismatch { .. }), "{refused}");
         assert_eq!(bucket.head(&key::bundle(&version, "")).await.unwrap(), None);
     }
 
@@ -399,11 +399,14 @@ mod tests {
                 12 << 20
             )
         };
-        let beside = dir.path().join(format!("{BUNDLE_FILE}.json"));
-        std::fs::write(&beside, manifest(&"0".repeat(64))).unwrap();
+        let manifest_file = dir.path().join(format!("{BUNDLE_FILE}.json"));
+        std::fs::write(&manifest_file, manifest(&"0".repeat(64))).unwrap();
         let refused = publish(&bucket, dir.path(), &version).await.unwrap_err();
-        assert!(matches!(refused, PublishError::Companion { why: ManifestError::WrongDigest { .. }, .. }));
-        std::fs::write(&beside, manifest(&sha256)).unwrap();
+        assert!(matches!(
+            refused,
+            PublishError::InvalidCompanion { why: ManifestError::WrongDigest { .. }, .. }
+        ));
+        std::fs::write(&manifest_file, manifest(&sha256)).unwrap();
         let published = publish(&bucket, dir.path(), &version).await.unwrap();
         assert!(published.to_string().contains("hosts cannot update"), "{published}");
         let archive = bucket.head(&key::bundle(&version, "")).await.unwrap().unwrap();
@@ -417,7 +420,7 @@ mod tests {
     }
 
     /// Adds a manifest to a build of `content`, signed or unsigned.
-    fn describe(dir: &tempfile::TempDir, content: &[u8], expires_at: &str, signed_by: Option<&SigningKey>) {
+    fn write_manifest(dir: &tempfile::TempDir, content: &[u8], expires_at: &str, key: Option<&SigningKey>) {
         let manifest = kit::bundle::Manifest {
             version: 1,
             image_version: "1.0".to_owned(),
@@ -430,10 +433,10 @@ mod tests {
             removes: Vec::new(),
         };
         let text = manifest.text().unwrap();
-        let beside = |suffix: &str| dir.path().join(format!("{BUNDLE_FILE}{suffix}"));
-        std::fs::write(beside(".json"), &text).unwrap();
-        if let Some(key) = signed_by {
-            std::fs::write(beside(".json.sig"), key.signature_line(text.as_bytes())).unwrap();
+        let path = |suffix: &str| dir.path().join(format!("{BUNDLE_FILE}{suffix}"));
+        std::fs::write(path(".json"), &text).unwrap();
+        if let Some(key) = key {
+            std::fs::write(path(".json.sig"), key.signature_line(text.as_bytes())).unwrap();
         }
     }
 
@@ -442,40 +445,40 @@ mod tests {
         let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
         let dir = build(b"one");
         let keys: TrustedKeys = key().public_key_base64().parse().unwrap();
-        let publish = async || publish_for(&bucket, dir.path(), &version, Some(&keys)).await;
-        let ends = async || {
+        let publish = async || publish_with_keys(&bucket, dir.path(), &version, Some(&keys)).await;
+        let read_expiry = async || {
             let signed = bundle::read_signed_manifest(&bucket, &version).await.unwrap().unwrap();
             let verified = bundle::verify(&signed, &keys, &version, Timestamp::now()).unwrap();
             verified.manifest().expires_at.to_string()
         };
         assert!(publish().await.unwrap().updates != Updates::Possible);
-        describe(&dir, b"one", "2125-01-01T00:00:00.000Z", None);
+        write_manifest(&dir, b"one", "2125-01-01T00:00:00.000Z", None);
         let unsigned = publish().await.unwrap();
         assert_eq!(unsigned.outcome, PublishOutcome::AlreadyPublished);
         assert_eq!(unsigned.updates, Updates::Impossible("its manifest is not signed".to_owned()));
-        describe(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
+        write_manifest(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
         let signed = publish().await.unwrap();
         assert_eq!((signed.outcome, signed.updates), (PublishOutcome::AlreadyPublished, Updates::Possible));
-        assert_eq!(ends().await, "2125-01-01T00:00:00Z");
+        assert_eq!(read_expiry().await, "2125-01-01T00:00:00Z");
 
-        describe(&dir, b"one", "2126-01-01T00:00:00.000Z", Some(&key()));
-        let keyless = publish_for(&bucket, dir.path(), &version, None).await.unwrap_err();
+        write_manifest(&dir, b"one", "2126-01-01T00:00:00.000Z", Some(&key()));
+        let keyless = publish_with_keys(&bucket, dir.path(), &version, None).await.unwrap_err();
         assert!(keyless.to_string().contains("BUNDLE_PUBLIC_KEYS"), "{keyless}");
         assert_eq!(publish().await.unwrap().updates, Updates::Possible);
-        assert_eq!(ends().await, "2126-01-01T00:00:00Z");
-        describe(&dir, b"one", "2125-06-01T00:00:00.000Z", Some(&key()));
+        assert_eq!(read_expiry().await, "2126-01-01T00:00:00Z");
+        write_manifest(&dir, b"one", "2125-06-01T00:00:00.000Z", Some(&key()));
         let shorter = publish().await.unwrap_err();
         assert!(matches!(shorter, PublishError::NoRenewal { .. }), "{shorter}");
         assert!(shorter.to_string().contains("until 2126-01-01"), "{shorter}");
-        assert_eq!(ends().await, "2126-01-01T00:00:00Z");
+        assert_eq!(read_expiry().await, "2126-01-01T00:00:00Z");
 
         // A renewal that was interrupted between its two writes is completed.
         let old = bucket.get(&key::bundle(&version, ".json.sig"), 1 << 16).await.unwrap().unwrap().value;
-        describe(&dir, b"one", "2127-01-01T00:00:00.000Z", Some(&key()));
+        write_manifest(&dir, b"one", "2127-01-01T00:00:00.000Z", Some(&key()));
         publish().await.unwrap();
         bucket.put(&key::bundle(&version, ".json.sig"), old).await.unwrap();
         assert_eq!(publish().await.unwrap().updates, Updates::Possible);
-        assert_eq!(ends().await, "2127-01-01T00:00:00Z");
+        assert_eq!(read_expiry().await, "2127-01-01T00:00:00Z");
     }
 
     #[tokio::test]
@@ -483,14 +486,14 @@ mod tests {
         let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
         let dir = build(b"one");
         let keys: TrustedKeys = key().public_key_base64().parse().unwrap();
-        describe(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
-        publish_for(&bucket, dir.path(), &version, Some(&keys)).await.unwrap();
+        write_manifest(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
+        publish_with_keys(&bucket, dir.path(), &version, Some(&keys)).await.unwrap();
         // A build without a manifest is published again.
         let bare = build(b"one");
-        let again = publish_for(&bucket, bare.path(), &version, Some(&keys)).await.unwrap();
+        let again = publish_with_keys(&bucket, bare.path(), &version, Some(&keys)).await.unwrap();
         assert_eq!((again.outcome, again.updates), (PublishOutcome::AlreadyPublished, Updates::Possible));
         let others: TrustedKeys = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=".parse().unwrap();
-        let untrusted = publish_for(&bucket, bare.path(), &version, Some(&others)).await.unwrap();
+        let untrusted = publish_with_keys(&bucket, bare.path(), &version, Some(&others)).await.unwrap();
         assert!(untrusted.to_string().contains("none of the keys"), "{untrusted}");
     }
 }

@@ -9,7 +9,7 @@ use svc_base::applet::{Exit, Failure};
 /// Whether the operator must confirm on the terminal; `false` with `--yes`.
 ///
 /// # Errors
-/// [`Exit::Usage`] without a terminal.
+/// [`Exit::Usage`] if a confirmation is required and there is no terminal.
 pub fn is_required(what: &str, yes: bool) -> Result<bool, Failure> {
     is_required_without(what, if yes { &[] } else { &["--yes"] })
 }
@@ -17,14 +17,15 @@ pub fn is_required(what: &str, yes: bool) -> Result<bool, Failure> {
 /// Whether the operator must confirm on the terminal because these options are missing; `false` if none is missing.
 ///
 /// # Errors
-/// [`Exit::Usage`] without a terminal.
+/// [`Exit::Usage`] if a confirmation is required and there is no terminal.
 pub fn is_required_without(what: &str, missing: &[&str]) -> Result<bool, Failure> {
     if missing.is_empty() {
         return Ok(false);
     }
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
         let options = missing.join(" and ");
-        let error = anyhow!("{what}\n  next: there is no terminal to confirm on; add {options} to confirm");
+        let error =
+            anyhow!("{what}\n  next: add {options} to confirm, because there is no terminal for a prompt");
         return Err(Failure::new(Exit::Usage, error));
     }
     Ok(true)

@@ -1,4 +1,4 @@
-//! Connects to the platform and the object store that the arguments or the environment name.
+//! Connects to the platform and the object store that the arguments or the environment specify.
 
 use std::path::Path;
 use std::time::Duration;
@@ -7,34 +7,34 @@ use secrecy::SecretString;
 use url::Url;
 
 use super::api::ApiClient;
-use super::args::Global;
+use super::args::GlobalOptions;
 use super::vars;
 use svc_base::applet::Failure;
 use svc_base::config::Env;
 use svc_store::Bucket;
 use svc_store::config::StoreConfig;
 
-/// Opens the object store that the environment names.
+/// Opens the object store that the environment specifies.
 ///
 /// # Errors
-/// Every invalid setting.
+/// If a setting is missing or invalid; the error lists all of them.
 pub fn open_store() -> Result<Bucket, Failure> {
     let mut env = Env::from_process();
     let store = StoreConfig::read(&mut env);
     Ok(env.finish(store)?.open()?)
 }
 
-/// Returns a client of the platform that the arguments or the environment name.
+/// Returns a client of the platform that the arguments or the environment specify.
 ///
 /// # Errors
-/// Every invalid setting.
-pub fn connect(global: &Global) -> Result<ApiClient, Failure> {
+/// If a setting is missing or invalid; the error lists all of them.
+pub fn connect(global: &GlobalOptions) -> Result<ApiClient, Failure> {
     let mut env = Env::from_process();
     let base = match &global.platform_url {
         Some(url) => Some(url.clone()),
         None => env.required::<Url>(&vars::PLATFORM_PUBLIC_URL),
     };
-    if base.as_ref().is_some_and(|base| !is_private(base)) {
+    if base.as_ref().is_some_and(|base| !can_carry_secret(base)) {
         let why = "must be https, because calls carry the secret (plain http only to this machine)";
         match &global.platform_url {
             Some(_) => env.add_option_mistake("--platform-url", why),
@@ -64,8 +64,8 @@ pub fn read_secret(env: &mut Env, flag: &str, file: &Path) -> Option<SecretStrin
     }
 }
 
-/// Whether a secret may be sent to this URL: HTTPS, or plain HTTP to this machine.
-pub fn is_private(base: &Url) -> bool {
+/// Whether requests to this URL may carry a secret: HTTPS, or plain HTTP to this machine.
+pub fn can_carry_secret(base: &Url) -> bool {
     let is_loopback = match base.host() {
         Some(url::Host::Domain(name)) => name == "localhost" || name.ends_with(".localhost"),
         Some(url::Host::Ipv4(ip)) => ip.is_loopback(),
@@ -82,7 +82,7 @@ mod tests {
     #[test]
     fn connect_names_the_option_that_holds_a_plain_http_url() {
         let platform_url = Some("http://platform.test".parse().unwrap());
-        let global = Global { platform_url, secret_file: None, json: false, timeout: 30 };
+        let global = GlobalOptions { platform_url, secret_file: None, json: false, timeout: 30 };
         let failure = connect(&global).err().unwrap();
         let message = failure.error.to_string();
         assert!(message.contains("--platform-url: must be https"), "{message}");

@@ -6,7 +6,7 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 
 use super::api::{ApiClient, CallError};
-use super::args::{Doctor, Global, Subject};
+use super::args::{Doctor, GlobalOptions, Subject};
 use super::connect::connect;
 use super::local::LocalChecks;
 use super::output::Output;
@@ -19,13 +19,18 @@ use svc_base::diagnosis::{self, Check, Findings, Level, Report};
 use svc_wire::fleet::Fleet;
 use svc_wire::operator::WhoAmI;
 
-/// Settings file of the platform's package.
+/// The env file of the platform's package.
 const PACKAGED_ENV_FILE: &str = "/etc/svc/platform.env";
 const CHECK_TIMEOUT: Duration = Duration::from_secs(45);
 /// A token with a shorter remaining lifetime causes a warning.
 const MIN_TOKEN_LIFETIME: SignedDuration = SignedDuration::from_hours(14 * 24);
 
-pub async fn run(global: &Global, args: Doctor, local: LocalChecks, out: &Output) -> Result<(), Failure> {
+pub async fn run(
+    global: &GlobalOptions,
+    args: Doctor,
+    local: LocalChecks,
+    out: &Output,
+) -> Result<(), Failure> {
     let packaged = || Some(PathBuf::from(PACKAGED_ENV_FILE)).filter(|file| file.exists());
     let env_file = platform_env_file(args.env_file).or_else(packaged);
     let subject = args.subject.unwrap_or_else(|| {
@@ -94,8 +99,8 @@ async fn check_readiness(api: &ApiClient) -> Findings {
                 next,
             ),
             Err(_) => findings.problem(
-                format!("{status}: the response is not from a platform"),
-                "PLATFORM_PUBLIC_URL or --platform-url must be the platform's API",
+                format!("{status}: the response is not one of the platform's API"),
+                "set PLATFORM_PUBLIC_URL or --platform-url to the URL of the platform's API",
             ),
         },
         Err(error) => findings.problem(without_advice(&error), next),
@@ -105,8 +110,8 @@ async fn check_readiness(api: &ApiClient) -> Findings {
 /// Checks which operator the credential belongs to.
 async fn check_operator(api: &ApiClient) -> Findings {
     let findings = Findings::new("operator");
-    let read = api.get(&["operators", "whoami"], &[]).await.and_then(|response| response.read::<WhoAmI>());
-    match read {
+    let result = api.get(&["operators", "whoami"], &[]).await.and_then(|response| response.parse::<WhoAmI>());
+    match result {
         Ok(me) => {
             let mut what = format!(
                 "you are {}, with the scopes {}",
@@ -139,13 +144,14 @@ struct RouterReadiness {
 
 async fn check_router(api: &ApiClient) -> Findings {
     let findings = Findings::new("router");
-    let next = "make the platform's database reachable: routes are refreshed within a second";
+    let next =
+        "restore the platform's connection to its database; the routes are then refreshed within a second";
     match api.get_once(&["readyz"]).await {
         Ok((status, body)) => match serde_json::from_str::<RouterReadiness>(&body) {
             Ok(routing) if routing.routes == "current" => findings.ok("its routes are current"),
             Ok(RouterReadiness { routes, routes_age_seconds }) => {
                 let age = routes_age_seconds.map_or_else(String::new, |age| format!(", {age} s old"));
-                let what = format!("its routes are {routes}{age}");
+                let what = format!("its routes are {}{age}", routes.replace('_', " "));
                 if status.is_success() { findings.warning(what, next) } else { findings.problem(what, next) }
             }
             Err(_) => findings.skipped("the platform's release is too old to report the state of its routes"),
@@ -161,8 +167,8 @@ fn without_advice(error: &CallError) -> String {
 
 async fn check_fleet(api: &ApiClient) -> Findings {
     let findings = Findings::new("fleet");
-    let read = api.get(&["vps", "fleet"], &[]).await.and_then(|response| response.read::<Fleet>());
-    match read {
+    let result = api.get(&["vps", "fleet"], &[]).await.and_then(|response| response.parse::<Fleet>());
+    match result {
         Ok(fleet) => show::fleet::findings(&fleet, findings),
         Err(CallError::Refused(refusal)) if refusal.is_unauthorized() => findings
             .problem("the platform does not accept this secret", "check PLATFORM_SECRET or --secret-file"),

@@ -18,8 +18,8 @@ pub struct LocalChecks {
     pub check_platform: for<'a> fn(Option<&'a Path>) -> BoxFuture<'a, PlatformReport>,
     /// The gateway's trusted socket.
     pub gateway_socket: fn() -> PathBuf,
-    /// Checks that the database server that the gateway reports belongs to this machine: its description, or the reason
-    /// why it does not.
+    /// Checks that the database server that the gateway reports belongs to this machine. Returns a description of the
+    /// server, or the reason why it does not.
     pub check_own_database: fn(Option<&str>) -> Result<String, String>,
 }
 

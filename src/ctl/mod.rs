@@ -18,9 +18,9 @@ mod output;
 mod progress;
 mod refusal;
 mod report;
-mod rollout;
 mod show;
 pub mod vars;
+mod verify_rollout;
 mod wait;
 
 use std::ffi::OsString;

@@ -15,7 +15,7 @@ use svc_base::untrusted_text;
 
 /// A problem from the platform, or an error response of an intermediary.
 #[derive(Debug, thiserror::Error)]
-#[error("{}", self.line())]
+#[error("{}", self.message())]
 pub struct ApiProblem {
     pub status: StatusCode,
     pub code: Option<String>,
@@ -35,7 +35,8 @@ struct Problem {
 }
 
 impl ApiProblem {
-    pub fn read(status: StatusCode, body: &str, retry_after: Option<Duration>) -> Self {
+    /// Reads the problem of an error response. A body without problem+json is replaced by a message.
+    pub fn parse(status: StatusCode, body: &str, retry_after: Option<Duration>) -> Self {
         let (code, mut detail, request_id) = match serde_json::from_str::<Problem>(body) {
             Ok(problem) => (Some(problem.code), problem.detail, problem.request_id),
             Err(_) => (None, format!("{status} without problem+json: is this the platform's URL?"), None),
@@ -75,7 +76,7 @@ impl ApiProblem {
         }
     }
 
-    fn line(&self) -> String {
+    fn message(&self) -> String {
         let mut line = self.detail.clone();
         let mut context: Vec<String> = self.code.clone().into_iter().collect();
         context.extend(self.request_id.as_ref().map(|id| format!("request {id}")));
@@ -95,34 +96,36 @@ impl ApiProblem {
             // The detail names the command.
             "invalid_state" if self.detail.contains("`svcctl ") => None,
             "invalid_state" => body.and_then(state_advice).or_else(|| advice(code)),
-            "snapshot_unusable" if self.detail.contains("svcctl backup now") => Some(BACKUP_FIRST),
+            "snapshot_unusable" if self.detail.contains("svcctl backup now") => Some(BACKUP_FIRST_ADVICE),
             "snapshot_unusable" if self.detail.contains("pointer") || self.detail.contains("/latest ") => {
-                Some(UNUSABLE_POINTER)
+                Some(UNUSABLE_POINTER_ADVICE)
             }
             // The detail names the option that overrides the refusal.
             "snapshot_unusable" if self.detail.contains("svcctl provision --allow-empty") => None,
             "conflict" | "not_found" if self.detail.contains("`svcctl ") => None,
-            "conflict" if self.detail.contains("ollout") => Some(OPEN_ROLLOUT),
-            "conflict" if self.detail.contains("release") => Some(UNUSABLE_RELEASE),
-            "server_limit_reached" if self.detail.contains("PROVIDER_SERVER_LIMIT") => Some(OWN_SERVER_LIMIT),
+            "conflict" if self.detail.contains("ollout") => Some(OPEN_ROLLOUT_ADVICE),
+            "conflict" if self.detail.contains("release") => Some(UNUSABLE_RELEASE_ADVICE),
+            "server_limit_reached" if self.detail.contains("PROVIDER_SERVER_LIMIT") => {
+                Some(OWN_SERVER_LIMIT_ADVICE)
+            }
             _ => advice(code),
         }
     }
 }
 
-const OPEN_ROLLOUT: &str =
+const OPEN_ROLLOUT_ADVICE: &str =
     "`svcctl deploy list` shows the rollouts and their states; `svcctl deploy abort` ends one";
 
-const UNUSABLE_RELEASE: &str = "publish the release again, signed and under a new version";
+const UNUSABLE_RELEASE_ADVICE: &str = "publish the release again, signed and under a new version";
 
-const OWN_SERVER_LIMIT: &str = "raise PROVIDER_SERVER_LIMIT with the project's limit, or free a server: `svcctl list --deleted` shows \
+const OWN_SERVER_LIMIT_ADVICE: &str = "raise PROVIDER_SERVER_LIMIT with the project's limit, or free a server: `svcctl list --deleted` shows \
                                 the machines whose servers are kept, `svcctl discard <machine>` deletes one";
 
 /// Only the live server has the data: `--allow-empty` would abandon it.
-const BACKUP_FIRST: &str = "`svcctl backup now <machine> --wait`, then `svcctl recover` again";
+const BACKUP_FIRST_ADVICE: &str = "`svcctl backup now <machine> --wait`, then `svcctl recover` again";
 
 /// Snapshots may exist although the pointer is missing or damaged: `--allow-empty` would abandon them.
-const UNUSABLE_POINTER: &str = "`svcctl pointer show <user>` shows which snapshots exist, `svcctl pointer rebuild <user>` points to one of them again";
+const UNUSABLE_POINTER_ADVICE: &str = "`svcctl pointer show <user>` shows which snapshots exist, `svcctl pointer rebuild <user>` points to one of them again";
 
 /// The advice for `invalid_state`, if it depends on the state.
 fn state_advice(body: &Value) -> Option<&'static str> {
@@ -185,8 +188,8 @@ fn has_option(command: &clap::Command, name: &str) -> bool {
         || command.get_subcommands().any(|sub| has_option(sub, name))
 }
 
-/// Describes members that some codes have, unless `detail` contains them: the invalid fields, the current state and the
-/// allowed ones.
+/// Describes the members that only some problems have, unless `detail` contains them: the invalid fields, the current
+/// state and the allowed ones.
 fn describe_members(body: &Value, detail: &str) -> String {
     let mut message = String::new();
     for error in body["errors"].as_array().into_iter().flatten() {
@@ -233,7 +236,7 @@ fn advice(code: &str) -> Option<&'static str> {
     Some(match code {
         "invalid_request" => "correct the named fields; `svcctl <command> --help` explains them",
         "unauthorized" => {
-            "PLATFORM_SECRET or --secret-file must be the platform's secret, or the valid token of an operator"
+            "set PLATFORM_SECRET or --secret-file to the platform's secret, or to an operator's valid token"
         }
         "forbidden" => "`svcctl operator whoami` shows your scopes; use a token that has the missing one",
         "subscription_required" => "`svcctl slot set <user> --slot <slot> --plan <plan>`, then try again",
@@ -268,7 +271,7 @@ fn advice(code: &str) -> Option<&'static str> {
              has `--server-type`, too"
         }
         "disk_would_shrink" => "choose a server type with a disk at least as large",
-        "superseded" => "nothing: the machine was replaced, and stops automatically",
+        "superseded" => "nothing to do: the machine was replaced, and stops automatically",
         "host_unreachable" => {
             "`svcctl fleet` shows whether its certificate is missing, `svcctl status <machine>` the last heartbeat; `svcctl \
              recover <user>` if the host is lost"
@@ -303,8 +306,8 @@ pub enum CallError {
     TimedOut { base: Url, seconds: u64 },
     #[error(transparent)]
     Refused(#[from] ApiProblem),
-    #[error("unexpected response to {what}: {why}")]
-    InvalidResponse { what: String, why: String },
+    #[error("unexpected response to {request}: {why}")]
+    InvalidResponse { request: String, why: String },
 }
 
 impl CallError {
@@ -349,7 +352,7 @@ mod tests {
 
     fn refusal(status: u16, code: &str) -> ApiProblem {
         let body = format!(r#"{{"status":{status},"code":"{code}","detail":"Because.","requestId":"r-1"}}"#);
-        ApiProblem::read(StatusCode::from_u16(status).unwrap(), &body, None)
+        ApiProblem::parse(StatusCode::from_u16(status).unwrap(), &body, None)
     }
 
     #[test]
@@ -362,12 +365,12 @@ mod tests {
 
     #[test]
     fn refusal_names_invalid_fields_and_states() {
-        let read = |text: &str| ApiProblem::read(StatusCode::BAD_REQUEST, text, None).to_string();
-        let message = read(
+        let message_of = |text: &str| ApiProblem::parse(StatusCode::BAD_REQUEST, text, None).to_string();
+        let message = message_of(
             r#"{"code":"invalid_request","detail":"Wrong.","errors":[{"pointer":"/slot","detail":"too long"}]}"#,
         );
         assert!(message.contains("\n  --slot: too long"), "{message}");
-        let message = read(
+        let message = message_of(
             r#"{"code":"invalid_state","detail":"No.","machineStatus":"resizing","allowed":["running","failed"]}"#,
         );
         assert!(message.contains("It is resizing, and must be running or failed."), "{message}");
@@ -375,35 +378,35 @@ mod tests {
 
     #[test]
     fn invalid_state_advice_depends_on_the_state() {
-        let read = |member: &str| {
+        let message_of = |member: &str| {
             let text = format!(r#"{{"code":"invalid_state","detail":"No.",{member}}}"#);
-            ApiProblem::read(StatusCode::CONFLICT, &text, None).to_string()
+            ApiProblem::parse(StatusCode::CONFLICT, &text, None).to_string()
         };
-        assert!(read(r#""machineStatus":"kept""#).contains("svcctl discard <machine> --accept-loss"));
-        assert!(!read(r#""machineStatus":"kept""#).contains("It is kept"));
-        assert!(read(r#""machineStatus":"deleted""#).contains("svcctl list --deleted"));
-        assert!(read(r#""machineStatus":"succeeded""#).contains("svcctl operation show"));
-        assert!(read(r#""machineStatus":"running","kind":"preview""#).contains("another slot"));
-        let message = read(r#""machineStatus":"failed","allowed":["failed"]"#);
+        assert!(message_of(r#""machineStatus":"kept""#).contains("svcctl discard <machine> --accept-loss"));
+        assert!(!message_of(r#""machineStatus":"kept""#).contains("It is kept"));
+        assert!(message_of(r#""machineStatus":"deleted""#).contains("svcctl list --deleted"));
+        assert!(message_of(r#""machineStatus":"succeeded""#).contains("svcctl operation show"));
+        assert!(message_of(r#""machineStatus":"running","kind":"preview""#).contains("another slot"));
+        let message = message_of(r#""machineStatus":"failed","allowed":["failed"]"#);
         assert!(message.contains("svcctl recover") && !message.contains("It is failed"), "{message}");
-        let in_progress = read(r#""machineStatus":"recovering","operationId":"o-1""#);
+        let in_progress = message_of(r#""machineStatus":"recovering","operationId":"o-1""#);
         assert!(in_progress.contains("svcctl operation abandon"), "{in_progress}");
-        let named = r#"{"code":"invalid_state","detail":"Not so: `svcctl delete m` does it.","machineStatus":"running"}"#;
-        let named = ApiProblem::read(StatusCode::CONFLICT, named, None).to_string();
-        assert!(!named.contains("next:"), "{named}");
+        let with_command = r#"{"code":"invalid_state","detail":"Not so: `svcctl delete m` does it.","machineStatus":"running"}"#;
+        let message = ApiProblem::parse(StatusCode::CONFLICT, with_command, None).to_string();
+        assert!(!message.contains("next:"), "{message}");
     }
 
     #[test]
     fn missing_pointer_never_advises_to_start_empty() {
         let text = r#"{"code":"snapshot_unusable","detail":"user_1/primary/system/db/latest cannot be recovered from: the pointer is missing."}"#;
-        let message = ApiProblem::read(StatusCode::CONFLICT, text, None).to_string();
+        let message = ApiProblem::parse(StatusCode::CONFLICT, text, None).to_string();
         assert!(
             message.contains("svcctl pointer rebuild") && !message.contains("--allow-empty"),
             "{message}"
         );
         assert!(refusal(409, "snapshot_unusable").to_string().contains("--allow-empty"));
         let text = r#"{"code":"snapshot_unusable","detail":"No snapshot. Take a backup first: `svcctl backup now m --wait`."}"#;
-        let message = ApiProblem::read(StatusCode::CONFLICT, text, None).to_string();
+        let message = ApiProblem::parse(StatusCode::CONFLICT, text, None).to_string();
         assert!(
             message.contains("then `svcctl recover` again") && !message.contains("--allow-empty"),
             "{message}"
@@ -417,8 +420,8 @@ mod tests {
         let message = failure_json(&failure);
         assert_eq!((&message["code"], &message["exit"]), (&"bundle_not_found".into(), &65.into()));
         assert!(message["next"].as_str().unwrap().contains("bundle publish"), "{message}");
-        let other = failure_json(&Failure::new(Exit::TryAgain, anyhow::anyhow!("late\n  next: look")));
-        assert_eq!(other, json!({"detail": "late", "code": null, "exit": 75, "next": "look"}));
+        let local = failure_json(&Failure::new(Exit::TryAgain, anyhow::anyhow!("late\n  next: look")));
+        assert_eq!(local, json!({"detail": "late", "code": null, "exit": 75, "next": "look"}));
     }
 
     #[test]
@@ -439,8 +442,8 @@ mod tests {
     }
 
     #[test]
-    fn read_accepts_bodies_that_are_not_problem_json() {
-        let refusal = ApiProblem::read(StatusCode::BAD_GATEWAY, "<html>", None);
+    fn parse_accepts_bodies_without_problem_json() {
+        let refusal = ApiProblem::parse(StatusCode::BAD_GATEWAY, "<html>", None);
         assert!(refusal.is_transient());
         assert!(refusal.to_string().contains("502"), "{refusal}");
     }

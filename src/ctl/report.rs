@@ -7,7 +7,7 @@ use super::show::{self, View};
 use svc_base::applet::{Exit, Failure};
 use svc_base::diagnosis::{Level, Report};
 
-/// Prints a report. Fails if it has a problem, or with the threshold [`Level::Skipped`] a skipped check.
+/// Prints a report. Fails if it has a problem or, with the threshold [`Level::Skipped`], a skipped check.
 pub fn print(report: &Report, threshold: Level, out: &Output) -> Result<(), Failure> {
     if out.json {
         output::print(&format!("{}\n", report.to_json()))?;

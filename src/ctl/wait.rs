@@ -27,19 +27,19 @@ pub enum Goal {
     Service,
 }
 
-/// Follows an operation of a machine, or only its status, and returns the machine's last record.
+/// Follows an operation of a machine, or the machine's status if there is none, and returns the machine's last record.
 ///
 /// # Errors
-/// [`Exit::Unavailable`] if it failed, [`Exit::TryAgain`] if it did not end in time or waits for a decision.
+/// [`Exit::Unavailable`] if the operation failed; [`Exit::TryAgain`] if it did not end in time or waits for a decision.
 pub async fn wait_until_settled(
     api: &ApiClient,
     machine_id: &str,
     operation_id: Option<&str>,
     goal: Goal,
-    within: Duration,
+    timeout: Duration,
 ) -> Result<(ApiResponse, MachineDetail), Failure> {
     let command = command_to_follow(machine_id, operation_id);
-    let followed = follow(api, machine_id, operation_id, within);
+    let followed = follow(api, machine_id, operation_id, timeout);
     let (response, machine) = interrupt::run_until_interrupted(&command, followed).await?;
     let operation = find_operation(&machine, operation_id).filter(|_| goal == Goal::Success);
     check_result(api, &machine, operation).await?;
@@ -54,10 +54,10 @@ async fn follow(
     api: &ApiClient,
     machine_id: &str,
     operation_id: Option<&str>,
-    within: Duration,
+    timeout: Duration,
 ) -> Result<(ApiResponse, MachineDetail), Failure> {
     let mut reporter = ProgressReporter::new();
-    let settled = poll_until(within, async || {
+    let settled = poll_until(timeout, async || {
         let (response, machine) = match poll_machine(api, machine_id).await? {
             Ok(polled) => polled,
             Err(error) => {
@@ -73,18 +73,18 @@ async fn follow(
         Ok(is_settled(&machine, operation).then_some((response, machine)))
     });
     let settled = settled.await?;
-    settled.ok_or_else(|| Failure::new(Exit::TryAgain, timeout_error(machine_id, operation_id, within)))
+    settled.ok_or_else(|| Failure::new(Exit::TryAgain, timeout_error(machine_id, operation_id, timeout)))
 }
 
-/// Polls at growing intervals until there is a value; `None` if there is none when the time `within` has elapsed.
+/// Polls at growing intervals until there is a value; `None` if there is none before the timeout.
 ///
 /// # Errors
 /// The first error of `poll`.
 pub async fn poll_until<T>(
-    within: Duration,
+    timeout: Duration,
     mut poll: impl AsyncFnMut() -> Result<Option<T>, Failure>,
 ) -> Result<Option<T>, Failure> {
-    let deadline = Instant::now() + within;
+    let deadline = Instant::now() + timeout;
     let mut interval = MIN_POLL_INTERVAL;
     loop {
         if let Some(value) = poll().await? {
@@ -99,14 +99,14 @@ pub async fn poll_until<T>(
     }
 }
 
-/// A machine's record, or the message of a transient error: the operation continues in the meantime.
+/// Reads a machine's record. A transient error is returned as a message, because the operation continues meanwhile.
 pub async fn poll_machine(
     api: &ApiClient,
     machine_id: &str,
 ) -> Result<Result<(ApiResponse, MachineDetail), String>, Failure> {
     match api.poll(&["vps", machine_id], &[]).await {
         Ok(response) => {
-            let machine = response.read()?;
+            let machine = response.parse()?;
             Ok(Ok((response, machine)))
         }
         Err(error) if error.is_transient() => Ok(Err(error.to_string())),
@@ -119,22 +119,22 @@ fn command_to_follow(machine_id: &str, operation_id: Option<&str>) -> String {
         .map_or_else(|| format!("svcctl status {machine_id}"), |id| format!("svcctl operation {id} --wait"))
 }
 
-fn timeout_error(machine_id: &str, operation_id: Option<&str>, within: Duration) -> anyhow::Error {
+fn timeout_error(machine_id: &str, operation_id: Option<&str>, timeout: Duration) -> anyhow::Error {
     let command = command_to_follow(machine_id, operation_id);
-    anyhow!("not ended after {} s; the operation continues\n  next: `{command}`", within.as_secs())
+    anyhow!("the operation has not ended after {} s, and continues\n  next: `{command}`", timeout.as_secs())
 }
 
 fn is_settled(machine: &MachineDetail, operation: Option<&Operation>) -> bool {
-    let ended = operation.is_none_or(|operation| operation.state != "running");
+    let has_ended = operation.is_none_or(|operation| operation.state != "running");
     let is_transitional = matches!(machine.state_word(), "provisioning" | "recovering" | "resizing");
     // A failed operation may leave a transitional status permanently.
-    ended && (!is_transitional || operation.is_some_and(|operation| operation.state != "succeeded"))
+    has_ended && (!is_transitional || operation.is_some_and(|operation| operation.state != "succeeded"))
 }
 
 /// The activity of a machine during an operation, or else its state.
 fn activity(machine: &MachineDetail, operation: Option<&Operation>) -> String {
     let in_progress = operation.filter(|operation| operation.is_in_progress());
-    let is_coming_back = machine.failure.as_ref().is_some_and(failure::is_reinstating)
+    let is_being_reinstated = machine.failure.as_ref().is_some_and(failure::is_reinstating)
         && machine.state_word() == "failed"
         && operation.is_none_or(Operation::is_in_progress);
     match in_progress.map(|operation| operation.kind.as_str()) {
@@ -143,7 +143,7 @@ fn activity(machine: &MachineDetail, operation: Option<&Operation>) -> String {
         Some("reboot") => "is being restarted".to_owned(),
         Some("delete") => "is being deleted".to_owned(),
         Some("reinstate") => "is being reinstated".to_owned(),
-        _ if is_coming_back => "is being reinstated".to_owned(),
+        _ if is_being_reinstated => "is being reinstated".to_owned(),
         _ if shown::shown_state(machine) == "off" => "is powered off".to_owned(),
         _ => format!("is {}", shown::shown_state(machine)),
     }
@@ -166,7 +166,7 @@ async fn check_result(
 ) -> Result<(), Failure> {
     let kind = operation.map_or("", |operation| operation.kind.as_str());
     let failed = operation.filter(|operation| operation.state != "succeeded");
-    let ended = match (failed, machine.state_word()) {
+    let outcome = match (failed, machine.state_word()) {
         (None, "running") => return Ok(()),
         (None, _) if matches!(kind, "power_on" | "power_off" | "reboot") => return Ok(()),
         (None, "deleted") if kind == "delete" => return Ok(()),
@@ -177,7 +177,7 @@ async fn check_result(
                 "is {}: its {} {}{code}",
                 machine.state_word(),
                 operation::kind_noun(&operation.kind),
-                ended_word(operation)
+                outcome_phrase(operation)
             )
         }
     };
@@ -187,19 +187,19 @@ async fn check_result(
         .as_ref()
         .map(|failure| format!("; {}", failure::summary_line(failure)))
         .unwrap_or_default();
-    let (serves, next) = match (SlotHolder::find(api, machine).await?, &machine.failure) {
-        (Some(holder), failure) => {
+    let (holder, next) = match (SlotHolder::find(api, machine).await?, &machine.failure) {
+        (Some(slot_holder), failure) => {
             let advice = failure.as_ref().and_then(|failure| failure::restore_next_step(failure, machine));
-            (format!("\n{}", holder.line()), advice.unwrap_or_else(|| holder.advice()))
+            (format!("\n{}", slot_holder.line()), advice.unwrap_or_else(|| slot_holder.advice()))
         }
         (None, Some(failure)) => (String::new(), failure::next_step(failure, machine)),
         (None, None) => (String::new(), format!("`svcctl status {id}` shows its operations")),
     };
-    let error = anyhow!("machine {id} {ended}{why}{serves}\n  next: {next}");
+    let error = anyhow!("machine {id} {outcome}{why}{holder}\n  next: {next}");
     Err(Failure::new(Exit::Unavailable, error))
 }
 
-fn ended_word(operation: &Operation) -> &str {
+fn outcome_phrase(operation: &Operation) -> &str {
     match operation.state.as_str() {
         "cancelled" => "was cancelled",
         state => state,
@@ -241,10 +241,10 @@ struct ProgressReporter {
     progress: Progress,
     state: String,
     last_entry: u64,
-    stages: usize,
-    /// Boot progress in tens of percent.
+    printed_stages: usize,
+    /// The last printed boot progress, in tens of percent.
     tens: u64,
-    has_error: bool,
+    has_reported_error: bool,
 }
 
 impl ProgressReporter {
@@ -253,14 +253,14 @@ impl ProgressReporter {
             progress: Progress::start(),
             state: String::new(),
             last_entry: 0,
-            stages: 0,
+            printed_stages: 0,
             tens: 0,
-            has_error: false,
+            has_reported_error: false,
         }
     }
 
     fn report(&mut self, machine: &MachineDetail, operation: Option<&Operation>) {
-        self.has_error = false;
+        self.has_reported_error = false;
         let mut lines: Vec<(&str, String)> = Vec::new();
         if let Some(operation) = operation {
             let (entries, last) = operation::lines_after(operation, self.last_entry);
@@ -274,13 +274,15 @@ impl ProgressReporter {
         }
         let stages = machine.boot.as_ref().map_or(&[][..], |boot| &boot.stages);
         // A resize boots a machine whose first boot was long before the operation.
-        let earlier = |at: &str| operation.is_some_and(|operation| at < operation.created_at.as_str());
-        for stage in stages.iter().skip(self.stages).filter(|stage| !earlier(&stage.at)) {
-            let at = operation
-                .map_or_else(|| stage.at.to_string(), |operation| operation::offset(operation, &stage.at));
+        let is_earlier = |at: &str| operation.is_some_and(|operation| at < operation.created_at.as_str());
+        for stage in stages.iter().skip(self.printed_stages).filter(|stage| !is_earlier(&stage.at)) {
+            let at = operation.map_or_else(
+                || stage.at.to_string(),
+                |operation| operation::format_offset(operation, &stage.at),
+            );
             lines.push((&stage.at, format!("{at}  boot: {}", stage.stage)));
         }
-        self.stages = stages.len();
+        self.printed_stages = stages.len();
         // The times have one format, so their strings sort by time.
         lines.sort_by_key(|(at, _)| *at);
         let is_first = self.state.is_empty();
@@ -318,9 +320,9 @@ impl ProgressReporter {
     }
 
     fn report_error(&mut self, what: &str) {
-        if !self.has_error {
+        if !self.has_reported_error {
             self.progress.print_line(&format!("still waiting: {what}"));
         }
-        self.has_error = true;
+        self.has_reported_error = true;
     }
 }

@@ -138,7 +138,7 @@ fn assert_contains(output: &str, parts: &[&str]) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn delete_of_silent_host_can_be_undone_and_discarded() {
+async fn machine_of_silent_host_can_be_undeleted_and_discarded() {
     let operator = Operator::start(&[]).await;
     let guest = operator.start_machine().await;
     let id = guest.machine.as_str();
@@ -416,7 +416,7 @@ async fn resume_undoes_a_mistaken_fail() {
     let operator = Operator::start(&[]).await;
     let guest = operator.start_machine().await;
     operator.send_heartbeat(&guest).await;
-    let output = operator.run(0, &["fail", HANDLE, "--reason", "a wrong alarm", "--yes"]).await;
+    let output = operator.run(0, &["fail", HANDLE, "--reason", "a false alarm", "--yes"]).await;
     assert_contains(&output, &["status       failed", &format!("svcctl resume {}", guest.machine)]);
     assert_contains(&operator.run(0, &["resume", HANDLE]).await, &["status       running"]);
 }

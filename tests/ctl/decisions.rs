@@ -34,13 +34,13 @@ async fn options_and_decisions_reach_the_platform() {
         json!({"idpUserId": "user_1", "slot": "primary", "acceptLoss": true, "replaceFirst": true,
                "serverType": "cpx32", "location": "hel1", "fallbackLocations": ["fsn1", "nbg1"], "imageVersion": "v2"})
     );
-    // Fields without an allowance are omitted, because platforms of an earlier release refuse unknown fields.
+    // Flags that are not set are omitted, because platforms of an earlier release refuse unknown fields.
     let (_, body) = sent(&["recover", "user_1", "--yes"], vec![accepted()]).await;
     assert_eq!(body, json!({"idpUserId": "user_1", "slot": "primary"}));
     let options = ["--accept-loss", "--allow-empty", "--yes"];
-    let (_, body) = sent(&[&PROVISION[..], &options].concat(), vec![no_quote(), accepted()]).await;
+    let (_, body) = sent(&[&PROVISION[..], &options].concat(), vec![unsupported_quote(), accepted()]).await;
     assert_eq!((&body["acceptLoss"], &body["allowEmpty"]), (&json!(true), &json!(true)));
-    let (_, body) = sent(&PROVISION, vec![no_quote(), accepted()]).await;
+    let (_, body) = sent(&PROVISION, vec![unsupported_quote(), accepted()]).await;
     assert_eq!(body, json!({"idpUserId": "user_1", "slot": "primary", "handle": "ada"}));
     let delete = ["delete", MACHINE, "--yes", "--now", "--accept-loss"];
     let (line, _) = sent(&delete, vec![record(), accepted()]).await;
@@ -137,7 +137,7 @@ async fn undelete_names_a_server_that_is_being_deleted() {
 }
 
 #[tokio::test]
-async fn abandon_warns_that_it_switches_the_machine_on() {
+async fn abandon_warns_that_the_machine_is_powered_on() {
     const OLD: &str = "019a0000-0000-7000-8000-000000000009";
     let recovery = || Reply::Json(200, operation("recover", "running", &[]));
     let mut new = record("recovering", None);
@@ -154,6 +154,17 @@ async fn abandon_warns_that_it_switches_the_machine_on() {
         assert!(output.status.success(), "{}", stderr(&output));
         let note = format!("`svcctl power off {OLD}` powers it off again");
         assert_eq!(stderr(&output).contains(&note), has_note, "{}", stderr(&output));
+    }
+}
+
+#[tokio::test]
+async fn release_of_informational_alarm_needs_no_confirmation() {
+    for alarm in ["provider_limit", "rollout_halted"] {
+        let refusal = problem(409, "invalid_state", "There is nothing to release.");
+        let platform = FakePlatform::start([Reply::Json(409, refusal)]).await;
+        let output = platform.svcctl(&["alarm", "release", alarm]).await;
+        assert_eq!(output.status.code(), Some(65), "{alarm}: {}", stderr(&output));
+        assert_eq!(platform.requests().len(), 1, "{alarm}");
     }
 }
 
@@ -235,11 +246,11 @@ async fn power_off_reports_progress_and_repeated_requests() {
 
 #[tokio::test]
 async fn undelete_reports_that_the_machine_is_being_reinstated() {
-    let reply = |again: bool| {
+    let reply = |already_undone: bool| {
         Reply::Json(
             202,
             json!({"machineId": MACHINE, "kind": "customer", "status": "failed", "epoch": 2,
-                                "operationId": OPERATION, "alreadyUndone": again}),
+                                "operationId": OPERATION, "alreadyUndone": already_undone}),
         )
     };
     let at = |status: &str, state: &str| {
@@ -256,8 +267,8 @@ async fn undelete_reports_that_the_machine_is_being_reinstated() {
         printed.contains("being reinstated: it serves again after its next healthy heartbeat"),
         "{printed}"
     );
-    for again in [false, true] {
-        let replies = [reply(again), at("failed", "running"), at("running", "succeeded")];
+    for already_undone in [false, true] {
+        let replies = [reply(already_undone), at("failed", "running"), at("running", "succeeded")];
         let platform = FakePlatform::start(replies).await;
         let output = platform.svcctl(&["undelete", MACHINE, "--wait"]).await;
         let printed = stderr(&output);
@@ -268,7 +279,11 @@ async fn undelete_reports_that_the_machine_is_being_reinstated() {
             "{printed}"
         );
         assert!(!printed.contains("is failed"), "{printed}");
-        assert_eq!(printed.starts_with("note: the deletion had already been undone"), again, "{printed}");
+        assert_eq!(
+            printed.starts_with("note: the deletion had already been undone"),
+            already_undone,
+            "{printed}"
+        );
     }
 }
 

@@ -81,7 +81,7 @@ impl Fleet {
         Self { stack, machine, disk, _dir: dir }
     }
 
-    pub fn server(&self) -> String {
+    pub fn server_name(&self) -> String {
         format!("svc-{}", self.machine["machineId"].as_str().unwrap())
     }
 
@@ -116,7 +116,7 @@ impl Fleet {
     }
 
     /// Publishes a signed manifest for the bundle; the default digest is that of the bundle's archive.
-    fn publish(&self, key: &SigningKey, expires_at: &str, digest: Option<String>) {
+    fn publish_manifest(&self, key: &SigningKey, expires_at: &str, digest: Option<String>) {
         let store = &self.stack.store;
         let object = |suffix: &str| format!("system-bundles/story-1/svc-host-bundle.tar.gz{suffix}");
         let sum = store.read(kit::story::BUCKET, &object(".sha256")).unwrap();
@@ -250,8 +250,8 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
 
     let incomplete = fleet.check_with(host, |text| Some(unset(text, "SVC_EPOCH"))).await;
     incomplete.expect("configuration", "problem", "SVC_EPOCH");
-    let elsewhere = "postgres://svc:a-password-of-theirs@192.0.2.7/svc?connect_timeout=1";
-    let remote = fleet.check_with(host, |text| Some(set(text, "DATABASE_URL", elsewhere))).await;
+    let remote_url = "postgres://svc:a-password-of-theirs@192.0.2.7/svc?connect_timeout=1";
+    let remote = fleet.check_with(host, |text| Some(set(text, "DATABASE_URL", remote_url))).await;
     remote.expect("database", "problem", "on 192.0.2.7, not on this machine");
     assert!(!remote.text.contains("a-password-of-theirs"), "{}", remote.text);
 
@@ -311,17 +311,17 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     let is_stored = async || anyhow::Ok(fs::metadata(&file).map(drop)?);
     kit::story::eventually("the agent renews the session", Duration::from_secs(60), is_stored).await.unwrap();
     let stored = fs::read_to_string(&file).unwrap();
-    let ended = "2026-01-01T00:00:00.000Z";
+    let expired_at = "2026-01-01T00:00:00.000Z";
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     for (renewed_at, level, what) in
-        [(ended, "problem", "expired at"), (&now, "ok", "renewed on its next use")]
+        [(expired_at, "problem", "expired at"), (&now, "ok", "renewed on its next use")]
     {
         let mut sessions: Value = serde_json::from_str(&stored).unwrap();
-        sessions["expiresAt"] = ended.into();
+        sessions["expiresAt"] = expired_at.into();
         sessions["renewedAt"] = renewed_at.into();
         fs::write(&file, sessions.to_string()).unwrap();
         let expired = fleet
-            .check_with("opt/svc/env/r2.env", |text| Some(set(text, "AWS_CREDENTIAL_EXPIRATION", ended)))
+            .check_with("opt/svc/env/r2.env", |text| Some(set(text, "AWS_CREDENTIAL_EXPIRATION", expired_at)))
             .await;
         expired.expect("store", level, what);
     }
@@ -341,18 +341,18 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     };
     let old = "system/db/snapshots/2026-01-01T00-00-00.000Z-1.dump";
     // The agent must not report these results: the platform would mistake one for the backup requested below.
-    fleet.stack.provider.stop_service(&fleet.server(), "svc-sync-agent").await.unwrap();
+    fleet.stack.provider.stop_service(&fleet.server_name(), "svc-sync-agent").await.unwrap();
     let last = "var/lib/svc/last-backup.json";
     fleet.check_with(last, |_| Some(backup("success", old))).await.expect("backup", "problem", "min old");
     let failed = fleet.check_with(last, |_| Some(backup("error", ""))).await;
     failed.expect("backup", "problem", "the store refused");
-    fleet.stack.provider.run_unit(&fleet.server(), "svc-sync-agent", &[]).await.unwrap();
+    fleet.stack.provider.run_unit(&fleet.server_name(), "svc-sync-agent", &[]).await.unwrap();
     fleet.stack.svcctl(&["backup", "now", "ada", "--wait=120"]).await.unwrap().success().unwrap();
     // The pointer moves before the host writes the result.
     let result = || async { Ok(fs::metadata(fleet.disk.join(last))?) };
-    eventually("the result", Duration::from_secs(30), result).await.unwrap();
+    eventually("the backup result is written", Duration::from_secs(30), result).await.unwrap();
     fleet.check_host().await.expect("backup", "ok", "0 min old");
-    fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
+    fleet.stack.provider.stop_service(&fleet.server_name(), "svc-gateway").await.unwrap();
     fleet.check_host().await.expect("gateway", "problem", "not ready");
     // This check comes near the end, because a gateway or an agent that finds this file exits.
     let replaced = fleet.check_with("var/lib/svc/superseded.json", |_| Some("{}".to_owned())).await;
@@ -426,27 +426,28 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
 
     healthy.expect("bundle", "warning", "no signed manifest");
     let key = SigningKey::read(&fleet.stack.signing_key).unwrap();
-    fleet.publish(&key, "2126-01-02T03:04:05.000Z", None);
+    fleet.publish_manifest(&key, "2126-01-02T03:04:05.000Z", None);
     assert_eq!(fleet.check_platform(&[], &[]).await.levels("bundle"), ["ok"]);
     let keyless = fleet.check_platform(&[("BUNDLE_PUBLIC_KEYS", "")], &[]).await;
     keyless.expect("bundle", "warning", "cannot be updated by a rollout");
     assert_eq!(keyless.levels("bundle"), ["warning"], "{}", keyless.text);
-    fleet.publish(&key, "2026-01-02T03:04:05.000Z", None);
+    fleet.publish_manifest(&key, "2026-01-02T03:04:05.000Z", None);
     fleet.check_platform(&[], &[]).await.expect("bundle", "problem", "expired at 2026-01-02");
-    fleet.publish(&key, "2126-01-02T03:04:05.000Z", Some("0".repeat(64)));
+    fleet.publish_manifest(&key, "2126-01-02T03:04:05.000Z", Some("0".repeat(64)));
     fleet.check_platform(&[], &[]).await.expect("bundle", "problem", "for another archive");
     let other = rcgen::KeyPair::generate_for(&rcgen::PKCS_ED25519).unwrap().serialize_pem();
-    fleet.publish(&SigningKey::from_pem(other.as_bytes()).unwrap(), "2126-01-02T03:04:05.000Z", None);
+    let other = SigningKey::from_pem(other.as_bytes()).unwrap();
+    fleet.publish_manifest(&other, "2126-01-02T03:04:05.000Z", None);
     fleet.check_platform(&[], &[]).await.expect("bundle", "problem", "none of the keys that are trusted");
 
-    let own =
+    let changed =
         [("STORE_HOST_CREDENTIALS", "static"), ("PLATFORM_SECRET", "another-secret-of-32-characters-x")];
-    let own = fleet.check_platform(&own, &[]).await;
-    own.expect("host-credentials", "warning", "static");
-    own.expect("fleet", "problem", "does not accept this secret");
-    let wrong = fleet.check_platform(&[("PLATFORM_KEY", ""), ("APP_HOST", "")], &[]).await;
-    ["PLATFORM_KEY", "APP_HOST"].iter().for_each(|name| wrong.expect("configuration", "problem", name));
-    wrong.expect("database", "skipped", "the configuration is invalid");
+    let changed = fleet.check_platform(&changed, &[]).await;
+    changed.expect("host-credentials", "warning", "static");
+    changed.expect("fleet", "problem", "does not accept this secret");
+    let incomplete = fleet.check_platform(&[("PLATFORM_KEY", ""), ("APP_HOST", "")], &[]).await;
+    ["PLATFORM_KEY", "APP_HOST"].iter().for_each(|name| incomplete.expect("configuration", "problem", name));
+    incomplete.expect("database", "skipped", "the configuration is invalid");
 
     // The settings can also come from a file, which must not be world-readable.
     let file = fleet.stack.dir.join("platform.env");
@@ -456,18 +457,18 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     for (mode, level) in [(0o644, "problem"), (0o640, "ok")] {
         fs::set_permissions(&file, fs::Permissions::from_mode(mode)).unwrap();
         let args = ["doctor", "platform", "--env-file", file.to_str().unwrap()];
-        let read = run_report(&fleet.stack.svc, &args, &[]).await;
-        read.expect("env-file", level, &format!("mode 0{mode:o}"));
-        assert_eq!(read.levels("database"), ["ok"], "{}", read.text);
+        let from_file = run_report(&fleet.stack.svc, &args, &[]).await;
+        from_file.expect("env-file", level, &format!("mode 0{mode:o}"));
+        assert_eq!(from_file.levels("database"), ["ok"], "{}", from_file.text);
     }
-    let named = [("PLATFORM_ENV_FILE".to_owned(), file.display().to_string())];
-    let named = run_report(&fleet.stack.svc, &["doctor", "platform"], &named).await;
-    named.expect("env-file", "ok", "mode 0640");
+    let env = [("PLATFORM_ENV_FILE".to_owned(), file.display().to_string())];
+    let from_variable = run_report(&fleet.stack.svc, &["doctor", "platform"], &env).await;
+    from_variable.expect("env-file", "ok", "mode 0640");
 
     let authority = Ca::new().unwrap();
     let (_, key) = authority.issue(&["app.test"]).unwrap();
-    let ended = jiff::SignedDuration::from_secs(-60);
-    let cert = authority.issue_for(&["app.test"], &key, ended).unwrap();
+    let lifetime = jiff::SignedDuration::from_secs(-60);
+    let cert = authority.issue_for(&["app.test"], &key, lifetime).unwrap();
     let (cert_file, key_file) = (fleet.stack.dir.join("old.pem"), fleet.stack.dir.join("old.key"));
     fs::write(&cert_file, cert).unwrap();
     fs::write(&key_file, key).unwrap();

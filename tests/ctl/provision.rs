@@ -1,6 +1,6 @@
 //! The confirmations of `svcctl provision`: its output, its prompts and its requests.
 
-use super::terminal::{on_terminal, printed};
+use super::terminal::{run_on_terminal, stdout};
 use super::*;
 
 fn quote() -> Value {
@@ -18,7 +18,7 @@ fn quote() -> Value {
     })
 }
 
-fn quoted() -> Reply {
+fn quote_reply() -> Reply {
     Reply::Json(200, quote())
 }
 
@@ -31,9 +31,10 @@ fn provision_bodies(platform: &FakePlatform) -> Vec<Value> {
 
 #[tokio::test]
 async fn cost_and_consent_are_confirmed_separately() {
-    let platform = FakePlatform::start([quoted(), accepted()]).await;
-    let output = on_terminal(&platform, &["provision", "user_1", "--handle", "ada"], "yes\nyes\n", &[]).await;
-    let text = printed(&output);
+    let platform = FakePlatform::start([quote_reply(), accepted()]).await;
+    let output =
+        run_on_terminal(&platform, &["provision", "user_1", "--handle", "ada"], "yes\nyes\n", &[]).await;
+    let text = stdout(&output);
     assert_eq!(output.status.code(), Some(0), "{text}");
     for part in [
         "production, https://platform.example/",
@@ -54,19 +55,20 @@ async fn cost_and_consent_are_confirmed_separately() {
     assert_eq!(provision_bodies(&platform), [body]);
 
     for typed in ["no\nyes\n", "yes\nno\n", "\n\n", "yes\nYES\n"] {
-        let platform = FakePlatform::start([quoted()]).await;
-        let output = on_terminal(&platform, &["provision", "user_1", "--handle", "ada"], typed, &[]).await;
-        assert_eq!(output.status.code(), Some(65), "{typed:?}: {}", printed(&output));
+        let platform = FakePlatform::start([quote_reply()]).await;
+        let output =
+            run_on_terminal(&platform, &["provision", "user_1", "--handle", "ada"], typed, &[]).await;
+        assert_eq!(output.status.code(), Some(65), "{typed:?}: {}", stdout(&output));
         assert!(provision_bodies(&platform).is_empty(), "{typed:?}");
     }
     // An option replaces only its own prompt.
-    let platform = FakePlatform::start([quoted(), accepted()]).await;
+    let platform = FakePlatform::start([quote_reply(), accepted()]).await;
     let args = ["provision", "user_1", "--handle", "ada", "--confirm-opt-in"];
-    let output = on_terminal(&platform, &args, "yes\n", &[]).await;
+    let output = run_on_terminal(&platform, &args, "yes\n", &[]).await;
     assert!(
-        output.status.success() && !printed(&output).contains("has explicitly opted in"),
+        output.status.success() && !stdout(&output).contains("has explicitly opted in"),
         "{}",
-        printed(&output)
+        stdout(&output)
     );
 }
 
@@ -79,7 +81,7 @@ async fn provision_without_terminal_requires_each_option() {
         (&["--confirm-cost"], "add --confirm-opt-in to confirm"),
         (&["--confirm-opt-in"], "add --confirm-cost to confirm"),
     ] {
-        let platform = FakePlatform::start([quoted()]).await;
+        let platform = FakePlatform::start([quote_reply()]).await;
         let output = platform.svcctl(&[&provision[..], given].concat()).await;
         assert_eq!(output.status.code(), Some(64), "{given:?}: {}", stderr(&output));
         for part in ["10.1031 EUR a month", missing] {
@@ -87,7 +89,7 @@ async fn provision_without_terminal_requires_each_option() {
         }
         assert!(provision_bodies(&platform).is_empty(), "{given:?}");
     }
-    let platform = FakePlatform::start([quoted(), accepted()]).await;
+    let platform = FakePlatform::start([quote_reply(), accepted()]).await;
     let output = platform.svcctl(&PROVISION).await;
     assert!(output.status.success(), "{}", stderr(&output));
     for part in ["at 10.1031 EUR a month (cpx22 in nbg1)", "warning: a rollback was not exercised"] {
@@ -140,7 +142,7 @@ async fn machine_of_a_known_customer_needs_no_confirmation() {
 }
 
 #[tokio::test]
-async fn replacement_of_another_type_confirms_only_the_cost() {
+async fn replacement_with_another_type_confirms_only_the_cost() {
     let mut replacement = quote();
     (replacement["addsCustomer"], replacement["needsCostConfirmation"]) = (json!(false), json!(true));
     replacement["existing"] = json!({"machineId": MACHINE, "status": "failed"});
@@ -156,9 +158,9 @@ async fn replacement_of_another_type_confirms_only_the_cost() {
     assert!(provision_bodies(&platform).is_empty());
 
     let platform = FakePlatform::start(replies()).await;
-    let output = on_terminal(&platform, &provision, "yes\n", &[]).await;
-    assert!(output.status.success(), "{}", printed(&output));
-    assert!(printed(&output).contains("25 of 25 servers; the replacement"), "{}", printed(&output));
+    let output = run_on_terminal(&platform, &provision, "yes\n", &[]).await;
+    assert!(output.status.success(), "{}", stdout(&output));
+    assert!(stdout(&output).contains("25 of 25 servers; the replacement"), "{}", stdout(&output));
     let body = json!({"idpUserId": "user_1", "slot": "primary", "handle": "ada",
                       "confirmedMonthlyCost": "10.1031 EUR"});
     assert_eq!(provision_bodies(&platform), [body]);
@@ -174,9 +176,9 @@ async fn refused_quote_ends_provision_before_any_prompt() {
         let platform =
             FakePlatform::start([Reply::Json(status, problem(status, code, "That is why."))]).await;
         let output =
-            on_terminal(&platform, &["provision", "user_1", "--handle", "ada"], "yes\nyes\n", &[]).await;
-        assert_eq!(output.status.code(), Some(exit), "{code}: {}", printed(&output));
-        assert!(printed(&output).contains("That is why.") && !printed(&output).contains("Type yes"));
+            run_on_terminal(&platform, &["provision", "user_1", "--handle", "ada"], "yes\nyes\n", &[]).await;
+        assert_eq!(output.status.code(), Some(exit), "{code}: {}", stdout(&output));
+        assert!(stdout(&output).contains("That is why.") && !stdout(&output).contains("Type yes"));
         assert_eq!(platform.requests().len(), 1);
     }
 }
@@ -184,7 +186,7 @@ async fn refused_quote_ends_provision_before_any_prompt() {
 #[tokio::test]
 async fn price_that_changed_after_the_quote_is_refused() {
     let changed = Reply::Json(409, problem(409, "price_changed", "The server costs 12.00 EUR a month."));
-    let platform = FakePlatform::start([quoted(), changed]).await;
+    let platform = FakePlatform::start([quote_reply(), changed]).await;
     let output = platform.svcctl(&PROVISION).await;
     assert_eq!(output.status.code(), Some(65), "{}", stderr(&output));
     for part in ["12.00 EUR", "next: run `svcctl provision` again"] {
@@ -194,14 +196,14 @@ async fn price_that_changed_after_the_quote_is_refused() {
 
 #[tokio::test]
 async fn dry_run_shows_the_quote_and_creates_nothing() {
-    let platform = FakePlatform::start([quoted()]).await;
+    let platform = FakePlatform::start([quote_reply()]).await;
     let dry = ["provision", "user_1", "--handle", "ada", "--dry-run", "--json"];
     let output = platform.svcctl(&dry).await;
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(serde_json::from_slice::<Value>(&output.stdout).unwrap(), quote());
     assert_eq!(platform.requests().len(), 1);
 
-    let platform = FakePlatform::start([no_quote()]).await;
+    let platform = FakePlatform::start([unsupported_quote()]).await;
     let output = platform.svcctl(&dry).await;
     assert_eq!(output.status.code(), Some(69), "{}", stderr(&output));
     assert!(stderr(&output).contains("too old for --dry-run"), "{}", stderr(&output));

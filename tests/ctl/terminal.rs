@@ -8,7 +8,7 @@ use tokio::io::AsyncWriteExt;
 use super::*;
 
 /// Runs `svcctl` with a terminal as its standard streams. The terminal's output is in `stdout`.
-pub async fn on_terminal(
+pub async fn run_on_terminal(
     platform: &FakePlatform,
     args: &[&str],
     typed: &str,
@@ -38,7 +38,7 @@ pub fn assert_only_reads(platform: &FakePlatform) {
     assert!(!requests.is_empty() && are_reads, "{requests:?}");
 }
 
-pub fn printed(output: &Output) -> String {
+pub fn stdout(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
@@ -47,15 +47,15 @@ async fn command_runs_only_after_exact_confirmation() {
     let deleted =
         || Reply::Json(202, json!({"machineId": MACHINE, "status": "running", "operationId": OPERATION}));
     let platform = FakePlatform::start([Reply::Json(200, record("running", None)), deleted()]).await;
-    let output = on_terminal(&platform, &["delete", MACHINE], "ada\n", &[]).await;
-    assert!(printed(&output).contains("Type ada to continue"), "{}", printed(&output));
-    assert_eq!(output.status.code(), Some(0), "{}", printed(&output));
+    let output = run_on_terminal(&platform, &["delete", MACHINE], "ada\n", &[]).await;
+    assert!(stdout(&output).contains("Type ada to continue"), "{}", stdout(&output));
+    assert_eq!(output.status.code(), Some(0), "{}", stdout(&output));
     assert!(platform.requests().iter().any(|request| request.line.starts_with("DELETE ")));
 
     for typed in ["yes\n", "\n", "Ada\n"] {
         let platform = FakePlatform::start([Reply::Json(200, record("running", None))]).await;
-        let output = on_terminal(&platform, &["delete", MACHINE], typed, &[]).await;
-        assert_eq!(output.status.code(), Some(65), "{typed:?}: {}", printed(&output));
+        let output = run_on_terminal(&platform, &["delete", MACHINE], typed, &[]).await;
+        assert_eq!(output.status.code(), Some(65), "{typed:?}: {}", stdout(&output));
         assert_only_reads(&platform);
     }
 }
@@ -66,17 +66,17 @@ async fn recovery_prompt_shows_the_age_of_the_backup() {
     machine["lastBackup"] = json!({"status": "success", "takenAt": "2026-01-01T00:00:00.000Z"});
     let page = || Reply::Json(200, json!({"machines": [record("running", None)], "nextCursor": null}));
     let platform = FakePlatform::start([page(), Reply::Json(200, machine.clone())]).await;
-    let output = on_terminal(&platform, &["recover", "user_1"], "no\n", &[]).await;
-    assert!(printed(&output).contains("2026-01-01 00:00:00 UTC"), "{}", printed(&output));
+    let output = run_on_terminal(&platform, &["recover", "user_1"], "no\n", &[]).await;
+    assert!(stdout(&output).contains("2026-01-01 00:00:00 UTC"), "{}", stdout(&output));
     assert_eq!(output.status.code(), Some(65));
 
     machine["copies"] = copies();
     let platform = FakePlatform::start([page(), Reply::Json(200, machine)]).await;
-    let output = on_terminal(&platform, &["recover", "user_1", "--replace-first"], "no\n", &[]).await;
+    let output = run_on_terminal(&platform, &["recover", "user_1", "--replace-first"], "no\n", &[]).await;
     for part in
         ["9 min of changes exist only on its server", "if the new machine does not start, there is no server"]
     {
-        assert!(printed(&output).contains(part), "{part}: {}", printed(&output));
+        assert!(stdout(&output).contains(part), "{part}: {}", stdout(&output));
     }
 }
 
@@ -101,10 +101,10 @@ async fn delete_prompt_names_the_loss_and_how_to_undo() {
     ] {
         let platform = FakePlatform::start([Reply::Json(200, machine.clone())]).await;
         let args: Vec<&str> = ["delete", MACHINE].iter().chain(options).copied().collect();
-        let output = on_terminal(&platform, &args, "no\n", &[]).await;
+        let output = run_on_terminal(&platform, &args, "no\n", &[]).await;
         assert_eq!(output.status.code(), Some(65));
         for part in parts {
-            assert!(printed(&output).contains(part), "{part}: {}", printed(&output));
+            assert!(stdout(&output).contains(part), "{part}: {}", stdout(&output));
         }
     }
 }
@@ -117,9 +117,9 @@ async fn delete_prompt_during_recovery_names_both_machines() {
     machine["copies"]["kept"] = json!([
         {"machineId": OLD, "providerServerId": "1", "reason": "replaced", "until": null, "unsavedSince": null}]);
     let platform = FakePlatform::start([Reply::Json(200, machine)]).await;
-    let output = on_terminal(&platform, &["delete", MACHINE], "no\n", &[]).await;
+    let output = run_on_terminal(&platform, &["delete", MACHINE], "no\n", &[]).await;
     assert_eq!(output.status.code(), Some(65));
-    let printed_text = printed(&output);
+    let printed_text = stdout(&output);
     for part in [
         "A recovery of user_1 (slot primary) is under way. This cancels it and deletes both of its machines",
         &format!("{MACHINE}, the new one, which has not served yet: its server is deleted"),
@@ -140,9 +140,9 @@ async fn discard_prompt_names_the_data_that_would_be_lost() {
     machine["retiredAt"] = "2026-01-01T00:43:00.000Z".into();
     machine["unsavedSince"] = "2026-01-01T00:00:00.000Z".into();
     let platform = FakePlatform::start([Reply::Json(200, machine)]).await;
-    let output = on_terminal(&platform, &["discard", MACHINE, "--accept-loss"], "no\n", &[]).await;
+    let output = run_on_terminal(&platform, &["discard", MACHINE, "--accept-loss"], "no\n", &[]).await;
     assert_eq!(output.status.code(), Some(65));
-    let printed_text = printed(&output);
+    let printed_text = stdout(&output);
     assert!(
         printed_text.contains("its server holds 43 min of changes that no snapshot has"),
         "{printed_text}"
@@ -160,10 +160,10 @@ async fn colours_appear_only_on_terminals_that_accept_them() {
         (&[("TERM", "dumb")], false),
     ] {
         let platform = FakePlatform::start([page()]).await;
-        let output = on_terminal(&platform, &["list"], "", env).await;
-        assert_eq!(printed(&output).contains('\x1b'), coloured, "{env:?}: {:?}", printed(&output));
+        let output = run_on_terminal(&platform, &["list"], "", env).await;
+        assert_eq!(stdout(&output).contains('\x1b'), coloured, "{env:?}: {:?}", stdout(&output));
     }
     let platform = FakePlatform::start([page()]).await;
     let output = platform.svcctl(&["list"]).await;
-    assert!(!printed(&output).contains('\x1b'), "{:?}", printed(&output));
+    assert!(!stdout(&output).contains('\x1b'), "{:?}", stdout(&output));
 }

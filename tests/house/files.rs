@@ -16,8 +16,8 @@ impl File {
     }
 }
 
-/// The position of a violation: `src/store/key.rs:12: why`.
-pub fn violation_at(path: &str, line: usize, why: impl std::fmt::Display) -> String {
+/// Formats a violation with its position: `src/store/key.rs:12: why`.
+pub fn format_violation(path: &str, line: usize, why: impl std::fmt::Display) -> String {
     format!("{path}:{line}: {why}")
 }
 

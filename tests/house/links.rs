@@ -1,9 +1,9 @@
-//! Links between the pages: each relative link names an existing file, and its anchor a heading of that file. Paths
-//! of the source in the text of a page exist.
+//! Links between the pages: each relative link must name an existing file, and its anchor, if any, a heading of that
+//! file. Source paths that a page mentions must exist, too.
 
 use std::path::{Component, Path, PathBuf};
 
-use super::{File, violation_at};
+use super::{File, format_violation};
 
 /// Broken links, and pages of the book that its summary does not list.
 pub fn broken_links(files: &[File]) -> Vec<String> {
@@ -11,7 +11,7 @@ pub fn broken_links(files: &[File]) -> Vec<String> {
     for page in files.iter().filter(|file| is_page(&file.path)) {
         for (number, target) in links(&page.text) {
             if let Some(why) = broken_target(files, page, &target) {
-                found.push(violation_at(&page.path, number, format!("{target}: {why}")));
+                found.push(format_violation(&page.path, number, format!("{target}: {why}")));
             }
         }
     }
@@ -23,8 +23,8 @@ fn is_page(path: &str) -> bool {
     path.ends_with(".md")
 }
 
-/// Folders whose paths pages mention.
-const FOLDERS: [&str; 10] = [
+/// Top-level folders: a path in backticks that starts with one of them must exist.
+const TOP_FOLDERS: [&str; 10] = [
     "apps/",
     "cloud-init/",
     "docs/",
@@ -41,22 +41,23 @@ const FOLDERS: [&str; 10] = [
 /// paths.
 pub fn unknown_paths(files: &[File], exists: impl Fn(&str) -> bool) -> Vec<String> {
     let is_path = |text: &&str| {
-        FOLDERS.iter().any(|folder| text.starts_with(folder))
+        TOP_FOLDERS.iter().any(|folder| text.starts_with(folder))
             && text.chars().all(|c| c.is_ascii_alphanumeric() || "/._-".contains(c))
+            // A placeholder, as in `tests/corpus/TARGET`.
             && !text.contains("TARGET")
     };
     let mut found = Vec::new();
     for page in files.iter().filter(|file| is_page(&file.path) && file.path != "CHANGELOG.md") {
         for (number, line) in page.text.lines().enumerate() {
             for path in line.split('`').skip(1).step_by(2).filter(is_path).filter(|path| !exists(path)) {
-                found.push(violation_at(&page.path, number + 1, format!("there is no {path}")));
+                found.push(format_violation(&page.path, number + 1, format!("there is no {path}")));
             }
         }
     }
     found
 }
 
-/// The targets of `[label](target)` outside code, with their lines.
+/// The targets of `[label](target)` outside code, with their line numbers.
 fn links(text: &str) -> Vec<(usize, String)> {
     let (mut found, mut is_code) = (Vec::new(), false);
     for (number, line) in text.lines().enumerate() {
@@ -116,7 +117,7 @@ fn anchors(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// Pages below `docs` that `docs/SUMMARY.md` does not link to.
+/// Pages in `docs` that `docs/SUMMARY.md` does not link to.
 fn unlisted_pages(files: &[File]) -> Vec<String> {
     const SUMMARY: &str = "docs/SUMMARY.md";
     let Some(summary) = files.iter().find(|file| file.path == SUMMARY) else { return Vec::new() };

@@ -1,6 +1,6 @@
 //! Content that no file may have, and content that every file must have.
 
-use super::{File, source, violation_at};
+use super::{File, format_violation, source};
 
 const MAX_LINES: usize = 500;
 
@@ -23,7 +23,7 @@ pub fn find_unwraps(files: &[File]) -> Vec<String> {
         let (tokens, _) = source::without_tests(&source::tokenize(&source::blank_literals(&file.text)));
         for call in tokens.windows(4) {
             if call.iter().map(|token| token.text.as_str()).eq([".", "unwrap", "(", ")"]) {
-                found.push(violation_at(&file.path, call[0].line, "unwrap() outside tests"));
+                found.push(format_violation(&file.path, call[0].line, "unwrap() outside tests"));
             }
         }
     }
@@ -38,7 +38,7 @@ pub fn todo_markers(file: &File) -> Vec<String> {
     for (number, line) in file.text.lines().enumerate() {
         let has_marker = line.split(|c: char| !c.is_alphanumeric()).any(|word| words.contains(&word));
         if has_marker || (is_rust(&file.path) && calls.iter().any(|call| line.contains(call))) {
-            found.push(violation_at(&file.path, number + 1, "has a marker of later work"));
+            found.push(format_violation(&file.path, number + 1, "has a marker of later work"));
         }
     }
     found
@@ -47,7 +47,7 @@ pub fn todo_markers(file: &File) -> Vec<String> {
 pub fn missing_header(file: &File) -> Option<String> {
     let has_header = file.text.starts_with("//! ") || file.text.lines().count() <= 1;
     (is_project_source(&file.path) && !has_header).then(|| {
-        violation_at(
+        format_violation(
             &file.path,
             1,
             "does not begin with `//!`: describe what the file owns and which invariant it keeps",
@@ -58,7 +58,7 @@ pub fn missing_header(file: &File) -> Option<String> {
 pub fn oversized_file(file: &File) -> Option<String> {
     let lines = file.text.lines().count();
     (is_rust(&file.path) && lines > MAX_LINES)
-        .then(|| violation_at(&file.path, lines, format!("{lines} lines, more than {MAX_LINES}")))
+        .then(|| format_violation(&file.path, lines, format!("{lines} lines, more than {MAX_LINES}")))
 }
 
 /// Migrations `V<number>__name.sql` whose numbers are not 1, 2, 3 and so on, for example because two branches used the
@@ -73,7 +73,7 @@ pub fn misnumbered_migrations(files: &[File]) -> Vec<String> {
     let wrong = expected.filter(|((number, _), expected)| number != expected);
     wrong
         .map(|((_, path), expected)| {
-            violation_at(path, 1, format!("the migration's number must be {expected}"))
+            format_violation(path, 1, format!("the migration's number must be {expected}"))
         })
         .collect()
 }
@@ -87,11 +87,10 @@ pub fn build_machine_paths(file: &File) -> Vec<String> {
             for (start, _) in line.match_indices(place) {
                 let is_absolute =
                     !line[..start].ends_with(|c: char| c.is_alphanumeric() || "._-}~".contains(c));
-                let names_something =
-                    line[start + place.len()..].starts_with(|c: char| c.is_ascii_alphanumeric());
-                let is_the_products = line[start..].starts_with("/home/svc");
-                if is_absolute && names_something && !is_the_products {
-                    found.push(violation_at(&file.path, number + 1, "names a path of the build machine"));
+                let has_name = line[start + place.len()..].starts_with(|c: char| c.is_ascii_alphanumeric());
+                let is_product_path = line[start..].starts_with("/home/svc");
+                if is_absolute && has_name && !is_product_path {
+                    found.push(format_violation(&file.path, number + 1, "names a path of the build machine"));
                 }
             }
         }
@@ -113,16 +112,17 @@ pub fn product_dependencies(file: &File) -> Vec<String> {
         return Vec::new();
     }
     let is_product = |key: &str| key == "svc" || key.starts_with("svc-");
-    let names_it = |line: &str| {
+    let names_product = |line: &str| {
         let key = line.split(['=', '.']).next().unwrap_or_default().trim().trim_matches('"');
         is_product(key) || key.ends_with("dependencies.svc]") || line.contains("package = \"svc")
     };
-    let header = |line: &str| line.trim_start().starts_with('[') && line.contains("dependencies.svc]");
+    let is_dependency_table =
+        |line: &str| line.trim_start().starts_with('[') && line.contains("dependencies.svc]");
     let lines = file.text.lines().enumerate();
     lines
-        .filter(|(_, line)| names_it(line) || header(line))
+        .filter(|(_, line)| names_product(line) || is_dependency_table(line))
         .map(|(number, _)| {
-            violation_at(
+            format_violation(
                 &file.path,
                 number + 1,
                 "depends on the product, but may use only its public interfaces",
@@ -150,18 +150,22 @@ const TOP_FOLDERS: [&str; 14] = [
 const SOURCE_FOLDERS: [&str; 10] =
     ["base", "ctl", "host", "http", "machine", "platform", "provider", "store", "verify", "wire"];
 
-pub fn unplanned_folders(files: &[File]) -> Vec<String> {
+pub fn unlisted_folders(files: &[File]) -> Vec<String> {
     let mut found = Vec::new();
     for file in files {
         let mut parts: Vec<&str> = file.path.split('/').collect();
         parts.pop();
-        let planned = match parts.as_slice() {
+        let is_listed = match parts.as_slice() {
             [] | ["src"] => true,
             ["src", folder, ..] => SOURCE_FOLDERS.contains(folder),
             [folder, ..] => TOP_FOLDERS.contains(folder),
         };
-        if !planned {
-            found.push(violation_at(&file.path, 1, "is in a folder that the list of folders does not have"));
+        if !is_listed {
+            found.push(format_violation(
+                &file.path,
+                1,
+                "is in a folder that neither TOP_FOLDERS nor SOURCE_FOLDERS lists",
+            ));
         }
     }
     found
@@ -262,8 +266,8 @@ mod tests {
     }
 
     #[test]
-    fn unplanned_folder_is_detected() {
-        let folders = |path: &str| unplanned_folders(&[File::sample(path, "")]).len();
+    fn unlisted_folder_is_detected() {
+        let folders = |path: &str| unlisted_folders(&[File::sample(path, "")]).len();
         assert_eq!((folders("lib/a.rs"), folders("src/utils/a.rs")), (1, 1));
         assert_eq!((folders("src/host/a.rs"), folders("README.md"), folders("src/main.rs")), (0, 0, 0));
     }

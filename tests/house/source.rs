@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn path_is_read_in_every_form() {
+    fn named_paths_finds_paths_in_every_form() {
         assert_eq!(
             paths(
                 &["a", "b"],

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{File, documented, violation_at};
+use super::{File, documentation, format_violation};
 
 const PAGE: &str = "docs/specification.md";
 
@@ -228,22 +228,30 @@ pub fn untraced_items(files: &[File], exists: impl Fn(&str) -> bool) -> Vec<Stri
         let cells: Vec<&str> = row.trim_end().trim_end_matches('|').split(" | ").collect();
         if UNTESTABLE.contains(&item) {
             if !matches!(cells.as_slice(), [_, reason] if !reason.trim().is_empty()) {
-                found.push(violation_at(PAGE, number + 1, format!("{item} needs a sentence and a reason")));
+                found.push(format_violation(
+                    PAGE,
+                    number + 1,
+                    format!("{item} needs a sentence and a reason"),
+                ));
             }
             continue;
         }
         let [_, code, tests] = cells.as_slice() else {
-            found.push(violation_at(PAGE, number + 1, format!("{item} needs a sentence, code and a test")));
+            found.push(format_violation(
+                PAGE,
+                number + 1,
+                format!("{item} needs a sentence, code and a test"),
+            ));
             continue;
         };
         if !quoted(code).any(|text| text.contains('/') && exists(text)) {
-            found.push(violation_at(PAGE, number + 1, format!("{item} names no code file that exists")));
+            found.push(format_violation(PAGE, number + 1, format!("{item} names no code file that exists")));
         }
         let is_test =
-            |text: &str| documented::is_test(files, text) || (text.ends_with(".test.mjs") && exists(text));
+            |text: &str| documentation::is_test(files, text) || (text.ends_with(".test.mjs") && exists(text));
         let (named, missing): (Vec<_>, Vec<_>) = quoted(tests).partition(|text| is_test(text));
         if named.is_empty() || !missing.is_empty() {
-            found.push(violation_at(
+            found.push(format_violation(
                 PAGE,
                 number + 1,
                 format!("{item} needs tests that exist, not {missing:?}"),

@@ -39,7 +39,9 @@ impl Document {
     fn render(&self) -> String {
         let mut page = self.credentials();
         for (path, operations) in members(&self.document["paths"]) {
-            for (method, operation) in members(operations).filter(|(_, one)| one["responses"].is_object()) {
+            for (method, operation) in
+                members(operations).filter(|(_, operation)| operation["responses"].is_object())
+            {
                 page.push_str(&self.operation(&method.to_ascii_uppercase(), path, operation, operations));
             }
         }
@@ -101,9 +103,9 @@ impl Document {
 
     /// The details of a response, except its description.
     fn content(&self, content: &Value) -> String {
-        let types = members(content).map(|(media_type, one)| match self.form(&one["schema"]) {
+        let types = members(content).map(|(media_type, body)| match self.form(&body["schema"]) {
             _ if media_type != "application/json" => format!("`{media_type}`"),
-            form if self.fields(&one["schema"]).is_empty() => form,
+            form if self.fields(&body["schema"]).is_empty() => form,
             _ => "JSON, as below".to_owned(),
         });
         let types: Vec<_> = types.collect();
@@ -144,7 +146,7 @@ impl Document {
     fn collect_fields(&self, schema: &Value, prefix: &str, rows: &mut Vec<[String; 3]>) {
         let required: Vec<_> = schema["required"].as_array().into_iter().flatten().collect();
         for (name, field) in members(&schema["properties"]) {
-            let is_required = required.iter().any(|one| *one == name);
+            let is_required = required.iter().any(|required| *required == name);
             let form = self.form(field) + if is_required { ", **required**" } else { "" };
             rows.push([format!("`{prefix}{name}`"), form, plain_text(text(&field["description"]))]);
             self.collect_fields(field, &format!("{prefix}{name}."), rows);
@@ -165,8 +167,9 @@ impl Document {
     /// Describes the type of a value and its limits in a few words.
     fn form(&self, schema: &Value) -> String {
         let any = |of: &Value| of.as_array().cloned().filter(|all| !all.is_empty());
-        let forms =
-            |all: Vec<Value>, word: &str| all.iter().map(|one| self.form(one)).collect::<Vec<_>>().join(word);
+        let forms = |all: Vec<Value>, word: &str| {
+            all.iter().map(|schema| self.form(schema)).collect::<Vec<_>>().join(word)
+        };
         if let Some(name) = text(&schema["$ref"]).strip_prefix("#/components/schemas/") {
             let anchor = format!("{}-schema-{name}", self.owner).to_ascii_lowercase();
             return format!("[`{name}`](#{anchor})");
@@ -228,7 +231,7 @@ fn json_text(value: &Value) -> String {
 fn credentials(security: &Value) -> String {
     let alternatives = security.as_array().into_iter().flatten().flat_map(members).map(|(name, scopes)| {
         let scopes: Vec<_> =
-            scopes.as_array().into_iter().flatten().map(|one| format!("`{}`", text(one))).collect();
+            scopes.as_array().into_iter().flatten().map(|scope| format!("`{}`", text(scope))).collect();
         if scopes.is_empty() {
             format!("`{name}`")
         } else {

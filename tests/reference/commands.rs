@@ -6,7 +6,7 @@ use svc::applets::APPLETS;
 
 use super::{Part, table};
 
-/// The applet with its own page.
+/// The applet that has its own page.
 const OPERATORS_TOOL: &str = "svcctl";
 
 pub fn parts() -> [Part; 2] {
@@ -81,9 +81,9 @@ fn row(arg: &Arg) -> [String; 3] {
     let help = arg.get_long_help().or(arg.get_help()).map(ToString::to_string).unwrap_or_default();
     let mut meaning = sentence(&help);
     let choices = arg.get_possible_values();
-    let choices: Vec<_> = choices.iter().filter(|one| takes_value && !one.is_hide_set()).collect();
+    let choices: Vec<_> = choices.iter().filter(|choice| takes_value && !choice.is_hide_set()).collect();
     if !choices.is_empty() {
-        let names: Vec<_> = choices.iter().map(|one| format!("`{}`", one.get_name())).collect();
+        let names: Vec<_> = choices.iter().map(|choice| format!("`{}`", choice.get_name())).collect();
         meaning.push_str(&format!(" One of {}.", names.join(", ")));
     }
     [format!("`{shown}`"), default, meaning.trim().to_owned()]

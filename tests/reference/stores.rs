@@ -10,7 +10,7 @@ use svc::store::capabilities::{Need, ProbeResult, REPLACE_IN_PARALLEL, RaceLimit
 use svc::store::config::StoreConfig;
 
 use super::files::File;
-use super::{BEGIN, BEGIN_END, END, Part, table};
+use super::{BEGIN_PREFIX, BEGIN_SUFFIX, END_MARKER, Part, table};
 
 const BUCKET: &str = "svc-test";
 const RACE_LIMITS: RaceLimits = RaceLimits { rounds: 8, timeout: Duration::from_secs(90) };
@@ -19,10 +19,10 @@ const NAME: &str = "stores";
 
 /// The table that the pages have, for the quick test, which starts no stores.
 pub fn read_current_table(pages: &[File]) -> Part {
-    let marker = format!("{BEGIN}{NAME}{BEGIN_END}\n");
+    let marker = format!("{BEGIN_PREFIX}{NAME}{BEGIN_SUFFIX}\n");
     let written = pages.iter().find_map(|page| {
         let after = page.path.starts_with("docs/").then(|| page.text.split_once(&marker)).flatten()?.1;
-        Some(after.split_once(END)?.0.trim().to_owned())
+        Some(after.split_once(END_MARKER)?.0.trim().to_owned())
     });
     Part::new(NAME, written.unwrap_or_default())
 }
@@ -42,8 +42,12 @@ pub fn probe_all() -> Option<Part> {
         let mut cells = vec![capability.name.to_owned(), need_text(capability.need).to_owned()];
         for (kind, column) in StoreKind::ALL.into_iter().zip(&columns) {
             assert_eq!(column[row].capability, capability, "the stores have different rows");
-            let depends = (kind, capability) == (StoreKind::Seaweedfs, REPLACE_IN_PARALLEL);
-            cells.push(if depends { "[measured](#races)".to_owned() } else { cell(&column[row].support) });
+            let is_timing_dependent = (kind, capability) == (StoreKind::Seaweedfs, REPLACE_IN_PARALLEL);
+            cells.push(if is_timing_dependent {
+                "[measured](#races)".to_owned()
+            } else {
+                cell(&column[row].support)
+            });
         }
         cells.push(capability.without.to_owned());
         cells

@@ -114,7 +114,7 @@ const NOT_FROM_OTHERS: [&Variable; 27] = [
     &host::SVC_BUNDLE_SHA256,
     &host::SVC_ENVIRONMENT,
     &host::SVC_HOST_BUNDLE_URL,
-    // As root, the doctor reads the name that a heartbeat has delivered.
+    // As root, the doctor reads the name that a heartbeat delivered.
     &host::SVC_HOST_NAME,
     &host::SVC_PG_BIN_DIR,
     &host::SVC_POSTGRES_IMAGE,
@@ -133,9 +133,9 @@ const NOT_FROM_OTHERS: [&Variable; 27] = [
 fn every_host_setting_is_classified_for_root() {
     let accepted = ALLOWED_FROM_OTHERS.iter().map(|(variable, _)| *variable);
     let listed: Vec<_> = accepted.chain(NOT_FROM_OTHERS).map(|variable| variable.name).collect();
-    let of_hosts = host::SECTIONS.iter().chain(svc::store::vars::SECTIONS);
-    let wrong = of_hosts.flat_map(|section| section.variables).map(|variable| variable.name);
-    let wrong = wrong.filter(|name| listed.iter().filter(|one| one == &name).count() != 1);
+    let host_sections = host::SECTIONS.iter().chain(svc::store::vars::SECTIONS);
+    let wrong = host_sections.flat_map(|section| section.variables).map(|variable| variable.name);
+    let wrong = wrong.filter(|name| listed.iter().filter(|listed| listed == &name).count() != 1);
     let why = "must be either in ALLOWED_FROM_OTHERS of root_settings.rs or in NOT_FROM_OTHERS of this file";
     assert_none(&wrong.map(|name| format!("{name} {why}")).collect::<Vec<_>>());
 }
@@ -146,7 +146,8 @@ fn every_reader_of_a_variable_exists() {
         let unit = crate::root().join("systemd/system").join(name);
         name.contains(' ') || APPLETS.iter().any(|applet| applet.name == name) || unit.is_file()
     };
-    let variables = sections().flat_map(|section| section.variables.iter().filter_map(|one| one.readers));
+    let variables =
+        sections().flat_map(|section| section.variables.iter().filter_map(|variable| variable.readers));
     let readers = sections().map(|section| section.readers).chain(variables).flatten();
     assert_none(
         &readers.filter(|name| !is_known(name)).map(|name| format!("no program {name}")).collect::<Vec<_>>(),

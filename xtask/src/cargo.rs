@@ -10,7 +10,7 @@ pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map_or_else(PathBuf::new, Path::to_owned)
 }
 
-/// The cargo that started this process, in the workspace root, with the environment of a plain shell.
+/// Returns a command of the cargo that started this process, in the workspace root, with the environment of a shell.
 pub fn command(args: &[&str]) -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
@@ -38,10 +38,11 @@ pub fn become_program(mut program: Command) -> Result<ExitCode> {
 }
 
 pub fn run(args: &[&str]) -> Result<()> {
-    succeed(command(args))
+    run_checked(command(args))
 }
 
-pub fn succeed(mut command: Command) -> Result<()> {
+/// Runs a cargo command, and fails unless it succeeds.
+pub fn run_checked(mut command: Command) -> Result<()> {
     let status = command.status().with_context(|| format!("start {command:?}"))?;
     let args = command.get_args().map(|arg| arg.to_string_lossy().into_owned()).collect::<Vec<_>>();
     ensure!(status.success(), "`cargo {}`: {status}", args.join(" "));

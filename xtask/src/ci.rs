@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use crate::cargo;
 
 /// Messages of cargo-deny that mean that its advisory database is unreachable.
-const DATABASE_ERRORS: [&str; 3] =
+const ADVISORY_DATABASE_ERRORS: [&str; 3] =
     ["failed to fetch advisory database", "failed to load advisory database", "failed to open advisory"];
 
 enum Outcome {
@@ -74,7 +74,7 @@ fn run_tests(which: &[&str]) -> Result<Outcome> {
 fn quick_clippy() -> Result<Outcome> {
     let mut clippy = cargo::command(&[&["clippy"], PRODUCT, &["--lib", "--bins", "--quiet"]].concat());
     clippy.args(["--", "-D", "warnings"]).env("CARGO_TARGET_DIR", kit::fetch::target_dir().join("clippy"));
-    cargo::succeed(clippy)?;
+    cargo::run_checked(clippy)?;
     Ok(Outcome::Passed)
 }
 
@@ -129,14 +129,14 @@ fn run_cargo(args: &[&str]) -> Result<Outcome> {
 fn build_docs() -> Result<Outcome> {
     let mut doc = cargo::command(&["doc", "--workspace", "--no-deps", "--quiet"]);
     doc.env("RUSTDOCFLAGS", "-D warnings");
-    cargo::succeed(doc)?;
+    cargo::run_checked(doc)?;
     Ok(Outcome::Passed)
 }
 
 fn check_dependencies() -> Result<Outcome> {
     let mut deny = cargo_deny()?;
     deny.args(["--log-level", "error", "check", "bans", "licenses", "sources"]);
-    cargo::succeed(deny)?;
+    cargo::run_checked(deny)?;
     Ok(Outcome::Passed)
 }
 
@@ -148,7 +148,7 @@ fn check_advisories() -> Result<Outcome> {
         return Ok(Outcome::Passed);
     }
     let stderr = String::from_utf8_lossy(&output.stderr);
-    if DATABASE_ERRORS.iter().any(|message| stderr.contains(message)) {
+    if ADVISORY_DATABASE_ERRORS.iter().any(|message| stderr.contains(message)) {
         return Ok(Outcome::Skipped("the advisory database is unreachable".to_owned()));
     }
     eprint!("{stderr}");
@@ -165,7 +165,7 @@ fn cargo_deny() -> Result<Command> {
     if !program.exists() {
         let mut install = cargo::command(&["install", "cargo-deny", "--locked", "--debug", "--root"]);
         install.arg(&tools).env_remove("CARGO_TARGET_DIR").env("CARGO_PROFILE_DEV_DEBUG", "0");
-        cargo::succeed(install)?;
+        cargo::run_checked(install)?;
     }
     let mut deny = Command::new(program);
     deny.arg("--workspace").current_dir(cargo::root());

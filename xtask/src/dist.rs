@@ -16,12 +16,13 @@ use kit::{child, fetch};
 use crate::cargo;
 
 /// Maximum size of the binary. The target of the footprint bench is lower. The split into packages added 1.8 MiB,
-/// because each compiles its own copies of generic code. Certificates of hosts added 0.6 MiB. The checks of releases,
-/// which the platform and svcctl both contain, added another 0.6 MiB, together with quotes and the tests of stores.
+/// because each compiles its own copies of generic code. Host certificates added 0.6 MiB. The checks of releases,
+/// which the platform and svcctl both contain, added another 0.6 MiB, together with quotes and the probes of object
+/// stores.
 const MAX_BYTES: u64 = (32 << 20) + (512 << 10);
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// The variable that arms fail points: a build that contains this name has them.
-const FAIL_POINTS: &[u8] = b"FAILPOINTS";
+/// The variable that activates fail points: a build that contains its name has fail points.
+const FAIL_POINTS_VAR: &[u8] = b"FAILPOINTS";
 
 #[cfg(target_arch = "x86_64")]
 const TARGET: &str = "x86_64-unknown-linux-gnu";
@@ -81,7 +82,7 @@ pub fn build() -> Result<PathBuf> {
     let staged = dir.join(".svc-new");
     fs::copy(&built, &staged).with_context(|| format!("copy {}", built.display()))?;
     fs::rename(&staged, &svc)?;
-    check(&svc)?;
+    verify_executable(&svc)?;
     let sha256 = fetch::sha256(&svc)?;
     fs::write(dir.join("svc.sha256"), format!("{sha256}  svc\n"))?;
     fs::write(dir.join("svc.cdx.json"), kit::deb::sbom::generate(&cargo::root(), &svc)?)?;
@@ -125,7 +126,7 @@ fn compile() -> Result<PathBuf> {
         maps.iter().map(|(from, to)| format!("-ffile-prefix-map={}={to}", from.display())).collect();
     build.env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"));
     build.env(format!("CFLAGS_{}", TARGET.replace('-', "_")), c.join(" "));
-    cargo::succeed(build)?;
+    cargo::run_checked(build)?;
     Ok(fetch::target_dir().join(TARGET).join("release/svc"))
 }
 
@@ -135,15 +136,15 @@ fn cargo_home() -> Result<PathBuf> {
     home.or_else(default).context("find cargo's home directory")
 }
 
-fn check(svc: &Path) -> Result<()> {
+fn verify_executable(svc: &Path) -> Result<()> {
     let size = fs::metadata(svc)?.len();
     ensure!(size <= MAX_BYTES, "{} is {size} bytes; the maximum is {MAX_BYTES}", svc.display());
-    let linkage = linkage(svc)?;
+    let linkage = run_ldd(svc)?;
     let is_static =
         ["statically linked", "not a dynamic executable"].iter().any(|text| linkage.contains(text));
     ensure!(is_static, "{} is not static; ldd: {linkage}", svc.display());
     let bytes = fs::read(svc)?;
-    ensure!(!contains(&bytes, FAIL_POINTS), "{} contains fail points", svc.display());
+    ensure!(!contains(&bytes, FAIL_POINTS_VAR), "{} contains fail points", svc.display());
     for path in [cargo_home()?, cargo::root()] {
         let text = OsString::from(&path).into_encoded_bytes();
         ensure!(
@@ -171,8 +172,8 @@ fn check_unknown_host_error(svc: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Output of ldd, from both streams; it fails for a static executable.
-fn linkage(svc: &Path) -> Result<String> {
+/// Returns the output of ldd, from both streams. ldd fails for a static executable, so its status is ignored.
+fn run_ldd(svc: &Path) -> Result<String> {
     let output = Command::new("ldd").arg(svc).output().context("start ldd")?;
     Ok([output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat())
 }
@@ -195,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn outdated_detects_changed_sources() {
+    fn outdated_reason_detects_changed_sources() {
         let dir = tempfile::tempdir().unwrap();
         let (root, svc) = (dir.path().join("tree"), dir.path().join("svc"));
         let source = root.join("src/main.rs");

@@ -8,10 +8,10 @@ use anyhow::Result;
 use crate::cargo;
 
 /// The test that compares the pages, or writes them if this variable is set (`tests/reference.rs`).
-const TEST: &str = "generated_parts_of_pages_are_current";
-/// Like [`TEST`], for the table that needs all object stores; `cargo xtask test` compares it.
+const PAGES_TEST: &str = "generated_parts_of_pages_are_current";
+/// Like [`PAGES_TEST`], for the table that needs all object stores; `cargo xtask test` compares it.
 const STORES_TEST: &str = "table_of_stores_is_current";
-const REWRITE: &str = "SVC_WRITE_DOCS";
+const REWRITE_VAR: &str = "SVC_WRITE_DOCS";
 
 /// Writes the pages, or with `check` reports those that are out of date.
 pub fn run(check: bool) -> Result<ExitCode> {
@@ -24,11 +24,11 @@ pub fn run(check: bool) -> Result<ExitCode> {
         "reference",
         "--",
         "--exact",
-        TEST,
+        PAGES_TEST,
     ]);
     if !check {
-        test.args([STORES_TEST, "--nocapture"]).env(REWRITE, "1");
+        test.args([STORES_TEST, "--nocapture"]).env(REWRITE_VAR, "1");
     }
-    cargo::succeed(test)?;
+    cargo::run_checked(test)?;
     Ok(ExitCode::SUCCESS)
 }

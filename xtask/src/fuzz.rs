@@ -19,7 +19,7 @@ const MAX_INPUT_BYTES: u32 = 64 * 1024;
 const MAX_RSS_MIB: u32 = 1024;
 /// Timeout per input.
 const INPUT_TIMEOUT_SECONDS: u32 = 10;
-/// Added to the search time: for reading the corpus before it and minimising the findings after it.
+/// Added to the fuzzing time, for reading the corpus before it and minimising the corpus after it.
 const MARGIN: Duration = Duration::from_secs(300);
 
 #[derive(clap::Args)]
@@ -53,7 +53,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let dir = kit::fetch::target_dir().join("libfuzzer");
     let mut rows = Vec::new();
     for target in &targets {
-        let row = FuzzSearch { program: &program, dir: &dir, target }.run(args.seconds())?;
+        let row = FuzzRun { program: &program, dir: &dir, target }.run(args.seconds())?;
         println!("{row}");
         rows.push(row);
     }
@@ -75,7 +75,7 @@ fn build() -> Result<PathBuf> {
     build.env("RUSTC_WORKSPACE_WRAPPER", cargo::root().join("tests/libfuzzer/rustc.sh"));
     // It is not edited and rebuilt often; incremental data would be larger than the executable.
     build.env("CARGO_INCREMENTAL", "0");
-    cargo::succeed(build)?;
+    cargo::run_checked(build)?;
     let program = kit::fetch::target_dir().join("debug/svc-libfuzzer");
     std::path::absolute(&program).with_context(|| format!("find {}", program.display()))
 }
@@ -98,13 +98,13 @@ fn list_targets(program: &Path) -> Result<Vec<String>> {
     Ok(names.lines().map(str::to_owned).collect())
 }
 
-struct FuzzSearch<'a> {
+struct FuzzRun<'a> {
     program: &'a Path,
     dir: &'a Path,
     target: &'a str,
 }
 
-impl FuzzSearch<'_> {
+impl FuzzRun<'_> {
     fn run(&self, seconds: u64) -> Result<Value> {
         let checked_in = cargo::root().join("tests/corpus").join(self.target);
         let [found, samples, crashes, minimised] =
@@ -115,10 +115,10 @@ impl FuzzSearch<'_> {
         self.write_samples(&samples)?;
 
         let log = self.dir.join(format!("{}.log", self.target));
-        let mut search = self.program(&log)?;
-        search.args([&found, &checked_in, &samples]).arg(format!("-max_total_time={seconds}"));
-        search.arg(format!("-artifact_prefix={}/", crashes.display())).arg("-print_final_stats=1");
-        let status = wait(search.spawn()?, Duration::from_secs(seconds) + MARGIN)?;
+        let mut fuzzer = self.program(&log)?;
+        fuzzer.args([&found, &checked_in, &samples]).arg(format!("-max_total_time={seconds}"));
+        fuzzer.arg(format!("-artifact_prefix={}/", crashes.display())).arg("-print_final_stats=1");
+        let status = wait(fuzzer.spawn()?, Duration::from_secs(seconds) + MARGIN)?;
         let text = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
         let crashes = list_files(&crashes)?;
         if !status.success() && crashes.is_empty() {
@@ -144,7 +144,7 @@ impl FuzzSearch<'_> {
         }))
     }
 
-    /// Lets the target write valid documents.
+    /// Has the target write valid documents as samples.
     fn write_samples(&self, dir: &Path) -> Result<()> {
         let input = dir.join("empty");
         File::create(&input).with_context(|| format!("create {}", input.display()))?;
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn seconds_default_to_60_long_to_600() {
+    fn seconds_defaults_to_60_or_with_long_to_600() {
         let args = |seconds, long| Args { targets: Vec::new(), seconds, long };
         assert_eq!(args(None, false).seconds(), 60);
         assert_eq!(args(None, true).seconds(), 600);

@@ -1,4 +1,4 @@
-//! `cargo xtask`: the project's own commands. This file parses arguments; the kit and cargo do the work.
+//! `cargo xtask`: the developer commands of the project. This file parses arguments; the kit and cargo do the work.
 
 mod bench;
 mod browser;
@@ -21,7 +21,7 @@ use kit::stores::StoreKind;
 use kit::story::{self, Breakage};
 
 #[derive(Parser)]
-#[command(name = "cargo xtask", about = "The project's own commands")]
+#[command(name = "cargo xtask", about = "Builds, tests, packages and benchmarks the project")]
 struct Args {
     #[command(subcommand)]
     command: Command,
@@ -76,9 +76,9 @@ enum Command {
     },
     /// Build the static executable target/dist/svc and verify it
     Dist,
-    /// Build the Debian packages and the bill of materials into target/deb
+    /// Build the Debian packages and the software bill of materials into target/deb
     Deb {
-        /// Install, start, upgrade, remove and purge them in a fresh Debian root (needs root)
+        /// Install, start, upgrade, remove and purge them in a fresh Debian chroot (needs root)
         #[arg(long)]
         check: bool,
         /// The packaged binary (default: target/dist/svc, rebuilt if outdated)
@@ -95,7 +95,7 @@ enum Command {
         #[arg(value_name = "FILTER")]
         filters: Vec<String>,
     },
-    /// Write the generated parts of the pages below docs
+    /// Write the generated parts of the pages in docs
     Docs {
         /// Only report the pages that are out of date
         #[arg(long)]
@@ -201,7 +201,7 @@ fn resolve_svc(svc: Option<PathBuf>) -> Result<PathBuf> {
     let path = match svc {
         Some(path) => path,
         None => {
-            // The same selection of packages as the tests use: another one would rebuild the dependencies.
+            // The same packages as the tests build: a different selection would rebuild the dependencies.
             cargo::run(&["build", "--workspace"])?;
             kit::fetch::target_dir().join("debug/svc")
         }

@@ -55,7 +55,8 @@ impl Dev {
     }
 
     fn wait(&mut self) -> std::process::ExitStatus {
-        kit::child::wait_until(&mut self.process, Instant::now() + STOP_TIMEOUT).expect("it exits")
+        kit::child::wait_until(&mut self.process, Instant::now() + STOP_TIMEOUT)
+            .expect("the instance should exit")
     }
 }
 
@@ -75,8 +76,8 @@ fn command(dir: &Path) -> Command {
     command
 }
 
-/// Runs lines of its output in a new shell.
-fn shell(script: &str) -> Output {
+/// Runs command lines in a new shell.
+fn run_in_shell(script: &str) -> Output {
     Command::new("sh").args(["-ec", script]).env_remove("NO_COLOR").output().unwrap()
 }
 
@@ -85,14 +86,14 @@ fn stdout(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Command lines of processes that mention this directory or run below its root.
+/// The command lines of the processes that mention this directory, or whose working directory is in it.
 fn processes(dir: &str) -> Vec<String> {
     let entries = fs::read_dir("/proc").unwrap().flatten();
     let lines = entries.filter_map(|entry| {
         let line = fs::read(entry.path().join("cmdline")).ok()?;
-        let root = fs::read_link(entry.path().join("cwd")).ok()?;
+        let cwd = fs::read_link(entry.path().join("cwd")).ok()?;
         let line = String::from_utf8_lossy(&line).replace('\0', " ");
-        (line.contains(dir) || root.starts_with(dir)).then_some(line)
+        (line.contains(dir) || cwd.starts_with(dir)).then_some(line)
     });
     lines.collect()
 }
@@ -133,10 +134,10 @@ fn dev_runs_printed_commands_and_cleans_up() {
         output.lines().map(str::trim).filter(|line| line.starts_with(start)).collect()
     };
     let operator = [line(". ")[0], line("svcctl list")[0], line("svcctl status")[0]].join("\n");
-    let output = stdout(&shell(&operator));
+    let output = stdout(&run_in_shell(&operator));
     assert!(output.contains("running") && output.contains("ada"), "{output}");
     let owner = [&[line("TOKEN=")[0]][..], &line("curl")].concat().join("\necho\n");
-    let output = stdout(&shell(&owner));
+    let output = stdout(&run_in_shell(&owner));
     assert!(
         output.contains("\"slug\":\"notes\"") && output.matches("\"title\":\"hello\"").count() == 2,
         "{output}"
@@ -152,7 +153,7 @@ fn dev_runs_printed_commands_and_cleans_up() {
         json["operatorToken"].as_str().unwrap(),
         json["platformUrl"].as_str().unwrap(),
     );
-    let output = stdout(&shell(&script));
+    let output = stdout(&run_in_shell(&script));
     assert!(output.contains("\"tasks\"") && output.contains("\"machines\":1"), "{output}");
 
     let second = command(&dir).output().unwrap();
@@ -175,7 +176,7 @@ fn dev_runs_printed_commands_and_cleans_up() {
 }
 
 #[test]
-fn killed_dev_does_not_block_the_next() {
+fn killed_instance_does_not_block_the_next() {
     let home = tempfile::tempdir().unwrap();
     let dir = home.path().join("dev");
     let mut killed = Dev::start(&dir);

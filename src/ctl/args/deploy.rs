@@ -1,4 +1,4 @@
-//! The commands below `deploy`.
+//! The subcommands of `deploy`.
 
 use clap::{Args as ClapArgs, Subcommand};
 
@@ -16,7 +16,7 @@ platform runs the checks of `svcctl verify-rollout` on them. A problem pauses th
 `svcctl deploy resume` verifies again.\n\n\
 Example: svcctl deploy start 2026.11.2 --canary 2 --batch-size 20 --wait"
     )]
-    Start(Start),
+    Start(StartRollout),
     /// List the 20 newest rollouts
     #[command(after_help = "Example: svcctl deploy list")]
     List,
@@ -25,7 +25,7 @@ Example: svcctl deploy start 2026.11.2 --canary 2 --batch-size 20 --wait"
 Example: svcctl deploy status --wait")]
     Status {
         #[command(flatten)]
-        which: RolloutTarget,
+        target: RolloutTarget,
         #[command(flatten)]
         wait: Wait,
     },
@@ -48,7 +48,7 @@ pub struct RolloutTarget {
 }
 
 #[derive(Debug, ClapArgs)]
-pub struct Start {
+pub struct StartRollout {
     /// A published bundle with a signed manifest
     #[arg(value_name = "IMAGE_VERSION")]
     pub version: ImageVersion,

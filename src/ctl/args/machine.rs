@@ -11,9 +11,9 @@ use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, S
 use svc_machine::state::Status;
 use svc_wire::quote::{InvalidPrice, Price};
 
-/// A machine, as an operator names it.
+/// A machine as an operator specifies it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Target {
+pub enum MachineTarget {
     Id(MachineId),
     /// The only active machine with this handle.
     Handle(Handle),
@@ -21,7 +21,7 @@ pub enum Target {
     Slot(IdpUserId, Slot),
 }
 
-impl FromStr for Target {
+impl FromStr for MachineTarget {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -42,7 +42,7 @@ impl FromStr for Target {
     }
 }
 
-impl Target {
+impl MachineTarget {
     /// The query that selects the target's machines in the list of machines; empty for an id.
     pub fn query(&self) -> Vec<(&'static str, String)> {
         match self {
@@ -53,7 +53,7 @@ impl Target {
     }
 
     /// The command that lists the target's deleted and replaced machines.
-    pub fn ended_list_command(&self) -> String {
+    pub fn list_ended_command(&self) -> String {
         match self {
             Self::Id(_) => "`svcctl list --deleted`".to_owned(),
             Self::Handle(handle) => format!("`svcctl list --deleted --handle {handle}`"),
@@ -62,7 +62,7 @@ impl Target {
     }
 }
 
-impl fmt::Display for Target {
+impl fmt::Display for MachineTarget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Id(id) => id.fmt(f),
@@ -119,7 +119,7 @@ pub struct Provision {
     /// Create a preview machine, which is not billed
     #[arg(long)]
     pub preview: bool,
-    /// Continue even if the host of a failed machine cannot make a final backup: changes that are in no snapshot are lost
+    /// Continue even if the host of a failed machine cannot take a final backup: changes that are in no snapshot are lost
     /// with its server
     #[arg(long)]
     pub accept_loss: bool,
@@ -182,7 +182,7 @@ pub struct Recover {
     /// Restore this snapshot instead of the latest: its key, as shown by `svcctl backup list`
     #[arg(long, value_name = "KEY")]
     pub snapshot: Option<String>,
-    /// Continue even if the old host cannot make a final backup: changes that are in no snapshot are lost with its server
+    /// Continue even if the old host cannot take a final backup: changes that are in no snapshot are lost with its server
     #[arg(long)]
     pub accept_loss: bool,
     /// Delete the old server before creating the new one, for a provider quota of one server. If the new machine does
@@ -211,7 +211,7 @@ pub struct Recover {
 #[derive(Debug, ClapArgs)]
 pub struct Resize {
     /// A machine's id, its user's handle, or USER/SLOT
-    pub machine: Target,
+    pub machine: MachineTarget,
     /// New server type, one of the slot's plan, with a disk at least as large
     #[arg(value_name = "SERVER_TYPE")]
     pub server_type: ServerType,
@@ -225,7 +225,7 @@ pub struct Resize {
 #[derive(Debug, ClapArgs)]
 pub struct Fail {
     /// A machine's id, its user's handle, or USER/SLOT
-    pub machine: Target,
+    pub machine: MachineTarget,
     /// Reason, for the record
     #[arg(long, value_name = "TEXT")]
     pub reason: String,
@@ -237,11 +237,11 @@ pub struct Fail {
 #[derive(Debug, ClapArgs)]
 pub struct Delete {
     /// A machine's id, its user's handle, or USER/SLOT
-    pub machine: Target,
+    pub machine: MachineTarget,
     /// Delete its server right after the final backup, instead of keeping it for `undelete`
     #[arg(long)]
     pub now: bool,
-    /// Continue even if its host cannot make a final backup: changes that are in no snapshot are lost with its server
+    /// Continue even if its host cannot take a final backup: changes that are in no snapshot are lost with its server
     #[arg(long)]
     pub accept_loss: bool,
     /// Skip the confirmation
@@ -254,7 +254,7 @@ pub struct Delete {
 #[derive(Debug, ClapArgs)]
 pub struct Undelete {
     /// A machine's id, its former handle, or USER/SLOT
-    pub machine: Target,
+    pub machine: MachineTarget,
     #[command(flatten)]
     pub wait: Wait,
 }
@@ -262,7 +262,7 @@ pub struct Undelete {
 #[derive(Debug, ClapArgs)]
 pub struct Resume {
     /// A machine's id, its user's handle, or USER/SLOT
-    pub machine: Target,
+    pub machine: MachineTarget,
 }
 
 #[derive(Debug, Subcommand)]
@@ -277,7 +277,7 @@ Example: svcctl machine rotate-token ada"
     RotateToken {
         /// A machine's id, its user's handle, or USER/SLOT
         #[arg(required_unless_present = "all", conflicts_with = "all")]
-        machine: Option<Target>,
+        machine: Option<MachineTarget>,
         /// Rotate the tokens of all active machines
         #[arg(long)]
         all: bool,
@@ -290,7 +290,7 @@ pub enum PowerCommand {
     #[command(after_help = "Example: svcctl power on ada --wait")]
     On {
         /// A machine's id, its user's handle, or USER/SLOT
-        machine: Target,
+        machine: MachineTarget,
         #[command(flatten)]
         wait: Wait,
     },
@@ -303,7 +303,7 @@ Example: svcctl power off ada --wait"
     )]
     Off {
         /// A machine's id, its user's handle, or USER/SLOT
-        machine: Target,
+        machine: MachineTarget,
         /// Skip the confirmation
         #[arg(long)]
         yes: bool,
@@ -317,7 +317,7 @@ Example: svcctl power off ada --wait"
     )]
     Reboot {
         /// A machine's id, its user's handle, or USER/SLOT
-        machine: Target,
+        machine: MachineTarget,
         /// Skip the confirmation
         #[arg(long)]
         yes: bool,
@@ -329,7 +329,7 @@ Example: svcctl power off ada --wait"
 #[derive(Debug, ClapArgs)]
 pub struct Discard {
     /// The id of a replaced or deleted machine, its former handle, or USER/SLOT
-    pub machine: Target,
+    pub machine: MachineTarget,
     /// Delete its server even if it holds changes that are in no snapshot, or if no later machine has served yet
     #[arg(long)]
     pub accept_loss: bool,

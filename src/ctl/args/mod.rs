@@ -1,6 +1,6 @@
 //! The command line of `svcctl`. No argument is a secret: the arguments of a process are visible to every user.
 //!
-//! This file has the commands and the global options; each group of commands has its own file.
+//! This file defines the commands and the global options; each group of commands has its own file.
 
 mod deploy;
 mod diagnostics;
@@ -8,7 +8,7 @@ mod machine;
 mod operation;
 mod operator;
 #[cfg(test)]
-mod quoted_tests;
+mod quoted_command_tests;
 mod resource;
 mod usage;
 
@@ -18,11 +18,11 @@ use clap::{Args as ClapArgs, Parser, Subcommand};
 use clap_complete::Shell;
 use url::Url;
 
-pub use self::deploy::{DeployCommand, RolloutTarget, Start};
+pub use self::deploy::{DeployCommand, RolloutTarget, StartRollout};
 pub use self::diagnostics::{Doctor, Subject, VerifyRollout};
 pub use self::machine::{
-    CostLimit, Delete, Discard, Fail, List, MachineCommand, PowerCommand, Provision, Recover, Resize, Resume,
-    Target, Undelete,
+    CostLimit, Delete, Discard, Fail, List, MachineCommand, MachineTarget, PowerCommand, Provision, Recover,
+    Resize, Resume, Undelete,
 };
 pub use self::operation::{Operation, OperationCommand};
 pub use self::operator::{Audit, OperatorCommand, TokenOptions};
@@ -35,7 +35,7 @@ use svc_base::applet;
 /// Default of `--wait`: longer than the lifetime of a registration token.
 const DEFAULT_WAIT_SECONDS: &str = "2400";
 
-const ENVIRONMENT: &str = "The platform's URL is read from PLATFORM_PUBLIC_URL or --platform-url; the platform's secret or an \
+const ENVIRONMENT_HELP: &str = "The platform's URL is read from PLATFORM_PUBLIC_URL or --platform-url; the platform's secret or an \
 operator's token from PLATFORM_SECRET or --secret-file. `bundle` reads the object store from OBJECT_STORE_URL, \
 OBJECT_STORE_ENDPOINT and AWS_*. Output is coloured only on a terminal, and only if NO_COLOR is not set.
 
@@ -48,7 +48,7 @@ A first machine:
   svcctl provision user_1 --handle ada --wait
   svcctl status ada";
 
-const KEY_ROTATION: &str =
+const KEY_ROTATION_HELP: &str =
     "Hosts install a release only if its manifest is signed with a key that they trust. To rotate that key \
 (K_OLD and K_NEW are the public keys in base64):
 
@@ -72,29 +72,29 @@ Example: svcctl bundle publish ./out --image-version 2026.11.1";
     name = "svcctl",
     version = applet::version(),
     about = "Operates the platform: slots, machines, recovery, backups, bundles",
-    after_help = ENVIRONMENT,
+    after_help = ENVIRONMENT_HELP,
     max_term_width = 110
 )]
 pub struct Args {
     #[command(flatten)]
-    pub global: Global,
+    pub global: GlobalOptions,
     #[command(subcommand)]
     pub command: Command,
 }
 
 #[derive(Debug, ClapArgs)]
-pub struct Global {
+pub struct GlobalOptions {
     /// Base URL of the platform; overrides PLATFORM_PUBLIC_URL
-    #[arg(long, global = true, value_name = "URL", help_heading = "Everywhere")]
+    #[arg(long, global = true, value_name = "URL", help_heading = "Global options")]
     pub platform_url: Option<Url>,
     /// File with the platform's secret or an operator's token; overrides PLATFORM_SECRET
-    #[arg(long, global = true, value_name = "FILE", help_heading = "Everywhere")]
+    #[arg(long, global = true, value_name = "FILE", help_heading = "Global options")]
     pub secret_file: Option<PathBuf>,
     /// Print the API's JSON instead of text; errors are JSON on stderr
-    #[arg(long, global = true, help_heading = "Everywhere")]
+    #[arg(long, global = true, help_heading = "Global options")]
     pub json: bool,
     /// Timeout of one call to the platform, in seconds
-    #[arg(long, global = true, value_name = "SECONDS", default_value = "30", help_heading = "Everywhere",
+    #[arg(long, global = true, value_name = "SECONDS", default_value = "30", help_heading = "Global options",
           value_parser = clap::value_parser!(u64).range(1..=600))]
     pub timeout: u64,
 }
@@ -114,7 +114,7 @@ pub enum Command {
     #[command(after_help = "Example: svcctl status ada")]
     Status {
         /// A machine's id, its user's handle, or USER/SLOT
-        machine: Target,
+        machine: MachineTarget,
     },
     /// Show totals, the age of backups, and the machines that need attention
     #[command(after_help = "Example: svcctl fleet --json | jq -r '.attention[].handle'")]
@@ -126,7 +126,7 @@ pub enum Command {
     #[command(
         after_help = "The old host stops its writers and takes a final backup. Its server is powered off, and is deleted \
 only when the new machine is healthy; if the recovery fails before that, the old machine serves again. If the old \
-host responds but cannot make the backup, the operation waits for your decision. To undo a recovery before its new machine \
+host responds but cannot take the backup, the operation waits for your decision. To undo a recovery before its new machine \
 has registered: `svcctl operation abandon OPERATION_ID`.\n\n\
 Example: svcctl recover user_1 --server-type cpx32 --location hel1 --wait"
     )]
@@ -153,7 +153,7 @@ the slot back.\n\nExample: svcctl fail ada --reason 'disk errors'"
     Fail(Fail),
     /// Delete a machine after a final backup; its server is kept for a grace period, its snapshots stay
     #[command(
-        after_help = "If its host responds but cannot make the final backup, the deletion waits for your decision. The server \
+        after_help = "If its host responds but cannot take the final backup, the deletion waits for your decision. The server \
 is powered off and kept for the platform's DELETE_GRACE_SECONDS: until then `svcctl undelete` restores the machine.\n\n\
 Example: svcctl delete ada --wait"
     )]
@@ -182,7 +182,7 @@ Example: svcctl discard 019a0000-0000-7000-8000-000000000001"
     #[command(subcommand, after_help = "Example: svcctl pointer show user_1")]
     Pointer(PointerCommand),
     /// Publish and list host bundles
-    #[command(subcommand, after_help = KEY_ROTATION)]
+    #[command(subcommand, after_help = KEY_ROTATION_HELP)]
     Bundle(BundleCommand),
     /// Roll out releases to many machines
     #[command(
@@ -271,10 +271,10 @@ mod tests {
     #[test]
     fn target_parses_id_handle_and_slot() {
         let id = MachineId::new();
-        assert_eq!(id.to_string().parse::<Target>().unwrap(), Target::Id(id));
-        assert!(matches!("ada".parse::<Target>().unwrap(), Target::Handle(_)));
+        assert_eq!(id.to_string().parse::<MachineTarget>().unwrap(), MachineTarget::Id(id));
+        assert!(matches!("ada".parse::<MachineTarget>().unwrap(), MachineTarget::Handle(_)));
         let slot = |text: &str| match text.parse().unwrap() {
-            Target::Slot(user, slot) => format!("{user} {slot}"),
+            MachineTarget::Slot(user, slot) => format!("{user} {slot}"),
             other => panic!("{other:?}"),
         };
         assert_eq!(
@@ -283,7 +283,7 @@ mod tests {
         );
         assert_eq!(slot("user_1"), "user_1 primary", "no handle has this form");
         for invalid in ["no such thing", "user_1/", "user_1/a/b", "/primary"] {
-            assert!(invalid.parse::<Target>().is_err(), "{invalid}");
+            assert!(invalid.parse::<MachineTarget>().is_err(), "{invalid}");
         }
     }
 

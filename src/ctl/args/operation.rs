@@ -1,4 +1,4 @@
-//! The commands below `operation`. An id without a command shows that operation.
+//! The subcommands of `operation`. An id without a command shows that operation.
 
 use clap::{Args, Subcommand};
 

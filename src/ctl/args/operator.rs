@@ -1,4 +1,4 @@
-//! The commands below `operator`, and `audit`.
+//! The subcommands of `operator`, and the arguments of `audit`.
 
 use std::path::PathBuf;
 

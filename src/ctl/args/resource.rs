@@ -1,4 +1,4 @@
-//! The commands below `slot`, `alarm`, `backup`, `pointer` and `bundle`.
+//! The subcommands of `slot`, `alarm`, `backup`, `pointer` and `bundle`.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand, ValueEnum};
 use jiff::Timestamp;
 
-use super::{Target, Wait};
+use super::{MachineTarget, Wait};
 use svc_machine::name::{IdpUserId, ImageVersion, Slot};
 use svc_machine::plan::Plan;
 use svc_store::key::SnapshotKey;
@@ -36,7 +36,7 @@ pub enum SlotCommand {
         plan: Plan,
         /// State of the subscription; only an active slot can be provisioned
         #[arg(long, value_enum, default_value = "active")]
-        status: Subscription,
+        status: SubscriptionStatus,
         /// End of the paid period, RFC 3339
         #[arg(long, value_name = "TIME")]
         period_end: Option<Timestamp>,
@@ -58,12 +58,12 @@ pub enum SlotCommand {
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
-pub enum Subscription {
+pub enum SubscriptionStatus {
     Active,
     Inactive,
 }
 
-impl Subscription {
+impl SubscriptionStatus {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Active => "active",
@@ -98,7 +98,7 @@ pub enum BackupCommand {
 Example: svcctl backup now ada --wait")]
     Now {
         /// A machine's id, its user's handle, or USER/SLOT
-        machine: Target,
+        machine: MachineTarget,
         #[command(flatten)]
         wait: Wait,
     },
@@ -110,7 +110,7 @@ database does not match the record.\n\nExample: svcctl backup drill ada --wait"
     )]
     Drill {
         /// A machine's id, its user's handle, or USER/SLOT
-        machine: Target,
+        machine: MachineTarget,
         #[command(flatten)]
         wait: Wait,
     },
@@ -122,7 +122,7 @@ Example: svcctl backup accept ada"
     )]
     Accept {
         /// A machine's id, its user's handle, or USER/SLOT; a slot also names a machine that is being replaced
-        machine: Target,
+        machine: MachineTarget,
         /// Skip the confirmation
         #[arg(long)]
         yes: bool,
@@ -131,7 +131,7 @@ Example: svcctl backup accept ada"
     #[command(after_help = "Example: svcctl backup list ada --limit 5")]
     List {
         /// A machine's id, its user's handle, or USER/SLOT
-        machine: Target,
+        machine: MachineTarget,
         /// Snapshots per page, 1 to 200 (default 50)
         #[arg(long)]
         limit: Option<u32>,
@@ -144,7 +144,7 @@ Example: svcctl backup accept ada"
 Example: svcctl backup download ada 2026-01-02T03-04-05.678Z-1.dump --output ada.dump")]
     Download {
         /// A machine's id, its user's handle, or USER/SLOT
-        machine: Target,
+        machine: MachineTarget,
         /// The snapshot's key, or the last part of it (default: the latest)
         #[arg(value_name = "SNAPSHOT")]
         key: Option<String>,
@@ -157,14 +157,14 @@ Example: svcctl backup download ada 2026-01-02T03-04-05.678Z-1.dump --output ada
 Example: svcctl backup verify ada")]
     Verify {
         /// A machine's id, its user's handle, or USER/SLOT
-        machine: Target,
+        machine: MachineTarget,
         /// The snapshot's key, or the last part of it (default: the latest)
         #[arg(value_name = "SNAPSHOT")]
         key: Option<String>,
     },
 }
 
-/// A slot, as an operator names it.
+/// A slot as an operator specifies it.
 #[derive(Debug, Clone, PartialEq, Eq, Args)]
 pub struct SlotTarget {
     /// The user's id at the identity provider

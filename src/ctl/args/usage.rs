@@ -3,13 +3,13 @@
 use clap::Args;
 use jiff::civil::Date;
 
-use super::Target;
+use super::MachineTarget;
 use svc_http::usage::GroupBy;
 
 #[derive(Debug, Args)]
 pub struct Usage {
     /// A machine's id, its user's handle, or USER/SLOT
-    pub machine: Target,
+    pub machine: MachineTarget,
     /// The first day, such as 2026-11-01
     #[arg(long, value_name = "DAY")]
     pub from: Option<Date>,

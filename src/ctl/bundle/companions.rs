@@ -67,11 +67,11 @@ impl Companions {
     /// Reads the companions of a build, and checks them before anything is uploaded: a host would refuse invalid ones.
     ///
     /// # Errors
-    /// [`PublishError::Read`] if a file cannot be read; [`PublishError::Companion`] if the manifest does not match the
-    /// archive, or hosts would not trust it.
+    /// [`PublishError::Read`] if a file cannot be read; [`PublishError::InvalidCompanion`] if the manifest does not match
+    /// the archive, or hosts would not trust it.
     pub async fn read(dir: &FilePath, context: &BundleContext<'_>) -> Result<Self, PublishError> {
         let path = |suffix: &str| dir.join(format!("{BUNDLE_FILE}{suffix}"));
-        let invalid = |suffix: &str, why| PublishError::Companion { path: path(suffix), why };
+        let invalid = |suffix: &str, why| PublishError::InvalidCompanion { path: path(suffix), why };
         let manifest = read_if_exists(&path(MANIFEST)).await?;
         let companions = Self { manifest, signature: read_if_exists(&path(SIGNATURE)).await? };
         if let Some(manifest) = &companions.manifest {

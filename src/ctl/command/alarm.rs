@@ -12,8 +12,8 @@ use svc_base::applet::Failure;
 use svc_wire::alarm::Alarm;
 use svc_wire::fleet::Fleet;
 
-/// Informational alarms: the platform refuses to release them, so there is nothing to confirm.
-const INFORMATIONAL: [&str; 7] = [
+/// Alarms that the platform refuses to release, so there is nothing to confirm.
+const INFORMATIONAL_ALARMS: [&str; 8] = [
     "provider_unauthorized",
     "provider_limit",
     "provider_capacity",
@@ -21,6 +21,7 @@ const INFORMATIONAL: [&str; 7] = [
     "database_behind_store",
     "unverified_fence",
     "host_tokens_refused",
+    "rollout_halted",
 ];
 
 pub async fn run(api: &ApiClient, command: AlarmCommand, out: &Output) -> Result<(), Failure> {
@@ -36,13 +37,13 @@ pub async fn run(api: &ApiClient, command: AlarmCommand, out: &Output) -> Result
         }
         _ => "The actions that this alarm blocks are carried out.",
     };
-    if !INFORMATIONAL.contains(&alarm.as_str()) && confirm::is_required(what, yes)? {
-        let fleet: Fleet = api.get(&["vps", "fleet"], &[]).await?.read()?;
+    if !INFORMATIONAL_ALARMS.contains(&alarm.as_str()) && confirm::is_required(what, yes)? {
+        let fleet: Fleet = api.get(&["vps", "fleet"], &[]).await?.parse()?;
         let raised = fleet.alarms.iter().find(|raised| raised.alarm == alarm);
         let shown = raised.map(|raised| format!("\n{}", alarm_line(raised))).unwrap_or_default();
         confirm::prompt(&format!("{what}{shown}"), &alarm)?;
     }
     let path = ["vps", "fleet", "alarms", &alarm, "release"];
     let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
-    out.print_response(&response, |_| Ok(show_released(&response.read::<Alarm>()?)))
+    out.print_response(&response, |_| Ok(show_released(&response.parse::<Alarm>()?)))
 }

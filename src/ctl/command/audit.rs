@@ -10,7 +10,7 @@ use crate::api::{ApiClient, CallError};
 use crate::args::Audit as Args;
 use crate::output::{Output, print};
 use crate::show::View;
-use crate::show::audit::{self, Entry, Page};
+use crate::show::audit::{self, AuditEntry, AuditEntryPage};
 use svc_base::applet::Failure;
 use svc_base::clock::rfc3339_ms;
 
@@ -20,7 +20,7 @@ const FOLLOW_INTERVAL: Duration = Duration::from_secs(2);
 const MAX_TRANSACTION_DURATION: SignedDuration = SignedDuration::from_secs(60);
 /// Maximum time without a response from the platform.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
-const MAX_PAGE: &str = "500";
+const MAX_PAGE_SIZE: &str = "500";
 /// Polls between reads of all pages: a late entry may appear behind pages without new entries.
 const POLLS_PER_FULL_READ: usize = 10;
 
@@ -32,30 +32,32 @@ pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failur
     query.push(("limit", args.limit.to_string()));
     let response = api.get(&["audit"], &query).await?;
     if !args.follow {
-        return out.print_response(&response, |view| Ok(audit::list(view, &response.read::<Page>()?)));
+        return out
+            .print_response(&response, |view| Ok(audit::list(view, &response.parse::<AuditEntryPage>()?)));
     }
-    follow(api, &args, response.read::<Page>()?, out).await
+    follow(api, &args, response.parse::<AuditEntryPage>()?, out).await
 }
 
 /// Prints the first page's entries, then new ones.
-async fn follow(api: &ApiClient, args: &Args, first: Page, out: &Output) -> Result<(), Failure> {
+async fn follow(api: &ApiClient, args: &Args, first: AuditEntryPage, out: &Output) -> Result<(), Failure> {
     // Entries that are older than the first page are not shown.
     let oldest = first.entries.last().map(|entry| entry.at);
-    let mut window = Window { since: args.since, ..Window::default() };
+    let mut window = FollowWindow { since: args.since, ..FollowWindow::default() };
     let mut started = Instant::now();
     let mut entries = window.add(first.entries, started);
     for number in 0_usize.. {
         for entry in entries.iter().filter(|entry| oldest.is_none_or(|oldest| entry.at >= oldest)) {
             show(entry, out)?;
         }
-        let reach = if number % POLLS_PER_FULL_READ == 0 { Reach::All } else { Reach::UntilKnown };
+        let pages =
+            if number % POLLS_PER_FULL_READ == 0 { PagesToRead::All } else { PagesToRead::UntilKnownPage };
         if number == 0 {
             window.advance(started);
         }
         tokio::time::sleep(FOLLOW_INTERVAL).await;
         started = Instant::now();
-        entries = poll_new_entries(api, args, &mut window, reach).await?;
-        if reach == Reach::All {
+        entries = poll_new_entries(api, args, &mut window, pages).await?;
+        if pages == PagesToRead::All {
             window.advance(started);
         }
     }
@@ -64,24 +66,24 @@ async fn follow(api: &ApiClient, args: &Args, first: Page, out: &Output) -> Resu
 
 /// How many pages of the window to read.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Reach {
+enum PagesToRead {
     All,
     /// Up to the first page without new entries.
-    UntilKnown,
+    UntilKnownPage,
 }
 
 /// The time range in which entries may still appear, and its known entries.
 #[derive(Default, Clone)]
-struct Window {
+struct FollowWindow {
     since: Option<Timestamp>,
     seen: HashMap<String, Timestamp>,
     /// The newest entry's time, and when it was received: the platform's clock had passed that time by then.
     newest: Option<(Timestamp, Instant)>,
 }
 
-impl Window {
+impl FollowWindow {
     /// Adds entries, and returns the new ones, oldest first.
-    fn add(&mut self, mut entries: Vec<Entry>, now: Instant) -> Vec<Entry> {
+    fn add(&mut self, mut entries: Vec<AuditEntry>, now: Instant) -> Vec<AuditEntry> {
         entries.retain(|entry| self.seen.insert(entry.audit_id.clone(), entry.at).is_none());
         entries.reverse();
         if let Some(at) = entries.iter().map(|entry| entry.at).max()
@@ -94,8 +96,8 @@ impl Window {
 
     /// A time that the platform's clock has reached, derived without the local clock, which may be wrong.
     fn platform_time(&self, now: Instant) -> Option<Timestamp> {
-        let (at, here) = self.newest?;
-        at.checked_add(now.saturating_duration_since(here)).ok()
+        let (at, received_at) = self.newest?;
+        at.checked_add(now.saturating_duration_since(received_at)).ok()
     }
 
     /// Advances the window after a read of all pages that started at `began`: an entry that had not appeared by then is
@@ -120,14 +122,14 @@ fn filters(args: &Args) -> Vec<(&'static str, String)> {
 async fn poll_new_entries(
     api: &ApiClient,
     args: &Args,
-    window: &mut Window,
-    reach: Reach,
-) -> Result<Vec<Entry>, Failure> {
+    window: &mut FollowWindow,
+    pages: PagesToRead,
+) -> Result<Vec<AuditEntry>, Failure> {
     let started = Instant::now();
     let mut is_outage_reported = false;
     loop {
         let mut next = window.clone();
-        match fetch_new_entries(api, args, &mut next, reach).await {
+        match fetch_new_entries(api, args, &mut next, pages).await {
             Ok(entries) => {
                 *window = next;
                 if is_outage_reported {
@@ -149,30 +151,30 @@ async fn poll_new_entries(
 async fn fetch_new_entries(
     api: &ApiClient,
     args: &Args,
-    window: &mut Window,
-    reach: Reach,
-) -> Result<Vec<Entry>, CallError> {
+    window: &mut FollowWindow,
+    pages: PagesToRead,
+) -> Result<Vec<AuditEntry>, CallError> {
     let mut query = filters(args);
     query.extend(window.since.map(|since| ("since", rfc3339_ms(since))));
-    query.push(("limit", MAX_PAGE.to_owned()));
-    let mut page: Page = api.poll(&["audit"], &query).await?.read()?;
+    query.push(("limit", MAX_PAGE_SIZE.to_owned()));
+    let mut page: AuditEntryPage = api.poll(&["audit"], &query).await?.parse()?;
     let mut all = Vec::new();
     loop {
         let mut new = window.add(page.entries, Instant::now());
-        let is_over = reach == Reach::UntilKnown && new.is_empty();
+        let is_complete = pages == PagesToRead::UntilKnownPage && new.is_empty();
         new.append(&mut all);
         all = new;
-        let Some(cursor) = page.next_cursor.filter(|_| !is_over) else { return Ok(all) };
+        let Some(cursor) = page.next_cursor.filter(|_| !is_complete) else { return Ok(all) };
         let mut query = query.clone();
         query.push(("cursor", cursor));
-        page = api.poll(&["audit"], &query).await?.read()?;
+        page = api.poll(&["audit"], &query).await?.parse()?;
     }
 }
 
-fn show(entry: &Entry, out: &Output) -> Result<(), Failure> {
+fn show(entry: &AuditEntry, out: &Output) -> Result<(), Failure> {
     if out.json {
-        let whole: &Value = &entry.whole;
-        return print(&format!("{whole}\n"));
+        let json: &Value = &entry.json;
+        return print(&format!("{json}\n"));
     }
     print(&audit::line(&View::for_stdout(), entry))
 }
@@ -183,14 +185,14 @@ mod tests {
 
     use super::*;
 
-    fn entry(id: &str, at: Timestamp) -> Entry {
-        Entry { audit_id: id.to_owned(), at, whole: json!({}) }
+    fn entry(id: &str, at: Timestamp) -> AuditEntry {
+        AuditEntry { audit_id: id.to_owned(), at, json: json!({}) }
     }
 
     #[test]
     fn follow_window_advances_without_later_entries() {
         let (at, began) = (Timestamp::UNIX_EPOCH, Instant::now());
-        let mut window = Window::default();
+        let mut window = FollowWindow::default();
         assert_eq!(window.add(vec![entry("b", at), entry("a", at)], began).len(), 2);
         window.advance(began);
         assert_eq!(window.since, Some(at - MAX_TRANSACTION_DURATION));
@@ -204,7 +206,7 @@ mod tests {
     fn follow_shows_late_entries_once_and_in_order() {
         let (at, now) = (Timestamp::UNIX_EPOCH, Instant::now());
         let second = SignedDuration::from_secs(1);
-        let mut window = Window::default();
+        let mut window = FollowWindow::default();
         window.add(vec![entry("b", at)], now);
         window.advance(now);
         let late = window.add(vec![entry("c", at + second), entry("b", at), entry("a", at - second)], now);

@@ -10,9 +10,9 @@ use serde_json::{Value, json};
 
 use super::dump;
 use super::kept_server::list_kept_servers;
-use super::machine::{active_id, find};
+use super::machine::{find, find_active_id};
 use crate::api::{ApiClient, ApiResponse};
-use crate::args::{BackupCommand, Target};
+use crate::args::{BackupCommand, MachineTarget};
 use crate::confirm;
 use crate::interrupt;
 use crate::output::{Output, print};
@@ -37,7 +37,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             let query: Vec<_> =
                 requested.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
             let response = api.get(&["vps", &machine.machine_id, "backups"], &query).await?;
-            out.print_response(&response, |view| Ok(list(view, &response.read::<BackupPage>()?)))
+            out.print_response(&response, |view| Ok(list(view, &response.parse::<BackupPage>()?)))
         }
         BackupCommand::Download { machine, key, output } => {
             let machine = find(api, &machine).await?;
@@ -63,7 +63,10 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             let response = api.send(Method::POST, &["vps", id, "drill"], Some(&json!({}))).await?;
             match wait.wait {
                 None => {
-                    let next = format!("  next: `svcctl status {}`, \"checks\" with --json", machine.handle);
+                    let next = format!(
+                        "  next: `svcctl status {} --json` has the result in \"checks\"",
+                        machine.handle
+                    );
                     out.print_response(&response, |_| {
                         Ok(format!("requested a restore drill from the host\n{next}\n"))
                     })
@@ -89,30 +92,33 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             let machine = find(api, &machine).await?;
             let id = machine.machine_id.as_str();
             // A new snapshot is recognized by a latest key that has changed; comparing times would depend on clocks.
-            let before = match wait.wait {
-                Some(_) => fetch_latest_page(api, id).await?.read::<BackupPage>()?.latest,
+            let previous_latest = match wait.wait {
+                Some(_) => fetch_latest_page(api, id).await?.parse::<BackupPage>()?.latest,
                 None => None,
             };
             let response = api.send(Method::POST, &["vps", id, "backup"], Some(&json!({}))).await?;
             match wait.wait {
                 None => {
-                    let next = format!("  next: `svcctl backup list {}`", machine.handle);
+                    let next = format!(
+                        "  next: `svcctl backup list {}` shows it once it is verified",
+                        machine.handle
+                    );
                     out.print_response(&response, |_| {
                         Ok(format!("requested a backup from the host\n{next}\n"))
                     })
                 }
                 Some(seconds) => {
-                    let result: Value = response.read()?;
+                    let result: Value = response.parse()?;
                     let requested = BackupRequest {
                         id,
-                        before,
+                        previous_latest,
                         last_backup: machine.last_backup.clone(),
                         at: result["requestedAt"].as_str().and_then(|at| at.parse().ok()),
                     };
-                    let within = Duration::from_secs(seconds);
+                    let timeout = Duration::from_secs(seconds);
                     let backup = interrupt::run_until_interrupted(
                         &format!("svcctl backup list {}", requested.id),
-                        wait_for_backup(api, &requested, within),
+                        wait_for_backup(api, &requested, timeout),
                     )
                     .await?;
                     print(&if out.json {
@@ -126,7 +132,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
     }
 }
 
-async fn accept(api: &ApiClient, target: &Target, yes: bool, out: &Output) -> Result<(), Failure> {
+async fn accept(api: &ApiClient, target: &MachineTarget, yes: bool, out: &Output) -> Result<(), Failure> {
     let what = format!(
         "This makes the held snapshot of {target} the latest: a recovery then restores the database's current content."
     );
@@ -141,7 +147,7 @@ async fn accept(api: &ApiClient, target: &Target, yes: bool, out: &Output) -> Re
     }
     let path = ["vps", machine.machine_id.as_str(), "backup-accept"];
     let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
-    let requested: Value = response.read()?;
+    let requested: Value = response.parse()?;
     let id = requested["machineId"].as_str().unwrap_or(&machine.machine_id);
     let next = match waiting {
         Some(operation) => {
@@ -153,20 +159,23 @@ async fn accept(api: &ApiClient, target: &Target, yes: bool, out: &Output) -> Re
         None => format!("`svcctl status {id}` shows whether it is the latest"),
     };
     out.print_response(&response, |_| {
-        Ok(format!("requested acceptance of the snapshot from the host of machine {id}\n  next: {next}\n"))
+        Ok(format!("asked the host of machine {id} to accept the snapshot\n  next: {next}\n"))
     })
 }
 
-/// Finds the machine whose held snapshot the target means. That is the active machine, because the platform finds the
-/// machine that it replaces; without an active machine, it is the deleted machine whose operation has a question about
-/// its final backup.
-async fn find_machine_with_held_snapshot(api: &ApiClient, target: &Target) -> Result<MachineDetail, Failure> {
-    if let Some(id) = active_id(api, target).await? {
-        return Ok(api.get(&["vps", &id], &[]).await?.read()?);
+/// Finds the machine whose held snapshot the target refers to. That is the active machine, because the platform finds
+/// the machine that it replaces; without an active machine, it is the deleted machine whose operation has a question
+/// about its final backup.
+async fn find_machine_with_held_snapshot(
+    api: &ApiClient,
+    target: &MachineTarget,
+) -> Result<MachineDetail, Failure> {
+    if let Some(id) = find_active_id(api, target).await? {
+        return Ok(api.get(&["vps", &id], &[]).await?.parse()?);
     }
     let mut candidates = Vec::new();
     for server in list_kept_servers(api, target).await? {
-        let machine: MachineDetail = api.get(&["vps", &server.machine_id], &[]).await?.read()?;
+        let machine: MachineDetail = api.get(&["vps", &server.machine_id], &[]).await?.parse()?;
         let question = waiting_operation(&machine).and_then(Operation::question);
         if question.is_some_and(|question| question.code == HELD_BACK) {
             candidates.push(machine);
@@ -195,18 +204,18 @@ async fn wait_for_drill(
     api: &ApiClient,
     id: &str,
     before: Option<&SnapshotCheck>,
-    within: Duration,
+    timeout: Duration,
 ) -> Result<SnapshotCheck, Failure> {
     let progress = Progress::start();
     progress.set_message("the host is restoring the latest snapshot in a drill".to_owned());
-    let reported = wait::poll_until(within, async || {
+    let reported = wait::poll_until(timeout, async || {
         let Ok((_, machine)) = wait::poll_machine(api, id).await? else { return Ok(None) };
-        Ok(last_drill(&machine).filter(|now| Some(*now) != before).cloned())
+        Ok(last_drill(&machine).filter(|drill| Some(*drill) != before).cloned())
     });
     reported.await?.ok_or_else(|| {
         let error = anyhow!(
-            "no result of the drill after {} s\n  next: `svcctl status {id}`; journalctl -u svc-db-drill-request on the host",
-            within.as_secs()
+            "the host reported no result of the drill within {} s\n  next: journalctl -u svc-db-drill-request on the host",
+            timeout.as_secs()
         );
         Failure::new(Exit::TryAgain, error)
     })
@@ -229,17 +238,17 @@ fn print_backup(
     if !out.json {
         return print(&text(details(&View::for_stdout(), backup)));
     }
-    let mut all = json!({"key": backup.key, "sizeBytes": backup.size_bytes, "sha256": backup.sha256});
-    if let (Some(all), Value::Object(extra_members)) = (all.as_object_mut(), extra_members) {
-        all.extend(extra_members);
+    let mut body = json!({"key": backup.key, "sizeBytes": backup.size_bytes, "sha256": backup.sha256});
+    if let (Some(members), Value::Object(extra_members)) = (body.as_object_mut(), extra_members) {
+        members.extend(extra_members);
     }
-    print(&format!("{all}\n"))
+    print(&format!("{body}\n"))
 }
 
 struct BackupRequest<'a> {
     id: &'a str,
     /// The latest snapshot before the request.
-    before: Option<String>,
+    previous_latest: Option<String>,
     /// The host's last backup before the request.
     last_backup: Option<LastBackup>,
     /// Time of the request, by the host's clock.
@@ -247,7 +256,7 @@ struct BackupRequest<'a> {
 }
 
 impl BackupRequest<'_> {
-    /// Whether this is the failure of the requested backup: the failure of an earlier one may be reported late.
+    /// Whether the requested backup has failed: the report may be a late one, of an earlier backup.
     fn has_failed(&self, reported: &LastBackup) -> bool {
         let began: Option<Timestamp> = reported.began_at.as_deref().and_then(|at| at.parse().ok());
         let is_earlier = self.at.zip(began).is_some_and(|(requested, began)| began < requested);
@@ -265,19 +274,19 @@ struct NewBackup {
 async fn wait_for_backup(
     api: &ApiClient,
     requested: &BackupRequest<'_>,
-    within: Duration,
+    timeout: Duration,
 ) -> Result<NewBackup, Failure> {
     let progress = Progress::start();
     progress.set_message("the host is taking and verifying a backup".to_owned());
     let id = requested.id;
-    let taken = wait::poll_until(within, async || {
+    let taken = wait::poll_until(timeout, async || {
         let response = fetch_latest_page(api, id).await?;
-        let page: BackupPage = response.read()?;
-        if page.latest.is_some() && page.latest != requested.before {
-            let mut all: Value = response.read()?;
-            let at = page.backups.iter().position(|backup| Some(&backup.key) == page.latest.as_ref());
-            if let Some((at, backup)) = at.zip(page.backups.into_iter().nth(at.unwrap_or(0))) {
-                return Ok(Some(NewBackup { backup, json: all["backups"][at].take() }));
+        let page: BackupPage = response.parse()?;
+        if page.latest.is_some() && page.latest != requested.previous_latest {
+            let mut body: Value = response.parse()?;
+            let index = page.backups.iter().position(|backup| Some(&backup.key) == page.latest.as_ref());
+            if let Some((index, backup)) = index.zip(page.backups.into_iter().nth(index.unwrap_or(0))) {
+                return Ok(Some(NewBackup { backup, json: body["backups"][index].take() }));
             }
         }
         if let Ok((_, machine)) = wait::poll_machine(api, id).await?
@@ -294,8 +303,8 @@ async fn wait_for_backup(
     });
     taken.await?.ok_or_else(|| {
         let error = anyhow!(
-            "no new snapshot after {} s\n  next: `svcctl backup list {id}`, `svcctl status {id}`",
-            within.as_secs()
+            "there is no new snapshot after {} s\n  next: `svcctl status {id}` shows the last backup, `svcctl backup list {id}` the snapshots",
+            timeout.as_secs()
         );
         Failure::new(Exit::TryAgain, error)
     })
@@ -316,7 +325,7 @@ mod tests {
         let earlier = failed("2026-11-22T10:00:00.000Z");
         let requested = BackupRequest {
             id: "m",
-            before: None,
+            previous_latest: None,
             last_backup: Some(earlier.clone()),
             at: "2026-11-22T10:00:05.000Z".parse().ok(),
         };

@@ -8,7 +8,7 @@ use http::Method;
 use serde_json::{Value, json};
 
 use crate::api::{ApiClient, ApiResponse};
-use crate::args::{DeployCommand, RolloutTarget, Start, Wait};
+use crate::args::{DeployCommand, RolloutTarget, StartRollout, Wait};
 use crate::confirm;
 use crate::interrupt;
 use crate::output::Output;
@@ -24,16 +24,16 @@ pub async fn run(api: &ApiClient, command: DeployCommand, out: &Output) -> Resul
         DeployCommand::Start(args) => start(api, args, out).await,
         DeployCommand::List => {
             let response = api.get(&["vps", "deploy"], &[]).await?;
-            out.print_response(&response, |view| Ok(list(view, &response.read()?)))
+            out.print_response(&response, |view| Ok(list(view, &response.parse()?)))
         }
-        DeployCommand::Status { which, wait } => {
-            let rollout = find_rollout(api, which, Fallback::Latest).await?;
+        DeployCommand::Status { target, wait } => {
+            let rollout = find_rollout(api, target, Fallback::Latest).await?;
             let response = api.get(&["vps", "deploy", &rollout], &[]).await?;
             follow(api, response, wait, out).await
         }
-        DeployCommand::Pause(which) => send_action(api, which, "pause", out).await,
-        DeployCommand::Resume(which) => send_action(api, which, "resume", out).await,
-        DeployCommand::Abort(which) => send_action(api, which, "abort", out).await,
+        DeployCommand::Pause(target) => send_action(api, target, "pause", out).await,
+        DeployCommand::Resume(target) => send_action(api, target, "resume", out).await,
+        DeployCommand::Abort(target) => send_action(api, target, "abort", out).await,
     }
 }
 
@@ -45,17 +45,17 @@ enum Fallback {
 }
 
 /// Finds the id of the rollout that the operator names, or else of the open rollout.
-async fn find_rollout(api: &ApiClient, which: RolloutTarget, fallback: Fallback) -> Result<String, Failure> {
-    if let Some(id) = which.rollout {
+async fn find_rollout(api: &ApiClient, target: RolloutTarget, fallback: Fallback) -> Result<String, Failure> {
+    if let Some(id) = target.rollout {
         return Ok(id.to_string());
     }
-    let page: RolloutList = api.get(&["vps", "deploy"], &[]).await?.read()?;
+    let page: RolloutList = api.get(&["vps", "deploy"], &[]).await?.parse()?;
     let open = page.rollouts.iter().find(|rollout| !rollout.has_ended());
     let selected = open.or_else(|| page.rollouts.first().filter(|_| fallback == Fallback::Latest));
     selected.map(|rollout| rollout.rollout_id.to_string()).ok_or_else(|| {
         let error = match fallback {
             Fallback::Latest => {
-                anyhow!("there has been no rollout yet\n  next: `svcctl deploy start <version>`")
+                anyhow!("there has been no rollout yet\n  next: `svcctl deploy start <version>` starts one")
             }
             Fallback::Nothing => {
                 anyhow!("no rollout is open\n  next: `svcctl deploy list` shows the ended ones")
@@ -65,14 +65,14 @@ async fn find_rollout(api: &ApiClient, which: RolloutTarget, fallback: Fallback)
     })
 }
 
-async fn start(api: &ApiClient, args: Start, out: &Output) -> Result<(), Failure> {
+async fn start(api: &ApiClient, args: StartRollout, out: &Output) -> Result<(), Failure> {
     // Naming machines explicitly needs no confirmation.
     if args.handles.is_empty() {
         let except: Vec<_> = args.except.iter().map(Handle::as_str).collect();
         let except = if except.is_empty() { String::new() } else { format!(" except {}", except.join(", ")) };
         let what = format!("Every running machine{except} gets the release {}.", args.version);
         if confirm::is_required(&what, args.yes)? {
-            let fleet: Value = api.get(&["vps", "fleet"], &[]).await?.read()?;
+            let fleet: Value = api.get(&["vps", "fleet"], &[]).await?.parse()?;
             let running = &fleet["totals"]["byStatus"]["running"];
             confirm::prompt(&format!("{what} Running machines now: {running}."), args.version.as_str())?;
         }
@@ -101,18 +101,18 @@ async fn start(api: &ApiClient, args: Start, out: &Output) -> Result<(), Failure
 
 async fn send_action(
     api: &ApiClient,
-    which: RolloutTarget,
+    target: RolloutTarget,
     action: &str,
     out: &Output,
 ) -> Result<(), Failure> {
-    let rollout = find_rollout(api, which, Fallback::Nothing).await?;
+    let rollout = find_rollout(api, target, Fallback::Nothing).await?;
     let response = api.send(Method::POST, &["vps", "deploy", &rollout, action], Some(&json!({}))).await?;
-    out.print_response(&response, |view| Ok(show(view, &response.read()?)))
+    out.print_response(&response, |view| Ok(show(view, &response.parse()?)))
 }
 
-/// Prints a rollout; with `--wait`, follows it to its end.
+/// Prints a rollout; with `--wait`, follows it until it ends.
 async fn follow(api: &ApiClient, response: ApiResponse, wait: Wait, out: &Output) -> Result<(), Failure> {
-    let rollout: Rollout = response.read()?;
+    let rollout: Rollout = response.parse()?;
     let Some(seconds) = wait.wait else {
         return out.print_response(&response, |view| Ok(show(view, &rollout)));
     };
@@ -129,13 +129,13 @@ async fn wait_until_ended(
 ) -> Result<(), Failure> {
     let id = rollout.rollout_id.clone();
     let progress = Progress::start();
-    let (mut reported, mut known) = (BTreeSet::new(), Some((response, rollout)));
-    let ended = wait::poll_until(Duration::from_secs(seconds), async || {
-        let (response, rollout) = match known.take() {
-            Some(known) => known,
+    let (mut reported, mut initial) = (BTreeSet::new(), Some((response, rollout)));
+    let outcome = wait::poll_until(Duration::from_secs(seconds), async || {
+        let (response, rollout) = match initial.take() {
+            Some(initial) => initial,
             None => match api.poll(&["vps", "deploy", &id], &[]).await {
                 Ok(response) => {
-                    let rollout: Rollout = response.read()?;
+                    let rollout: Rollout = response.parse()?;
                     (response, rollout)
                 }
                 // The rollout continues in the meantime.
@@ -151,9 +151,9 @@ async fn wait_until_ended(
         progress.set_message(progress_line(&rollout));
         Ok((rollout.has_ended() || rollout.is_halted()).then_some((response, rollout)))
     });
-    let (response, rollout) = ended.await?.ok_or_else(|| {
+    let (response, rollout) = outcome.await?.ok_or_else(|| {
         let error = anyhow!(
-            "not ended after {seconds} s; the rollout continues\n  next: `svcctl deploy status {id} --wait`"
+            "the rollout has not ended after {seconds} s, and continues\n  next: `svcctl deploy status {id} --wait`"
         );
         Failure::new(Exit::TryAgain, error)
     })?;
@@ -171,7 +171,7 @@ async fn wait_until_ended(
         }
         state => {
             let error = anyhow!(
-                "the rollout is {state}{why}\n  next: `svcctl deploy status {}` shows the reason of each machine",
+                "the rollout is {state}{why}\n  next: `svcctl deploy status {}` shows the reason for each machine",
                 rollout.rollout_id
             );
             Err(Failure::new(Exit::Unavailable, error))

@@ -21,14 +21,14 @@ use svc_wire::backup::{Backup, BackupPage};
 const MAX_ATTEMPTS: u32 = 6;
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 
-/// The snapshot with this key, or with this last part of a key; without a key, the latest.
+/// Finds the snapshot with this key, or with this last part of a key; without a key, the latest.
 ///
 /// # Errors
-/// [`Failure`]; `Refused` if there is none.
+/// [`Exit::Refused`] if there is none, or the error of a failed call.
 pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<Backup, Failure> {
     let not_found = || {
         let what = key.map_or_else(|| "latest snapshot".to_owned(), |key| format!("snapshot {key}"));
-        let error = anyhow!("there is no {what}\n  next: `svcctl backup list {machine}`");
+        let error = anyhow!("there is no {what}\n  next: `svcctl backup list {machine}` shows the snapshots");
         Failure::new(Exit::Refused, error)
     };
     let query = match key {
@@ -41,7 +41,7 @@ pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<B
             vec![("limit", "1".to_owned()), ("cursor", cursor.as_str().to_owned())]
         }
     };
-    let page: BackupPage = api.get(&["vps", machine, "backups"], &query).await?.read()?;
+    let page: BackupPage = api.get(&["vps", machine, "backups"], &query).await?.parse()?;
     let matches = |backup: &Backup| match key {
         Some(key) => backup.key == key || backup.name() == key,
         None => backup.latest,
@@ -52,17 +52,18 @@ pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<B
 /// Reads a whole snapshot and compares it with its record.
 ///
 /// # Errors
-/// [`Failure`]; `Refused` if it does not match.
+/// [`Exit::Refused`] if it does not match, or the error of a failed download.
 pub async fn verify(api: &ApiClient, machine: &str, backup: &Backup) -> Result<(), Failure> {
     let mut sink = Sink::Hash { length: 0, digest: Sha256::new() };
-    sink.complete(api, machine, backup).await?;
+    sink.download_with_retries(api, machine, backup).await?;
     sink.check(backup)
 }
 
 /// Downloads a snapshot to `into`. Resumes from `<into>.partial`, if it exists.
 ///
 /// # Errors
-/// [`Failure`]; `Refused` if `into` already exists. A failure leaves `into` unchanged.
+/// [`Exit::Refused`] if `into` already exists or the download does not match its record, or the error of a failed
+/// download. A failure leaves `into` unchanged.
 pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Path) -> Result<(), Failure> {
     if into.exists() {
         let error =
@@ -74,14 +75,14 @@ pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Pa
     let partial = PathBuf::from(name);
     let opened = PartialFile::open(partial.clone(), backup.size_bytes);
     let mut sink = Sink::File(opened.or_exit(Exit::Internal)?);
-    sink.complete(api, machine, backup).await?;
+    sink.download_with_retries(api, machine, backup).await?;
     if let Err(failure) = sink.check(backup) {
         // A download with wrong bytes cannot be resumed.
         fs::remove_file(&partial).ok();
         return Err(failure);
     }
-    if let Sink::File(whole) = &sink {
-        whole.sync().or_exit(Exit::Internal)?;
+    if let Sink::File(file) = &sink {
+        file.sync().or_exit(Exit::Internal)?;
     }
     fs::rename(&partial, into).map_err(FileError::wrap("rename", &partial)).or_exit(Exit::Internal)
 }
@@ -122,13 +123,18 @@ impl Sink {
         }
     }
 
-    async fn complete(&mut self, api: &ApiClient, machine: &str, backup: &Backup) -> Result<(), Failure> {
+    async fn download_with_retries(
+        &mut self,
+        api: &ApiClient,
+        machine: &str,
+        backup: &Backup,
+    ) -> Result<(), Failure> {
         let progress = Progress::with_total_bytes(backup.size_bytes);
         let mut attempts = 0;
         while self.length() < backup.size_bytes {
             let before = self.length();
-            let end = self.read_rest(api, machine, backup, &progress).await;
-            let error = match end {
+            let result = self.download_rest(api, machine, backup, &progress).await;
+            let error = match result {
                 // A complete response: if the object is shorter than its record, it is damaged.
                 Ok(()) => return Ok(()),
                 Err(ReadError::Permanent(failure)) => return Err(failure),
@@ -136,8 +142,8 @@ impl Sink {
             };
             attempts = if self.length() > before { 1 } else { attempts + 1 };
             if attempts >= MAX_ATTEMPTS {
-                let whole = format_bytes(backup.size_bytes);
-                let error = anyhow!("{error}; received {} of {whole}", format_bytes(self.length()));
+                let total = format_bytes(backup.size_bytes);
+                let error = anyhow!("{error}; received {} of {total}", format_bytes(self.length()));
                 return Err(Failure::new(Exit::Unavailable, error));
             }
             tokio::time::sleep(RETRY_INTERVAL).await;
@@ -145,7 +151,7 @@ impl Sink {
         Ok(())
     }
 
-    async fn read_rest(
+    async fn download_rest(
         &mut self,
         api: &ApiClient,
         machine: &str,

@@ -7,10 +7,10 @@ use anyhow::anyhow;
 use http::{Method, StatusCode};
 use serde_json::json;
 
-use super::machine::{active_id, print_outcome};
+use super::machine::{find_active_id, print_outcome};
 use super::risk;
 use crate::api::{ApiClient, ApiResponse, CallError};
-use crate::args::{Discard, Resume, Target, Undelete};
+use crate::args::{Discard, MachineTarget, Resume, Undelete};
 use crate::confirm;
 use crate::output::Output;
 use crate::show::View;
@@ -25,7 +25,7 @@ use svc_wire::machine::{DiscardedMachine, MachineDetail, MachinePage};
 use svc_wire::text::Text;
 
 /// Maximum number of machines in a response.
-const MAX_PAGE: &str = "500";
+const MAX_PAGE_SIZE: &str = "500";
 /// Maximum wait for the platform to create the removal operation.
 const REMOVAL_CREATED_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -47,16 +47,16 @@ async fn send_undelete(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure
 /// Undeletes the active machine if no deleted machine has a server: an earlier undelete may have reactivated it.
 async fn undelete_active(
     api: &ApiClient,
-    target: &Target,
+    target: &MachineTarget,
     kept: &KeptServers,
 ) -> Result<Option<ApiResponse>, Failure> {
     if kept.all().any(|server| server.reason == "deleted") {
         return Ok(None);
     }
-    let Some(id) = active_id(api, target).await? else { return Ok(None) };
+    let Some(id) = find_active_id(api, target).await? else { return Ok(None) };
     match api.send(Method::POST, &["vps", &id, "undelete"], None).await {
         Ok(response) => Ok(Some(response)),
-        // The machine was never deleted, so the caller's error, that there is no kept server, explains more.
+        // The machine was never deleted, so the caller's error, which says that there is no kept server, is clearer.
         Err(CallError::Refused(refusal)) if refusal.status == StatusCode::CONFLICT => Ok(None),
         Err(error) => Err(error.into()),
     }
@@ -65,7 +65,7 @@ async fn undelete_active(
 pub async fn resume(api: &ApiClient, args: Resume, out: &Output) -> Result<(), Failure> {
     let machine = super::machine::find(api, &args.machine).await?;
     let response = api.send(Method::POST, &["vps", &machine.machine_id, "resume"], None).await?;
-    out.print_response(&response, |view| Ok(shown::details(view, &response.read()?)))
+    out.print_response(&response, |view| Ok(shown::details(view, &response.parse()?)))
 }
 
 pub async fn discard(api: &ApiClient, args: Discard, out: &Output) -> Result<(), Failure> {
@@ -73,16 +73,16 @@ pub async fn discard(api: &ApiClient, args: Discard, out: &Output) -> Result<(),
     let must_confirm = confirm::is_required(&what, args.yes)?;
     let id = match find_kept_id(api, &args.machine, |_| true).await? {
         Selection::One(id) => id,
-        Selection::None { failure, kept } => kept.removed_id().ok_or(failure)?,
+        Selection::None { failure, kept } => kept.id_being_deleted().ok_or(failure)?,
     };
-    let machine: MachineDetail = api.get(&["vps", &id], &[]).await?.read()?;
+    let machine: MachineDetail = api.get(&["vps", &id], &[]).await?.parse()?;
     // Without the option the platform refuses a server with unsaved changes, so there is nothing to confirm.
     if must_confirm && (args.accept_loss || machine.unsaved_since.is_none()) {
         confirm::prompt(&format!("{what}\n{}", data_at_risk(&machine)), &machine.handle)?;
     }
     let body = json!({"acceptLoss": args.accept_loss});
     let response = api.send(Method::POST, &["vps", &id, "discard"], Some(&body)).await?;
-    let mut discarded: DiscardedMachine = response.read()?;
+    let mut discarded: DiscardedMachine = response.parse()?;
     if discarded.operation_id.is_none() && !out.json {
         discarded.operation_id = wait_for_removal(api, &id).await;
     }
@@ -127,7 +127,7 @@ impl KeptServers {
     }
 
     /// The only machine whose server is being deleted, if no server is kept: for a repeated discard.
-    fn removed_id(&self) -> Option<String> {
+    fn id_being_deleted(&self) -> Option<String> {
         match (self.being_deleted.as_slice(), self.kept.as_slice()) {
             ([server], []) => Some(server.machine_id.to_string()),
             _ => None,
@@ -145,16 +145,16 @@ enum Selection {
     },
 }
 
-/// The id of the machine that the operator names; for a handle or slot, the only one with a kept server that matches.
+/// Finds the machine that the operator names; for a handle or slot, the only one with a kept server that matches.
 ///
 /// # Errors
-/// [`Exit::Refused`] if several match; those of the calls.
+/// [`Exit::Refused`] if several match, or the error of a failed call.
 async fn find_kept_id(
     api: &ApiClient,
-    target: &Target,
+    target: &MachineTarget,
     matches: fn(&KeptServer) -> bool,
 ) -> Result<Selection, Failure> {
-    if let Target::Id(id) = target {
+    if let MachineTarget::Id(id) = target {
         return Ok(Selection::One(id.to_string()));
     }
     let (all, view) = (list_kept_servers(api, target).await?, View::for_stdout());
@@ -162,7 +162,7 @@ async fn find_kept_id(
     let kept = KeptServers { being_deleted, kept };
     let matching: Vec<_> = kept.kept.iter().filter(|server| matches(server)).collect();
     match matching.as_slice() {
-        [one] => Ok(Selection::One(one.machine_id.to_string())),
+        [server] => Ok(Selection::One(server.machine_id.to_string())),
         [] => {
             let error = no_match_error(target, &kept.being_deleted, &kept.kept);
             Ok(Selection::None { failure: Failure::new(Exit::Refused, error), kept })
@@ -176,7 +176,11 @@ async fn find_kept_id(
 }
 
 /// The error if the command applies to none of a slot's kept servers.
-fn no_match_error(target: &Target, being_deleted: &[KeptServer], others: &[KeptServer]) -> anyhow::Error {
+fn no_match_error(
+    target: &MachineTarget,
+    being_deleted: &[KeptServer],
+    others: &[KeptServer],
+) -> anyhow::Error {
     if let Some(server) = being_deleted.first() {
         let id = &server.machine_id;
         return anyhow!(
@@ -184,30 +188,33 @@ fn no_match_error(target: &Target, being_deleted: &[KeptServer], others: &[KeptS
              operation abandon OPERATION` keeps the server if the provider still has it"
         );
     }
-    let ended = format!("{} shows its deleted and replaced machines", target.ended_list_command());
+    let advice = format!("{} shows its deleted and replaced machines", target.list_ended_command());
     match others.first() {
         Some(server) if server.missing_since.is_some() => {
-            anyhow!("the provider no longer has the server of machine {}\n  next: {ended}", server.machine_id)
+            anyhow!(
+                "the provider no longer has the server of machine {}\n  next: {advice}",
+                server.machine_id
+            )
         }
         Some(server) => anyhow!(
-            "the kept server of {target} belongs to {} machine {}, not to a deleted one\n  next: {ended}",
+            "the kept server of {target} belongs to {} machine {}, not to a deleted one\n  next: {advice}",
             server.reason,
             server.machine_id
         ),
-        None => anyhow!("{target} has no kept server\n  next: {ended}"),
+        None => anyhow!("{target} has no kept server\n  next: {advice}"),
     }
 }
 
-/// The kept servers of all slots that `target` may name. The record of each machine lists the copies of its slot.
-pub async fn list_kept_servers(api: &ApiClient, target: &Target) -> Result<Vec<KeptServer>, Failure> {
+/// Lists the kept servers of all slots that `target` may name. The record of each machine lists the copies of its slot.
+pub async fn list_kept_servers(api: &ApiClient, target: &MachineTarget) -> Result<Vec<KeptServer>, Failure> {
     let mut query = target.query();
-    query.extend([("deleted", "true".to_owned()), ("limit", MAX_PAGE.to_owned())]);
+    query.extend([("deleted", "true".to_owned()), ("limit", MAX_PAGE_SIZE.to_owned())]);
     let mut machines: HashMap<_, String> = HashMap::new();
     let mut cursor: Option<String> = None;
     loop {
         let mut query = query.clone();
         query.extend(cursor.map(|cursor| ("cursor", cursor)));
-        let page: MachinePage = api.get(&["vps"], &query).await?.read()?;
+        let page: MachinePage = api.get(&["vps"], &query).await?.parse()?;
         for ended in page.machines {
             let slot = (ended.idp_user_id.to_string(), ended.slot.to_string());
             machines.entry(slot).or_insert_with(|| ended.machine_id.to_string());
@@ -219,7 +226,7 @@ pub async fn list_kept_servers(api: &ApiClient, target: &Target) -> Result<Vec<K
     }
     let mut kept = Vec::new();
     for id in machines.values() {
-        let machine: MachineDetail = api.get(&["vps", id], &[]).await?.read()?;
+        let machine: MachineDetail = api.get(&["vps", id], &[]).await?.parse()?;
         kept.extend(machine.copies.into_iter().flat_map(|copies| copies.kept));
     }
     Ok(kept)

@@ -9,10 +9,10 @@ use serde_json::{Map, Value, json};
 
 use super::risk;
 use crate::api::{ApiClient, ApiResponse};
-use crate::args::{Delete, Fail, List, MachineCommand, Recover, Resize, Target, Wait};
+use crate::args::{Delete, Fail, List, MachineCommand, MachineTarget, Recover, Resize, Wait};
 use crate::output::Output;
 use crate::show::View;
-use crate::show::accepted::{self, Accepted};
+use crate::show::accepted_change::{self, AcceptedChange};
 use crate::show::copies::SlotExitTimes;
 use crate::show::machine as shown;
 use crate::show::token;
@@ -45,11 +45,11 @@ pub async fn recover(api: &ApiClient, args: Recover, out: &Output) -> Result<(),
 /// Describes what a replacement of the slot's machine may lose; empty without an active machine.
 pub async fn slot_data_at_risk(api: &ApiClient, user: &IdpUserId, slot: &Slot) -> Result<String, Failure> {
     let query = [("idpUserId", user.to_string()), ("slot", slot.to_string())];
-    let page: MachinePage = api.get(&["vps"], &query).await?.read()?;
+    let page: MachinePage = api.get(&["vps"], &query).await?.parse()?;
     let Some(active) = page.machines.iter().find(|machine| machine.is_active()) else {
         return Ok(String::new());
     };
-    let machine: MachineDetail = api.get(&["vps", &active.machine_id], &[]).await?.read()?;
+    let machine: MachineDetail = api.get(&["vps", &active.machine_id], &[]).await?.parse()?;
     Ok(format!("\n{}", shown::data_at_risk(&View::for_stdout(), &machine)))
 }
 
@@ -78,7 +78,7 @@ pub async fn fail(api: &ApiClient, args: Fail, out: &Output) -> Result<(), Failu
     }
     let body = json!({"reason": args.reason});
     let response = api.send(Method::POST, &["vps", &machine.machine_id, "fail"], Some(&body)).await?;
-    out.print_response(&response, |view| Ok(shown::details(view, &response.read()?)))
+    out.print_response(&response, |view| Ok(shown::details(view, &response.parse()?)))
 }
 
 pub async fn delete(api: &ApiClient, args: Delete, out: &Output) -> Result<(), Failure> {
@@ -103,31 +103,31 @@ pub async fn run(api: &ApiClient, command: MachineCommand, out: &Output) -> Resu
     let Some(target) = machine else {
         let path = ["vps", "fleet", "rotate-tokens"];
         let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
-        return out.print_response(&response, |_| Ok(token::rotations(response.read()?)));
+        return out.print_response(&response, |_| Ok(token::rotations(response.parse()?)));
     };
     let machine = find(api, &target).await?;
     let path = ["vps", machine.machine_id.as_str(), "rotate-token"];
     let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
-    out.print_response(&response, |view| Ok(shown::details(view, &response.read()?)))
+    out.print_response(&response, |view| Ok(shown::details(view, &response.parse()?)))
 }
 
 /// Prints the accepted request, or with `--wait` its result.
-pub async fn print_outcome<T: DeserializeOwned + Into<Accepted>>(
+pub async fn print_outcome<T: DeserializeOwned + Into<AcceptedChange>>(
     api: &ApiClient,
     response: ApiResponse,
     wait: Wait,
     out: &Output,
 ) -> Result<(), Failure> {
-    let accepted: Accepted = response.read::<T>()?.into();
+    let accepted: AcceptedChange = response.parse::<T>()?.into();
     let Some(seconds) = wait.wait else {
-        return out.print_response(&response, |view| Ok(accepted::show(view, &accepted)));
+        return out.print_response(&response, |view| Ok(accepted_change::show(view, &accepted)));
     };
     if let Some(note) = accepted.note() {
         eprintln!("note: {note}");
     }
     if accepted.is_off_already() {
         let response = api.get(&["vps", &accepted.machine_id], &[]).await?;
-        return out.print_response(&response, |view| Ok(shown::details(view, &response.read()?)));
+        return out.print_response(&response, |view| Ok(shown::details(view, &response.parse()?)));
     }
     let timeout = Duration::from_secs(seconds);
     let operation = accepted.operation_id.as_deref();
@@ -154,16 +154,16 @@ pub async fn list(api: &ApiClient, args: List, out: &Output) -> Result<(), Failu
     ];
     let query: Vec<_> = requested.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
     let response = api.get(&["vps"], &query).await?;
-    out.print_response(&response, |view| Ok(shown::list(view, &response.read::<MachinePage>()?)))
+    out.print_response(&response, |view| Ok(shown::list(view, &response.parse::<MachinePage>()?)))
 }
 
-pub async fn status(api: &ApiClient, machine: &Target, out: &Output) -> Result<(), Failure> {
+pub async fn status(api: &ApiClient, machine: &MachineTarget, out: &Output) -> Result<(), Failure> {
     let id = find_id(api, machine).await?;
     let response = api.get(&["vps", &id], &[]).await?;
     if out.json {
         return out.print_response(&response, |_| Ok(String::new()));
     }
-    let machine: MachineDetail = response.read()?;
+    let machine: MachineDetail = response.parse()?;
     let slot_exit_times = fetch_slot_exit_times(api, &machine).await?;
     out.print_response(&response, |view| {
         Ok(shown::details_with_slot_exit_times(view, &machine, &slot_exit_times))
@@ -176,45 +176,45 @@ async fn fetch_slot_exit_times(api: &ApiClient, machine: &MachineDetail) -> Resu
     let mut times = SlotExitTimes::new();
     let kept = machine.copies.iter().flat_map(|copies| &copies.kept);
     for server in kept.filter(|kept| kept.unsaved_since.is_some() && kept.machine_id != machine.machine_id) {
-        let former: MachineDetail = api.get(&["vps", &server.machine_id], &[]).await?.read()?;
+        let former: MachineDetail = api.get(&["vps", &server.machine_id], &[]).await?.parse()?;
         times.extend(former.left_slot_at().map(|at| (server.machine_id.to_string(), at.clone())));
     }
     Ok(times)
 }
 
 /// Fetches the machine that the operator names: any machine by its id, otherwise an active one.
-pub async fn find(api: &ApiClient, target: &Target) -> Result<MachineDetail, Failure> {
+pub async fn find(api: &ApiClient, target: &MachineTarget) -> Result<MachineDetail, Failure> {
     let id = find_id(api, target).await?;
-    Ok(api.get(&["vps", &id], &[]).await?.read()?)
+    Ok(api.get(&["vps", &id], &[]).await?.parse()?)
 }
 
 /// Finds the id of the only active machine. A target that is an id is returned as it is.
 ///
 /// # Errors
 /// `Refused` if there is none, or if several slots have one.
-pub async fn find_id(api: &ApiClient, target: &Target) -> Result<String, Failure> {
-    match active_id(api, target).await? {
+pub async fn find_id(api: &ApiClient, target: &MachineTarget) -> Result<String, Failure> {
+    match find_active_id(api, target).await? {
         Some(id) => Ok(id),
         None => {
             let next = format!(
                 "`svcctl list` shows active machines; {} shows former ones; `svcctl undelete {target}` restores a \
                  deleted machine while its server is kept",
-                target.ended_list_command()
+                target.list_ended_command()
             );
             Err(Failure::new(Exit::Refused, anyhow!("{target} has no active machine\n  next: {next}")))
         }
     }
 }
 
-/// Like [`find_id`], but `None` if there is no active machine.
+/// Like [`find_id`], but returns `None` if there is no active machine.
 ///
 /// # Errors
 /// `Refused` if several slots have one.
-pub async fn active_id(api: &ApiClient, target: &Target) -> Result<Option<String>, Failure> {
-    if let Target::Id(id) = target {
+pub async fn find_active_id(api: &ApiClient, target: &MachineTarget) -> Result<Option<String>, Failure> {
+    if let MachineTarget::Id(id) = target {
         return Ok(Some(id.to_string()));
     }
-    let page: MachinePage = api.get(&["vps"], &target.query()).await?.read()?;
+    let page: MachinePage = api.get(&["vps"], &target.query()).await?.parse()?;
     let mut active = page.machines.iter().filter(|machine| machine.is_active());
     match (active.next(), active.next()) {
         (machine, None) => Ok(machine.map(|machine| machine.machine_id.to_string())),

@@ -1,4 +1,4 @@
-//! One function per command. Each sends the request and prints the response.
+//! One module per group of commands. Each sends requests and prints the responses.
 
 mod alarm;
 mod audit;
@@ -25,7 +25,7 @@ use super::connect::{connect, open_store};
 use super::local::LocalChecks;
 use super::output::{Output, print};
 use super::show::{self, View};
-use super::{bundle, doctor, rollout};
+use super::{bundle, doctor, verify_rollout};
 use svc_base::applet::{Exit, Failure, OrExit};
 
 pub async fn run(args: Args, local: LocalChecks) -> Result<(), Failure> {
@@ -39,7 +39,7 @@ pub async fn run(args: Args, local: LocalChecks) -> Result<(), Failure> {
         Command::Bundle(BundleCommand::Keys) => show_bundle_keys(&connect(&args.global)?, &out).await,
         Command::Bundle(command) => run_bundle_command(command, &out).await,
         Command::Doctor(doctor_args) => doctor::run(&args.global, doctor_args, local, &out).await,
-        Command::VerifyRollout(rollout_args) => rollout::run(rollout_args, local, &out).await,
+        Command::VerifyRollout(rollout_args) => verify_rollout::run(rollout_args, local, &out).await,
         command => {
             let api = connect(&args.global)?;
             run_api_command(&api, command, &out).await
@@ -55,7 +55,7 @@ async fn run_api_command(api: &ApiClient, command: Command, out: &Output) -> Res
         Command::Status { machine } => machine::status(api, &machine, out).await,
         Command::Fleet => {
             let response = api.get(&["vps", "fleet"], &[]).await?;
-            out.print_response(&response, |view| Ok(show::fleet::show(view, &response.read()?)))
+            out.print_response(&response, |view| Ok(show::fleet::show(view, &response.parse()?)))
         }
         Command::Recover(args) => machine::recover(api, args, out).await,
         Command::Resize(args) => machine::resize(api, args, out).await,
@@ -100,7 +100,7 @@ async fn run_bundle_command(command: BundleCommand, out: &Output) -> Result<(), 
 
 async fn show_bundle_keys(api: &ApiClient, out: &Output) -> Result<(), Failure> {
     let fleet = api.get(&["vps", "fleet"], &[]).await?;
-    let keys = fleet.read::<serde_json::Value>()?["bundleKeys"].take();
+    let keys = fleet.parse::<serde_json::Value>()?["bundleKeys"].take();
     if keys.is_null() {
         return Err(Failure::new(
             Exit::Unavailable,

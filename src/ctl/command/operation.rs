@@ -30,7 +30,7 @@ pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failur
             if wait.wait.is_some() {
                 return show(api, operation, wait, out).await;
             }
-            out.print_response(&response, |view| Ok(operation::details(view, &response.read()?)))
+            out.print_response(&response, |view| Ok(operation::details(view, &response.parse()?)))
         }
         (Some(OperationCommand::Abandon { operation, wait }), _) => {
             // The note is optional, so an error is ignored.
@@ -44,17 +44,17 @@ pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failur
                 );
             }
             if let Some(seconds) = wait.wait
-                && let Some(subject) = find_machine_after_abandoning(api, &response.read()?).await?
+                && let Some(subject) = find_machine_after_abandoning(api, &response.parse()?).await?
             {
-                let within = Duration::from_secs(seconds);
+                let timeout = Duration::from_secs(seconds);
                 let in_progress = subject.operations.iter().find(|operation| operation.is_in_progress());
                 let in_progress = in_progress.map(|operation| operation.operation_id.as_str());
                 let (response, machine) =
-                    wait::wait_until_settled(api, &subject.machine_id, in_progress, Goal::Service, within)
+                    wait::wait_until_settled(api, &subject.machine_id, in_progress, Goal::Service, timeout)
                         .await?;
                 return out.print_response(&response, |view| Ok(shown::details(view, &machine)));
             }
-            out.print_response(&response, |view| Ok(operation::details(view, &response.read()?)))
+            out.print_response(&response, |view| Ok(operation::details(view, &response.parse()?)))
         }
         (None, Some(operation)) => show(api, operation, args.wait, out).await,
         (None, None) => Err(Failure::new(Exit::Usage, anyhow!("the id of the operation is missing"))),
@@ -66,14 +66,14 @@ async fn find_machine_after_abandoning(
     api: &ApiClient,
     abandoned: &Operation,
 ) -> Result<Option<MachineDetail>, Failure> {
-    let machine: MachineDetail = api.get(&["vps", &abandoned.machine_id], &[]).await?.read()?;
+    let machine: MachineDetail = api.get(&["vps", &abandoned.machine_id], &[]).await?.parse()?;
     match abandoned.kind.as_str() {
         "provision" | "recover" => {
             let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref());
             let Some(live) = live.filter(|live| live.machine_id != machine.machine_id) else {
                 return Ok(None);
             };
-            Ok(Some(api.get(&["vps", &live.machine_id], &[]).await?.read()?))
+            Ok(Some(api.get(&["vps", &live.machine_id], &[]).await?.parse()?))
         }
         "delete" | "resize" => Ok(Some(machine).filter(|machine| machine.is_active())),
         _ => Ok(None),
@@ -82,8 +82,8 @@ async fn find_machine_after_abandoning(
 
 /// Finds the machine that gets its slot back if an operator had powered it off: its server is powered on nevertheless.
 async fn find_machine_to_power_on(api: &ApiClient, id: OperationId) -> Result<Option<String>, Failure> {
-    let operation: Operation = api.get(&["vps", "operations", &id.to_string()], &[]).await?.read()?;
-    let machine: MachineDetail = api.get(&["vps", &operation.machine_id], &[]).await?.read()?;
+    let operation: Operation = api.get(&["vps", "operations", &id.to_string()], &[]).await?.parse()?;
+    let machine: MachineDetail = api.get(&["vps", &operation.machine_id], &[]).await?.parse()?;
     let reinstated = match operation.kind.as_str() {
         "delete" => Some(machine),
         "provision" | "recover" => find_replaced_machine(api, &machine).await?,
@@ -100,7 +100,7 @@ async fn find_replaced_machine(
     machine: &MachineDetail,
 ) -> Result<Option<MachineDetail>, Failure> {
     for kept in machine.copies.iter().flat_map(|copies| &copies.kept) {
-        let old: MachineDetail = api.get(&["vps", &kept.machine_id], &[]).await?.read()?;
+        let old: MachineDetail = api.get(&["vps", &kept.machine_id], &[]).await?.parse()?;
         if old.replaced_by.as_ref() == Some(&machine.machine_id) {
             return Ok(Some(old));
         }
@@ -111,19 +111,19 @@ async fn find_replaced_machine(
 async fn show(api: &ApiClient, id: OperationId, wait: Wait, out: &Output) -> Result<(), Failure> {
     let path = ["vps", "operations", &id.to_string()];
     let mut response = api.get(&path, &[]).await?;
-    let mut operation: Operation = response.read()?;
+    let mut operation: Operation = response.parse()?;
     if let Some(seconds) = wait.wait {
-        let within = Duration::from_secs(seconds);
+        let timeout = Duration::from_secs(seconds);
         wait::wait_until_settled(
             api,
             &operation.machine_id,
             Some(&operation.operation_id),
             Goal::Success,
-            within,
+            timeout,
         )
         .await?;
         response = api.get(&path, &[]).await?;
-        operation = response.read()?;
+        operation = response.parse()?;
     }
     out.print_response(&response, |view| Ok(operation::details(view, &operation)))
 }

@@ -34,7 +34,7 @@ pub async fn run(api: &ApiClient, command: OperatorCommand, out: &Output) -> Res
         OperatorCommand::List => {
             let response = api.get(&["operators"], &[]).await?;
             out.print_response(&response, |view| {
-                Ok(operator::list(view, &response.read::<OperatorList>()?.operators))
+                Ok(operator::list(view, &response.parse::<OperatorList>()?.operators))
             })
         }
         OperatorCommand::Revoke { name, yes } => {
@@ -46,11 +46,11 @@ pub async fn run(api: &ApiClient, command: OperatorCommand, out: &Output) -> Res
             }
             let path = ["operators", name.as_str(), "revoke"];
             let response = api.send(Method::POST, &path, None).await?;
-            out.print_response(&response, |view| Ok(operator::list(view, &[response.read::<Operator>()?])))
+            out.print_response(&response, |view| Ok(operator::list(view, &[response.parse::<Operator>()?])))
         }
         OperatorCommand::Whoami => {
             let response = api.get(&["operators", "whoami"], &[]).await?;
-            out.print_response(&response, |view| Ok(operator::who_am_i(view, &response.read::<WhoAmI>()?)))
+            out.print_response(&response, |view| Ok(operator::who_am_i(view, &response.parse::<WhoAmI>()?)))
         }
     }
 }
@@ -102,7 +102,7 @@ fn write_token(file: &Path, token: &str, existing: ExistingFile) -> anyhow::Resu
     Ok(())
 }
 
-/// Prints a new token, or writes it to its file and prints the rest.
+/// Prints a new token and its operator, or writes the token to a file and prints only the operator.
 fn output_token(
     response: &ApiResponse,
     options: &TokenOptions,
@@ -111,10 +111,10 @@ fn output_token(
 ) -> Result<(), Failure> {
     let Some(file) = &options.token_file else {
         return out.print_response(response, |view| {
-            Ok(operator::issued(view, &response.read::<IssuedToken>()?, None))
+            Ok(operator::issued(view, &response.parse::<IssuedToken>()?, None))
         });
     };
-    let issued: IssuedToken = response.read()?;
+    let issued: IssuedToken = response.parse()?;
     let name = &issued.issue.operator.name;
     if let Err(error) = write_token(file, &issued.token, existing) {
         let error = anyhow!(
@@ -124,7 +124,7 @@ fn output_token(
         return Err(Failure::new(Exit::Unavailable, error));
     }
     if out.json {
-        let mut body: Value = response.read()?;
+        let mut body: Value = response.parse()?;
         body["token"] = Value::Null;
         body["tokenFile"] = file.display().to_string().into();
         return print(&format!("{body}\n"));

@@ -17,7 +17,7 @@ pub async fn run(api: &ApiClient, command: PointerCommand, out: &Output) -> Resu
     match command {
         PointerCommand::Show { slot } => {
             let response = inspect(api, &slot, None).await?;
-            out.print_response(&response, |view| Ok(inspection(view, &slot, &response.read()?)))
+            out.print_response(&response, |view| Ok(inspection(view, &slot, &response.parse()?)))
         }
         PointerCommand::Rebuild { slot, to, empty, force, yes } => {
             let what = if empty {
@@ -26,7 +26,7 @@ pub async fn run(api: &ApiClient, command: PointerCommand, out: &Output) -> Resu
                 format!("This rebuilds the snapshot pointer of {slot}.")
             };
             if confirm::is_required(&what, yes)? {
-                let found: PointerInspection = inspect(api, &slot, to.as_ref()).await?.read()?;
+                let found: PointerInspection = inspect(api, &slot, to.as_ref()).await?.parse()?;
                 let shown = inspection(&View::for_stdout(), &slot, &found);
                 confirm::prompt(&format!("{what}\n{shown}"), slot.user.as_str())?;
             }
@@ -36,7 +36,7 @@ pub async fn run(api: &ApiClient, command: PointerCommand, out: &Output) -> Resu
             }
             let path = ["vps", "slots", "pointer", "rebuild"];
             let response = api.send(Method::POST, &path, Some(&body)).await?;
-            out.print_response(&response, |view| Ok(rebuilt(view, &response.read::<RebuiltPointer>()?)))
+            out.print_response(&response, |view| Ok(rebuilt(view, &response.parse::<RebuiltPointer>()?)))
         }
     }
 }

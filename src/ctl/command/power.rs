@@ -6,7 +6,7 @@ use serde_json::json;
 use super::machine::{find, print_outcome};
 use super::risk;
 use crate::api::ApiClient;
-use crate::args::{PowerCommand, Target, Wait};
+use crate::args::{MachineTarget, PowerCommand, Wait};
 use crate::confirm;
 use crate::output::Output;
 use crate::show::View;
@@ -35,7 +35,12 @@ pub async fn run(api: &ApiClient, command: PowerCommand, out: &Output) -> Result
 }
 
 /// Returns the machine's id after the operator's confirmation.
-async fn confirm_machine(api: &ApiClient, target: &Target, what: &str, yes: bool) -> Result<String, Failure> {
+async fn confirm_machine(
+    api: &ApiClient,
+    target: &MachineTarget,
+    what: &str,
+    yes: bool,
+) -> Result<String, Failure> {
     let must_confirm = confirm::is_required(what, yes)?;
     let machine = find(api, target).await?;
     if must_confirm {

@@ -35,9 +35,9 @@ pub async fn run(api: &ApiClient, args: Provision, out: &Output) -> Result<(), F
                 anyhow!("the platform's release is too old for --dry-run\n  next: update the platform");
             Failure::new(Exit::Unavailable, error)
         })?;
-        return out.print_response(&response, |view| Ok(shown::show(view, &response.read()?)));
+        return out.print_response(&response, |view| Ok(shown::show(view, &response.parse()?)));
     }
-    let quote: Option<ProvisionQuote> = quote.map(|response| response.read()).transpose()?;
+    let quote: Option<ProvisionQuote> = quote.map(|response| response.parse()).transpose()?;
     confirm_customer(&args, quote.as_ref())?;
     if let Some(quote) = quote.as_ref().filter(|quote| needs_cost_confirmation(quote)) {
         insert(&mut body, "confirmedMonthlyCost", quote.monthly_cost.clone());
@@ -76,13 +76,13 @@ async fn fetch_quote(api: &ApiClient, body: &Map<String, Value>) -> Result<Optio
     }
 }
 
-/// Whether the cost must be confirmed. An older platform reports only whether the provision adds a customer.
+/// Whether the cost must be confirmed. An older platform reports only whether the request adds a customer.
 fn needs_cost_confirmation(quote: &ProvisionQuote) -> bool {
     quote.adds_customer || quote.needs_cost_confirmation
 }
 
-/// Asks for the confirmations that the options do not give, if the provision adds a customer or changes the server type
-/// of one.
+/// Asks for the confirmations that the options do not give, if the request adds a customer or changes a customer's
+/// server type.
 fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<(), Failure> {
     let adds_customer = quote.map_or(!args.preview, |quote| quote.adds_customer);
     if !adds_customer && !quote.is_some_and(needs_cost_confirmation) {
@@ -130,8 +130,10 @@ fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<
     Ok(())
 }
 
+/// Compares the cost with the limit of `--confirm-cost`.
+///
 /// # Errors
-/// [`Exit::Refused`] if the cost is above the limit of `--confirm-cost`, in another currency, or unknown.
+/// [`Exit::Refused`] if the cost is above the limit, in another currency, or unknown.
 fn check_cost(what: &str, cost: Option<&Text<Price>>, limit: &Price) -> Result<(), Failure> {
     let cost = cost.and_then(|cost| cost.as_str().parse::<Price>().ok());
     match cost {

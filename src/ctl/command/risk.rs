@@ -1,12 +1,12 @@
 //! The risks of commands, for their prompts: which copies of the data exist during and after the command.
 
-use crate::args::{Delete, Discard, Fail, Provision, Recover, Target};
+use crate::args::{Delete, Discard, Fail, MachineTarget, Provision, Recover};
 use crate::show::operation::kind_noun;
 use svc_wire::machine::MachineDetail;
 
-const LOSS_ACCEPTED: &str = "--accept-loss: if the host cannot make the final backup, changes that are in no snapshot are lost with its server.";
+const LOSS_ACCEPTED: &str = "--accept-loss: if the host cannot take the final backup, changes that are in no snapshot are lost with its server.";
 const LOSS_QUESTION: &str =
-    "If the host responds but cannot make the final backup, the operation waits for your decision.";
+    "If the host responds but cannot take the final backup, the operation waits for your decision.";
 
 /// The risk of replacing a slot's machine.
 pub fn recovery_risk(args: &Recover) -> String {
@@ -35,7 +35,7 @@ pub fn provision_risk(args: &Provision) -> Option<String> {
     let mut lines = Vec::new();
     lines.extend(args.accept_loss.then_some(LOSS_ACCEPTED));
     lines.extend(args.allow_empty.then_some(
-        "--allow-empty: if no snapshot exists, the new machine starts empty, even if another machine has served.",
+        "--allow-empty: if no snapshot exists, the new machine starts empty, even if an earlier machine of the slot has served.",
     ));
     if lines.is_empty() {
         return None;
@@ -117,7 +117,7 @@ pub fn failure_risk(args: &Fail) -> String {
 }
 
 /// The risk of powering off a machine.
-pub fn power_off_risk(machine: &Target) -> String {
+pub fn power_off_risk(machine: &MachineTarget) -> String {
     format!(
         "This shuts machine {machine} down. Until `svcctl power on {machine}` its user is not served and no backup is \
          taken; its server keeps all data, and the provider keeps billing it."

@@ -23,13 +23,13 @@ pub async fn run(api: &ApiClient, command: SlotCommand, out: &Output) -> Result<
                 body["test"] = test.into();
             }
             let response = api.send(Method::PUT, &["vps", "slots"], Some(&body)).await?;
-            out.print_response(&response, |view| Ok(list(view, &[response.read::<Subscription>()?])))
+            out.print_response(&response, |view| Ok(list(view, &[response.parse::<Subscription>()?])))
         }
         SlotCommand::List { user, cursor } => {
             let mut query = vec![("idpUserId", user.to_string())];
             query.extend(cursor.map(|cursor| ("cursor", cursor)));
             let response = api.get(&["vps", "slots"], &query).await?;
-            out.print_response(&response, |view| Ok(page(view, &response.read()?)))
+            out.print_response(&response, |view| Ok(page(view, &response.parse()?)))
         }
     }
 }

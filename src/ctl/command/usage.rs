@@ -13,5 +13,5 @@ pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failur
     let id = find_id(api, &machine).await?;
     let query = UsageQuery { user_id: user, start: from, end: to, group_by: by };
     let response = api.get(&["vps", &id, "usage"], &query.pairs()).await?;
-    out.print_response(&response, |view| Ok(show(view, by, &response.read()?)))
+    out.print_response(&response, |view| Ok(show(view, by, &response.parse()?)))
 }

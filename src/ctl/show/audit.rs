@@ -11,49 +11,49 @@ const MAX_CHANGES: usize = 4;
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Page {
-    pub entries: Vec<Entry>,
+pub struct AuditEntryPage {
+    pub entries: Vec<AuditEntry>,
     pub next_cursor: Option<String>,
 }
 
-/// One entry, with its complete JSON.
+/// One audit entry, with its complete JSON.
 #[derive(Debug, Deserialize)]
 #[serde(try_from = "Value")]
-pub struct Entry {
+pub struct AuditEntry {
     pub audit_id: String,
     pub at: Timestamp,
-    pub whole: Value,
+    pub json: Value,
 }
 
-impl TryFrom<Value> for Entry {
+impl TryFrom<Value> for AuditEntry {
     type Error = String;
 
-    fn try_from(whole: Value) -> Result<Self, String> {
-        let id = whole["auditId"].as_str().ok_or("an entry has no auditId")?;
-        let at = whole["at"].as_str().and_then(|at| at.parse().ok()).ok_or("an entry has no valid time")?;
-        Ok(Self { audit_id: id.to_owned(), at, whole })
+    fn try_from(json: Value) -> Result<Self, String> {
+        let id = json["auditId"].as_str().ok_or("an entry has no auditId")?;
+        let at = json["at"].as_str().and_then(|at| at.parse().ok()).ok_or("an entry has no valid time")?;
+        Ok(Self { audit_id: id.to_owned(), at, json })
     }
 }
 
 /// Lists entries with the newest last, as in a log.
-pub fn list(view: &View, page: &Page) -> String {
+pub fn list(view: &View, page: &AuditEntryPage) -> String {
     if page.entries.is_empty() {
         return "no entries\n".to_owned();
     }
     let mut text: String = page.entries.iter().rev().map(|entry| line(view, entry)).collect();
     if let Some(cursor) = &page.next_cursor {
-        text.push_str(&format!("older entries: the same command with --cursor {cursor}\n"));
+        text.push_str(&format!("older entries: repeat the command with `--cursor {cursor}`\n"));
     }
     text
 }
 
 /// `2026-01-02 03:04:05 UTC  ada  recover  <target>  status=running→recovering`.
-pub fn line(view: &View, entry: &Entry) -> String {
-    let member = |name: &str| compact(entry.whole.get(name));
+pub fn line(view: &View, entry: &AuditEntry) -> String {
+    let member = |name: &str| compact(entry.json.get(name));
     let at = entry.at.strftime("%Y-%m-%d %H:%M:%S UTC").to_string();
     let actor = view.paint(Some(Colour::Strong), &member("actor"));
     let mut parts = vec![view.paint(Some(Colour::Faint), &at), actor, member("action"), member("target")];
-    let changes = format_changes(&entry.whole["before"], &entry.whole["after"]);
+    let changes = format_changes(&entry.json["before"], &entry.json["after"]);
     if !changes.is_empty() {
         parts.push(changes);
     }
@@ -107,13 +107,13 @@ mod tests {
             json!({"status": "running", "updatedAt": "a", "epoch": 1}),
             json!({"status": "failed", "updatedAt": "b", "epoch": 1}),
         );
-        let entry: Entry = serde_json::from_value(entry(&before, &after)).unwrap();
+        let entry: AuditEntry = serde_json::from_value(entry(&before, &after)).unwrap();
         assert_eq!(line(&VIEW, &entry), "2026-01-02 03:04:05 UTC  ada  fail  m-1  status=running→failed\n");
     }
 
     #[test]
     fn line_shows_added_and_removed_members() {
-        let entry: Entry =
+        let entry: AuditEntry =
             serde_json::from_value(entry(&json!({"why": "disk"}), &json!({"until": "t", "list": []})))
                 .unwrap();
         assert!(line(&VIEW, &entry).ends_with("  until=none→t why=disk→none\n"), "{}", line(&VIEW, &entry));
@@ -127,8 +127,9 @@ mod tests {
         let shown = list(&VIEW, &serde_json::from_value(page).unwrap());
         let lines: Vec<&str> = shown.lines().collect();
         assert!(lines[0].starts_with("2026-01-01") && lines[1].starts_with("2026-01-02"), "{shown}");
-        assert!(lines[2].ends_with("--cursor c-1"), "{shown}");
-        let none: Page = serde_json::from_value(json!({"entries": [], "nextCursor": null})).unwrap();
+        assert!(lines[2].ends_with("`--cursor c-1`"), "{shown}");
+        let none: AuditEntryPage =
+            serde_json::from_value(json!({"entries": [], "nextCursor": null})).unwrap();
         assert_eq!(list(&VIEW, &none), "no entries\n");
     }
 }

@@ -23,7 +23,9 @@ pub fn list(view: &View, page: &BackupPage) -> String {
     let rows: Vec<_> = page.backups.iter().map(row).collect();
     let mut shown = table::render(view, &["TAKEN", "SIZE", "EPOCH", "", "KEY"], &rows);
     if let Some(cursor) = &page.next_cursor {
-        shown.push_str(&format!("more: `--cursor {cursor}` shows the next page; `--limit` sets its size\n"));
+        shown.push_str(&format!(
+            "more snapshots: repeat the command with `--cursor {cursor}`; `--limit` sets the page size\n"
+        ));
     }
     shown
 }

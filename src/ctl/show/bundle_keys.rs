@@ -8,19 +8,20 @@ use svc_machine::name::Handle;
 use svc_wire::fleet::{BundleKey, BundleKeys};
 use svc_wire::text::Text;
 
-const NEXT: &str = "svcctl bundle --help has the steps of a rotation; svcctl bundle keys shows its progress";
+const ROTATION_ADVICE: &str =
+    "svcctl bundle --help explains the steps of a rotation; svcctl bundle keys shows its progress";
 
 /// `3 machines (ada, bob, cy)`.
 fn format_machines(count: u64, handles: &[Text<Handle>]) -> String {
-    let more = if count > handles.len() as u64 { ", …" } else { "" };
-    format!("{} ({}{more})", pluralize(count, "machine"), join_handles(handles))
+    let ellipsis = if count > handles.len() as u64 { ", …" } else { "" };
+    format!("{} ({}{ellipsis})", pluralize(count, "machine"), join_handles(handles))
 }
 
 fn join_handles(handles: &[Text<Handle>]) -> String {
     handles.iter().map(Text::as_str).collect::<Vec<_>>().join(", ")
 }
 
-fn choose(count: u64, one: &'static str, many: &'static str) -> &'static str {
+fn choose_form(count: u64, one: &'static str, many: &'static str) -> &'static str {
     if count == 1 { one } else { many }
 }
 
@@ -41,11 +42,11 @@ fn outdated_sequence(keys: &BundleKeys) -> Option<(String, String)> {
         "BUNDLE_KEYS_SEQUENCE is {}, but {who} {} a later key set, up to {highest}: an older release could give new \
          hosts a key that was dropped",
         keys.sequence,
-        choose(keys.ahead, "trusts", "trust"),
+        choose_form(keys.ahead, "trusts", "trust"),
     );
     let next = format!(
         "set BUNDLE_KEYS_SEQUENCE to {highest} and BUNDLE_PUBLIC_KEYS to that set, and restart svc-platform, unless the report of {} is false",
-        choose(keys.ahead, "this host", "these hosts")
+        choose_form(keys.ahead, "this host", "these hosts")
     );
     Some((what, next))
 }
@@ -54,15 +55,15 @@ fn key_findings(key: &BundleKey, findings: Findings) -> Findings {
     let BundleKey { key_id, trusting, not_trusting, .. } = key;
     if key.is_configured && *not_trusting > 0 {
         let who = format_machines(*not_trusting, &key.not_trusting_handles);
-        let verb = choose(*not_trusting, "does", "do");
+        let verb = choose_form(*not_trusting, "does", "do");
         let what = format!("{who} {verb} not trust the key {key_id} of BUNDLE_PUBLIC_KEYS");
-        return findings.warning(what, NEXT);
+        return findings.warning(what, ROTATION_ADVICE);
     }
     if !key.is_configured && *trusting > 0 {
         let who = format_machines(*trusting, &key.trusting_handles);
-        let verb = choose(*trusting, "trusts", "trust");
-        let what = format!("{who} still {verb} the key {key_id}, which BUNDLE_PUBLIC_KEYS does not have");
-        return findings.warning(what, NEXT);
+        let verb = choose_form(*trusting, "trusts", "trust");
+        let what = format!("{who} still {verb} the key {key_id}, which BUNDLE_PUBLIC_KEYS does not contain");
+        return findings.warning(what, ROTATION_ADVICE);
     }
     findings
 }
@@ -70,7 +71,7 @@ fn key_findings(key: &BundleKey, findings: Findings) -> Findings {
 fn row(key: &BundleKey) -> Vec<Cell> {
     let BundleKey { key_id, is_configured, trusting, not_trusting, .. } = key;
     let colour = (*is_configured && *not_trusting > 0).then_some(Colour::Bad);
-    let without = if *not_trusting == 0 {
+    let not_trusted_by = if *not_trusting == 0 {
         "0".to_owned()
     } else {
         format_machines(*not_trusting, &key.not_trusting_handles)
@@ -79,7 +80,7 @@ fn row(key: &BundleKey) -> Vec<Cell> {
         key_id.clone().into(),
         if *is_configured { "yes" } else { "no" }.into(),
         trusting.to_string().into(),
-        Cell::painted(colour, without),
+        Cell::painted(colour, not_trusted_by),
     ]
 }
 
@@ -91,7 +92,7 @@ pub fn show(view: &View, keys: &BundleKeys) -> String {
     let mut shown = table::render(view, &["KEY", "PLATFORM", "TRUSTED BY", "NOT TRUSTED BY"], &rows);
     if keys.not_reporting > 0 {
         let who = format_machines(keys.not_reporting, &keys.not_reporting_handles);
-        let verb = choose(keys.not_reporting, "has", "have");
+        let verb = choose_form(keys.not_reporting, "has", "have");
         shown.push_str(&format!(
             "\n{who} {verb} not reported any key\n  next: update to a release that reports keys; a silent machine cannot be updated\n"
         ));
@@ -135,7 +136,7 @@ mod tests {
             texts,
             [
                 "7 machines (bob, …) do not trust the key bbbbbbbbbbbbbbbb of BUNDLE_PUBLIC_KEYS",
-                "1 machine (bob) still trusts the key cccccccccccccccc, which BUNDLE_PUBLIC_KEYS does not have",
+                "1 machine (bob) still trusts the key cccccccccccccccc, which BUNDLE_PUBLIC_KEYS does not contain",
                 "BUNDLE_KEYS_SEQUENCE is 0, but 1 machine (ada) trusts a later key set, up to 2: an older release could give \
                  new hosts a key that was dropped",
             ]

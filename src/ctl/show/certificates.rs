@@ -10,9 +10,9 @@ use svc_wire::host::HostCertificate;
 use svc_wire::text::Text;
 
 fn join_handles(handles: &[Text<Handle>], count: u64) -> String {
-    let more = if count > handles.len() as u64 { ", …" } else { "" };
+    let ellipsis = if count > handles.len() as u64 { ", …" } else { "" };
     let handles: Vec<_> = handles.iter().map(Text::as_str).collect();
-    format!("{}{more}", handles.join(", "))
+    format!("{}{ellipsis}", handles.join(", "))
 }
 
 /// `3 trusted, 1 missing (ada); required`.

@@ -1,4 +1,4 @@
-//! Text view of the copies of a slot's data, and of the changes that a server loss would cost.
+//! Text view of the copies of a slot's data, and of the changes that the loss of a server would cost.
 
 use std::collections::BTreeMap;
 
@@ -44,7 +44,10 @@ pub fn rows(
     rows.push(("snapshot", snapshot_cell(view, copies, machine)));
     rows.extend(copies.newer_snapshot.as_ref().map(|newer| ("newer one", newer_cell(view, newer, machine))));
     rows.extend(
-        copies.unrestored_snapshot.as_ref().map(|one| ("unrestored", unrestored_cell(view, one, machine))),
+        copies
+            .unrestored_snapshot
+            .as_ref()
+            .map(|snapshot| ("unrestored", unrestored_cell(view, snapshot, machine))),
     );
     rows.push(("at risk", risk_cell(copies)));
     rows
@@ -54,7 +57,7 @@ fn live_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
     let Some(live) = &copies.live else {
         return Cell::painted(Some(Colour::Warning), describe_no_live_server(machine));
     };
-    let mut server = server_name(live.provider_server_id.as_ref());
+    let mut server = format_server_id(live.provider_server_id.as_ref());
     if live.machine_id != machine.machine_id {
         server.push_str(&format!(" of machine {}", live.machine_id));
     }
@@ -70,7 +73,8 @@ fn live_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
 
 fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_slot_at: Option<&Time>) -> Cell {
     let id = &kept.machine_id;
-    let server = format!("{} of {} machine {id}", server_name(kept.provider_server_id.as_ref()), kept.reason);
+    let server =
+        format!("{} of {} machine {id}", format_server_id(kept.provider_server_id.as_ref()), kept.reason);
     let bad = |line: String| Cell::painted(Some(Colour::Bad), format!("{server}: {line}"));
     let held = kept.unsaved_since.as_ref().map(|since| format_unsaved(view, since, left_slot_at));
     if let Some(since) = &kept.missing_since {
@@ -113,14 +117,14 @@ fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_slot_at: Opti
 fn snapshot_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
     let source = copies.newest_snapshot.as_ref();
     let known = copies.newest_snapshot_at.as_ref().map(|at| {
-        let of = source.filter(|newest| newest.machine_id != machine.machine_id);
-        let of = of.map(|newest| format!(", of machine {}", newest.machine_id)).unwrap_or_default();
+        let other = source.filter(|newest| newest.machine_id != machine.machine_id);
+        let origin = other.map(|newest| format!(", of machine {}", newest.machine_id)).unwrap_or_default();
         let reported = if source.is_some_and(|newest| newest.source == "reported") {
             ", as its host reported"
         } else {
             ""
         };
-        format!("{}{of}{reported}", format_time(view.now, at))
+        format!("{}{origin}{reported}", format_time(view.now, at))
     });
     let line = known.clone().unwrap_or_else(|| "none known".to_owned());
     match &copies.snapshot_problem {
@@ -153,7 +157,7 @@ pub fn describe_risk(view: &View, copies: &Copies) -> String {
     let problem = copies.snapshot_problem.as_ref();
     let newer = copies.newer_snapshot.as_ref().map(|newer| {
         format!(
-            ", and {} of {} is stored but not the latest: if its host cannot make the final backup, a recovery asks which \
+            ", and {} of {} is stored but not the latest: if its host cannot take the final backup, a recovery asks which \
              of them to restore",
             newer.key,
             format_time(view.now, &newer.taken_at)
@@ -198,10 +202,12 @@ fn newer_cell(view: &View, newer: &NewerSnapshot, machine: &Machine) -> Cell {
 }
 
 /// A snapshot that an operator did not restore when the previous machine was replaced.
-fn unrestored_cell(view: &View, one: &UnrestoredSnapshot, machine: &Machine) -> Cell {
-    let (user, slot, key) = (&machine.idp_user_id, &machine.slot, &one.key);
-    let at =
-        one.taken_at.as_deref().map_or_else(String::new, |at| format!("{}, ", format_time(view.now, at)));
+fn unrestored_cell(view: &View, snapshot: &UnrestoredSnapshot, machine: &Machine) -> Cell {
+    let (user, slot, key) = (&machine.idp_user_id, &machine.slot, &snapshot.key);
+    let at = snapshot
+        .taken_at
+        .as_deref()
+        .map_or_else(String::new, |at| format!("{}, ", format_time(view.now, at)));
     let line = format!(
         "{at}of the previous machine: newer than the snapshot that this one restored; `svcctl recover {user} --slot {slot} \
          --snapshot {key}` restores it"
@@ -218,7 +224,7 @@ pub fn format_unsaved(view: &View, since: &str, left_slot_at: Option<&Time>) -> 
     }
 }
 
-fn server_name(server: Option<&String>) -> String {
+fn format_server_id(server: Option<&String>) -> String {
     server.cloned().unwrap_or_else(|| "unknown".to_owned())
 }
 

@@ -83,10 +83,10 @@ pub fn next_step(failure: &Failure, machine: &MachineDetail) -> String {
 }
 
 /// The advice for a replacement that never ran, if the machine that it was to replace has the slot again.
-pub fn advice_after_return(failure: &Failure, machine: &MachineDetail) -> Option<String> {
+pub fn advice_after_reinstatement(failure: &Failure, machine: &MachineDetail) -> Option<String> {
     let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref())?;
-    let has_returned = machine.replaced_by.as_ref() == Some(&live.machine_id);
-    restore_next_step(failure, machine).filter(|_| has_returned)
+    let is_reinstated = machine.replaced_by.as_ref() == Some(&live.machine_id);
+    restore_next_step(failure, machine).filter(|_| is_reinstated)
 }
 
 /// The advice for a new machine that could not restore its snapshot: the same command would fail again.

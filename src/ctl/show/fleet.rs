@@ -129,27 +129,27 @@ pub fn findings(fleet: &Fleet, findings: Findings) -> Findings {
         .iter()
         .take(MAX_NAMED)
         .fold(findings, |found, overdue| found.warning(overdue_line(overdue), overdue_advice(overdue)));
-    let named = fleet.attention.iter().take(MAX_NAMED).fold(findings, |findings, machine| {
+    let findings = fleet.attention.iter().take(MAX_NAMED).fold(findings, |findings, machine| {
         let reasons = machine.reasons.join(", ");
         let what =
             format!("{} ({}) is {}: {reasons}", machine.handle, machine.slot, attention_state(machine));
         findings.warning(what, next_step(machine, &fleet.alarms))
     });
-    let named = match &fleet.bundle_keys {
-        Some(keys) => bundle_keys::findings(keys, named),
-        None => named,
+    let findings = match &fleet.bundle_keys {
+        Some(keys) => bundle_keys::findings(keys, findings),
+        None => findings,
     };
-    let named = certificates::findings(fleet.certificates.as_ref(), named);
+    let findings = certificates::findings(fleet.certificates.as_ref(), findings);
     let total = fleet.attention_total.max(fleet.attention.len() as u64);
-    let more = total.saturating_sub(MAX_NAMED as u64);
-    let named = if more > 0 {
-        let verb = if more == 1 { "needs" } else { "need" };
-        let line = format!("and {} {verb} attention", pluralize(more, "more machine"));
-        named.warning(line, "svcctl fleet")
+    let omitted = total.saturating_sub(MAX_NAMED as u64);
+    let findings = if omitted > 0 {
+        let verb = if omitted == 1 { "needs" } else { "need" };
+        let line = format!("and {} {verb} attention", pluralize(omitted, "more machine"));
+        findings.warning(line, "svcctl fleet")
     } else {
-        named
+        findings
     };
-    named.or_ok(format!("{}, none needs attention", pluralize(fleet.totals.machines, "machine")))
+    findings.or_ok(format!("{}, none needs attention", pluralize(fleet.totals.machines, "machine")))
 }
 
 pub fn show(view: &View, fleet: &Fleet) -> String {
@@ -158,13 +158,13 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
         view,
         &[
             ("machines", Cell::painted(Some(Colour::Strong), totals.machines.to_string())),
-            ("status", by_count(&totals.by_status).into()),
-            ("health", by_count(&totals.by_health).into()),
-            ("images", by_count(&totals.by_image_version).into()),
-            ("backups", backups(&fleet.backups)),
+            ("status", format_counts(&totals.by_status).into()),
+            ("health", format_counts(&totals.by_health).into()),
+            ("images", format_counts(&totals.by_image_version).into()),
+            ("backups", backups_cell(&fleet.backups)),
             ("certificates", certificates::fleet_cell(fleet.certificates.as_ref())),
-            ("rollout", rollout(fleet.rollout.as_ref())),
-            ("exercised", exercises(view, fleet.exercises.as_ref())),
+            ("rollout", rollout_cell(fleet.rollout.as_ref())),
+            ("exercised", exercises_cell(view, fleet.exercises.as_ref())),
         ],
     );
     for alarm in &fleet.alarms {
@@ -194,22 +194,22 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
         "\n{}",
         table::render(view, &["HANDLE", "STATUS", "USER", "SLOT", "WHY", "NEXT"], &rows)
     ));
-    let more = fleet.attention_total.saturating_sub(fleet.attention.len() as u64);
-    if more > 0 {
-        shown.push_str(&format!("and {more} more\n"));
+    let omitted = fleet.attention_total.saturating_sub(fleet.attention.len() as u64);
+    if omitted > 0 {
+        shown.push_str(&format!("and {omitted} more\n"));
     }
     shown
 }
 
-/// `3 running, 1 failed`: sorted by count, without zeros.
-fn by_count(counts: &BTreeMap<String, u64>) -> String {
+/// `3 running, 1 failed`: sorted by count, and without zeros.
+fn format_counts(counts: &BTreeMap<String, u64>) -> String {
     let mut nonzero: Vec<_> = counts.iter().filter(|(_, count)| **count > 0).collect();
     nonzero.sort_by_key(|(name, count)| (std::cmp::Reverse(**count), name.as_str()));
     nonzero.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ")
 }
 
 /// The last recovery and rollback on a test slot. An older platform does not report them.
-fn exercises(view: &View, exercises: Option<&Exercises>) -> Cell {
+fn exercises_cell(view: &View, exercises: Option<&Exercises>) -> Cell {
     let Some(exercises) = exercises else { return Cell::from("") };
     let are_current = exercises.recovery.is_current && exercises.rollback.is_current;
     let colour = if are_current { Colour::Good } else { Colour::Warning };
@@ -217,18 +217,18 @@ fn exercises(view: &View, exercises: Option<&Exercises>) -> Cell {
 }
 
 /// The open rollout with its id.
-fn rollout(open: Option<&RolloutSummary>) -> Cell {
+fn rollout_cell(open: Option<&RolloutSummary>) -> Cell {
     let line =
         open.map(|open| format!("{} ({})", deploy::progress_line(open), open.rollout_id)).unwrap_or_default();
     Cell::painted(Some(Colour::Warning), line)
 }
 
-fn backups(backups: &BackupAges) -> Cell {
+fn backups_cell(backups: &BackupAges) -> Cell {
     let mut words = Vec::new();
     words.extend(backups.max_age_seconds.map(|age| format!("oldest {}", format_span(age))));
     words.extend(backups.p50_age_seconds.map(|age| format!("median {}", format_span(age))));
     if backups.never > 0 {
-        words.push(format!("{} without", backups.never));
+        words.push(format!("{} without a backup", backups.never));
     }
     words.join(", ").into()
 }
@@ -264,7 +264,7 @@ fn advice(reason: &str) -> &'static str {
             "svcctl discard HANDLE deletes its server after all; svcctl undelete HANDLE restores a deleted machine"
         }
         "failed" => "svcctl status HANDLE shows why; then recover",
-        "heartbeat_silent" => "reach its host; recover if it is lost",
+        "heartbeat_silent" => "check that its host is reachable; recover if it is lost",
         "pointer_unusable" => {
             "svcctl pointer show USER_SLOT shows what is wrong and what a rebuild would choose; svcctl pointer rebuild USER_SLOT, \
              then svcctl backup now HANDLE --wait"
@@ -279,15 +279,15 @@ fn advice(reason: &str) -> &'static str {
         "update_refused" => {
             "svcctl status HANDLE shows why its host refuses the release; svc-update on its host has options for that"
         }
-        "operation_stuck" => "svcctl status HANDLE shows at which step",
-        "boot_slow" => "svcctl status HANDLE shows at which stage",
+        "operation_stuck" => "svcctl status HANDLE shows the step",
+        "boot_slow" => "svcctl status HANDLE shows the stage",
         "certificate_missing" => {
             "svcctl status HANDLE shows why; CUSTOMER_VPS_TLS_VERIFY_EXCEPT keeps it reachable meanwhile"
         }
         "certificate_expiring" | "certificate_pending" => {
-            "svcctl status HANDLE shows why there is no new one; on its host svcctl doctor"
+            "svcctl status HANDLE and, on its host, svcctl doctor show why there is no new one"
         }
-        "token_not_rotated" => "svcctl deploy start brings its host a release that rotates tokens",
+        "token_not_rotated" => "svcctl deploy start installs a release that rotates tokens on its host",
         _ => "svcctl status HANDLE",
     }
 }

@@ -29,7 +29,7 @@ pub fn discarded(view: &View, discarded: &DiscardedMachine) -> String {
     let server = machine.provider_server_id.as_deref().unwrap_or("unknown");
     let operation = operation_id.as_ref().map_or_else(|| {
         format!(
-            "not started yet: `svcctl status {id}` shows it once the platform has compared its machines with the \
+            "not started yet: `svcctl status {id}` shows it once the platform has reconciled its machines with the \
              provider's servers; `svcctl fleet` shows an alarm that blocks it"
         )
     }, ToString::to_string);
@@ -84,14 +84,14 @@ pub fn waiting_operation(machine: &MachineDetail) -> Option<&Operation> {
 
 fn heartbeat_cell(view: &View, machine: &Machine, format: fn(jiff::Timestamp, &str) -> String) -> Cell {
     let Some(at) = &machine.heartbeat_at else { return "".into() };
-    let quiet = seconds_between(at, &view.now.to_string()).is_some_and(|age| age > MAX_HEARTBEAT_AGE_SECONDS);
-    let late = quiet && shown_state(machine) == "running";
-    Cell::painted(late.then_some(Colour::Bad), format(view.now, at))
+    let is_stale =
+        seconds_between(at, &view.now.to_string()).is_some_and(|age| age > MAX_HEARTBEAT_AGE_SECONDS);
+    let is_overdue = is_stale && shown_state(machine) == "running";
+    Cell::painted(is_overdue.then_some(Colour::Bad), format(view.now, at))
 }
 
 /// The advice after a failed update.
-pub const UPDATE_ADVICE: &str =
-    "`svc-update status` on its host shows more; publish another version and `svcctl deploy start` it";
+pub const UPDATE_ADVICE: &str = "`svc-update status` on its host shows details; publish another version, then roll it out with `svcctl deploy start`";
 
 fn has_update_failed(update: &LastUpdate) -> bool {
     !update.outcome.is(UpdateOutcome::Updated)
@@ -131,7 +131,7 @@ pub fn list(view: &View, page: &MachinePage) -> String {
         ["HANDLE", "STATUS", "USER", "SLOT", "TYPE", "IMAGE", "EPOCH", "HEARTBEAT", "BACKUP", "MACHINE"];
     let mut shown = table::render(view, &heading, &rows);
     if let Some(cursor) = &page.next_cursor {
-        shown.push_str(&format!("more: --cursor {cursor}\n"));
+        shown.push_str(&format!("more machines: repeat the command with `--cursor {cursor}`\n"));
     }
     shown
 }
@@ -150,8 +150,10 @@ pub fn details_with_slot_exit_times(
     let failure = m.failure.as_ref();
     let update = m.last_update.as_ref();
     let next = match failure {
-        _ if waiting_operation(m).is_some() => "answer the question of its operation below".to_owned(),
-        Some(failure) if !m.is_active() => failure::advice_after_return(failure, m).unwrap_or_default(),
+        _ if waiting_operation(m).is_some() => "answer the operation's question, shown below".to_owned(),
+        Some(failure) if !m.is_active() => {
+            failure::advice_after_reinstatement(failure, m).unwrap_or_default()
+        }
         _ if !m.is_active() => String::new(),
         Some(failure) => failure::next_step(failure, m),
         None if is_pointer_unusable(m) => {
@@ -225,8 +227,8 @@ fn health_cell(health: Option<&Health>) -> Cell {
         || "disk unknown".to_owned(),
         |disk| format!("{} of {} disk free", format_bytes(disk.free_bytes), format_bytes(disk.total_bytes)),
     ));
-    let well = [gateway, database].into_iter().chain(code).all(|status| status.is(ComponentStatus::Ok));
-    Cell::painted(Some(if well { Colour::Good } else { Colour::Bad }), words.join(", "))
+    let is_healthy = [gateway, database].into_iter().chain(code).all(|status| status.is(ComponentStatus::Ok));
+    Cell::painted(Some(if is_healthy { Colour::Good } else { Colour::Bad }), words.join(", "))
 }
 
 /// The last backup, as the host reported it.

@@ -2,7 +2,7 @@
 //!
 //! A text is a pure function of the response and a [`View`], so that the same response always looks the same.
 
-pub mod accepted;
+pub mod accepted_change;
 pub mod audit;
 pub mod backup;
 pub mod boot;

@@ -108,17 +108,17 @@ impl Example {
 }
 
 /// The paths of all members of the objects in a value.
-fn members(value: &Value, at: &str) -> Vec<String> {
+fn members(value: &Value, parent: &str) -> Vec<String> {
     match value {
         Value::Object(object) => {
             let below = |(name, value): (&String, &Value)| {
-                let path = format!("{at}/{name}");
+                let path = format!("{parent}/{name}");
                 [vec![path.clone()], members(value, &path)].concat()
             };
             object.iter().flat_map(below).collect()
         }
         Value::Array(items) => {
-            let below = |(index, item): (usize, &Value)| members(item, &format!("{at}/{index}"));
+            let below = |(index, item): (usize, &Value)| members(item, &format!("{parent}/{index}"));
             items.iter().enumerate().flat_map(below).collect()
         }
         _ => Vec::new(),
@@ -127,7 +127,7 @@ fn members(value: &Value, at: &str) -> Vec<String> {
 
 /// Checks that a value has every property of its schema, so that no example lacks a field that is added later.
 #[track_caller]
-fn assert_complete(schema: &Value, value: &Value, at: &str) {
+fn assert_complete(schema: &Value, value: &Value, path: &str) {
     let named_schema = |name: &str| match name {
         "Machine" => schema_of::<Machine>(),
         "Operation" => schema_of::<Operation>(),
@@ -139,19 +139,19 @@ fn assert_complete(schema: &Value, value: &Value, at: &str) {
         other => panic!("{other} is not a named schema"),
     };
     if let Some(name) = schema["$ref"].as_str() {
-        return assert_complete(&named_schema(name.rsplit('/').next().unwrap()), value, at);
+        return assert_complete(&named_schema(name.rsplit('/').next().unwrap()), value, path);
     }
     if let Some(any) = schema["anyOf"].as_array() {
-        return assert_complete(&any[0], value, at);
+        return assert_complete(&any[0], value, path);
     }
     for (name, schema) in schema["properties"].as_object().into_iter().flatten() {
-        let path = format!("{at}/{name}");
-        assert!(!value[name].is_null(), "{path} is missing from the example");
-        assert_complete(schema, &value[name], &path);
+        let member = format!("{path}/{name}");
+        assert!(!value[name].is_null(), "{member} is missing from the example");
+        assert_complete(schema, &value[name], &member);
     }
     if schema["items"].is_object() {
-        assert!(value.get(0).is_some(), "{at} has no item in the example");
-        assert_complete(&schema["items"], &value[0], &format!("{at}/0"));
+        assert!(value.get(0).is_some(), "{path} has no item in the example");
+        assert_complete(&schema["items"], &value[0], &format!("{path}/0"));
     }
 }
 
@@ -203,7 +203,7 @@ fn copies() -> Value {
     })
 }
 
-fn merged(mut document: Value, more: Value) -> Value {
+fn merge(mut document: Value, more: Value) -> Value {
     let Value::Object(more) = more else { panic!("not an object: {more}") };
     document.as_object_mut().unwrap().extend(more);
     document
@@ -220,7 +220,7 @@ fn rollout() -> Value {
 }
 
 fn alarm() -> Value {
-    json!({"alarm": "fuse", "since": AT, "seenAt": AT, "detail": {"count": 3}, "releasedUntil": AT, "next": "n"})
+    json!({"alarm": "servers_missing", "since": AT, "seenAt": AT, "detail": {"live": 3}, "releasedUntil": AT, "next": "n"})
 }
 
 fn operator() -> Value {
@@ -239,7 +239,7 @@ fn pointer() -> Value {
 
 #[test]
 fn machines_of_older_platforms_are_shown() {
-    let detail = merged(machine(), json!({"operations": [operation()], "copies": copies()}));
+    let detail = merge(machine(), json!({"operations": [operation()], "copies": copies()}));
     Example::new(detail)
         .essential(MACHINE_FIELDS)
         .essential_within("/operations/0", OPERATION_FIELDS)
@@ -251,7 +251,7 @@ fn machines_of_older_platforms_are_shown() {
         .essential(&["/machines"])
         .essential_within("/machines/0", MACHINE_FIELDS)
         .assert_shown(&schema_of::<MachinePage>(), |it: MachinePage| machine::list(&plain(), &it));
-    Example::new(merged(machine(), json!({"operationId": ID, "alreadyOrdered": true})))
+    Example::new(merge(machine(), json!({"operationId": ID, "alreadyOrdered": true})))
         .essential(MACHINE_FIELDS)
         .assert_shown(&schema_of::<DiscardedMachine>(), |it: DiscardedMachine| {
             machine::discarded(&plain(), &it)
@@ -263,18 +263,18 @@ fn machines_of_older_platforms_are_shown() {
 
 #[test]
 fn changes_of_older_platforms_are_shown() {
-    fn shown<T: Into<accepted::Accepted>>(it: T) -> String {
-        accepted::show(&plain(), &it.into())
+    fn shown<T: Into<accepted_change::AcceptedChange>>(it: T) -> String {
+        accepted_change::show(&plain(), &it.into())
     }
     let slot = json!({"machineId": ID, "slot": "primary", "kind": "customer", "status": "running", "epoch": 3,
         "operationId": ID});
     let user = json!({"idpUserId": "user_1", "handle": "ada"});
-    Example::new(merged(slot.clone(), user))
+    Example::new(merge(slot.clone(), user))
         .essential(CHANGE_FIELDS)
         .assert_shown(&schema_of::<ProvisionedMachine>(), shown::<ProvisionedMachine>);
     let recovered =
         json!({"oldMachineId": ID, "newerSnapshot": {"takenAt": AT, "machineId": ID, "key": "k"}});
-    Example::new(merged(slot, recovered))
+    Example::new(merge(slot, recovered))
         .essential(CHANGE_FIELDS)
         .essential(&["/operationId", "/newerSnapshot/key"])
         .assert_shown(&schema_of::<RecoveredMachine>(), shown::<RecoveredMachine>);
@@ -347,7 +347,7 @@ fn fleets_of_older_platforms_are_shown() {
 fn rollouts_of_older_platforms_are_shown() {
     let member = json!({"machineId": ID, "handle": "ada", "slot": "primary", "batch": 1, "state": "failed",
         "error": "e", "askedAt": AT, "endedAt": AT, "imageVersion": "2026.11.1"});
-    Example::new(merged(rollout(), json!({"machines": [member]})))
+    Example::new(merge(rollout(), json!({"machines": [member]})))
         .essential(ROLLOUT_FIELDS)
         .essential(&["/machines/0/machineId", "/machines/0/state"])
         .assert_shown(&schema_of::<Rollout>(), |it: Rollout| deploy::show(&plain(), &it));
@@ -365,7 +365,7 @@ fn snapshots_of_older_platforms_are_shown() {
         .essential(&["/backups", "/backups/0/key"])
         .assert_shown(&schema_of::<BackupPage>(), |it: BackupPage| {
             backup::list(&plain(), &it)
-                + &it.backups.iter().map(|one| backup::details(&plain(), one)).collect::<String>()
+                + &it.backups.iter().map(|backup| backup::details(&plain(), backup)).collect::<String>()
         });
     let slot = crate::args::SlotTarget { user: "user_1".parse().unwrap(), slot: "primary".parse().unwrap() };
     let inspection = json!({"idpUserId": "user_1", "slot": "primary", "state": "unsound", "problem": "p",

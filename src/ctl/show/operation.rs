@@ -24,7 +24,7 @@ pub fn should_show(line: &LogLine) -> bool {
     !matches!(line.outcome.as_str(), "filed" | "begun")
 }
 
-/// The reason why the current step is retried or waits, if that is its last line.
+/// The reason why the current step is retried or waits, if the last line of the log says so.
 fn waiting_reason(operation: &Operation) -> Option<String> {
     let last = operation.log.last().filter(|_| operation.state.is(OperationState::Running))?;
     let is_waiting = match last.outcome.as_str() {
@@ -38,14 +38,14 @@ fn waiting_reason(operation: &Operation) -> Option<String> {
 /// The commands that answer the operation's question, with their effects.
 pub fn answers(operation: &Operation) -> Vec<String> {
     let id = &operation.operation_id;
-    let back = match operation.kind.as_str() {
+    let abandon_effect = match operation.kind.as_str() {
         "provision" | "recover" => "the slot returns to its old machine",
         "delete" => "the deletion is undone",
         _ => "it ends at its current step",
     };
     let code = operation.question().map(|question| question.code.as_str());
-    let again = operation.question().filter(|question| can_retry_resolve(question)).map(|_| {
-        let what = match code {
+    let retry = operation.question().filter(|question| can_retry_resolve(question)).map(|_| {
+        let retry_effect = match code {
             Some(HELD_BACK) => format!(
                 "after `svcctl backup accept {}` it continues with the accepted snapshot; otherwise its host takes \
                  another backup, and the operation waits again if that is held, too",
@@ -54,9 +54,9 @@ pub fn answers(operation: &Operation) -> Vec<String> {
             Some(UNVERIFIED_FENCE) => "with the right platform keys, the fence is verified again".to_owned(),
             _ => "the final backup is retried".to_owned(),
         };
-        format!("`svcctl operation continue {id}`: {what}")
+        format!("`svcctl operation continue {id}`: {retry_effect}")
     });
-    let what = match code {
+    let accept_effect = match code {
         Some(NEWER_SNAPSHOT) => {
             "the new machine restores the latest snapshot; the newer one stays in the store"
         }
@@ -74,10 +74,10 @@ pub fn answers(operation: &Operation) -> Vec<String> {
         )
     });
     let others = [
-        format!("`svcctl operation continue {id} --accept-loss`: {what}"),
-        format!("`svcctl operation abandon {id}`: {back}"),
+        format!("`svcctl operation continue {id} --accept-loss`: {accept_effect}"),
+        format!("`svcctl operation abandon {id}`: {abandon_effect}"),
     ];
-    newer.into_iter().chain(again).chain(others).collect()
+    newer.into_iter().chain(retry).chain(others).collect()
 }
 
 /// The question and its answers, one per line.
@@ -93,19 +93,23 @@ pub fn line(view: &View, operation: &Operation, entry: &LogLine) -> String {
     let outcome = entry.outcome.as_str();
     let detail = entry.detail.as_deref().map(one_line).unwrap_or_default();
     let parts = [
-        offset(operation, &entry.at),
+        format_offset(operation, &entry.at),
         entry.step.clone(),
         view.paint(Colour::for_state(outcome), outcome),
         view.paint(Some(Colour::Faint), &detail),
-        repeats(operation, entry),
+        format_repeats(operation, entry),
     ];
     parts.iter().filter(|part| !part.is_empty()).cloned().collect::<Vec<_>>().join("  ")
 }
 
-fn repeats(operation: &Operation, entry: &LogLine) -> String {
+fn format_repeats(operation: &Operation, entry: &LogLine) -> String {
     let repeated = entry.repeats.filter(|repeats| *repeats > 0).zip(entry.repeated_at.as_ref());
     repeated.map_or_else(String::new, |(repeats, last)| {
-        format!("(repeated {}, last at {})", pluralize(repeats, "time"), offset(operation, last).trim())
+        format!(
+            "(repeated {}, last at {})",
+            pluralize(repeats, "time"),
+            format_offset(operation, last).trim()
+        )
     })
 }
 
@@ -117,7 +121,7 @@ pub fn lines_after(operation: &Operation, seen: u64) -> (Vec<&LogLine>, u64) {
 }
 
 /// A time of the API, relative to the operation's start.
-pub fn offset(operation: &Operation, at: &str) -> String {
+pub fn format_offset(operation: &Operation, at: &str) -> String {
     let from = seconds_between(&operation.created_at, at);
     from.map_or_else(|| at.to_owned(), |from| format!("{:>7.1} s", from.max(0.0)))
 }

@@ -23,7 +23,7 @@ pub fn inspection(view: &View, slot: &SlotTarget, found: &PointerInspection) -> 
     if !is_sound {
         shown.push_str(&match &found.rebuilt {
             Some(_) => format!("  next: `svcctl pointer rebuild {}`\n", slot.arguments()),
-            None => "  no snapshot is complete: a rebuild is not possible\n".to_owned(),
+            None => "  no snapshot is complete, so a rebuild is not possible\n".to_owned(),
         });
     }
     shown
@@ -38,7 +38,7 @@ fn line(view: &View, pointer: &Pointer) -> String {
     let holder =
         pointer.fence_machine_id.as_ref().map(|machine| format!(" of {machine}")).unwrap_or_default();
     let fence = format!("fence {}{holder}, seq {}", pointer.fence_epoch, pointer.seq);
-    let Some(named) = &pointer.snapshot else { return format!("no snapshot ({fence})") };
-    let (taken, size) = (format_time(view.now, &named.taken_at), format_bytes(named.size_bytes));
-    format!("{}\n  taken {taken}; {size}; epoch {} ({fence})", named.key, named.epoch)
+    let Some(snapshot) = &pointer.snapshot else { return format!("no snapshot ({fence})") };
+    let (taken, size) = (format_time(view.now, &snapshot.taken_at), format_bytes(snapshot.size_bytes));
+    format!("{}\n  taken {taken}; {size}; epoch {} ({fence})", snapshot.key, snapshot.epoch)
 }

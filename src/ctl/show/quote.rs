@@ -1,4 +1,4 @@
-//! Text view of what a provision would do, cost and use.
+//! Text view of what `provision` would create, its cost, and the quota.
 
 use super::human::{format_ago, format_time};
 use super::table::{self, Cell};
@@ -21,9 +21,9 @@ pub fn cost(quote: &ProvisionQuote) -> String {
 }
 
 pub fn show(view: &View, quote: &ProvisionQuote) -> String {
-    let place = |name: Option<&str>, unnamed: &str| name.unwrap_or(unnamed).to_owned();
-    let environment = place(quote.environment.as_deref(), "not named (PLATFORM_ENVIRONMENT)");
-    let project = place(quote.provider_project.as_deref(), "not named (PROVIDER_PROJECT)");
+    let named_or = |name: Option<&str>, unnamed: &str| name.unwrap_or(unnamed).to_owned();
+    let environment = named_or(quote.environment.as_deref(), "not named (PLATFORM_ENVIRONMENT)");
+    let project = named_or(quote.provider_project.as_deref(), "not named (PROVIDER_PROJECT)");
     let existing = quote.existing.as_ref();
     let existing = existing.map(|machine| format!("{} is {}", machine.machine_id, machine.status));
     let release = quote.image_version.as_ref().map(|version| format!(", release {version}"));
@@ -55,8 +55,8 @@ pub fn show(view: &View, quote: &ProvisionQuote) -> String {
     let costs: Vec<_> = quote.costs.iter().map(|cost| ("cost", Cell::from(location_cost(cost)))).collect();
     shown.push_str(&table::render_pairs(view, &costs));
     if !costs.is_empty() {
-        let other = "object storage and extra traffic; no volume and no backup of the provider is ordered";
-        shown.push_str(&table::render_pairs(view, &[("not included", other.into())]));
+        let excluded = "object storage and extra traffic; no volume and no provider backup is ordered";
+        shown.push_str(&table::render_pairs(view, &[("not included", excluded.into())]));
     }
     shown.push_str(&table::render_pairs(
         view,

@@ -14,14 +14,14 @@ fn colour(level: Level) -> Colour {
 
 /// Shows a line per finding, with the advice below it, and the totals at the end.
 pub fn show(view: &View, report: &Report) -> String {
-    let names = report.findings.iter().map(|finding| finding.check.len()).max().unwrap_or_default();
+    let check_width = report.findings.iter().map(|finding| finding.check.len()).max().unwrap_or_default();
     let mut text = String::new();
     for finding in &report.findings {
         let word = format!("{:<7}", finding.level.as_str());
-        let indent = " ".repeat(7 + 2 + names + 2);
+        let indent = " ".repeat(7 + 2 + check_width + 2);
         let what = finding.what.replace('\n', &format!("\n{indent}"));
         text.push_str(&format!(
-            "{}  {:<names$}  {what}\n",
+            "{}  {:<check_width$}  {what}\n",
             view.paint(Some(colour(finding.level)), &word),
             finding.check
         ));

@@ -8,7 +8,7 @@ use svc_wire::slot::{Subscription, SubscriptionList};
 pub fn page(view: &View, page: &SubscriptionList) -> String {
     let mut shown = list(view, &page.slots);
     if let Some(cursor) = &page.next_cursor {
-        shown.push_str(&format!("more: --cursor {cursor}\n"));
+        shown.push_str(&format!("more slots: repeat the command with `--cursor {cursor}`\n"));
     }
     shown
 }

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use comfy_table::{Attribute, Cell as Shown, Color, ContentArrangement, Table, presets};
+use comfy_table::{Attribute, Cell as TableCell, Color, ContentArrangement, Table, presets};
 
 use super::{Colour, View};
 use svc_base::untrusted_text::one_line;
@@ -52,7 +52,7 @@ pub fn render(view: &View, heading: &[&str], rows: &[Vec<Cell>]) -> String {
     } else {
         table.force_no_tty();
     }
-    table.set_header(heading.iter().map(|name| Shown::new(name).add_attribute(Attribute::Bold)));
+    table.set_header(heading.iter().map(|name| TableCell::new(name).add_attribute(Attribute::Bold)));
     for row in rows {
         table.add_row(row.iter().map(styled_cell));
     }
@@ -63,9 +63,9 @@ pub fn render(view: &View, heading: &[&str], rows: &[Vec<Cell>]) -> String {
     lines.collect()
 }
 
-fn styled_cell(cell: &Cell) -> Shown {
+fn styled_cell(cell: &Cell) -> TableCell {
     let text = if cell.text.is_empty() { "-" } else { &cell.text };
-    let shown = Shown::new(text);
+    let shown = TableCell::new(text);
     match cell.colour {
         None => shown,
         Some(Colour::Good) => shown.fg(Color::DarkGreen),

@@ -43,7 +43,7 @@ pub(super) fn failed() -> Value {
     machine["slot"] = "second".into();
     machine["status"] = "failed".into();
     machine["failure"] = json!({"cause": "boot_reported", "stage": "restore",
-        "message": "svc-restore: exit status: 69: the snapshot has another SHA-256 than its side record says"});
+        "message": "svc-restore: exit status: 69: the SHA-256 of x.dump differs from its record: nothing was restored"});
     machine["heartbeatAt"] = Value::Null;
     machine["health"] = Value::Null;
     machine["lastBackup"] = Value::Null;
@@ -69,17 +69,17 @@ fn operation(kind: &str, state: &str) -> Value {
 
 #[test]
 fn list_shows_machines() {
-    let mut quiet = running();
-    quiet["heartbeatAt"] = "2026-11-21T11:00:00Z".into();
-    quiet["lastBackup"] = json!({"status": "error", "error": "the store cannot be reached"});
-    let page = read(json!({"machines": [running(), failed(), quiet], "nextCursor": "abc"}));
+    let mut stale = running();
+    stale["heartbeatAt"] = "2026-11-21T11:00:00Z".into();
+    stale["lastBackup"] = json!({"status": "error", "error": "the store cannot be reached"});
+    let page = read(json!({"machines": [running(), failed(), stale], "nextCursor": "abc"}));
     insta::assert_snapshot!(machine::list(&plain(), &page));
     assert_eq!(machine::list(&plain(), &read(json!({"machines": [], "nextCursor": null}))), "no machines\n");
 }
 
 /// A host's or the provider's text may have several lines and control characters.
 #[test]
-fn text_with_several_lines_stays_in_one_row() {
+fn text_of_several_lines_stays_in_one_row() {
     let text = "no space left\n  next: delete\r\nsomething\u{1b}[2J";
     let mut failing = running();
     failing["lastBackup"] = json!({"status": "error", "error": text});
@@ -100,11 +100,11 @@ fn text_with_several_lines_stays_in_one_row() {
 
 #[test]
 fn unreadable_pointer_shows_how_to_rebuild_it() {
-    let mut torn = running();
-    torn["slot"] = "second".into();
+    let mut machine = running();
+    machine["slot"] = "second".into();
     let error = "user_1/second/system/db/latest in the object store is not readable: EOF";
-    torn["lastBackup"] = json!({"status": "error", "error": error});
-    let shown = machine::details(&plain(), &read(torn));
+    machine["lastBackup"] = json!({"status": "error", "error": error});
+    let shown = machine::details(&plain(), &read(machine));
     assert!(
         shown.contains(
             "next         the snapshot pointer cannot be used: `svcctl pointer show user_1 --slot second`"
@@ -164,8 +164,8 @@ fn repeated_and_omitted_log_entries_are_counted() {
     // Older platforms send no sequence numbers: the position counts.
     let after = |value: &Value, seen| {
         let operation: svc_wire::operation::Operation = read(value.clone());
-        let (news, last) = operation::lines_after(&operation, seen);
-        (news.len(), last)
+        let (lines, last) = operation::lines_after(&operation, seen);
+        (lines.len(), last)
     };
     assert_eq!(after(&long, 2), (1, 3));
     for (place, seq) in [(0, 40), (1, 52), (2, 97)] {
@@ -222,8 +222,8 @@ fn status_shows_unsaved_changes_and_end_of_kept_servers() {
         unsaved.ends_with(&format!("--accept-loss`; `svcctl undelete {OTHER}` restores it")),
         "{unsaved}"
     );
-    let over = shown(Value::Null, kept("deleted", json!("2026-11-21T11:59:00.000Z"), Value::Null));
-    assert!(over.ends_with("being deleted"), "{over}");
+    let expired = shown(Value::Null, kept("deleted", json!("2026-11-21T11:59:00.000Z"), Value::Null));
+    assert!(expired.ends_with("being deleted"), "{expired}");
 }
 
 #[test]
@@ -304,7 +304,7 @@ fn failed_restore_advice_depends_on_the_code() {
     assert!(full.contains("next         `svcctl recover user_1 --slot second --server-type TYPE`"), "{full}");
     let newer = next("primary", "svc-restore: code newer_postgres: x was taken with PostgreSQL 17");
     assert!(newer.contains("`svcctl recover user_1 --image-version VERSION`"), "{newer}");
-    let store = next("primary", "svc-restore: code store_unavailable: no answer");
+    let store = next("primary", "svc-restore: code store_unavailable: no response");
     assert!(store.contains("`svcctl doctor`"), "{store}");
 }
 
@@ -372,13 +372,16 @@ fn accepted_deletion_shows_snapshot_age_and_undo() {
             "newestSnapshotAt": "2026-11-21T11:51:00.000Z", "undeletableUntil": until, "operationId": OTHER});
         read::<DeletedMachine>(deletion).into()
     };
-    insta::assert_snapshot!(accepted::show(&plain(), &deletion(json!("2026-11-22T12:00:00.000Z"))));
-    let now = accepted::show(&plain(), &deletion(Value::Null));
-    assert!(now.contains("until its server is off; then the server is deleted permanently"), "{now}");
+    insta::assert_snapshot!(accepted_change::show(&plain(), &deletion(json!("2026-11-22T12:00:00.000Z"))));
+    let immediate = accepted_change::show(&plain(), &deletion(Value::Null));
+    assert!(
+        immediate.contains("until its server is off; then the server is deleted permanently"),
+        "{immediate}"
+    );
 }
 
 #[test]
-fn status_of_deletion_without_grace_has_no_kept_server() {
+fn status_of_immediate_deletion_has_no_kept_server() {
     let copies = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": [
         {"machineId": MACHINE, "providerServerId": "4711", "reason": "deleted", "until": null, "unsavedSince": null,
          "deletedBy": OTHER}]});
@@ -392,13 +395,13 @@ fn status_of_deletion_without_grace_has_no_kept_server() {
 }
 
 #[test]
-fn deletion_of_unserved_machine_has_no_undo() {
+fn deletion_of_machine_that_never_served_has_no_undo() {
     let deletion = read::<DeletedMachine>(
         json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "second", "handle": "ada",
         "kind": "customer", "status": "provisioning", "registeredAt": null, "deletedAt": "2026-11-21T12:00:00.000Z",
         "newestSnapshotAt": null, "undeletableUntil": null, "operationId": OTHER, "alsoDeleted": null}),
     );
-    let shown = accepted::show(&plain(), &deletion.into());
+    let shown = accepted_change::show(&plain(), &deletion.into());
     let undo =
         "none: it never served; `svcctl provision user_1 --slot second --handle ada` creates a new machine";
     assert!(shown.contains(undo), "{shown}");
@@ -410,7 +413,7 @@ fn accepted_recovery_shows_undo() {
         json!({"oldMachineId": OTHER, "machineId": MACHINE, "slot": "primary", "status": "recovering",
         "epoch": 3, "operationId": OTHER}),
     );
-    let shown = accepted::show(&plain(), &accepted.into());
+    let shown = accepted_change::show(&plain(), &accepted.into());
     let undo = format!("undo       `svcctl operation abandon {OTHER}` until the new machine has registered");
     assert!(shown.contains(&undo), "{shown}");
 }
@@ -427,7 +430,7 @@ fn fleet_shows_machines_that_need_attention() {
             "rollout": rollout("paused", None),
         }))
     };
-    let needy = json!([
+    let attention = json!([
         {"machineId": OTHER, "idpUserId": "user_4", "slot": "primary", "handle": "eve", "status": "running", "ended": "deleted",
          "reasons": ["operation_waiting", "unsaved_changes"], "operationId": OTHER},
         {"machineId": OTHER, "idpUserId": "user_5", "slot": "primary", "handle": "dan", "status": "running", "ended": "replaced",
@@ -439,7 +442,7 @@ fn fleet_shows_machines_that_need_attention() {
         {"machineId": MACHINE, "idpUserId": "user_7", "slot": "second", "handle": "gil", "status": "running", "reasons": ["pointer_unusable"]},
         {"machineId": MACHINE, "idpUserId": "user_3", "slot": "primary", "handle": "bob", "status": "running", "reasons": ["update_rolled_back"]},
     ]);
-    insta::assert_snapshot!(fleet::show(&plain(), &fleet(needy)));
+    insta::assert_snapshot!(fleet::show(&plain(), &fleet(attention)));
     assert!(fleet::show(&plain(), &fleet(json!([]))).ends_with("no machine needs attention\n"));
 }
 
@@ -461,11 +464,11 @@ fn list_shows_rollouts() {
 
 #[test]
 fn list_shows_backups() {
-    let one = |key: &str, latest: bool| {
+    let backup = |key: &str, latest: bool| {
         json!({"key": key, "sizeBytes": 1_363_148, "sha256": "00", "takenAt": "2026-11-21T11:05:00.000Z",
         "verifiedAt": "2026-11-21T11:05:01.000Z", "epoch": 2, "machineId": MACHINE, "latest": latest})
     };
-    let page = json!({"latest": "b", "backups": [one("system/db/snapshots/b-2.dump", true), one("system/db/snapshots/a-1.dump", false)], "nextCursor": null});
+    let page = json!({"latest": "b", "backups": [backup("system/db/snapshots/b-2.dump", true), backup("system/db/snapshots/a-1.dump", false)], "nextCursor": null});
     insta::assert_snapshot!(backup::list(&plain(), &read(page)));
 }
 

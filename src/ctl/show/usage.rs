@@ -18,12 +18,12 @@ pub fn show(view: &View, by: GroupBy, report: &UsageReport) -> String {
         GroupBy::User => "USER",
     };
     let row = |entry: &UsageEntry| {
-        let named = match by {
+        let key = match by {
             GroupBy::Model => entry.model.as_ref(),
             GroupBy::User => entry.user_id.as_ref(),
             GroupBy::Day | GroupBy::Week | GroupBy::Month => None,
         };
-        let name = named.map_or(&*entry.date, String::as_str).to_owned();
+        let name = key.map_or(&*entry.date, String::as_str).to_owned();
         cells(name, entry.cost, [entry.tokens_in, entry.tokens_out, entry.dispatches])
     };
     let mut rows: Vec<_> = report.entries.iter().map(row).collect();

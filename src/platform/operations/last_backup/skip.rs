@@ -1,4 +1,4 @@
-//! Skips a host that cannot make a final backup. Such a host may have stored a snapshot that the pointer does not
+//! Skips a host that cannot take a final backup. Such a host may have stored a snapshot that the pointer does not
 //! name, for example with an outage session: an operator decides whether to restore the new machine from it.
 //!
 //! The invariant: the pointer is unchanged, and a machine is never silently restored from a snapshot older than the

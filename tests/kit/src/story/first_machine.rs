@@ -185,7 +185,7 @@ const BROKEN_VERSION: &str = "story-3";
 /// Updates the running machine, which keeps its rows and reports its release.
 pub async fn update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     publish_signed(stack, NEXT_VERSION, stack.svc.clone()).await?;
-    // Without a shell, which the minimal bundle lacks, the release cannot be verified: see ctl::rollout.
+    // Without a shell, which the minimal bundle lacks, the release cannot be verified: see ctl::verify_rollout.
     let args = ["--json", "deploy", "start", NEXT_VERSION, "--no-verify", "--yes", "--wait=200"];
     let rollout: serde_json::Value = stack.svcctl(&args).await?.success()?.json()?;
     ensure!(rollout["state"] == "succeeded" && rollout["totals"]["updated"] == 1, "the rollout is {rollout}");

@@ -1,4 +1,4 @@
-//! Checks that the command lines of applets that pages and messages quote exist, with their options.
+//! Checks that every command line of an applet that a page or message quotes exists, with its options.
 
 use kit::quoted_commands::{self, Language};
 use svc::applets::APPLETS;
@@ -11,7 +11,7 @@ use crate::files::{File, files};
 fn unknown_commands(files: &[File]) -> (usize, Vec<String>) {
     let is_quoting = |file: &&File| {
         let is_page = file.path.ends_with(".md") && file.path != "CHANGELOG.md";
-        is_page || file.path.starts_with("src/") && !file.path.ends_with("quoted_tests.rs")
+        is_page || file.path.starts_with("src/") && !file.path.ends_with("quoted_command_tests.rs")
     };
     let (mut checked, mut found) = (0, Vec::new());
     for applet in APPLETS {

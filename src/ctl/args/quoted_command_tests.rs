@@ -1,4 +1,4 @@
-//! Checks that every `svcctl …` command in the documentation and messages exists, with its options.
+//! Checks that every `svcctl …` command that documentation or a message quotes exists, with its options.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ fn svcctl() -> clap::Command {
     command
 }
 
-fn texts() -> Vec<PathBuf> {
+fn text_files() -> Vec<PathBuf> {
     fn walk(dir: &Path, found: &mut Vec<PathBuf>) {
         for entry in fs::read_dir(dir).unwrap() {
             let path = entry.unwrap().path();
@@ -29,14 +29,14 @@ fn texts() -> Vec<PathBuf> {
     let mut found = vec![root.join("README.md"), root.join("ARCHITECTURE.md"), root.join("CONTRIBUTING.md")];
     walk(&root.join("src"), &mut found);
     walk(&root.join("docs"), &mut found);
-    found.retain(|path| !path.ends_with("quoted_tests.rs"));
+    found.retain(|path| !path.ends_with("quoted_command_tests.rs"));
     found
 }
 
 #[test]
 fn texts_name_only_existing_commands_and_options() {
     let (svcctl, mut mistakes, mut checked) = (svcctl(), Vec::new(), 0);
-    for path in texts() {
+    for path in text_files() {
         let shown = path.display().to_string();
         let Some(language) = Language::of_file(&shown) else { continue };
         let quoted = quoted_commands::check(&svcctl, &fs::read_to_string(&path).unwrap(), language);
@@ -47,8 +47,8 @@ fn texts_name_only_existing_commands_and_options() {
     assert!(checked > 150, "only {checked} commands were found");
 }
 
-/// Members of requests, which messages must not name: operators read messages in `svcctl`, which has options instead.
-const MEMBERS: [&str; 8] = [
+/// Members of request bodies that messages must not name, because operators use the options of `svcctl` instead.
+const REQUEST_MEMBERS: [&str; 8] = [
     "acceptLoss",
     "allowEmpty",
     "replaceFirst",
@@ -59,7 +59,7 @@ const MEMBERS: [&str; 8] = [
     "with force",
 ];
 
-/// Returns the string literals of a source file that contain a space, except those of the API's description.
+/// Returns the string literals of a source file that contain a space, except those of the OpenAPI document.
 fn extract_sentences(text: &str) -> Vec<String> {
     let text = join_lines(text, Language::Rust);
     let lines = text.lines().filter(|line| !line.trim_start().starts_with("//"));
@@ -73,11 +73,11 @@ fn extract_sentences(text: &str) -> Vec<String> {
 fn texts_name_options_instead_of_request_members() {
     let (mut mistakes, mut checked) = (Vec::new(), 0);
     for path in
-        texts().into_iter().filter(|path| path.components().any(|part| part.as_os_str() == "platform"))
+        text_files().into_iter().filter(|path| path.components().any(|part| part.as_os_str() == "platform"))
     {
         for sentence in extract_sentences(&fs::read_to_string(&path).unwrap()) {
             checked += 1;
-            let named = MEMBERS.iter().find(|member| sentence.contains(**member));
+            let named = REQUEST_MEMBERS.iter().find(|member| sentence.contains(**member));
             mistakes.extend(named.map(|member| format!("{}: {member} in {sentence:?}", path.display())));
         }
     }
@@ -88,7 +88,7 @@ fn texts_name_options_instead_of_request_members() {
 }
 
 #[test]
-fn mistakes_in_commands_are_detected() {
+fn check_detects_mistakes_in_commands() {
     let svcctl = svcctl();
     let mistakes = |text: &str| quoted_commands::check(&svcctl, text, Language::Rust).mistakes;
     for (text, part) in [

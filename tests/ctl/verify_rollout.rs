@@ -19,17 +19,17 @@ impl Shell<'_> {
         fs::create_dir_all(self.dir.join("assets")).unwrap();
         let page = "<!doctype html><meta name=\"svc-canvas-gestures\" content=\"surface\">\
                     <link rel=stylesheet href=\"/assets/main.css\"><script type=module src=\"/assets/main.js\"></script>";
-        let good = [
+        let valid_files = [
             ("index.html", page),
             ("assets/main.css", "input::placeholder{color:gray}"),
             ("assets/main.js", "import\"./vendor.js\";const lazy=[\"assets/lazy.js\"];fetch(\"/api/apps\")"),
             ("assets/vendor.js", "export const a=\"https://idp.test\";"),
             ("assets/lazy.js", "export const b=1;"),
         ];
-        for (path, text) in good.iter().chain(replacements) {
+        for (path, text) in valid_files.iter().chain(replacements) {
             fs::write(self.dir.join(path), text).unwrap();
         }
-        let (provider, server) = (&self.fleet.stack.provider, self.fleet.server());
+        let (provider, server) = (&self.fleet.stack.provider, self.fleet.server_name());
         // `svc-shell` reads its files at startup, so it is restarted. Stopping fails if it is not running.
         provider.stop_service(&server, "svc-shell").await.ok();
         let started = provider.run_unit(&server, "svc-shell", &[]).await.unwrap();
@@ -38,12 +38,12 @@ impl Shell<'_> {
 }
 
 impl Fleet {
-    async fn verify_here(&self, args: &[&str]) -> Report {
+    async fn verify_on_host(&self, args: &[&str]) -> Report {
         let args: Vec<&str> = ["verify-rollout"].into_iter().chain(args.iter().copied()).collect();
         run_report(&self.stack.svc, &args, &self.host_env()).await
     }
 
-    async fn verify_outside(&self, token: &str) -> Report {
+    async fn verify_from_outside(&self, token: &str) -> Report {
         let env = [("SVC_SESSION_TOKEN".to_owned(), token.to_owned())];
         let port = self.stack.router_url();
         let port = port.rsplit(':').next().unwrap();
@@ -55,10 +55,10 @@ impl Fleet {
 #[tokio::test(flavor = "multi_thread")]
 async fn release_is_verified_on_the_host_and_from_outside() {
     let fleet = Fleet::start().await;
-    let without = fleet.verify_here(&[]).await;
-    without.expect("shell", "problem", "503");
+    let without_shell = fleet.verify_on_host(&[]).await;
+    without_shell.expect("shell", "problem", "503");
     for check in ["placeholder-host", "legacy-canvas", "canvas-gestures"] {
-        without.expect(check, "skipped", "could not be read");
+        without_shell.expect(check, "skipped", "could not be read");
     }
     let shell = Shell { fleet: &fleet, dir: fleet.disk.join("opt/svc/app/shell") };
     shell.serve(&[]).await;
@@ -72,47 +72,51 @@ async fn release_is_verified_on_the_host_and_from_outside() {
         "legacy-route",
         "icons",
     ];
-    let here = fleet.verify_here(&["--strict"]).await;
-    let outside = fleet.verify_outside(&fleet.stack.owner()).await;
+    let on_host = fleet.verify_on_host(&["--strict"]).await;
+    let outside = fleet.verify_from_outside(&fleet.stack.owner()).await;
     for check in checks {
-        here.expect(check, "ok", "");
+        on_host.expect(check, "ok", "");
         outside.expect(check, "ok", "");
     }
-    here.expect("vps-database", "ok", "this machine's own");
-    here.expect("shell", "ok", "4 files");
-    here.expect("bridge-schemas", "ok", "notes");
+    on_host.expect("vps-database", "ok", "this machine's own");
+    on_host.expect("shell", "ok", "4 files");
+    on_host.expect("bridge-schemas", "ok", "notes");
     outside.expect("vps-database", "skipped", "only on the host");
-    assert_eq!((here.code, outside.code), (Some(0), Some(0)));
+    assert_eq!((on_host.code, outside.code), (Some(0), Some(0)));
 
     shell.serve(&[("assets/lazy.js", "fetch(\"https://placeholder-idp.invalid/v1/client\")")]).await;
-    expect_here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js contains placeholder-idp.invalid")
-        .await;
+    expect_on_host_and_outside(
+        &fleet,
+        "placeholder-host",
+        "/assets/lazy.js contains placeholder-idp.invalid",
+    )
+    .await;
     let key = format!("export const k=\"{}\"", kit::bundle::apps::test_key("idp.example.com"));
     shell.serve(&[("assets/lazy.js", &key)]).await;
-    expect_here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js contains idp.example.com").await;
+    expect_on_host_and_outside(&fleet, "placeholder-host", "/assets/lazy.js contains idp.example.com").await;
     let key = format!("export const k=\"{}\"", kit::bundle::apps::test_key("idp.svc.test"));
     shell.serve(&[("assets/lazy.js", &key)]).await;
-    fleet.verify_here(&[]).await.expect("placeholder-host", "ok", "neither the page nor its chunks");
+    fleet.verify_on_host(&[]).await.expect("placeholder-host", "ok", "neither the page nor its chunks");
     shell.serve(&[("assets/vendor.js", "fetch(new URL('api/canvas?fresh=1',base))")]).await;
-    expect_here_and_outside(&fleet, "legacy-canvas", "/assets/vendor.js contains api/canvas").await;
+    expect_on_host_and_outside(&fleet, "legacy-canvas", "/assets/vendor.js contains api/canvas").await;
     let script = "<script src=\"/assets/main.js\"></script>";
     let window_gestures = format!("<meta name=\"svc-canvas-gestures\" content=\"window\">{script}");
     shell.serve(&[("index.html", &window_gestures)]).await;
-    expect_here_and_outside(&fleet, "canvas-gestures", "window").await;
+    expect_on_host_and_outside(&fleet, "canvas-gestures", "window").await;
     shell.serve(&[("index.html", script)]).await;
-    let unmarked = fleet.verify_here(&[]).await;
+    let unmarked = fleet.verify_on_host(&[]).await;
     unmarked.expect("canvas-gestures", "skipped", "verify it in a browser");
     assert_eq!(unmarked.code, Some(0));
     assert_eq!(
-        fleet.verify_here(&["--strict"]).await.code,
+        fleet.verify_on_host(&["--strict"]).await.code,
         Some(65),
         "with --strict, a skipped check is a failure"
     );
     let styles = "<link rel=\"stylesheet\" href=\"/assets/main.css\">";
     shell.serve(&[("index.html", styles), ("assets/main.css", "p{}")]).await;
-    expect_here_and_outside(&fleet, "shell", "the page refers to no script").await;
+    expect_on_host_and_outside(&fleet, "shell", "the page refers to no script").await;
     shell.serve(&[("index.html", "<script src=\"/assets/gone.js\"></script>")]).await;
-    expect_here_and_outside(&fleet, "shell", "/assets/gone.js returned 404").await;
+    expect_on_host_and_outside(&fleet, "shell", "/assets/gone.js returned 404").await;
     shell.serve(&[]).await;
 
     // The settings differ from the database that the running gateway uses.
@@ -121,17 +125,17 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     let other = svc::config::format_env_line("DATABASE_URL", "postgres://svc:pw@127.0.0.1:1/svc");
     let kept = before.lines().filter(|line| !line.starts_with("DATABASE_URL="));
     fs::write(&settings, kept.fold(other, |text, line| text + line + "\n")).unwrap();
-    let elsewhere = fleet.verify_here(&[]).await;
+    let elsewhere = fleet.verify_on_host(&[]).await;
     elsewhere.expect("vps-database", "problem", "this machine's own database is on 127.0.0.1:1");
     fs::write(&settings, before).unwrap();
 
-    let other_user = fleet.verify_outside(&fleet.stack.session("user_other")).await;
+    let other_user = fleet.verify_from_outside(&fleet.stack.session("user_other")).await;
     other_user.expect("shell", "problem", "503");
-    let forged = fleet.verify_outside("not.a.token").await;
+    let forged = fleet.verify_from_outside("not.a.token").await;
     forged.expect("gateway-health", "problem", "401");
 
-    fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
-    let stopped = fleet.verify_here(&[]).await;
+    fleet.stack.provider.stop_service(&fleet.server_name(), "svc-gateway").await.unwrap();
+    let stopped = fleet.verify_on_host(&[]).await;
     stopped.expect("gateway-health", "problem", "");
     stopped.expect("vps-database", "problem", "does not report which server");
     stopped.expect("icons", "problem", "");
@@ -181,9 +185,9 @@ async fn rollout_waits_for_operator_if_release_fails_checks() {
     fleet.stack.stop().await;
 }
 
-async fn expect_here_and_outside(fleet: &Fleet, check: &str, part: &str) {
-    fleet.verify_here(&[]).await.expect(check, "problem", part);
-    fleet.verify_outside(&fleet.stack.owner()).await.expect(check, "problem", part);
+async fn expect_on_host_and_outside(fleet: &Fleet, check: &str, part: &str) {
+    fleet.verify_on_host(&[]).await.expect(check, "problem", part);
+    fleet.verify_from_outside(&fleet.stack.owner()).await.expect(check, "problem", part);
 }
 
 #[tokio::test]

@@ -13,7 +13,7 @@ use svc_wire::text::Text;
 
 /// An accepted change: the fields of the platform's response that are shown.
 #[derive(Debug, Default)]
-pub struct Accepted {
+pub struct AcceptedChange {
     pub machine_id: String,
     pub operation_id: Option<String>,
     pub also_deleted: Option<AlsoDeleted>,
@@ -27,7 +27,7 @@ pub struct Accepted {
     power: Option<Text<PowerAction>>,
 }
 
-impl From<ProvisionedMachine> for Accepted {
+impl From<ProvisionedMachine> for AcceptedChange {
     fn from(machine: ProvisionedMachine) -> Self {
         Self {
             machine_id: machine.machine_id.into(),
@@ -38,7 +38,7 @@ impl From<ProvisionedMachine> for Accepted {
     }
 }
 
-impl From<RecoveredMachine> for Accepted {
+impl From<RecoveredMachine> for AcceptedChange {
     fn from(machine: RecoveredMachine) -> Self {
         Self {
             machine_id: machine.machine_id.into(),
@@ -51,7 +51,7 @@ impl From<RecoveredMachine> for Accepted {
     }
 }
 
-impl From<DeletedMachine> for Accepted {
+impl From<DeletedMachine> for AcceptedChange {
     fn from(machine: DeletedMachine) -> Self {
         Self {
             machine_id: machine.machine_id.to_string(),
@@ -64,7 +64,7 @@ impl From<DeletedMachine> for Accepted {
     }
 }
 
-impl From<UndeletedMachine> for Accepted {
+impl From<UndeletedMachine> for AcceptedChange {
     fn from(machine: UndeletedMachine) -> Self {
         Self {
             machine_id: machine.machine_id.into(),
@@ -76,7 +76,7 @@ impl From<UndeletedMachine> for Accepted {
     }
 }
 
-impl From<PowerChange> for Accepted {
+impl From<PowerChange> for AcceptedChange {
     fn from(change: PowerChange) -> Self {
         Self {
             machine_id: change.machine_id.into(),
@@ -88,7 +88,7 @@ impl From<PowerChange> for Accepted {
     }
 }
 
-impl From<Resize> for Accepted {
+impl From<Resize> for AcceptedChange {
     fn from(resize: Resize) -> Self {
         Self {
             machine_id: resize.machine_id.into(),
@@ -100,7 +100,7 @@ impl From<Resize> for Accepted {
     }
 }
 
-impl Accepted {
+impl AcceptedChange {
     /// A note if a repeated command changed nothing, or if there is a newer snapshot than a recovery restores.
     pub fn note(&self) -> Option<String> {
         if self.already_undone == Some(true) {
@@ -108,7 +108,7 @@ impl Accepted {
         }
         if let Some(newer) = &self.newer_snapshot {
             return Some(format!(
-                "{} of {} is newer than the snapshot to restore: if the host cannot make a final backup and no snapshot was \
+                "{} of {} is newer than the snapshot to restore: if the host cannot take a final backup and no snapshot was \
                  named, the recovery waits for a decision on which one to restore",
                 newer.key, newer.taken_at
             ));
@@ -138,7 +138,7 @@ impl Accepted {
     }
 }
 
-pub fn show(view: &View, accepted: &Accepted) -> String {
+pub fn show(view: &View, accepted: &AcceptedChange) -> String {
     let deletion = accepted.deletion.as_ref();
     table::render_pairs(
         view,
@@ -185,7 +185,7 @@ fn also_deleted(also: &AlsoDeleted) -> String {
 }
 
 /// The command that undoes the accepted request.
-fn undo(view: &View, accepted: &Accepted) -> String {
+fn undo(view: &View, accepted: &AcceptedChange) -> String {
     if let Some(also) = &accepted.also_deleted {
         let until = also.undeletable_until.as_deref();
         let until = until.map(|until| format!(" until {}", format_time(view.now, until))).unwrap_or_default();

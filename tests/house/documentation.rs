@@ -1,22 +1,22 @@
-//! Dependencies that a page must explain, and tests that pages name.
+//! Dependencies that a page must explain, and tests and names that pages refer to.
 
 use std::collections::BTreeMap;
 
-use super::{File, violation_at};
+use super::{File, format_violation};
 
 /// Every crate that a workspace member depends on has one row in `docs/dependencies.md`, and every row belongs to
 /// such a crate.
 pub fn unexplained_dependencies(files: &[File]) -> Vec<String> {
     let mut named = BTreeMap::new();
     for file in files.iter().filter(|file| file.path.ends_with("Cargo.toml")) {
-        let mut is_list = false;
+        let mut is_dependency_table = false;
         for (number, line) in file.text.lines().enumerate() {
             if line.starts_with('[') {
-                is_list = matches!(line, "[dependencies]" | "[dev-dependencies]");
+                is_dependency_table = matches!(line, "[dependencies]" | "[dev-dependencies]");
             }
             let name = line.split(['.', ' ', '=']).next().unwrap_or_default();
-            if is_list && name.starts_with(|c: char| c.is_ascii_lowercase()) {
-                named.entry(name).or_insert_with(|| violation_at(&file.path, number + 1, name));
+            if is_dependency_table && name.starts_with(|c: char| c.is_ascii_lowercase()) {
+                named.entry(name).or_insert_with(|| format_violation(&file.path, number + 1, name));
             }
         }
     }
@@ -58,7 +58,7 @@ pub fn unknown_tests(files: &[File]) -> Vec<String> {
         for (number, line) in file.text.lines().enumerate() {
             let names = line.split('`').skip(1).step_by(2).filter(|text| is_name(text));
             for name in names.filter(|name| !is_test(files, name)) {
-                found.push(violation_at(&file.path, number + 1, format!("no such test: {name}")));
+                found.push(format_violation(&file.path, number + 1, format!("no such test: {name}")));
             }
         }
     }
@@ -81,7 +81,7 @@ pub fn unknown_names(files: &[File]) -> Vec<String> {
                 } else if !is_in_parentheses {
                     source = None;
                 } else if let Some(file) = source.filter(|file| !has_word(&file.text, quoted)) {
-                    found.push(violation_at(
+                    found.push(format_violation(
                         &page.path,
                         number + 1,
                         format!("{} has no {quoted}", file.path),

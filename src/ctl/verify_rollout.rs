@@ -1,7 +1,7 @@
 //! `svcctl verify-rollout`: the checks of a release on a running host before its rollout (specification, part 9).
 
 use super::args::VerifyRollout;
-use super::connect::{is_private, read_secret};
+use super::connect::{can_carry_secret, read_secret};
 use super::local::LocalChecks;
 use super::output::Output;
 use super::report;
@@ -23,8 +23,10 @@ pub async fn run(args: VerifyRollout, local: LocalChecks, out: &Output) -> Resul
         let server = fetch_database_server(&host).await;
         match (local.check_own_database)(server.as_deref()) {
             Ok(what) => findings.ok(what),
-            Err(why) => findings
-                .problem(why, "DATABASE_URL in /opt/svc/env/host.env, then systemctl restart svc-gateway"),
+            Err(why) => findings.problem(
+                why,
+                "correct DATABASE_URL in /opt/svc/env/host.env, then run systemctl restart svc-gateway",
+            ),
         }
     };
     let findings = check_release(&host, database).await;
@@ -37,7 +39,7 @@ fn connect_host(args: VerifyRollout, local: LocalChecks) -> Result<HostClient, F
         return Ok(HostClient::over_socket(&socket)?);
     };
     let mut env = Env::from_process();
-    if !is_private(&base) {
+    if !can_carry_secret(&base) {
         env.add_option_mistake(
             "--app-url",
             "must be https, because requests carry the session (plain http only to this machine)",

@@ -1,8 +1,8 @@
-//! The allowed imports between modules (ARCHITECTURE.md, "Edges").
+//! The allowed dependencies between packages, and imports between modules (ARCHITECTURE.md, "Allowed dependencies").
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{File, source, violation_at};
+use super::{File, format_violation, source};
 
 /// The modules of `src/host`, each with the modules that it may import.
 const HOST_MODULES: [(&str, &[&str]); 11] = [
@@ -35,11 +35,11 @@ const APPLETS: [&[&str]; 12] = [
     &["update"],
 ];
 
-/// The module with all services of the gateway; only the gateway's start and its router may import it.
+/// The module with all services of the gateway; only the gateway's startup code and its router may import it.
 const GATEWAY_STATE: [&str; 2] = ["gateway", "state"];
 
 /// Modules that the updater shares with the programs that request an update or report its progress.
-const UPDATE_FILES: [&str; 2] = ["protocol", "trusted_keys"];
+const SHARED_UPDATE_MODULES: [&str; 2] = ["protocol", "trusted_keys"];
 
 /// The packages of the product, each with the packages that it may depend on.
 const PACKAGES: [(&str, &[&str]); 10] = [
@@ -62,13 +62,13 @@ pub fn forbidden_dependencies(files: &[File]) -> Vec<String> {
         let package = file.path.strip_prefix("src/").and_then(|path| path.strip_suffix("/Cargo.toml"));
         let Some(package) = package else { continue };
         let Some((_, allowed)) = PACKAGES.iter().find(|(name, _)| *name == package) else {
-            found.push(violation_at(&file.path, 1, "the package is missing from the table PACKAGES"));
+            found.push(format_violation(&file.path, 1, "the package is missing from the table PACKAGES"));
             continue;
         };
         for (number, line) in file.text.lines().enumerate() {
             let dependency = line.split(['.', ' ', '=']).next().and_then(|key| key.strip_prefix("svc-"));
             if let Some(dependency) = dependency.filter(|name| !allowed.contains(name)) {
-                found.push(violation_at(
+                found.push(format_violation(
                     &file.path,
                     number + 1,
                     format!("{package} must not depend on {dependency}"),
@@ -86,7 +86,9 @@ pub fn packages_without_lints(files: &[File]) -> Vec<String> {
         .filter(|file| {
             file.text.contains("[package]") && !file.text.contains("\n[lints]\nworkspace = true\n")
         })
-        .map(|file| violation_at(&file.path, 1, "the package does not inherit the lints of the workspace"))
+        .map(|file| {
+            format_violation(&file.path, 1, "the package does not inherit the lints of the workspace")
+        })
         .collect()
 }
 
@@ -106,7 +108,7 @@ fn host_reason(from: &[String], to: &[String]) -> Option<&'static str> {
         return Some("HOST_MODULES does not permit this import");
     }
     let is_shared =
-        to_module == "update" && to.get(1).is_some_and(|file| UPDATE_FILES.contains(&file.as_str()));
+        to_module == "update" && to.get(1).is_some_and(|file| SHARED_UPDATE_MODULES.contains(&file.as_str()));
     let is_in = |path: &[String], applet: &[&str]| {
         path.len() >= applet.len() && path.iter().zip(applet).all(|(a, b)| a == b)
     };
@@ -117,9 +119,8 @@ fn host_reason(from: &[String], to: &[String]) -> Option<&'static str> {
     if foreign.is_some() && !is_shared && !is_declared {
         return Some("an applet must not import another applet's folder");
     }
-    let is_assembly = from == ["gateway"] || from == ["gateway", "router"] || is_in(from, &GATEWAY_STATE);
-    (is_in(to, &GATEWAY_STATE) && !is_assembly)
-        .then_some("a handler must take only the services that it needs")
+    let is_wiring = from == ["gateway"] || from == ["gateway", "router"] || is_in(from, &GATEWAY_STATE);
+    (is_in(to, &GATEWAY_STATE) && !is_wiring).then_some("a handler must take only the services that it needs")
 }
 
 pub fn forbidden_imports(files: &[File]) -> Vec<String> {
@@ -128,7 +129,11 @@ pub fn forbidden_imports(files: &[File]) -> Vec<String> {
         let Some(module) = source::module_path(&file.path) else { continue };
         for named in source::named_paths(&module, &source::tokenize(&source::blank_literals(&file.text))) {
             if let Some(why) = forbidden_reason(&module, &named.path) {
-                found.push(violation_at(&file.path, named.line, format!("{}: {why}", named.path.join("::"))));
+                found.push(format_violation(
+                    &file.path,
+                    named.line,
+                    format!("{}: {why}", named.path.join("::")),
+                ));
             }
         }
     }
@@ -154,7 +159,7 @@ pub fn import_cycles(files: &[File]) -> Vec<String> {
             let [to_module, other, ..] = named.path.as_slice() else { continue };
             if to_module == package && other != name {
                 from.entry([to_module.clone(), other.clone()])
-                    .or_insert_with(|| violation_at(&file.path, named.line, ""));
+                    .or_insert_with(|| format_violation(&file.path, named.line, ""));
             }
         }
     }
@@ -239,12 +244,12 @@ mod tests {
     #[test]
     fn tables_have_no_cycle() {
         for table in [&HOST_MODULES[..], &PACKAGES] {
-            let mut left: Vec<_> = table.to_vec();
-            while !left.is_empty() {
-                let names: Vec<_> = left.iter().map(|(name, _)| *name).collect();
-                let before = left.len();
-                left.retain(|(_, imports)| imports.iter().any(|import| names.contains(import)));
-                assert!(left.len() < before, "a cycle among {names:?}");
+            let mut remaining: Vec<_> = table.to_vec();
+            while !remaining.is_empty() {
+                let names: Vec<_> = remaining.iter().map(|(name, _)| *name).collect();
+                let before = remaining.len();
+                remaining.retain(|(_, imports)| imports.iter().any(|import| names.contains(import)));
+                assert!(remaining.len() < before, "a cycle among {names:?}");
             }
         }
     }
