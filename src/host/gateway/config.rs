@@ -1,6 +1,6 @@
 //! The gateway's configuration: its address, the machine's owner, and the accepted credentials.
 //!
-//! On anything but a developer's machine, a configuration that switches authentication off is rejected.
+//! On anything but a developer's machine, a configuration that disables authentication is rejected.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -157,7 +157,7 @@ fn read_issuer(env: &mut Env) -> Option<TrustedIssuer> {
         .map(str::to_owned)
         .collect();
     if audiences.is_empty() {
-        env.add_mistake(&vars::IDP_AUDIENCE, "must name at least one audience; separate several by commas");
+        env.add_mistake(&vars::IDP_AUDIENCE, "must name at least one audience; separate several with commas");
         return None;
     }
     Some(TrustedIssuer { issuer: issuer?, audiences, jwks_url: jwks_url? })

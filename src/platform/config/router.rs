@@ -110,7 +110,7 @@ fn read_audiences(env: &mut Env) -> Option<Vec<String>> {
     let all: Vec<String> =
         text.split(',').map(|name| name.trim().to_owned()).filter(|name| !name.is_empty()).collect();
     if all.is_empty() {
-        env.add_mistake(&vars::IDP_AUDIENCE, "must name at least one audience; separate several by commas");
+        env.add_mistake(&vars::IDP_AUDIENCE, "must name at least one audience; separate several with commas");
     }
     Some(all)
 }

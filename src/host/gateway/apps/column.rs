@@ -1,6 +1,6 @@
 //! Columns and their types: the eleven type names of manifests, and their PostgreSQL types.
 
-use crate::gateway::name::Name;
+use crate::gateway::name::SqlIdentifier;
 
 /// A column type of `svc.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -83,13 +83,13 @@ pub enum Origin {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Column {
-    pub name: Name,
+    pub name: SqlIdentifier,
     pub kind: ColumnType,
     pub origin: Origin,
 }
 
 impl Column {
-    pub fn declared(name: Name, kind: ColumnType) -> Self {
+    pub fn declared(name: SqlIdentifier, kind: ColumnType) -> Self {
         Self { name, kind, origin: Origin::Declared }
     }
 

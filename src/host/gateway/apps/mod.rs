@@ -20,7 +20,7 @@ pub use bundled::run_install;
 pub use column::{Column, ColumnType, Origin};
 #[cfg(feature = "fuzzing")]
 pub use ddl::registration_sql;
-pub use describe::{FOLDER, FRONT, ICON, LIST, PAGE, app_schema_json};
+pub use describe::{FOLDER, FRONT_PAGE, ICON, LIST, PAGE, app_schema_json};
 pub use icon::serve_icon;
 pub use list::list_apps;
 #[cfg(any(test, feature = "fuzzing"))]

@@ -1,5 +1,5 @@
 //! Exposes the bridge's parsers to `tests/fuzz`, with plain data as results, for one table with a column of each type.
-//! Not in release builds.
+//! Not compiled into release builds.
 
 use std::sync::LazyLock;
 
@@ -17,7 +17,7 @@ use super::request::{Action, BridgeRequest};
 use super::sql::Sql;
 pub use crate::gateway::apps::path_in_app;
 use crate::gateway::apps::{ColumnType, Manifest, Table, registration_sql};
-use crate::gateway::name::Name;
+use crate::gateway::name::SqlIdentifier;
 use svc_machine::epoch::Epoch;
 
 static TABLE: LazyLock<Table> = LazyLock::new(|| {
@@ -72,7 +72,7 @@ pub fn read_request(body: &[u8]) -> Result<AcceptedRequest, String> {
         Action::Transaction(calls) => calls,
         Action::Schemas => &[],
     };
-    let schema: Name = "app_n".parse().expect("app_n is a valid name");
+    let schema: SqlIdentifier = "app_n".parse().expect("app_n is a valid name");
     let mut statements = Vec::new();
     for call in calls {
         if let Ok(plan) = plan(&schema, &TABLE, &call.operation) {

@@ -260,8 +260,9 @@ fn request_schema() -> Value {
 
 const EVENTS: DocumentedResponse = DocumentedResponse {
     status: 200,
-    about: "Server-sent events: accepted, running, started, text, toolStarted, toolEnded, warning, and finally result, \
-            which has the complete dispatch. Events of a batch have the index of their entry; the last one is done.",
+    about: "Server-sent events: `accepted`, `running`, `started`, `text`, `toolStarted`, `toolEnded`, `warning`, and \
+            finally `result`, which has the complete dispatch. Events of a batch have the index of their entry; the last \
+            event is `done`.",
     content: Content::Other("text/event-stream"),
 };
 
@@ -277,8 +278,8 @@ pub static DISPATCH: Endpoint = Endpoint {
         id: "dispatch",
         method: Method::POST,
         path: "/api/dispatch",
-        summary: "Submits one or several prompts to a coding agent of system/config.json, which works in the owner's \
-                  home. Idempotent by id. The dispatch continues without listeners.",
+        summary: "Submits one or several prompts to a coding agent configured in system/config.json, which works in \
+                  the owner's home. Idempotent by id. The dispatch continues without listeners.",
         credentials: OWNERS,
         parameters: &[],
         body: Some(request_schema),
@@ -286,7 +287,7 @@ pub static DISPATCH: Endpoint = Endpoint {
             EVENTS,
             documented_json(
                 202,
-                "Accepted; if the client accepts application/json but no events.",
+                "Accepted. Sent if the client accepts application/json but no events.",
                 response_schema,
             ),
         ],

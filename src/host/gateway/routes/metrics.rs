@@ -56,7 +56,7 @@ pub async fn render_metrics(
     }
 }
 
-/// Sets the metrics of backups, and none before the first backup.
+/// Sets the metrics of backups, if there has been a backup.
 fn measure_backups(logs: &Path) {
     #[derive(Deserialize)]
     struct Run {
@@ -76,7 +76,7 @@ fn measure_backups(logs: &Path) {
     }
 }
 
-/// Sets the metrics of each kind of check, and none before its first check.
+/// Sets the metrics of each kind of check that has been run.
 fn measure_checks(layout: &Layout) {
     for &kind in CheckKind::ALL {
         if let Ok(Some(check)) = Check::last(layout, kind) {
@@ -86,5 +86,5 @@ fn measure_checks(layout: &Layout) {
     }
 }
 
-/// Number of runs searched for a successful one: ten days of hourly backups.
+/// Maximum number of runs searched for a successful one: ten days of hourly backups.
 const MAX_SEARCHED_RUNS: usize = 240;

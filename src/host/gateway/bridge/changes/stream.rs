@@ -1,5 +1,5 @@
-//! One listener's stream of changes. It starts after `Last-Event-ID` or at the current position, and ends when the
-//! listener disconnects, its agent ends, the database fails, the gateway stops, or the time limit is reached.
+//! One listener's stream of changes. It starts after `Last-Event-ID` or at the current position. It ends when the
+//! listener disconnects, its agent's dispatch ends, the database fails, the gateway stops, or the time limit is reached.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -22,7 +22,7 @@ use crate::gateway::bridge::refusal;
 use crate::gateway::bridge::service::Bridge;
 use crate::gateway::database::DatabaseError;
 use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
-use crate::gateway::name::Name;
+use crate::gateway::name::SqlIdentifier;
 use svc_http::fields::Fields;
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::epoch::Epoch;
@@ -65,7 +65,7 @@ pub async fn stream_changes(
 
 /// One app by its schema, or all present and future apps.
 enum Scope {
-    One(Name),
+    One(SqlIdentifier),
     All,
 }
 
@@ -132,8 +132,8 @@ impl Listener {
             refusal::database_unavailable()
         })??;
         let id = listener.event_id();
-        let greeting = format!("retry: {RETRY_DELAY_MS}\nid: {id}\nevent: ready\ndata: {{}}\n\n");
-        listener.queued.push_back(Bytes::from(greeting));
+        let ready_event = format!("retry: {RETRY_DELAY_MS}\nid: {id}\nevent: ready\ndata: {{}}\n\n");
+        listener.queued.push_back(Bytes::from(ready_event));
         Ok(listener)
     }
 
@@ -146,12 +146,12 @@ impl Listener {
             return Ok(Ok(()));
         };
         let floor = read::fetch_floor(&client, self.stream.schemas()).await?;
-        let is_known = id.epoch == self.bridge.epoch
+        let is_available = id.epoch == self.bridge.epoch
             && id.position <= head.settled
             && floor.is_some_and(|floor| id.position >= floor);
         self.position = id.position;
         let detail = "The changes after this event are no longer available; read the tables again.";
-        Ok(if is_known { Ok(()) } else { Err(Problem::new(Code::Gone, detail)) })
+        Ok(if is_available { Ok(()) } else { Err(Problem::new(Code::Gone, detail)) })
     }
 
     /// Follows all apps of the scope, including those registered after the stream was opened.

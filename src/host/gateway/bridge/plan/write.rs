@@ -15,7 +15,8 @@ use svc_http::problem::FieldError;
 const MAX_INSERT_ROWS: usize = 1000;
 /// Maximum rows returned by a change.
 const MAX_RETURNED_ROWS: i64 = 1000;
-/// Maximum size by which the response of an insert may exceed its request: all column names, and expanded numbers.
+/// Maximum number of bytes by which the response to an insert may exceed its request, because it has all column names
+/// and expanded numbers.
 const MAX_ADDED_BYTES: usize = 4 * 1024 * 1024;
 /// Maximum errors in one response.
 const MAX_ERRORS: usize = 20;
