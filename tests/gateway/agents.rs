@@ -98,7 +98,7 @@ fn prepare_machine(
         command.env("HOME", machine.path("home/svc"));
         command
     };
-    ensure!(svc("svc-hook").arg("install").status()?.success(), "the hook is not installed");
+    ensure!(svc("svc-hook").arg("install").status()?.success(), "installing the hook failed");
     let watcher = spawn_and_wait_for_file(&mut svc("svc-watch"), &machine.path("run/svc/watch/watch.sock"))?;
     let model = ModelStub::start(&script(&home), &root)?;
     let url = model.url();
@@ -115,7 +115,7 @@ async fn run_dispatch(host: &Host, id: &str, track: &str) -> Result<Vec<(String,
     let body = json!({ "id": id, "prompt": format!("[[{track}]] do it"), "conversationId": "thread" });
     let (status, text) = send_json(host.owner_request(Method::POST, "/api/dispatch").json(&body)).await?;
     ensure!(status.is_success(), "{text}");
-    Ok(parse_events(text.as_str().context("events")?))
+    Ok(parse_events(text.as_str().context("no events")?))
 }
 
 #[tokio::test]
@@ -133,7 +133,7 @@ async fn long_records_match_actions_of_claude_code() -> Result<()> {
     let _runner = start_runner(&machine.path(""))?;
     let host = machine.start()?;
     let streamed = run_dispatch(&host, "d1", "main").await?;
-    let (kind, result) = streamed.last().context("events")?;
+    let (kind, result) = streamed.last().context("no events")?;
     ensure!(kind == "result" && result["status"] == "success", "{streamed:#?}");
     assert_eq!(result["text"], "All done.");
     let recorded = wait_until_recorded(&host, "d1").await?;
@@ -144,16 +144,16 @@ async fn long_records_match_actions_of_claude_code() -> Result<()> {
     // Five responses of the stub, each with 1000 + 3000 + 5000 input tokens; four have 200 output tokens, the last has
     // 77.
     assert_eq!((&recorded["tokensIn"], &recorded["tokensOut"]), (&json!(45_000), &json!(877)));
-    let cost = recorded["cost"].as_f64().context("a cost")?;
+    let cost = recorded["cost"].as_f64().context("no cost")?;
     ensure!(cost > 0.0, "{recorded}");
     // The same conversation continues, and adds only the new cost.
     let streamed = run_dispatch(&host, "d2", "again").await?;
-    assert_eq!(streamed.last().context("events")?.1["text"], "Again.");
+    assert_eq!(streamed.last().context("no events")?.1["text"], "Again.");
     let second = wait_until_recorded(&host, "d2").await?;
     assert_eq!(second["tokensIn"], json!(9000), "{second}");
     let (_, usage) = host.get("/api/usage").await?;
-    let sum = cost + second["cost"].as_f64().context("a cost")?;
-    ensure!((usage["totalCost"].as_f64().context("a sum")? - sum).abs() < 1e-9, "{usage}");
+    let sum = cost + second["cost"].as_f64().context("no cost")?;
+    ensure!((usage["totalCost"].as_f64().context("no total cost")? - sum).abs() < 1e-9, "{usage}");
 
     let lines = read_audit(&host, "claude-code")?;
     let changes: Vec<(&str, &str, &str)> = lines.iter().map(summarize).collect();
@@ -196,7 +196,7 @@ async fn long_calls_with_disabled_hooks_are_recorded_as_a_gap() -> Result<()> {
         let _runner = start_runner(&machine.path(""))?;
         let host = machine.start()?;
         let streamed = run_dispatch(&host, "d1", "main").await?;
-        ensure!(streamed.last().context("events")?.1["status"] == "success", "{streamed:#?}");
+        ensure!(streamed.last().context("no events")?.1["status"] == "success", "{streamed:#?}");
         let audit = host.machine.path("home/svc/home/system/logs/audit.jsonl");
         host.wait_until("a gap of four calls", async || {
             let text = std::fs::read_to_string(&audit).unwrap_or_default();
@@ -257,14 +257,15 @@ async fn long_records_match_actions_of_codex() -> Result<()> {
     let _runner = start_runner(&machine.path(""))?;
     let host = machine.start()?;
     let streamed = run_dispatch(&host, "d1", "main").await?;
-    let (kind, result) = streamed.last().context("events")?;
+    let (kind, result) = streamed.last().context("no events")?;
     ensure!(kind == "result" && result["status"] == "success", "{streamed:#?}");
     let recorded = wait_until_recorded(&host, "d1").await?;
     let (good, patch) = ("success", "apply_patch");
     assert_eq!(tools(&recorded), [(patch, good), ("Bash", good), ("Bash", "error"), (patch, good)]);
-    let tokens = |name: &str| recorded[name].as_f64().filter(|tokens| *tokens > 0.0).context("tokens");
+    let tokens =
+        |name: &str| recorded[name].as_f64().filter(|tokens| *tokens > 0.0).context("no token count");
     let expected = (tokens("tokensIn")? * 2.0 + tokens("tokensOut")? * 10.0) / 1e6;
-    ensure!((recorded["cost"].as_f64().context("a cost")? - expected).abs() < 1e-9, "{recorded}");
+    ensure!((recorded["cost"].as_f64().context("no cost")? - expected).abs() < 1e-9, "{recorded}");
     let lines = read_audit(&host, "codex")?;
     let mut changes: Vec<(&str, &str, &str)> = lines.iter().map(summarize).collect();
     changes.sort_unstable();
@@ -287,7 +288,7 @@ async fn long_records_match_actions_of_codex() -> Result<()> {
 const TOKENS_PER_CALL: (u64, u64) = (6000, 200);
 
 async fn run_codex(host: &Host, body: Value) -> Result<Value> {
-    let id = body["id"].as_str().context("an id")?.to_owned();
+    let id = body["id"].as_str().context("no id")?.to_owned();
     let (status, text) = send_json(host.owner_request(Method::POST, "/api/dispatch").json(&body)).await?;
     ensure!(status.is_success(), "{text}");
     wait_until_recorded(host, &id).await
@@ -312,9 +313,13 @@ async fn long_codex_usage_counts_subagents_and_cancelled_runs_once() -> Result<(
     assert_eq!((token_counts(&first), &first["status"]), (tokens_of_calls(1), &json!("success")), "{first}");
     // Earlier usage of the thread does not belong to this run.
     let thread = &first["conversationId"];
-    let more = json!({ "id": "more", "prompt": "[[again]] on", "conversationId": thread });
-    let more = run_codex(&host, more).await?;
-    assert_eq!((token_counts(&more), &more["conversationId"]), (tokens_of_calls(1), thread), "{more}");
+    let continued = json!({ "id": "more", "prompt": "[[again]] on", "conversationId": thread });
+    let continued = run_codex(&host, continued).await?;
+    assert_eq!(
+        (token_counts(&continued), &continued["conversationId"]),
+        (tokens_of_calls(1), thread),
+        "{continued}"
+    );
     let parent = run_codex(&host, json!({ "id": "parent", "prompt": "[[parent]] go" })).await?;
     assert_eq!(
         (token_counts(&parent), &parent["status"]),

@@ -47,24 +47,24 @@ impl App {
     }
 
     /// Sends a query and returns its status and body.
-    pub async fn query(&self, action: &str, more: Value) -> Result<(u16, Value)> {
-        let (status, response) = self.host.query(&self.body(action, more)).await?;
+    pub async fn query(&self, action: &str, fields: Value) -> Result<(u16, Value)> {
+        let (status, response) = self.host.query(&self.body(action, fields)).await?;
         Ok((status.as_u16(), response))
     }
 
     /// Sends a query that must succeed, and returns its `data`.
-    pub async fn query_data(&self, action: &str, more: Value) -> Result<Value> {
-        self.host.query_data(&self.body(action, more)).await
+    pub async fn query_data(&self, action: &str, fields: Value) -> Result<Value> {
+        self.host.query_data(&self.body(action, fields)).await
     }
 
     pub async fn count(&self) -> Result<i64> {
         Ok(self.query_data("count", json!({})).await?["count"].as_i64().unwrap_or(-1))
     }
 
-    pub fn body(&self, action: &str, more: Value) -> Value {
+    pub fn body(&self, action: &str, fields: Value) -> Value {
         let mut body = json!({ "action": action, "app": self.slug, "table": "things" });
-        if let (Some(body), Value::Object(more)) = (body.as_object_mut(), more) {
-            body.extend(more);
+        if let (Some(body), Value::Object(fields)) = (body.as_object_mut(), fields) {
+            body.extend(fields);
         }
         body
     }
@@ -73,8 +73,8 @@ impl App {
         self.host.query_data(&self.body("insert", json!({ "data": data }))).await
     }
 
-    pub async fn titles(&self, more: Value) -> Result<Vec<String>> {
-        let rows = self.host.query_data(&self.body("find", more)).await?;
+    pub async fn find_titles(&self, fields: Value) -> Result<Vec<String>> {
+        let rows = self.host.query_data(&self.body("find", fields)).await?;
         Ok(rows
             .as_array()
             .into_iter()
@@ -97,7 +97,7 @@ async fn row_is_returned_as_written() -> Result<()> {
     let (status, response) = app.host.query(&insert).await?;
     assert_eq!(status, StatusCode::CREATED, "{response}");
     let row = &response["data"];
-    for (name, value) in data.as_object().expect("an object") {
+    for (name, value) in data.as_object().expect("the data is an object") {
         let expected = if name == "at" { json!("2026-01-02T01:04:05.678Z") } else { value.clone() };
         assert_eq!(row[name], expected, "{name}");
     }
@@ -112,7 +112,7 @@ async fn row_is_returned_as_written() -> Result<()> {
 }
 
 #[tokio::test]
-async fn null_absence_and_small_numbers_are_distinct() -> Result<()> {
+async fn insert_handles_nulls_small_numbers_and_chosen_ids() -> Result<()> {
     let app = App::new().await?;
     let row = app.insert(json!({ "title": null, "big": 42, "price": 1 })).await?;
     assert_eq!((&row["title"], &row["done"]), (&Value::Null, &Value::Null));
@@ -125,7 +125,7 @@ async fn null_absence_and_small_numbers_are_distinct() -> Result<()> {
 }
 
 #[tokio::test]
-async fn filters_match_the_right_rows() -> Result<()> {
+async fn filters_match_expected_rows() -> Result<()> {
     let app = App::new().await?;
     for (title, size, meta) in [
         ("apple", Some(1), json!({ "tags": ["red"], "n": 1 })),
@@ -160,7 +160,7 @@ async fn filters_match_the_right_rows() -> Result<()> {
         ),
     ];
     for (filter, expected) in cases {
-        let titles = app.titles(json!({ "filter": filter })).await?.join(" ");
+        let titles = app.find_titles(json!({ "filter": filter })).await?.join(" ");
         assert_eq!(titles, expected, "{filter}");
         let count = app.host.query_data(&app.body("count", json!({ "filter": filter }))).await?;
         assert_eq!(count["count"], expected.split(' ').count(), "{filter}");
@@ -182,7 +182,7 @@ async fn pages_join_without_gap_or_duplicate() -> Result<()> {
         json!([{ "column": "size", "direction": "desc" }]),
         json!([{ "column": "size", "direction": "desc" }, "title"]),
     ] {
-        let whole = app.titles(json!({ "orderBy": order, "limit": 1000 })).await?;
+        let whole = app.find_titles(json!({ "orderBy": order, "limit": 1000 })).await?;
         assert_eq!(whole.len(), 23);
         let (mut seen, mut after) = (Vec::new(), Value::Null);
         loop {

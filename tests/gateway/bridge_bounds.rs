@@ -64,7 +64,7 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
     ] {
         let (status, problem) = host.query(&request).await?;
         assert_eq!(status, StatusCode::BAD_REQUEST);
-        assert!(detail(&problem).contains("find it with fewer columns"), "{problem}");
+        assert!(detail(&problem).contains("read it with fewer `columns`"), "{problem}");
     }
     let narrow = json!({ "action": "find", "app": app, "table": "t", "columns": ["id", "n"] });
     assert_eq!(host.query_data(&narrow).await?[0]["n"], 7);
@@ -86,7 +86,7 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
         host.query(&json!({ "action": "transaction", "app": app, "operations": operations })).await?;
     assert_eq!((status, &problem["operation"]), (StatusCode::BAD_REQUEST, &json!(1)), "{problem}");
     assert!(detail(&problem).contains("send fewer operations"), "{problem}");
-    let more = host.peak_memory()? - before;
-    assert!(more < 200 << 20, "peak memory grew by {more} bytes");
+    let growth = host.peak_memory()? - before;
+    assert!(growth < 200 << 20, "peak memory grew by {growth} bytes");
     Ok(())
 }

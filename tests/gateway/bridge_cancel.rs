@@ -1,4 +1,4 @@
-//! The disconnect of a client during a long statement cancels that statement and no other.
+//! When a client disconnects during a long statement, that statement is cancelled, and no other.
 
 use std::time::Duration;
 
@@ -139,8 +139,10 @@ async fn exhausted_pool_returns_503_with_retry_after() -> Result<()> {
     app.insert(json!({ "size": 1 })).await?;
     let admin = app.database.connect().await?;
     app.host
-        .wait_until("all are cancelled", async || Ok(count_sessions(&app, &admin, "active").await? == 0))
+        .wait_until("all requests are cancelled", async || {
+            Ok(count_sessions(&app, &admin, "active").await? == 0)
+        })
         .await?;
-    assert_eq!(app.count().await?, 1, "cancelled while waiting for a connection");
+    assert_eq!(app.count().await?, 1, "a request that was cancelled while waiting has no effect");
     Ok(())
 }

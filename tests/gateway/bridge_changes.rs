@@ -1,4 +1,5 @@
-//! The change feed: it reports changes of every writer in an order without gaps, and resumes where a listener stopped.
+//! The change feed: it reports the changes by every writer, in order and without gaps, and resumes where a listener
+//! stopped.
 
 use std::time::Duration;
 
@@ -109,8 +110,8 @@ async fn changes_of_every_writer_are_reported() -> Result<()> {
     app.host
         .query_data(&json!({ "action": "transaction", "app": app.slug, "operations": operations }))
         .await?;
-    let whole = ["things insert 1", "things insert 1", "things delete 1"];
-    assert_eq!(events.next_entries().await?, whole, "one event per transaction, none without rows");
+    let expected = ["things insert 1", "things insert 1", "things delete 1"];
+    assert_eq!(events.next_entries().await?, expected, "one event per transaction, none without rows");
     let failing = json!([insert_op("x"), { "action": "get", "table": "things", "id": row["id"] }]);
     let body = json!({ "action": "transaction", "app": app.slug, "operations": failing });
     assert_eq!(app.host.query(&body).await?.0, StatusCode::NOT_FOUND);
@@ -194,10 +195,10 @@ async fn expired_position_is_refused_as_gone() -> Result<()> {
     app.insert(json!({ "title": "a" })).await?;
     events.next_entries().await?;
     let admin = app.database.connect().await?;
-    let kept = async || -> Result<i64> {
+    let count_outbox_rows = async || -> Result<i64> {
         Ok(admin.query_one("SELECT count(*) FROM svc.changes", &[]).await?.get(0))
     };
-    app.host.wait_until("the outbox is empty", async || Ok(kept().await? == 0)).await?;
+    app.host.wait_until("the outbox is empty", async || Ok(count_outbox_rows().await? == 0)).await?;
     let sent = changes_request(&app.host, "", Some(&start)).send().await?;
     assert_eq!(sent.status(), StatusCode::GONE);
     let last = events.id.clone();
@@ -304,12 +305,12 @@ async fn idle_stream_has_heartbeats_and_ends_with_the_gateway() -> Result<()> {
 async fn writes_without_listeners_have_no_overhead() -> Result<()> {
     let app = App::new().await?;
     let admin = app.database.connect().await?;
-    let triggers = async || -> Result<i64> {
+    let count_triggers = async || -> Result<i64> {
         let sql = "SELECT count(*) FROM pg_trigger WHERE tgname LIKE 'svc_changes_%'";
         Ok(admin.query_one(sql, &[]).await?.get(0))
     };
-    assert_eq!(triggers().await?, 0);
+    assert_eq!(count_triggers().await?, 0);
     drop(Events::open(changes_request(&app.host, "", None)).await?);
-    assert_eq!(triggers().await?, 4);
+    assert_eq!(count_triggers().await?, 4);
     Ok(())
 }

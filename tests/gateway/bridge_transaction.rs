@@ -13,10 +13,10 @@ async fn run_transaction(app: &App, operations: Value) -> Result<(u16, Value)> {
     Ok((status.as_u16(), response))
 }
 
-fn operation(action: &str, more: Value) -> Value {
+fn operation(action: &str, fields: Value) -> Value {
     let mut operation = json!({ "action": action, "table": "things" });
-    if let (Some(operation), Value::Object(more)) = (operation.as_object_mut(), more) {
-        operation.extend(more);
+    if let (Some(operation), Value::Object(fields)) = (operation.as_object_mut(), fields) {
+        operation.extend(fields);
     }
     operation
 }
@@ -83,7 +83,7 @@ async fn failed_transaction_changes_nothing_and_names_operation() -> Result<()> 
             let (got, problem) = run_transaction(&app, json!(operations)).await?;
             assert_eq!((got, problem["code"].as_str()), (status, Some(code)), "{bad} {problem}");
             assert_eq!(problem["operation"], at, "{bad} {problem}");
-            assert_eq!(app.titles(json!({})).await?, ["there"], "{bad} at {at}");
+            assert_eq!(app.find_titles(json!({})).await?, ["there"], "{bad} at {at}");
         }
     }
     let wrong = operation("insert", json!({ "data": { "size": "x" } }));

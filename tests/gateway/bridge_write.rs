@@ -73,11 +73,11 @@ async fn upsert_inserts_merges_or_ignores() -> Result<()> {
     let app = App::new().await?;
     let key = "0192d1f0-0000-7000-8000-000000000001";
     let upsert = |data: Value, resolution: Value| {
-        let mut more = json!({ "data": data, "onConflict": ["ref"] });
+        let mut fields = json!({ "data": data, "onConflict": ["ref"] });
         if resolution.is_string() {
-            more["resolution"] = resolution;
+            fields["resolution"] = resolution;
         }
-        more
+        fields
     };
     let inserted =
         app.query_data("upsert", upsert(json!({ "ref": key, "title": "a", "size": 1 }), json!(null))).await?;
@@ -134,10 +134,13 @@ async fn update_changes_only_named_columns() -> Result<()> {
     }
     let by_id = json!({ "id": row["id"], "data": { "title": "z", "price": null } });
     assert_eq!(app.query_data("update", by_id.clone()).await?, json!({ "affected": 1 }));
-    let now = app.query_data("get", json!({ "id": row["id"] })).await?;
-    assert_eq!((&now["title"], &now["price"], &now["size"]), (&json!("z"), &Value::Null, &json!(1)));
-    assert_eq!(now["created_at"], row["created_at"]);
-    assert_ne!(now["updated_at"], row["updated_at"]);
+    let current = app.query_data("get", json!({ "id": row["id"] })).await?;
+    assert_eq!(
+        (&current["title"], &current["price"], &current["size"]),
+        (&json!("z"), &Value::Null, &json!(1))
+    );
+    assert_eq!(current["created_at"], row["created_at"]);
+    assert_ne!(current["updated_at"], row["updated_at"]);
     let mut returned = by_id;
     returned["returning"] = json!(true);
     let data = app.query_data("update", returned).await?;
@@ -160,19 +163,19 @@ async fn update_or_delete_beyond_its_limit_changes_nothing() -> Result<()> {
     }
     for returning in [false, true] {
         for (action, data) in [("update", json!({ "title": "c" })), ("delete", Value::Null)] {
-            let mut more = json!({ "filter": { "title": "b" }, "maxAffected": 4, "returning": returning });
+            let mut fields = json!({ "filter": { "title": "b" }, "maxAffected": 4, "returning": returning });
             if !data.is_null() {
-                more["data"] = data;
+                fields["data"] = data;
             }
-            let (status, problem) = app.query(action, more.clone()).await?;
+            let (status, problem) = app.query(action, fields.clone()).await?;
             assert_eq!((status, problem["code"].as_str()), (409, Some("conflict")), "{action} {problem}");
             assert_eq!(problem["maxAffected"], 4);
-            assert_eq!(app.titles(json!({})).await?, ["b"; 5], "{action}");
-            more["filter"] = json!({ "size": { "gte": 3 }, "title": "b" });
-            more["maxAffected"] = json!(2);
-            let done = app.query_data(action, more).await?;
-            assert_eq!(done["affected"], 2, "{action} {done}");
-            assert_eq!(done.get("rows").map(|rows| list(rows).len()), returning.then_some(2));
+            assert_eq!(app.find_titles(json!({})).await?, ["b"; 5], "{action}");
+            fields["filter"] = json!({ "size": { "gte": 3 }, "title": "b" });
+            fields["maxAffected"] = json!(2);
+            let response = app.query_data(action, fields).await?;
+            assert_eq!(response["affected"], 2, "{action} {response}");
+            assert_eq!(response.get("rows").map(|rows| list(rows).len()), returning.then_some(2));
             app.query_data("delete", json!({ "filter": { "size": { "gte": 3 } } })).await?;
             for n in 3..5 {
                 app.insert(json!({ "title": "b", "size": n })).await?;
@@ -194,11 +197,11 @@ async fn delete_requires_a_filter_and_removes_only_matches() -> Result<()> {
     assert_eq!(app.query("delete", json!({ "id": row["id"] })).await?.0, 404);
     for filter in [json!({}), json!({ "and": [{}] }), json!({ "or": [{ "title": "x" }, {}] }), Value::Null] {
         for action in ["delete", "update"] {
-            let mut more = json!({ "filter": filter });
+            let mut fields = json!({ "filter": filter });
             if action == "update" {
-                more["data"] = json!({ "size": 9 });
+                fields["data"] = json!({ "size": 9 });
             }
-            assert_eq!(app.query(action, more).await?.0, 400, "{action} {filter}");
+            assert_eq!(app.query(action, fields).await?.0, 400, "{action} {filter}");
         }
     }
     assert_eq!(app.count().await?, 1);

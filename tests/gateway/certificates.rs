@@ -76,8 +76,8 @@ async fn presented_certificate(
     let stream = TcpStream::connect(host.address.parse::<SocketAddr>()?).await?;
     let name = ServerName::try_from(name.to_owned())?;
     let connected = TlsConnector::from(Arc::new(config)).connect(name, stream).await?;
-    let certificates = connected.get_ref().1.peer_certificates().context("certificates")?;
-    Ok(certificates.first().context("a leaf")?.clone().into_owned())
+    let certificates = connected.get_ref().1.peer_certificates().context("no certificates")?;
+    Ok(certificates.first().context("no leaf certificate")?.clone().into_owned())
 }
 
 fn read_pin(machine: &Machine) -> Result<SpkiPin> {
@@ -86,7 +86,7 @@ fn read_pin(machine: &Machine) -> Result<SpkiPin> {
 }
 
 #[tokio::test]
-async fn request_is_for_name_and_key_of_the_machine() -> Result<()> {
+async fn signing_request_is_for_name_and_key_of_the_machine() -> Result<()> {
     let roots = tempfile::NamedTempFile::new()?;
     std::fs::write(roots.path(), Ca::new()?.root_pem())?;
     let (mut machine, name) = machine_at(free_port()?, roots.path())?;
@@ -112,7 +112,7 @@ async fn request_is_for_name_and_key_of_the_machine() -> Result<()> {
 }
 
 fn expiry(report: &Value) -> Timestamp {
-    report["expiresAt"].as_str().expect("an expiry").parse().expect("a time")
+    report["expiresAt"].as_str().expect("the report has an expiry").parse().expect("the expiry is a time")
 }
 
 #[tokio::test]
@@ -245,7 +245,7 @@ async fn refused_order_is_reported_and_retried_with_backoff() -> Result<()> {
     let seen = wait_until_reported(&host, "the order is refused", |seen| seen["error"].is_string()).await?;
     assert!(seen["error"].as_str().unwrap_or_default().contains("refused the order"), "{seen}");
     assert_eq!((&seen["source"], &seen["isTrusted"]), (&json!("self_signed"), &json!(false)));
-    let next: Timestamp = seen["nextAttemptAt"].as_str().context("a time")?.parse()?;
+    let next: Timestamp = seen["nextAttemptAt"].as_str().context("no time")?.parse()?;
     let delay = next.duration_since(Timestamp::now()).as_secs();
     ensure!((500..=1300).contains(&delay), "delay of {delay} s");
     presented_certificate(&host, &name, None).await?;
@@ -260,7 +260,7 @@ async fn refused_order_is_reported_and_retried_with_backoff() -> Result<()> {
 }
 
 #[tokio::test]
-async fn failed_validation_names_the_authority_reason() -> Result<()> {
+async fn failed_validation_reports_reason_of_authority() -> Result<()> {
     // The authority connects to another port, where nothing listens.
     let pebble = Pebble::start(&Options::for_validation_port(free_port()?)).await?;
     let (machine, name) = machine_at(free_port()?, &pebble.roots())?;
@@ -378,19 +378,19 @@ async fn certificate_file_is_reloaded_and_must_be_for_the_key() -> Result<()> {
     assert_eq!((&first["isTrusted"], &first["error"]), (&json!(true), &Value::Null));
     let presented_first = presented_certificate(&host, &name, Some(&roots)).await?;
 
-    for (content, why) in [
+    for (content, reason) in [
         (ca.issue(&[&name])?.0, "another key"),
         (issue(&["other.example.test"], 24)?, "not for the name"),
         (issue(&[&name], -1)?, "expired"),
         ("no certificate".to_owned(), "no certificate in PEM"),
     ] {
         std::fs::write(&file, content)?;
-        let refused = wait_until_reported(&host, why, |seen| {
-            seen["error"].as_str().is_some_and(|error| error.contains(why))
+        let refused = wait_until_reported(&host, reason, |seen| {
+            seen["error"].as_str().is_some_and(|error| error.contains(reason))
         });
         let refused = refused.await?;
         assert_eq!(refused["expiresAt"], first["expiresAt"]);
-        assert_eq!(presented_certificate(&host, &name, Some(&roots)).await?, presented_first, "{why}");
+        assert_eq!(presented_certificate(&host, &name, Some(&roots)).await?, presented_first, "{reason}");
     }
 
     std::fs::write(&file, issue(&[&name], 48)?)?;

@@ -47,8 +47,8 @@ async fn metrics_are_served_only_on_the_socket() -> Result<()> {
         "svc_gateway_proofs_total{outcome=\"verified\"}",
         "svc_gateway_proofs_total{outcome=\"refused\"}",
     ] {
-        let (was, is) = (before.get(series).unwrap_or(0.0), after.get(series).unwrap_or(0.0));
-        assert!(is >= was + 1.0, "{series}: {was}, then {is}: {:#?}", after.samples);
+        let (old, new) = (before.get(series).unwrap_or(0.0), after.get(series).unwrap_or(0.0));
+        assert!(new >= old + 1.0, "{series}: {old}, then {new}: {:#?}", after.samples);
     }
     assert_eq!(after.get("svc_gateway_apps"), Some(1.0));
     assert_eq!(after.get("svc_backup_last_run_success"), Some(0.0));

@@ -17,7 +17,7 @@ use crate::contract::{self, Contract, Reply, Side, WrongCredential, assert_refus
 const STATE_COOKIE: &str = "svc_code_state=s";
 
 /// Codes that no request can provoke.
-const EXCUSED: [(&str, &str); 1] = [("*", "internal")];
+const UNPROVOKABLE_CODES: [(&str, &str); 1] = [("*", "internal")];
 
 /// A router with a user who has a running machine, a session and an app token.
 struct RouterSetup {
@@ -140,7 +140,7 @@ async fn every_documented_error_code_is_provoked() -> Result<()> {
     provoke_database_outage().await?;
     provoke_rate_limit().await?;
     let all: Vec<&'static Operation> = operations().collect();
-    let unseen = contract::platform().list_unprovoked_codes(&all, &EXCUSED, &[]);
+    let unseen = contract::platform().list_unprovoked_codes(&all, &UNPROVOKABLE_CODES, &[]);
     assert!(unseen.is_empty(), "{unseen:#?}");
     Ok(())
 }
