@@ -147,8 +147,8 @@ impl Fleet {
                 _ => ("subscribe", Method::PUT, path("/vps/slots"), Some(slot.clone())),
             };
             let response = self.send_as_operator(&mut rng, operation, method, path, body).await;
-            if let Some(named) = response.body["machineId"].as_str() {
-                named.clone_into(&mut machine);
+            if let Some(new_machine) = response.body["machineId"].as_str() {
+                new_machine.clone_into(&mut machine);
             }
             // Some requests follow each other closely; others find a running machine.
             tokio::time::sleep(Duration::from_millis(rng.pick(&[0, 50, 400, 900]))).await;
@@ -210,7 +210,7 @@ impl Fleet {
     }
 }
 
-/// Kills and restarts processes until it is stopped; then all are running. Returns the number of kills.
+/// Kills and restarts processes until `end` is signalled; then all are running. Returns them and the number of kills.
 async fn kill_repeatedly(
     fleet: Arc<Fleet>,
     mut processes: Vec<Process>,
@@ -230,7 +230,7 @@ async fn kill_repeatedly(
         tokio::time::sleep(Duration::from_millis(rng.pick(&[0, 100, 400]))).await;
         let starting = Arc::clone(&fleet);
         let started = tokio::task::spawn_blocking(move || starting.start(victim)).await;
-        processes[victim] = started.expect("the process starts");
+        processes[victim] = started.expect("the process should start");
     }
 }
 
@@ -260,8 +260,9 @@ async fn run_campaign(seed: u64) -> Result<u32> {
     hosts.abort();
     let database_state = DatabaseState::read(&database).await?;
     let live = machines_with_servers(&fleet.stack);
-    let known = CallerView::from_ledger(&fleet.ledger);
-    let mut found = check::check_always(&database_state, &mut Observations::default(), &fleet.ledger, &known);
+    let caller_view = CallerView::from_ledger(&fleet.ledger);
+    let mut found =
+        check::check_always(&database_state, &mut Observations::default(), &fleet.ledger, &caller_view);
     found.extend(check::check_settled(
         &database_state,
         &live,
@@ -280,7 +281,7 @@ async fn run_campaign(seed: u64) -> Result<u32> {
     }
     let running = database_state.machines.iter().filter(|machine| machine.is_running()).count();
     println!(
-        "seed {seed}: {sent} requests, {kills} kills, {} machines, {running} run",
+        "seed {seed}: {sent} requests, {kills} kills, {} machines, {running} running",
         database_state.machines.len()
     );
     Ok(kills)
@@ -291,7 +292,8 @@ fn machines_with_servers(stack: &Stack) -> Vec<String> {
     stack.provider.servers().into_iter().filter_map(machine).collect()
 }
 
-/// Advances the time until no operation is open and no server remains to be deleted. Returns whether that was reached.
+/// Advances the time until no operation is running and no server remains to be deleted. Returns whether that was
+/// reached.
 async fn settle(fleet: &Fleet, database: &tokio_postgres::Client, times: &Times) -> Result<bool> {
     for _ in 0..300 {
         let database_state = DatabaseState::read(database).await.context("read the database state")?;

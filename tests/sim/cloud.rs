@@ -1,7 +1,7 @@
 //! An in-memory provider: its state, its rules, and the faults of a plan.
 //!
 //! It replaces the adapter and the kit's simulator in most runs, because an HTTP exchange in a dev build costs as much
-//! as a whole step; with `Parts::Wire`, plans run through both.
+//! as a whole step; with `Backends::Wire`, plans run through both.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -41,7 +41,7 @@ pub struct Cloud {
 
 #[derive(Default)]
 struct CloudState {
-    next: i64,
+    last_id: i64,
     servers: BTreeMap<i64, Server>,
     actions: BTreeMap<i64, PendingAction>,
     created: Vec<OrderedServer>,
@@ -99,7 +99,8 @@ impl Cloud {
         self.state().had_duplicate
     }
 
-    pub fn vanish(&self, name: &str) {
+    /// Removes a server without a request.
+    pub fn lose_server(&self, name: &str) {
         self.state().servers.retain(|_, server| server.name != name);
     }
 
@@ -109,12 +110,13 @@ impl Cloud {
         state
     }
 
-    fn fault_of(&self, call: Call) -> Option<CloudFault> {
+    /// Returns the next fault for this kind of call, and counts it as used.
+    fn take_fault(&self, call: Call) -> Option<CloudFault> {
         let mut state = self.state();
         // A duplicate name needs a retry after a lost response, which few plans contain.
         if self.broken == Some(BrokenRule::ProviderAcceptsDuplicateNames)
             && call == Call::Create
-            && state.next % 2 == 0
+            && state.last_id % 2 == 0
         {
             return Some(CloudFault::LostReply);
         }
@@ -127,7 +129,7 @@ impl Cloud {
         Some(fault)
     }
 
-    /// Whether the next list is incomplete.
+    /// Whether the next list of servers will be incomplete.
     fn is_partial(&self) -> bool {
         let next = |state: &CloudState| {
             state.faults.iter().find(|(call, _, _)| *call == Call::Read).map(|found| found.1)
@@ -141,8 +143,8 @@ impl Cloud {
         if unique && state.servers.values().any(|server| server.name == order.name) {
             return Err(failure("create server", ErrorKind::Conflict, 409, "uniqueness_error"));
         }
-        state.next += 1;
-        let id = state.next;
+        state.last_id += 1;
+        let id = state.last_id;
         let server = Server {
             id: ServerId(id),
             name: order.name.clone(),
@@ -172,7 +174,7 @@ impl Cloud {
         call: &'static str,
         found: impl FnOnce(&CloudState) -> T,
     ) -> Result<T, ProviderError> {
-        match self.fault_of(Call::Read) {
+        match self.take_fault(Call::Read) {
             Some(CloudFault::RateLimited) => {
                 Err(failure(call, ErrorKind::Transient, 429, "rate_limit_exceeded"))
             }
@@ -191,27 +193,27 @@ impl Cloud {
         id: ServerId,
         effect: Effect,
     ) -> Result<Action, ProviderError> {
-        let unclear =
+        let unclear_outcome =
             if matches!(effect, Effect::Type(_)) { ErrorKind::Ambiguous } else { ErrorKind::Transient };
-        let fault = self.fault_of(Call::Action);
+        let fault = self.take_fault(Call::Action);
         match fault {
             Some(CloudFault::RateLimited) => {
                 return Err(failure(call, ErrorKind::Transient, 429, "rate_limit_exceeded"));
             }
-            Some(CloudFault::ServerError) => return Err(failure(call, unclear, 503, "")),
+            Some(CloudFault::ServerError) => return Err(failure(call, unclear_outcome, 503, "")),
             Some(CloudFault::Refused) => {
                 return Err(failure(call, ErrorKind::Refused, 422, "unsupported_error"));
             }
             _ => {}
         }
-        let begun = self.state().begin(call, id, effect, fault == Some(CloudFault::ActionError));
+        let started = self.state().begin(call, id, effect, fault == Some(CloudFault::ActionError));
         match fault {
             Some(CloudFault::Slow) => {
                 tokio::time::sleep(SLOW_DELAY).await;
-                begun
+                started
             }
-            Some(CloudFault::LostReply) => Err(failure(call, unclear, 504, "")),
-            _ => begun,
+            Some(CloudFault::LostReply) => Err(failure(call, unclear_outcome, 504, "")),
+            _ => started,
         }
     }
 }
@@ -265,9 +267,9 @@ impl CloudState {
                 return refused("invalid_server_type");
             }
         }
-        self.next += 1;
+        self.last_id += 1;
         let action =
-            Action { id: ActionId(self.next), command: call.to_owned(), status: ActionStatus::Running };
+            Action { id: ActionId(self.last_id), command: call.to_owned(), status: ActionStatus::Running };
         let pending = PendingAction {
             action: action.clone(),
             server: id.0,
@@ -275,7 +277,7 @@ impl CloudState {
             effect,
             fails,
         };
-        self.actions.insert(self.next, pending);
+        self.actions.insert(self.last_id, pending);
         Ok(action)
     }
 }
@@ -296,7 +298,7 @@ pub struct SharedCloud(pub Arc<Cloud>);
 impl Provider for SharedCloud {
     async fn create(&self, order: &ServerOrder) -> Result<Created, ProviderError> {
         const CALL: &str = "create server";
-        match self.0.fault_of(Call::Create) {
+        match self.0.take_fault(Call::Create) {
             Some(CloudFault::RateLimited) => {
                 Err(failure(CALL, ErrorKind::Transient, 429, "rate_limit_exceeded"))
             }
@@ -319,9 +321,9 @@ impl Provider for SharedCloud {
                 Err(failure(CALL, ErrorKind::Ambiguous, 504, ""))
             }
             Some(CloudFault::Slow) => {
-                let made = self.0.create(order);
+                let created = self.0.create(order);
                 tokio::time::sleep(SLOW_DELAY).await;
-                made
+                created
             }
             Some(CloudFault::ActionError | CloudFault::Partial | CloudFault::Locked) | None => {
                 self.0.create(order)
@@ -363,7 +365,7 @@ impl Provider for SharedCloud {
 
     async fn delete(&self, id: ServerId) -> Result<Deleted, ProviderError> {
         const CALL: &str = "delete server";
-        let fault = self.0.fault_of(Call::Delete);
+        let fault = self.0.take_fault(Call::Delete);
         match fault {
             Some(CloudFault::RateLimited) => {
                 return Err(failure(CALL, ErrorKind::Transient, 429, "rate_limit_exceeded"));

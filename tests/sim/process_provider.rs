@@ -1,4 +1,4 @@
-//! The provider connection of one process: each call is a point at which the process may die.
+//! The provider connection of one process, which may be killed before or after each call.
 
 use std::sync::Arc;
 
@@ -9,12 +9,12 @@ use svc::provider::{
     ServerTypeInfo,
 };
 
+use super::kill_switch::KillSwitch;
 use super::plan::Moment;
-use super::switch::Switch;
 
 pub struct ProcessProvider {
     pub provider: Arc<dyn Provider>,
-    pub switch: Arc<Switch>,
+    pub switch: Arc<KillSwitch>,
 }
 
 impl ProcessProvider {

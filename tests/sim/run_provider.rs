@@ -34,8 +34,8 @@ impl RunProvider {
         match self {
             Self::InMemory(cloud) => Arc::new(SharedCloud(Arc::clone(cloud))),
             Self::Wire { simulator, .. } => {
-                let client = client::build(Deadlines::CALL).expect("a client");
-                let base = simulator.base_url().parse().expect("a URL");
+                let client = client::build(Deadlines::CALL).expect("the client should be created");
+                let base = simulator.base_url().parse().expect("the base URL is valid");
                 let limits = CallLimits {
                     initial_backoff: Duration::from_millis(10),
                     max_backoff: Duration::from_millis(50),
@@ -43,7 +43,7 @@ impl RunProvider {
                     ..CallLimits::default()
                 };
                 let token = simulator.token().to_owned().into();
-                Arc::new(Hetzner::with_limits(client, base, &token, limits).expect("a token"))
+                Arc::new(Hetzner::with_limits(client, base, &token, limits).expect("the token is valid"))
             }
         }
     }
@@ -98,9 +98,9 @@ impl RunProvider {
         }
     }
 
-    pub async fn vanish(&self, name: &str) {
+    pub async fn lose_server(&self, name: &str) {
         match self {
-            Self::InMemory(cloud) => cloud.vanish(name),
+            Self::InMemory(cloud) => cloud.lose_server(name),
             // The server may already have disappeared.
             Self::Wire { simulator, .. } => drop(simulator.vanish_server(name).await),
         }
@@ -109,7 +109,7 @@ impl RunProvider {
     pub fn add_fault(&self, call: Call, fault: CloudFault, times: u8) {
         match self {
             Self::InMemory(cloud) => cloud.add_fault(call, fault, times),
-            Self::Wire { simulator, .. } => simulator.add_fault(rule(call, fault, times)),
+            Self::Wire { simulator, .. } => simulator.add_fault(fault_rule(call, fault, times)),
         }
     }
 
@@ -121,7 +121,7 @@ impl RunProvider {
     }
 }
 
-fn rule(call: Call, fault: CloudFault, times: u8) -> FaultRule {
+fn fault_rule(call: Call, fault: CloudFault, times: u8) -> FaultRule {
     let (method, path) = match call {
         Call::Create => ("POST", "/v1/servers"),
         Call::Read => ("GET", "/v1/"),

@@ -3,13 +3,13 @@
 use anyhow::Result;
 use kit::long::Figures;
 
-use super::run::{Parts, assert_seeds_hold};
-use super::world::Counts;
+use super::run::{Backends, assert_seeds_hold};
+use super::simulation::Counts;
 
 const CONCURRENT_SEEDS: usize = 5;
 
 async fn run_in_process(first: u64, count: u64) -> Counts {
-    let counts = assert_seeds_hold(first..first + count, Parts::InProcess, CONCURRENT_SEEDS).await;
+    let counts = assert_seeds_hold(first..first + count, Backends::InProcess, CONCURRENT_SEEDS).await;
     println!("{count} seeds from {first}: {counts:?}");
     // A complete range of seeds must reach enough states to be meaningful.
     if ["SVC_SIM_SEED", "SVC_SIM_FROM"].iter().all(|variable| std::env::var_os(variable).is_none()) {
@@ -43,7 +43,7 @@ async fn second_half_of_seeds_holds() {
 /// The same plans through the production adapter and the store's client, over HTTP.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn plans_hold_over_the_wire() {
-    let counts = assert_seeds_hold(10_000..10_012, Parts::Wire, 3).await;
+    let counts = assert_seeds_hold(10_000..10_012, Backends::Wire, 3).await;
     println!("12 seeds over the wire: {counts:?}");
 }
 
@@ -62,7 +62,7 @@ async fn long_second_half_of_seeds_holds() -> Result<()> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "long: 200 runs over HTTP"]
 async fn long_plans_hold_over_the_wire() -> Result<()> {
-    let counts = assert_seeds_hold(300_000..300_200, Parts::Wire, 3).await;
+    let counts = assert_seeds_hold(300_000..300_200, Backends::Wire, 3).await;
     println!("200 seeds over the wire: {counts:?}");
     record_figures("simulated fleets over the wire", &counts)
 }

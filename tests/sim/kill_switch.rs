@@ -8,12 +8,12 @@ use super::plan::Moment;
 
 /// The kill switch of a process; when armed, it kills the process at the n-th call of a kind.
 #[derive(Debug, Default)]
-pub struct Switch {
+pub struct KillSwitch {
     dead: CancellationToken,
     armed: Mutex<Option<(Moment, u8)>>,
 }
 
-impl Switch {
+impl KillSwitch {
     pub fn kill(&self) {
         self.dead.cancel();
     }
@@ -35,12 +35,12 @@ impl Switch {
         self.dead.clone()
     }
 
-    /// Runs work of the process. Returns `None` if the process dies before the end.
+    /// Runs work of the process. Returns `None` if the process is killed before the work ends.
     pub async fn run_while_alive<T>(&self, work: impl Future<Output = T>) -> Option<T> {
         tokio::select! {
             biased;
             () = self.dead.cancelled() => None,
-            done = work => Some(done),
+            result = work => Some(result),
         }
     }
 
@@ -53,7 +53,7 @@ impl Switch {
                     *armed = None;
                     self.dead.cancel();
                 }
-                Some((at, left)) if *at == moment => *left -= 1,
+                Some((at, remaining)) if *at == moment => *remaining -= 1,
                 _ => {}
             }
         }
