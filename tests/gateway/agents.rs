@@ -31,7 +31,7 @@ fn spawn_and_wait_for_file(command: &mut Command, file: &Path) -> Result<OwnedCh
     Ok(running)
 }
 
-/// The stub model's responses to Claude Code, turn by turn.
+/// The stub model's responses to Claude Code, one for each turn.
 fn claude_script(home: &Path) -> Value {
     let file = |name: &str| home.join(name).display().to_string();
     let bash =
@@ -73,13 +73,13 @@ fn codex_script(_: &Path) -> Value {
     ] } })
 }
 
-/// Processes that run beside a gateway until this is dropped.
+/// Processes that run alongside a gateway until this is dropped.
 struct BackgroundProcesses {
     _watcher: OwnedChild,
     _model: ModelStub,
 }
 
-/// A machine with the watcher, its hooks, and a stub of a model. `agent` builds the agent's configuration from the
+/// Prepares a machine with the watcher, its hooks, and a stub of a model. `agent` builds the agent's configuration from the
 /// stub's address and the machine.
 fn prepare_machine(
     script: fn(&Path) -> Value,
@@ -141,7 +141,7 @@ async fn long_records_match_actions_of_claude_code() -> Result<()> {
         tools(&recorded),
         [("Write", "success"), ("Edit", "success"), ("Bash", "success"), ("Bash", "error")]
     );
-    // Five responses of the stub, each with 1000 + 3000 + 5000 input tokens; four have 200 output tokens, the last has
+    // Five responses from the stub, each with 1000 + 3000 + 5000 input tokens; four have 200 output tokens, the last has
     // 77.
     assert_eq!((&recorded["tokensIn"], &recorded["tokensOut"]), (&json!(45_000), &json!(877)));
     let cost = recorded["cost"].as_f64().context("no cost")?;
@@ -284,7 +284,7 @@ async fn long_records_match_actions_of_codex() -> Result<()> {
     Ok(())
 }
 
-/// Tokens in and out of each call of the stub's model.
+/// Input and output tokens of each call to the stub's model.
 const TOKENS_PER_CALL: (u64, u64) = (6000, 200);
 
 async fn run_codex(host: &Host, body: Value) -> Result<Value> {

@@ -86,7 +86,7 @@ fn changes_request(host: &Host, query: &str, last: Option<&str>) -> reqwest::Req
 }
 
 #[tokio::test]
-async fn changes_of_every_writer_are_reported() -> Result<()> {
+async fn changes_by_every_writer_are_reported() -> Result<()> {
     let app = App::new().await?;
     app.insert(json!({ "title": "before the first listener" })).await?;
     let mut events = Events::open(changes_request(&app.host, "", None)).await?;
@@ -209,7 +209,7 @@ async fn expired_position_is_refused_as_gone() -> Result<()> {
 }
 
 #[tokio::test]
-async fn app_receives_only_its_own_changes_and_new_tables() -> Result<()> {
+async fn app_receives_only_its_own_changes_even_to_new_tables() -> Result<()> {
     let app = App::new().await?;
     let other = super::host::unique_name("other");
     app.host.machine.add_app(&other, &json!({ "t": { "columns": { "a": "text" } } }))?;
@@ -302,7 +302,7 @@ async fn idle_stream_has_heartbeats_and_ends_with_the_gateway() -> Result<()> {
 }
 
 #[tokio::test]
-async fn writes_without_listeners_have_no_overhead() -> Result<()> {
+async fn triggers_are_created_when_first_listener_connects() -> Result<()> {
     let app = App::new().await?;
     let admin = app.database.connect().await?;
     let count_triggers = async || -> Result<i64> {

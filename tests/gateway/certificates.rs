@@ -179,7 +179,7 @@ async fn renewal_keeps_key_and_survives_unreachable_authority() -> Result<()> {
 }
 
 #[tokio::test]
-async fn another_authority_issues_another_certificate() -> Result<()> {
+async fn changed_authority_setting_replaces_certificate() -> Result<()> {
     let port = free_port()?;
     let first = Pebble::start(&Options::for_validation_port(port)).await?;
     let second = Pebble::start(&Options::for_validation_port(port)).await?;

@@ -142,7 +142,7 @@ async fn usage_requires_a_session_or_the_admin_token() -> Result<()> {
 }
 
 #[tokio::test]
-async fn short_admin_token_is_refused_and_the_gateway_serves() -> Result<()> {
+async fn gateway_starts_and_refuses_short_admin_token() -> Result<()> {
     let short = &ADMIN[..31];
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.env.insert("ADMIN_TOKEN".into(), short.into());
@@ -160,7 +160,7 @@ async fn short_admin_token_is_refused_and_the_gateway_serves() -> Result<()> {
 }
 
 #[tokio::test]
-async fn platform_can_read_only_usage() -> Result<()> {
+async fn platform_can_read_nothing_but_usage() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let send = async |method: Method, path: &str, signed: &str| -> Result<StatusCode> {
         let mut claims = host.machine.claims(Route::Internal);

@@ -49,11 +49,11 @@ impl Simulation<'_> {
                 if let Some(host) = self.host(*host) {
                     let (store, ledger, rows) =
                         (Arc::clone(&self.store), self.ledger.clone(), self.rows.clone());
-                    let (stops_after, broken) = (*stops_after, self.broken);
+                    let (stops_after, broken_rule) = (*stops_after, self.broken_rule);
                     self.counts.snapshots += 1;
                     self.tasks.spawn(async move {
                         let server = host.server.clone();
-                        let end = host.back_up(store, rows, stops_after, broken).await;
+                        let end = host.back_up(store, rows, stops_after, broken_rule).await;
                         ledger.log(format!("backup of {server}: {end}"));
                     });
                     tokio::time::sleep(Duration::from_millis(step.wait_ms.min(60))).await;
@@ -83,9 +83,9 @@ impl Simulation<'_> {
                 self.counts.crashes += 1;
                 self.processes[*process].switch.kill();
             }
-            Action::CrashAt { process, moment, nth } => {
+            Action::CrashAt { process, kill_point, nth } => {
                 self.counts.crashes += 1;
-                self.processes[*process].switch.arm(*moment, *nth);
+                self.processes[*process].switch.arm(*kill_point, *nth);
             }
             Action::Stop { process } => {
                 let process = Arc::clone(&self.processes[*process]);
@@ -272,7 +272,7 @@ impl Simulation<'_> {
     }
 
     async fn send_planned(&mut self, planned: PlannedRequest, step: &Step) {
-        let copies = if step.twice { 2 } else { 1 };
+        let copies = if step.is_sent_twice { 2 } else { 1 };
         let lost_prefix = self.find_accepted_loss_prefix(&planned.accepted_loss).await;
         for copy in 0..copies {
             let process_index = (step.process_index + copy) % PROCESSES;
@@ -394,7 +394,7 @@ impl Simulation<'_> {
         }
         let mut quiet_rounds = 0;
         // With a deliberately broken rule, the platform may never settle.
-        let rounds = if self.broken.is_some() { 100 } else { 400 };
+        let rounds = if self.broken_rule.is_some() { 100 } else { 400 };
         for round in 0..rounds {
             self.nudge();
             tokio::time::sleep(Duration::from_millis(30)).await;

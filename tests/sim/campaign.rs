@@ -11,9 +11,9 @@ use serde_json::{Value, json};
 use svc::http::client::{self, Deadlines};
 
 use super::check::{self, CallerView, Observations};
-use super::cloud::OrderedServer;
 use super::host::Host;
 use super::ledger::{Ledger, RequestRecord};
+use super::memory_provider::OrderedServer;
 use super::process::ApiResponse;
 use super::rng::Rng;
 use super::run_database::Times;
@@ -316,7 +316,7 @@ async fn hundred_overlapping_requests_survive_random_kills() {
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: ten campaigns"]
-async fn long_ten_campaigns_survive() -> Result<()> {
+async fn long_ten_campaigns_find_no_violation() -> Result<()> {
     let mut figures = Figures::new("kills of platform processes");
     for seed in 2..12 {
         figures.kills_survived += u64::from(run_campaign(seed).await?);

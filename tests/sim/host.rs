@@ -18,7 +18,7 @@ use svc::store::snapshot::{self, FORMAT, SideRecord, SnapshotUnusable};
 use svc::store::upload::{PartLayout, Upload};
 use svc::store::{Bucket, pointer_io};
 
-use super::cloud::OrderedServer;
+use super::memory_provider::OrderedServer;
 use super::rows::Rows;
 use super::store::{Store, StoreConnection};
 use super::violation::BrokenRule;
@@ -114,9 +114,9 @@ impl Host {
         store: Arc<Store>,
         rows: Rows,
         stops_after: Option<u8>,
-        broken: Option<BrokenRule>,
+        broken_rule: Option<BrokenRule>,
     ) -> String {
-        match self.try_back_up(&store, &rows, stops_after, broken).await {
+        match self.try_back_up(&store, &rows, stops_after, broken_rule).await {
             Ok(outcome) => outcome.to_owned(),
             Err(error) => format!("{error:#}"),
         }
@@ -127,7 +127,7 @@ impl Host {
         store: &Arc<Store>,
         rows: &Rows,
         stops_after: Option<u8>,
-        broken: Option<BrokenRule>,
+        broken_rule: Option<BrokenRule>,
     ) -> anyhow::Result<&'static str> {
         let bucket = Bucket::new(Arc::new(StoreConnection { store: Arc::clone(store), switch: None }));
         let slot = SlotPrefix::new(&self.user.parse()?, &self.slot.parse()?);
@@ -149,7 +149,7 @@ impl Host {
             return Ok("stopped after the dump");
         }
         let side = self.side_record(key, &content, at);
-        if broken == Some(BrokenRule::HostDoesNotVerify) {
+        if broken_rule == Some(BrokenRule::HostDoesNotVerify) {
             write_pointer_unchecked(&bucket, &slot, &snapshot_ref(&side)).await?;
             return Ok("moved the pointer too early");
         }
@@ -158,7 +158,7 @@ impl Host {
         if stops_after == Some(2) {
             return Ok("stopped after the side record");
         }
-        if broken == Some(BrokenRule::HostIgnoresFence) {
+        if broken_rule == Some(BrokenRule::HostIgnoresFence) {
             write_pointer_unchecked(&bucket, &slot, recorded.snapshot_ref()).await?;
         } else {
             pointer_io::advance(&bucket, &slot, &recorded).await?;

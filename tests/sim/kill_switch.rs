@@ -4,13 +4,13 @@ use std::sync::{Mutex, PoisonError};
 
 use tokio_util::sync::CancellationToken;
 
-use super::plan::Moment;
+use super::plan::KillPoint;
 
-/// The kill switch of a process; when armed, it kills the process at the n-th call of a kind.
+/// The kill switch of a process; when armed, it kills the process at the n-th call of one kind.
 #[derive(Debug, Default)]
 pub struct KillSwitch {
     dead: CancellationToken,
-    armed: Mutex<Option<(Moment, u8)>>,
+    armed: Mutex<Option<(KillPoint, u8)>>,
 }
 
 impl KillSwitch {
@@ -18,8 +18,8 @@ impl KillSwitch {
         self.dead.cancel();
     }
 
-    pub fn arm(&self, moment: Moment, nth: u8) {
-        *self.armed.lock().unwrap_or_else(PoisonError::into_inner) = Some((moment, nth));
+    pub fn arm(&self, kill_point: KillPoint, nth: u8) {
+        *self.armed.lock().unwrap_or_else(PoisonError::into_inner) = Some((kill_point, nth));
     }
 
     pub fn disarm(&self) {
@@ -45,15 +45,15 @@ impl KillSwitch {
     }
 
     /// A point at which the process may be killed; if it is, the call never returns.
-    pub async fn reach(&self, moment: Moment) {
+    pub async fn reach(&self, kill_point: KillPoint) {
         {
             let mut armed = self.armed.lock().unwrap_or_else(PoisonError::into_inner);
             match &mut *armed {
-                Some((at, 0)) if *at == moment => {
+                Some((at, 0)) if *at == kill_point => {
                     *armed = None;
                     self.dead.cancel();
                 }
-                Some((at, remaining)) if *at == moment => *remaining -= 1,
+                Some((at, remaining)) if *at == kill_point => *remaining -= 1,
                 _ => {}
             }
         }

@@ -27,7 +27,7 @@ struct LedgerState {
     machines: Vec<String>,
     operations: BTreeSet<String>,
     registration_attempts: BTreeSet<String>,
-    /// The first accepted registration of each machine, as far as the platform's database still has it.
+    /// The first accepted registration of each machine, unless a restore of the platform's database may have lost it.
     accepted: BTreeMap<String, Value>,
     ended: BTreeSet<String>,
     violations: BTreeSet<Violation>,

@@ -9,7 +9,7 @@
 //! |---|---|
 //! | `plan`, `rng` | a seed's plan |
 //! | `simulation`, `run_database`, `process`, `kill_switch` | a run's processes in this process, and their database |
-//! | `cloud`, `process_provider`, `run_provider` | the provider, in memory or over HTTP |
+//! | `memory_provider`, `process_provider`, `run_provider` | the provider, in memory or over HTTP |
 //! | `store`, `host` | the object store, and its writers other than the platform |
 //! | `rows` | acknowledged rows and their locations |
 //! | `action`, `ledger` | actions, and their responses |
@@ -23,10 +23,10 @@ mod action;
 mod broken_rules;
 mod campaign;
 mod check;
-mod cloud;
 mod host;
 mod kill_switch;
 mod ledger;
+mod memory_provider;
 mod plan;
 mod points;
 mod process;

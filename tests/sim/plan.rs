@@ -74,8 +74,8 @@ pub enum Action {
         host: usize,
     },
     FailProvider {
-        call: Call,
-        fault: CloudFault,
+        call: ProviderCall,
+        fault: ProviderFault,
         times: u8,
     },
     FailStore {
@@ -100,7 +100,7 @@ pub enum Action {
     /// Kills the process at its `nth` next call of this kind, before or after the call's effect.
     CrashAt {
         process: usize,
-        moment: Moment,
+        kill_point: KillPoint,
         nth: u8,
     },
     Stop {
@@ -119,7 +119,7 @@ pub enum Action {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Call {
+pub enum ProviderCall {
     Create,
     Read,
     Delete,
@@ -127,7 +127,7 @@ pub enum Call {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CloudFault {
+pub enum ProviderFault {
     RateLimited,
     /// The call fails with 5xx and has no effect.
     ServerError,
@@ -156,7 +156,7 @@ pub enum StoreFault {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Moment {
+pub enum KillPoint {
     BeforeProvider,
     AfterProvider,
     BeforeStore,
@@ -169,7 +169,7 @@ pub struct Step {
     pub process_index: usize,
     pub action: Action,
     /// Whether the request is also sent to another process concurrently, with the same key.
-    pub twice: bool,
+    pub is_sent_twice: bool,
     /// One of a few keys, so that keys are reused.
     pub key: Option<u8>,
     /// The maximum wait for the response before the next step.
@@ -255,10 +255,10 @@ fn machine_lifecycle(rng: &mut Rng) -> Vec<Action> {
 const ACCEPT_LOSS_PERCENT: u64 = 30;
 
 fn step(rng: &mut Rng, action: Action) -> Step {
-    let twice = rng.percent(12);
-    let key = (twice || rng.percent(45)).then(|| rng.below(2) as u8);
+    let is_sent_twice = rng.percent(12);
+    let key = (is_sent_twice || rng.percent(45)).then(|| rng.below(2) as u8);
     let wait_ms = [0, 2, 15, 60, 250][rng.pick_weighted(&[2, 3, 3, 3, 1])];
-    Step { process_index: rng.below(PROCESSES), action, twice, key, wait_ms }
+    Step { process_index: rng.below(PROCESSES), action, is_sent_twice, key, wait_ms }
 }
 
 fn action(rng: &mut Rng, has_faults: bool) -> Action {
@@ -318,9 +318,10 @@ fn action(rng: &mut Rng, has_faults: bool) -> Action {
         13 => Action::CutDatabase,
         14 => Action::Crash { process },
         15 => {
-            use Moment::{AfterProvider, AfterStore, BeforeProvider, BeforeStore};
-            let moment = rng.pick(&[BeforeProvider, AfterProvider, AfterProvider, BeforeStore, AfterStore]);
-            Action::CrashAt { process, moment, nth: rng.below(3) as u8 }
+            use KillPoint::{AfterProvider, AfterStore, BeforeProvider, BeforeStore};
+            let kill_point =
+                rng.pick(&[BeforeProvider, AfterProvider, AfterProvider, BeforeStore, AfterStore]);
+            Action::CrashAt { process, kill_point, nth: rng.below(3) as u8 }
         }
         16 => Action::Stop { process },
         17 => Action::Start { process },
@@ -337,17 +338,24 @@ fn action(rng: &mut Rng, has_faults: bool) -> Action {
 }
 
 fn pick_provider_fault(rng: &mut Rng) -> Action {
-    use CloudFault::{
+    use ProviderFault::{
         ActionError, Late, Locked, LostReply, NoCapacity, Partial, RateLimited, Refused, ServerError, Slow,
     };
-    let call = rng.pick(&[Call::Create, Call::Create, Call::Create, Call::Read, Call::Delete, Call::Action]);
+    let call = rng.pick(&[
+        ProviderCall::Create,
+        ProviderCall::Create,
+        ProviderCall::Create,
+        ProviderCall::Read,
+        ProviderCall::Delete,
+        ProviderCall::Action,
+    ]);
     let fault = match call {
-        Call::Create => {
+        ProviderCall::Create => {
             rng.pick(&[RateLimited, ServerError, LostReply, LostReply, Late, Slow, Refused, NoCapacity])
         }
-        Call::Read => rng.pick(&[RateLimited, ServerError, Slow, Partial, Partial]),
-        Call::Delete => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Locked]),
-        Call::Action => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Refused, ActionError]),
+        ProviderCall::Read => rng.pick(&[RateLimited, ServerError, Slow, Partial, Partial]),
+        ProviderCall::Delete => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Locked]),
+        ProviderCall::Action => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Refused, ActionError]),
     };
     Action::FailProvider { call, fault, times: 1 + rng.below(3) as u8 }
 }

@@ -78,7 +78,7 @@ fn collect_sources(dir: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Returns the names in calls of `failpoint::pass`; an expression instead of a name is returned as written.
+/// Returns the names in calls to `failpoint::pass`; an expression instead of a name is returned as written.
 fn failpoint_calls(text: &str) -> Vec<String> {
     let calls = text.split("failpoint::pass(").skip(1);
     calls.map(|call| call.split(')').next().unwrap_or_default().trim_matches('"').to_owned()).collect()

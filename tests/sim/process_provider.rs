@@ -10,7 +10,7 @@ use svc::provider::{
 };
 
 use super::kill_switch::KillSwitch;
-use super::plan::Moment;
+use super::plan::KillPoint;
 
 pub struct ProcessProvider {
     pub provider: Arc<dyn Provider>,
@@ -19,9 +19,9 @@ pub struct ProcessProvider {
 
 impl ProcessProvider {
     async fn call<T>(&self, exchange: impl Future<Output = T>) -> T {
-        self.switch.reach(Moment::BeforeProvider).await;
+        self.switch.reach(KillPoint::BeforeProvider).await;
         let response = exchange.await;
-        self.switch.reach(Moment::AfterProvider).await;
+        self.switch.reach(KillPoint::AfterProvider).await;
         response
     }
 }

@@ -8,7 +8,7 @@ use super::run_database::RunDatabase;
 const RESPONSE_TIMEOUT_MS: u64 = 5000;
 
 fn step(action: Action, key: Option<u8>) -> Step {
-    Step { process_index: 0, action, twice: false, key, wait_ms: RESPONSE_TIMEOUT_MS }
+    Step { process_index: 0, action, is_sent_twice: false, key, wait_ms: RESPONSE_TIMEOUT_MS }
 }
 
 async fn assert_no_violations(steps: Vec<Step>) {

@@ -34,16 +34,16 @@ pub async fn run_plan(
     database: &RunDatabase,
     backends: Backends,
     steps: &[Step],
-    broken: Option<BrokenRule>,
+    broken_rule: Option<BrokenRule>,
 ) -> Result<RunResult> {
     let (provider, objects, _s3) = match backends {
-        Backends::InProcess => (RunProvider::in_memory(broken), None, None),
+        Backends::InProcess => (RunProvider::in_memory(broken_rule), None, None),
         Backends::Wire => {
             let (objects, s3) = start_s3()?;
             (RunProvider::wire().await?, Some(objects), Some(s3))
         }
     };
-    let mut simulation = Simulation::new(database, provider, objects, broken).await?;
+    let mut simulation = Simulation::new(database, provider, objects, broken_rule).await?;
     for (number, step) in steps.iter().enumerate() {
         simulation.ledger.log(format!("{number:>2}. p{} {:?}", step.process_index, step.action));
         simulation.perform_step(step).await?;
@@ -83,7 +83,7 @@ fn start_s3() -> Result<StoreWithServer> {
 
 /// Runs seeds, several at a time, and panics with the log of the first violation. `SVC_SIM_SEED` runs only that seed,
 /// and `SVC_SIM_FROM` resumes a long run at that seed.
-pub async fn assert_seeds_hold(
+pub async fn assert_seeds_find_no_violation(
     seeds: std::ops::Range<u64>,
     backends: Backends,
     concurrency: usize,
@@ -173,14 +173,14 @@ async fn find_shortest_failure(
 /// Runs seeds with a broken rule until one detects `wanted`. Every detected violation must be `wanted` or one of its
 /// `consequences`.
 pub async fn find_violation(
-    broken: BrokenRule,
+    broken_rule: BrokenRule,
     seeds: impl Iterator<Item = u64>,
     wanted: Violation,
     consequences: &[Violation],
 ) -> Option<u64> {
-    let database = RunDatabase::new(Some(broken)).await.expect("the database should be created");
+    let database = RunDatabase::new(Some(broken_rule)).await.expect("the database should be created");
     for seed in seeds {
-        let result = run_plan(&database, Backends::InProcess, &plan(seed), Some(broken))
+        let result = run_plan(&database, Backends::InProcess, &plan(seed), Some(broken_rule))
             .await
             .expect("the run should start");
         let RunResult::Violated { found, log, .. } = result else { continue };

@@ -27,14 +27,14 @@ pub struct RunDatabase {
 }
 
 impl RunDatabase {
-    pub async fn new(broken: Option<BrokenRule>) -> Result<Self> {
+    pub async fn new(broken_rule: Option<BrokenRule>) -> Result<Self> {
         svc::http::tls::install_provider();
         let database = test_database_from("platform", |url| async move {
             svc::platform::db::migrate::run(&url.parse()?).await
         });
         let database = database.await?;
         let client = database.connect().await?;
-        if let Some(BrokenRule::Sql(sql)) = broken {
+        if let Some(BrokenRule::Sql(sql)) = broken_rule {
             client.batch_execute(sql).await?;
         }
         let config: PlatformConfig = process::config(&database.url());

@@ -32,7 +32,7 @@ pub struct Simulation<'a> {
     pub processes: Vec<Arc<Process>>,
     pub ledger: Ledger,
     pub rows: Rows,
-    pub broken: Option<BrokenRule>,
+    pub broken_rule: Option<BrokenRule>,
     /// Background requests and backups.
     pub tasks: JoinSet<()>,
     observations: Observations,
@@ -63,10 +63,10 @@ impl<'a> Simulation<'a> {
         database: &'a RunDatabase,
         provider: RunProvider,
         objects: Option<Arc<dyn ObjectStore>>,
-        broken: Option<BrokenRule>,
+        broken_rule: Option<BrokenRule>,
     ) -> Result<Self> {
         database.clear().await?;
-        let store = Store::new(objects.unwrap_or_else(|| Arc::new(InMemory::new())), broken);
+        let store = Store::new(objects.unwrap_or_else(|| Arc::new(InMemory::new())), broken_rule);
         publish_bundle(&store).await?;
         for (user, _) in SLOTS {
             let sql = "INSERT INTO sessions (token_hash, host, idp_user_id, expires_at) \
@@ -85,7 +85,7 @@ impl<'a> Simulation<'a> {
             processes,
             ledger: Ledger::new(),
             rows: Rows::default(),
-            broken,
+            broken_rule,
             tasks: JoinSet::new(),
             observations: Observations::default(),
             hosts: Vec::new(),

@@ -1,4 +1,4 @@
-//! The object store of a run. Every writer goes through it, so it observes all changes of pointers and snapshots.
+//! The object store of a run. Every writer goes through it, so it observes all changes to pointers and snapshots.
 //!
 //! Behind it is the in-memory store of `object_store`, which enforces conditions atomically, or the kit's S3 server.
 
@@ -21,7 +21,7 @@ use svc::store::pointer::{Pointer, SnapshotRef};
 use svc::store::snapshot::SideRecord;
 
 use super::kill_switch::KillSwitch;
-use super::plan::{Moment, StoreFault};
+use super::plan::{KillPoint, StoreFault};
 use super::violation::{BrokenRule, Violation};
 
 const SLOW_DELAY: Duration = Duration::from_millis(60);
@@ -37,7 +37,7 @@ enum Writer {
 #[derive(Debug)]
 pub struct Store {
     inner: Arc<dyn ObjectStore>,
-    broken: Option<BrokenRule>,
+    broken_rule: Option<BrokenRule>,
     faults: Mutex<Vec<(bool, StoreFault, u8)>>,
     violations: Mutex<BTreeSet<Violation>>,
     /// The last value of each pointer. Writes of a pointer are serialized, so this is their order.
@@ -50,10 +50,10 @@ pub struct Store {
 }
 
 impl Store {
-    pub fn new(inner: Arc<dyn ObjectStore>, broken: Option<BrokenRule>) -> Arc<Self> {
+    pub fn new(inner: Arc<dyn ObjectStore>, broken_rule: Option<BrokenRule>) -> Arc<Self> {
         Arc::new(Self {
             inner,
-            broken,
+            broken_rule,
             faults: Mutex::default(),
             violations: Mutex::default(),
             pointers: tokio::sync::Mutex::default(),
@@ -142,13 +142,13 @@ impl Store {
         let mut pointers = self.pointers.lock().await;
         let next: Option<Pointer> = serde_json::from_slice(&Bytes::from(payload.clone())).ok();
         let before = pointers.get(&pointer).cloned();
-        if self.broken == Some(BrokenRule::StoreIgnoresConditions) {
+        if self.broken_rule == Some(BrokenRule::StoreIgnoresConditions) {
             options.mode = PutMode::Overwrite;
         }
         let is_fence = next.as_ref().is_some_and(|next| {
             before.as_ref().map_or(0, |before| before.fence_epoch.0) < next.fence_epoch.0
         });
-        if is_fence && self.broken == Some(BrokenRule::StoreLosesFences) {
+        if is_fence && self.broken_rule == Some(BrokenRule::StoreLosesFences) {
             return Ok(PutResult { e_tag: None, version: None, extensions: Default::default() });
         }
         let put = self.inner.put_opts(at, payload, options).await?;
@@ -160,7 +160,7 @@ impl Store {
         } else {
             let writer = lock(&self.claims).get(&claim).copied().unwrap_or(writer);
             self.check_pointer(at, before.as_ref(), &next, writer).await;
-            if self.broken == Some(BrokenRule::StoreRemovesSnapshots) {
+            if self.broken_rule == Some(BrokenRule::StoreRemovesSnapshots) {
                 self.prune(at, &next).await;
             }
             pointers.insert(at.to_string(), next);
@@ -247,14 +247,14 @@ pub struct StoreConnection {
 }
 
 impl StoreConnection {
-    async fn reach(&self, moment: Moment) {
+    async fn reach(&self, kill_point: KillPoint) {
         if let Some(switch) = &self.switch {
-            switch.reach(moment).await;
+            switch.reach(kill_point).await;
         }
     }
 
     async fn write<T>(&self, operation: impl Future<Output = Result<T>>) -> Result<T> {
-        self.reach(Moment::BeforeStore).await;
+        self.reach(KillPoint::BeforeStore).await;
         let fault = self.store.take_fault(true);
         if fault == Some(StoreFault::Unavailable) {
             return Err(planned_error());
@@ -263,7 +263,7 @@ impl StoreConnection {
         if fault == Some(StoreFault::Slow) {
             tokio::time::sleep(SLOW_DELAY).await;
         }
-        self.reach(Moment::AfterStore).await;
+        self.reach(KillPoint::AfterStore).await;
         if fault == Some(StoreFault::LostReply) { Err(planned_error()) } else { result }
     }
 }
@@ -301,7 +301,9 @@ impl ObjectStore for StoreConnection {
         }
         let got = self.store.inner.get_opts(at, options).await;
         // Without conditions, a slow read makes lost updates likely.
-        if self.store.broken == Some(BrokenRule::StoreIgnoresConditions) && at.as_ref().ends_with(POINTER) {
+        if self.store.broken_rule == Some(BrokenRule::StoreIgnoresConditions)
+            && at.as_ref().ends_with(POINTER)
+        {
             tokio::time::sleep(SLOW_DELAY).await;
         }
         got

@@ -116,7 +116,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let identity =
         certificate::load_or_create(&layout).context("load the machine's TLS key").or_exit(Exit::Internal)?;
     // The machine's key is constant for its lifetime, and no other machine has it.
-    let change_ids = bridge::IdSecret::derive(identity.key_pem.as_bytes());
+    let change_ids = bridge::EventIdSecret::derive(identity.key_pem.as_bytes());
     let keeper = KeeperConfig {
         layout: layout.clone(),
         machine: config.machine(),

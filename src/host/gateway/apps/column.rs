@@ -76,7 +76,7 @@ impl ColumnType {
 
 /// Whether a column is built into every table or declared by the app.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Origin {
+pub enum ColumnOrigin {
     BuiltIn,
     Declared,
 }
@@ -85,12 +85,12 @@ pub enum Origin {
 pub struct Column {
     pub name: SqlIdentifier,
     pub kind: ColumnType,
-    pub origin: Origin,
+    pub origin: ColumnOrigin,
 }
 
 impl Column {
     pub fn declared(name: SqlIdentifier, kind: ColumnType) -> Self {
-        Self { name, kind, origin: Origin::Declared }
+        Self { name, kind, origin: ColumnOrigin::Declared }
     }
 
     /// The built-in column of this name.
@@ -100,16 +100,16 @@ impl Column {
             "created_at" | "updated_at" => ColumnType::Timestamptz,
             _ => return None,
         };
-        Some(Self { name: name.parse().ok()?, kind, origin: Origin::BuiltIn })
+        Some(Self { name: name.parse().ok()?, kind, origin: ColumnOrigin::BuiltIn })
     }
 
     /// Whether an insert may set the column. Of the built-in columns, only `id` can be set.
     pub fn is_insertable(&self) -> bool {
-        self.origin == Origin::Declared || self.name.as_str() == "id"
+        self.origin == ColumnOrigin::Declared || self.name.as_str() == "id"
     }
 
     /// Built-in columns are NOT NULL.
     pub fn is_nullable(&self) -> bool {
-        self.origin == Origin::Declared
+        self.origin == ColumnOrigin::Declared
     }
 }

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use sha2::{Digest, Sha256};
 
-use super::column::{Column, ColumnType, Origin};
+use super::column::{Column, ColumnOrigin, ColumnType};
 use super::manifest::Table;
 use crate::gateway::name::SqlIdentifier;
 
@@ -157,9 +157,9 @@ impl RegistrationPlan {
 fn column_definition(column: &Column) -> String {
     let (name, kind) = (column.name.quoted(), column.kind.sql());
     match (column.origin, column.name.as_str()) {
-        (Origin::Declared, _) => format!("{name} {kind}"),
-        (Origin::BuiltIn, "id") => format!("{name} {kind} PRIMARY KEY DEFAULT gen_random_uuid()"),
-        (Origin::BuiltIn, _) => format!("{name} {kind} NOT NULL DEFAULT now()"),
+        (ColumnOrigin::Declared, _) => format!("{name} {kind}"),
+        (ColumnOrigin::BuiltIn, "id") => format!("{name} {kind} PRIMARY KEY DEFAULT gen_random_uuid()"),
+        (ColumnOrigin::BuiltIn, _) => format!("{name} {kind} NOT NULL DEFAULT now()"),
     }
 }
 

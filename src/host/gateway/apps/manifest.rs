@@ -4,7 +4,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::column::{Column, ColumnType, Origin};
+use super::column::{Column, ColumnOrigin, ColumnType};
 use super::foreign_origin::ForeignOrigin;
 use crate::gateway::name::{Slug, SqlIdentifier};
 
@@ -106,7 +106,7 @@ impl Manifest {
 
 impl Table {
     fn to_value(&self) -> Value {
-        let declared = self.columns.iter().filter(|column| column.origin == Origin::Declared);
+        let declared = self.columns.iter().filter(|column| column.origin == ColumnOrigin::Declared);
         let columns: Map<String, Value> =
             declared.map(|column| (column.name.to_string(), column.kind.name().into())).collect();
         let lists = |lists: &[Vec<SqlIdentifier>]| -> Value {

@@ -17,7 +17,7 @@ mod registry;
 mod supervise;
 
 pub use bundled::run_install;
-pub use column::{Column, ColumnType, Origin};
+pub use column::{Column, ColumnOrigin, ColumnType};
 #[cfg(feature = "fuzzing")]
 pub use ddl::registration_sql;
 pub use describe::{FOLDER, FRONT_PAGE, ICON, LIST, PAGE, app_schema_json};

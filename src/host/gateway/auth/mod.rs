@@ -24,7 +24,7 @@ use svc_machine::name::IdpUserId;
 pub enum Principal {
     /// The machine's owner.
     Owner { sub: IdpUserId },
-    /// A process of the owner's user on this machine, such as a terminal, without a proof of the owner: it may read and
+    /// A process of the owner's user on this machine, such as a terminal, without the owner's proof: it may read and
     /// use the bridge, but not change limits or start dispatches.
     OwnersProcess { sub: IdpUserId },
     /// An agent running for a dispatch: it may use the bridge for these apps.

@@ -11,11 +11,11 @@ use secrecy::{ExposeSecret, SecretString};
 use subtle::ConstantTimeEq;
 
 use super::keyring::Keyring;
-use super::peer::{Peer, Peers};
+use super::peer::{Peer, PeerClassifier};
 use super::replay::{ReplayCache, ReplayCheck};
 use super::{AuthFailure, Authentication, Ingress, Principal};
 use crate::agents::bridge_tokens::AgentTokens;
-use crate::gateway::config::{Config, OwnerConfig};
+use crate::gateway::config::{Config, ConfiguredOwner};
 use crate::gateway::name::Slug;
 use crate::system::config::Identity;
 use crate::system::unix_socket::PeerCredentials;
@@ -33,7 +33,7 @@ pub struct PrincipalResolver {
     owner: Owner,
     admin_token: Option<SecretString>,
     agent_tokens: Arc<AgentTokens>,
-    peers: Peers,
+    peers: PeerClassifier,
     jwt_verifier: Option<Verifier>,
     replay: Mutex<ReplayCache>,
     verified_proofs: Mutex<VerifiedProofs>,
@@ -56,11 +56,11 @@ impl PrincipalResolver {
     /// The HTTP client for the identity provider's keys cannot be created.
     pub fn new(config: &Config, agent_tokens: Arc<AgentTokens>) -> anyhow::Result<Self> {
         let owner = match &config.owner {
-            OwnerConfig::Provisioned { identity, proof_keys } => Owner::Provisioned {
+            ConfiguredOwner::Provisioned { identity, proof_keys } => Owner::Provisioned {
                 identity: identity.clone(),
                 keyring: Keyring::new(proof_keys.clone(), config.layout.clone()),
             },
-            OwnerConfig::Development => {
+            ConfiguredOwner::Development => {
                 Owner::Development { sub: "dev".parse().expect("the development user id is valid") }
             }
         };
@@ -69,7 +69,7 @@ impl PrincipalResolver {
             None => None,
         };
         let admin_token = config.admin_token.clone();
-        let peers = Peers::new(config.layout.owner_sockets());
+        let peers = PeerClassifier::new(config.layout.owner_sockets());
         Ok(Self {
             owner,
             admin_token,

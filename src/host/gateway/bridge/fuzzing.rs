@@ -8,7 +8,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 use tokio_postgres::types::ToSql;
 
-use super::changes::{EventId, IdForm, IdSecret};
+use super::changes::{EventId, EventIdFormat, EventIdSecret};
 use super::cursor::{self, Cursor};
 use super::filter::Filter;
 use super::order::Order;
@@ -126,8 +126,10 @@ pub fn read_cursor(
     })
 }
 
-fn id_form(app: Option<&str>) -> IdForm {
-    app.map_or(IdForm::Plain, |app| IdForm::for_app(&IdSecret::derive(b"of a machine"), app))
+fn id_form(app: Option<&str>) -> EventIdFormat {
+    app.map_or(EventIdFormat::Plain, |app| {
+        EventIdFormat::for_app(&EventIdSecret::derive(b"of a machine"), app)
+    })
 }
 
 /// The id of a change event, for an app or the owner.

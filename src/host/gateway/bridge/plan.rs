@@ -10,7 +10,7 @@ use super::fields::{array_elements, string_value};
 use super::filter::Filter;
 use super::order::Order;
 use super::param::Param;
-use super::request::{CountMode, Find, Operation, Returning};
+use super::request::{CountMode, FindRequest, Operation, Returning};
 use super::sql::Sql;
 use super::value::bind;
 use crate::gateway::apps::{Column, ColumnType, Table};
@@ -192,7 +192,7 @@ impl<'t> TablePlanner<'_, 't> {
         sql
     }
 
-    fn find(&self, find: &Find<'_>) -> Result<Plan<'t>, FieldError> {
+    fn find(&self, find: &FindRequest<'_>) -> Result<Plan<'t>, FieldError> {
         let filter = self.parse_filter(find.filter)?;
         let order = Order::parse(self.table, find.order_by)?;
         let columns = self.parse_selected_columns(find.columns)?;

@@ -60,7 +60,7 @@ pub enum Operation<'a> {
     Insert { data: &'a RawValue },
     InsertMany { rows: &'a RawValue },
     Upsert { data: &'a RawValue, on_conflict: &'a RawValue, resolution: Resolution },
-    Find(Find<'a>),
+    Find(FindRequest<'a>),
     Get { id: &'a RawValue },
     Count { filter: Option<&'a RawValue> },
     Update { change: ChangeRequest<'a>, data: &'a RawValue },
@@ -87,8 +87,9 @@ pub enum Resolution {
     Ignore,
 }
 
+/// The unparsed fields of a `find`.
 #[derive(Debug, Default)]
-pub struct Find<'a> {
+pub struct FindRequest<'a> {
     pub filter: Option<&'a RawValue>,
     pub columns: Option<&'a RawValue>,
     pub order_by: Option<&'a RawValue>,
@@ -290,13 +291,13 @@ impl<'a, 'w> ObjectReader<'a, 'w> {
         Some(ChangeRequest { rows: rows?, max_affected: self.field("maxAffected"), returning: returning? })
     }
 
-    fn read_find(&mut self) -> Find<'a> {
+    fn read_find(&mut self) -> FindRequest<'a> {
         let count = match self.optional_text("count").as_deref() {
             None => CountMode::No,
             Some("exact") => CountMode::Exact,
             Some(_) => self.reject("count", "must be \"exact\"").unwrap_or_default(),
         };
-        Find {
+        FindRequest {
             filter: self.field("filter"),
             columns: self.field("columns"),
             order_by: self.field("orderBy"),

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::gateway::apps::{App, Column, Origin, Table};
+use crate::gateway::apps::{App, Column, ColumnOrigin, Table};
 use crate::gateway::name::SqlIdentifier;
 
 /// The schema of one app.
@@ -33,7 +33,7 @@ fn column_json(column: &Column) -> Value {
     json!({
         "column": column.name.as_str(),
         "type": column.kind.name(),
-        "builtIn": column.origin == Origin::BuiltIn,
+        "builtIn": column.origin == ColumnOrigin::BuiltIn,
         "nullable": column.is_nullable(),
     })
 }

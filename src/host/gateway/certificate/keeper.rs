@@ -52,7 +52,7 @@ pub struct CertificateKeeper {
     presented: PresentedChain,
     /// The content of the operator's file and the host name that were checked last.
     checked_file: Option<(Option<Vec<u8>>, Option<String>)>,
-    attempts: Attempts,
+    attempts: RequestSchedule,
     error: Option<String>,
     last_verification: Option<Verification>,
     /// An issued chain that could not be stored yet.
@@ -80,7 +80,7 @@ const DIRECTORY_LINE: &str = "Directory: ";
 const NOT_TRUSTED: &str = "is not trusted by this machine's roots, but the presented certificate is";
 
 /// The schedule of requests under the same settings.
-struct Attempts {
+struct RequestSchedule {
     /// The settings as JSON; a change resets the backoff.
     settings: Option<String>,
     delays: backon::ExponentialBackoff,
@@ -98,8 +98,11 @@ impl CertificateKeeper {
         let self_signed =
             Chain::from_pem(identity.cert_pem.as_bytes()).context("parse the self-signed certificate")?;
         let pin = identity.pin()?;
-        let attempts =
-            Attempts { settings: None, delays: schedule::retry_delays(config.first_retry), retry_at: None };
+        let attempts = RequestSchedule {
+            settings: None,
+            delays: schedule::retry_delays(config.first_retry),
+            retry_at: None,
+        };
         let mut keeper = Self {
             pin,
             switch,
@@ -376,7 +379,7 @@ impl CertificateKeeper {
     }
 }
 
-impl Attempts {
+impl RequestSchedule {
     fn reset(&mut self, first_retry: Duration) {
         self.delays = schedule::retry_delays(first_retry);
         self.retry_at = None;

@@ -14,7 +14,7 @@ use http::HeaderMap;
 use tokio::time::Instant;
 
 use super::feed::ChangeStream;
-use super::position::{EventId, IdForm};
+use super::position::{EventId, EventIdFormat};
 use super::read::{self, ChangeEvent};
 use crate::gateway::auth::{Caller, Principal};
 use crate::gateway::bridge::handler::{default_app, require_access};
@@ -51,7 +51,7 @@ pub async fn stream_changes(
     let scope = resolve_scope(&bridge, &principal, app)?;
     // Plain ids reveal the write volume of all apps, so apps and agents do not get them.
     let app = app.filter(|_| matches!(principal, Principal::App { .. } | Principal::Agent { .. }));
-    let ids = app.map_or(IdForm::Plain, |app| IdForm::for_app(&bridge.change_ids, app));
+    let ids = app.map_or(EventIdFormat::Plain, |app| EventIdFormat::for_app(&bridge.change_ids, app));
     let last_event_id = parse_last_event_id(&headers, &ids, bridge.epoch)?;
     let app = app.map(str::to_owned);
     let open = Listener::open(bridge.clone(), principal, app.as_deref(), scope, ids, last_event_id);
@@ -82,7 +82,7 @@ fn resolve_scope(bridge: &Bridge, principal: &Principal, app: Option<&str>) -> R
 
 fn parse_last_event_id(
     headers: &HeaderMap,
-    ids: &IdForm,
+    ids: &EventIdFormat,
     current: Epoch,
 ) -> Result<Option<EventId>, Problem> {
     let Some(value) = headers.get("last-event-id").filter(|value| !value.is_empty()) else { return Ok(None) };
@@ -96,7 +96,7 @@ struct Listener {
     principal: Principal,
     stream: ChangeStream,
     scope: Scope,
-    ids: IdForm,
+    ids: EventIdFormat,
     position: i64,
     queued: VecDeque<Bytes>,
     next_heartbeat: Instant,
@@ -109,7 +109,7 @@ impl Listener {
         principal: Principal,
         app: Option<&str>,
         scope: Scope,
-        ids: IdForm,
+        ids: EventIdFormat,
         last_event_id: Option<EventId>,
     ) -> Result<Self, Problem> {
         let too_many = || Problem::new(Code::Unavailable, "Too many open streams.").retry_after(5);
