@@ -138,7 +138,7 @@ async fn long_records_match_actions_of_claude_code() -> Result<()> {
     assert_eq!(result["text"], "All done.");
     let recorded = wait_until_recorded(&host, "d1").await?;
     assert_eq!(
-        tools(&recorded),
+        tool_outcomes(&recorded),
         [("Write", "success"), ("Edit", "success"), ("Bash", "success"), ("Bash", "error")]
     );
     // Five responses from the stub, each with 1000 + 3000 + 5000 input tokens; four have 200 output tokens, the last has
@@ -220,7 +220,7 @@ fn read_audit(host: &Host, actor: &str) -> Result<Vec<Value>> {
 }
 
 /// The tools of an interaction, each with its outcome.
-fn tools(recorded: &Value) -> Vec<(&str, &str)> {
+fn tool_outcomes(recorded: &Value) -> Vec<(&str, &str)> {
     let tools = recorded["tools"].as_array().into_iter().flatten();
     tools
         .map(|tool| (tool["name"].as_str().unwrap_or_default(), tool["status"].as_str().unwrap_or_default()))
@@ -261,7 +261,7 @@ async fn long_records_match_actions_of_codex() -> Result<()> {
     ensure!(kind == "result" && result["status"] == "success", "{streamed:#?}");
     let recorded = wait_until_recorded(&host, "d1").await?;
     let (good, patch) = ("success", "apply_patch");
-    assert_eq!(tools(&recorded), [(patch, good), ("Bash", good), ("Bash", "error"), (patch, good)]);
+    assert_eq!(tool_outcomes(&recorded), [(patch, good), ("Bash", good), ("Bash", "error"), (patch, good)]);
     let tokens =
         |name: &str| recorded[name].as_f64().filter(|tokens| *tokens > 0.0).context("no token count");
     let expected = (tokens("tokensIn")? * 2.0 + tokens("tokensOut")? * 10.0) / 1e6;

@@ -20,13 +20,13 @@ fn columns_of_every_type() -> Value {
 }
 
 /// A host with one app, whose table has a column of every type.
-pub struct App {
+pub struct TestApp {
     pub host: Host,
     pub slug: String,
     pub database: kit::pg::TestDatabase,
 }
 
-impl App {
+impl TestApp {
     pub async fn new() -> Result<Self> {
         Self::with_env(&[]).await
     }
@@ -86,7 +86,7 @@ impl App {
 
 #[tokio::test]
 async fn row_is_returned_as_written() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let data = json!({
         "title": "Zürich \"quoted\" \u{1F600}\n", "done": true, "size": -5, "big": "9223372036854775807",
         "price": "12345678901234567890.000100", "ratio": 0.1, "day": "2026-02-28",
@@ -113,7 +113,7 @@ async fn row_is_returned_as_written() -> Result<()> {
 
 #[tokio::test]
 async fn insert_handles_nulls_small_numbers_and_chosen_ids() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let row = app.insert(json!({ "title": null, "big": 42, "price": 1 })).await?;
     assert_eq!((&row["title"], &row["done"]), (&Value::Null, &Value::Null));
     assert_eq!((&row["big"], &row["price"]), (&json!(42), &json!("1")), "a safe bigint is a number");
@@ -126,7 +126,7 @@ async fn insert_handles_nulls_small_numbers_and_chosen_ids() -> Result<()> {
 
 #[tokio::test]
 async fn filters_match_expected_rows() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     for (title, size, meta) in [
         ("apple", Some(1), json!({ "tags": ["red"], "n": 1 })),
         ("apricot", Some(2), json!({ "tags": ["orange"] })),
@@ -170,7 +170,7 @@ async fn filters_match_expected_rows() -> Result<()> {
 
 #[tokio::test]
 async fn pages_join_without_gap_or_duplicate() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     for n in 0..23 {
         let size = if n % 5 == 4 { Value::Null } else { json!(n % 3) };
         app.insert(json!({ "title": format!("t{n:02}"), "size": size })).await?;
@@ -210,7 +210,7 @@ async fn pages_join_without_gap_or_duplicate() -> Result<()> {
 
 #[tokio::test]
 async fn cursor_value_with_quotes_is_bound_as_parameter() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     for title in ["a", "b'; DROP TABLE things; --", "c\\", "d\"", "e"] {
         app.insert(json!({ "title": title })).await?;
     }
@@ -229,7 +229,7 @@ async fn cursor_value_with_quotes_is_bound_as_parameter() -> Result<()> {
 
 #[tokio::test]
 async fn schemas_list_tables_and_columns() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let (status, all) = app.host.get("/api/bridge/schemas").await?;
     assert_eq!(status, StatusCode::OK);
     assert_eq!(all["data"][0]["app"], app.slug.as_str());
@@ -244,7 +244,7 @@ async fn schemas_list_tables_and_columns() -> Result<()> {
 
 #[tokio::test]
 async fn app_cannot_act_for_another_app() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let as_app = |slug: &str, method: Method, path: &str| {
         let mut claims = app.host.machine.claims(Route::App);
         claims.app = Some(slug.to_owned());
@@ -267,7 +267,7 @@ async fn app_cannot_act_for_another_app() -> Result<()> {
 
 #[tokio::test]
 async fn concurrent_requests_get_their_own_responses() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let inserts = (0..200).map(|n| {
         let body = app.body("insert", json!({ "data": { "title": format!("n{n}"), "size": n } }));
         let host = &app.host;

@@ -12,7 +12,7 @@ use reqwest::Method;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
-use super::bridge::App;
+use super::bridge::TestApp;
 
 /// A value as sent, and as returned.
 type Pair = (Value, Value);
@@ -140,7 +140,7 @@ fn is_equal(a: &Value, b: &Value) -> bool {
 /// Rows with values as text, because `serde_json` would round the last digit of a double.
 type RawRow = BTreeMap<String, Box<RawValue>>;
 
-async fn run_insert(app: &App, action: &str, fields: Value) -> Result<Vec<RawRow>> {
+async fn run_insert(app: &TestApp, action: &str, fields: Value) -> Result<Vec<RawRow>> {
     let request = app.host.owner_request(Method::POST, "/api/bridge/query").json(&app.body(action, fields));
     let text = request.send().await?.error_for_status()?.text().await?;
     let text = text.strip_prefix("{\"data\":").and_then(|text| text.strip_suffix('}')).unwrap_or_default();
@@ -162,7 +162,7 @@ fn check_row(row: &RawRow, given: &Value, expected: &serde_json::Map<String, Val
 
 #[tokio::test]
 async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let columns = columns();
     let mut runner = TestRunner::default();
     let mut draw = |strategy: &BoxedStrategy<Pair>| {
@@ -204,7 +204,7 @@ async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
 
 #[tokio::test]
 async fn every_type_enforces_its_limits() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let refused = [
         ("title", json!("a\u{0}b")),
         ("size", json!(2_147_483_648_i64)),
@@ -255,7 +255,7 @@ async fn every_type_enforces_its_limits() -> Result<()> {
 
 #[tokio::test]
 async fn json_value_keeps_its_digits_and_is_bounded() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let send = async |meta: &str| -> Result<(u16, String)> {
         let head = json!({ "action": "insert", "app": app.slug, "table": "things" }).to_string();
         let body = format!("{},\"data\":{{\"meta\":{meta}}}}}", head.trim_end_matches('}'));

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use super::bridge::App;
+use super::bridge::TestApp;
 
 const ABSENT: &str = "0192d1f0-0000-7000-8000-000000000000";
 
@@ -13,7 +13,7 @@ fn list(rows: &Value) -> &[Value] {
 
 #[tokio::test]
 async fn insert_many_returns_rows_in_request_order() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let admin = app.database.connect().await?;
     // The owner has set a default: a row without the column gets it, a row with null does not.
     admin
@@ -48,7 +48,7 @@ async fn insert_many_returns_rows_in_request_order() -> Result<()> {
 
 #[tokio::test]
 async fn insert_many_with_a_bad_row_inserts_no_row() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let taken = "0192d1f0-0000-7000-8000-000000000001";
     let refused = json!([{ "title": "a", "ref": taken }, { "title": "b", "size": "x" }, { "nope": 1 }, 5]);
     let (status, problem) = app.query("insertMany", json!({ "rows": refused })).await?;
@@ -70,7 +70,7 @@ async fn insert_many_with_a_bad_row_inserts_no_row() -> Result<()> {
 
 #[tokio::test]
 async fn upsert_inserts_merges_or_ignores() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let key = "0192d1f0-0000-7000-8000-000000000001";
     let upsert = |data: Value, resolution: Value| {
         let mut fields = json!({ "data": data, "onConflict": ["ref"] });
@@ -108,7 +108,7 @@ async fn upsert_inserts_merges_or_ignores() -> Result<()> {
 
 #[tokio::test]
 async fn concurrent_upserts_of_one_key_make_one_row() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let key = "0192d1f0-0000-7000-8000-000000000001";
     let all = (0..60).map(|n| {
         let resolution = if n % 2 == 0 { "ignore" } else { "merge" };
@@ -127,7 +127,7 @@ async fn concurrent_upserts_of_one_key_make_one_row() -> Result<()> {
 
 #[tokio::test]
 async fn update_changes_only_named_columns() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let row = app.insert(json!({ "title": "a", "size": 1, "price": "1" })).await?;
     for n in 2..6 {
         app.insert(json!({ "title": "b", "size": n })).await?;
@@ -157,7 +157,7 @@ async fn update_changes_only_named_columns() -> Result<()> {
 
 #[tokio::test]
 async fn update_or_delete_beyond_its_limit_changes_nothing() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     for n in 0..5 {
         app.insert(json!({ "title": "b", "size": n })).await?;
     }
@@ -189,7 +189,7 @@ async fn update_or_delete_beyond_its_limit_changes_nothing() -> Result<()> {
 
 #[tokio::test]
 async fn delete_requires_a_filter_and_removes_only_matches() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let row = app.insert(json!({ "title": "a" })).await?;
     app.insert(json!({ "title": "b", "size": 1 })).await?;
     let deleted = app.query_data("delete", json!({ "id": row["id"], "returning": true })).await?;
@@ -211,7 +211,7 @@ async fn delete_requires_a_filter_and_removes_only_matches() -> Result<()> {
 
 #[tokio::test]
 async fn concurrent_update_rechecks_its_filter() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     for n in 0..3 {
         app.insert(json!({ "title": "b", "size": n })).await?;
     }

@@ -23,7 +23,7 @@ const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 const DOMAIN: &str = "hosts.example.test";
 
 /// Returns a machine whose gateway listens on this port, and the machine's host name.
-fn machine_at(port: u16, roots: &std::path::Path) -> Result<(Machine, String)> {
+fn machine_listening_on(port: u16, roots: &std::path::Path) -> Result<(Machine, String)> {
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.env.insert("GATEWAY_LISTEN".into(), format!("127.0.0.1:{port}"));
     machine.env.insert("SSL_CERT_FILE".into(), roots.display().to_string());
@@ -89,7 +89,7 @@ fn read_pin(machine: &Machine) -> Result<SpkiPin> {
 async fn signing_request_is_for_name_and_key_of_the_machine() -> Result<()> {
     let roots = tempfile::NamedTempFile::new()?;
     std::fs::write(roots.path(), Ca::new()?.root_pem())?;
-    let (mut machine, name) = machine_at(free_port()?, roots.path())?;
+    let (mut machine, name) = machine_listening_on(free_port()?, roots.path())?;
     let print = |machine: &Machine| {
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_svc"));
         command.args(["svc-gateway", "certificate-request"]).env_clear();
@@ -119,7 +119,7 @@ fn expiry(report: &Value) -> Timestamp {
 async fn authority_issues_certificate_for_registered_key() -> Result<()> {
     let port = free_port()?;
     let pebble = Pebble::start(&Options::for_validation_port(port)).await?;
-    let (machine, name) = machine_at(port, &pebble.roots())?;
+    let (machine, name) = machine_listening_on(port, &pebble.roots())?;
     let host = machine.start()?;
     assert!(
         presented_certificate(&host, &name, Some(&pebble.roots())).await.is_err(),
@@ -157,7 +157,7 @@ async fn renewal_keeps_key_and_survives_unreachable_authority() -> Result<()> {
     let options = Options { certificate_seconds: 24, ..Options::for_validation_port(port) };
     let pebble = Pebble::start(&options).await?;
     let network = Proxy::start(pebble.listen())?;
-    let (machine, name) = machine_at(port, &pebble.roots())?;
+    let (machine, name) = machine_listening_on(port, &pebble.roots())?;
     let directory = format!("https://{}/dir", network.addr());
     machine.write("var/lib/svc/tls/settings.json", &tls_settings(&name, &directory).to_string())?;
     let host = machine.start()?;
@@ -186,7 +186,7 @@ async fn changed_authority_setting_replaces_certificate() -> Result<()> {
     let roots = tempfile::NamedTempFile::new()?;
     let both = [first.roots(), second.roots()].map(std::fs::read_to_string);
     std::fs::write(roots.path(), both.into_iter().collect::<std::io::Result<String>>()?)?;
-    let (machine, name) = machine_at(port, roots.path())?;
+    let (machine, name) = machine_listening_on(port, roots.path())?;
     let write = |machine: &Machine, pebble: &Pebble| {
         machine
             .write("var/lib/svc/tls/settings.json", &tls_settings(&name, &pebble.directory_url()).to_string())
@@ -211,7 +211,7 @@ async fn changed_authority_setting_replaces_certificate() -> Result<()> {
 async fn unstorable_certificate_is_presented_and_not_ordered_again() -> Result<()> {
     let port = free_port()?;
     let pebble = Pebble::start(&Options::for_validation_port(port)).await?;
-    let (machine, name) = machine_at(port, &pebble.roots())?;
+    let (machine, name) = machine_listening_on(port, &pebble.roots())?;
     let delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     // A file cannot replace a folder that has content.
@@ -237,7 +237,7 @@ async fn refused_order_is_reported_and_retried_with_backoff() -> Result<()> {
     let port = free_port()?;
     let options = Options { blocked_domain: Some(DOMAIN.to_owned()), ..Options::for_validation_port(port) };
     let pebble = Pebble::start(&options).await?;
-    let (mut machine, name) = machine_at(port, &pebble.roots())?;
+    let (mut machine, name) = machine_listening_on(port, &pebble.roots())?;
     machine.env.insert("ACME_RETRY_SECONDS".into(), "600".into());
     let delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
@@ -263,7 +263,7 @@ async fn refused_order_is_reported_and_retried_with_backoff() -> Result<()> {
 async fn failed_validation_reports_reason_of_authority() -> Result<()> {
     // The authority connects to another port, where nothing listens.
     let pebble = Pebble::start(&Options::for_validation_port(free_port()?)).await?;
-    let (machine, name) = machine_at(free_port()?, &pebble.roots())?;
+    let (machine, name) = machine_listening_on(free_port()?, &pebble.roots())?;
     let delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     let host = machine.start()?;
@@ -282,7 +282,7 @@ async fn account_is_bound_to_external_account() -> Result<()> {
     let key = "zWNDZM6eQGHWpSRTPal5eIUYFTu7EajVIoguysqZ9wG44nMEtx3MUAsUDkMTQ12W";
     let external_account = Some(("kid-1".to_owned(), key.to_owned()));
     let pebble = Pebble::start(&Options { external_account, ..Options::for_validation_port(port) }).await?;
-    let (machine, name) = machine_at(port, &pebble.roots())?;
+    let (machine, name) = machine_listening_on(port, &pebble.roots())?;
     let mut delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     let host = machine.start()?;
@@ -300,7 +300,7 @@ async fn account_is_bound_to_external_account() -> Result<()> {
 async fn lost_account_is_replaced() -> Result<()> {
     let port = free_port()?;
     let before = Pebble::start(&Options::for_validation_port(port)).await?;
-    let (machine, name) = machine_at(port, &before.roots())?;
+    let (machine, name) = machine_listening_on(port, &before.roots())?;
     machine
         .write("var/lib/svc/tls/settings.json", &tls_settings(&name, &before.directory_url()).to_string())?;
     let host = machine.start()?;
@@ -327,7 +327,7 @@ async fn lost_account_is_replaced() -> Result<()> {
 async fn deactivated_account_is_replaced() -> Result<()> {
     let port = free_port()?;
     let pebble = Pebble::start(&Options::for_validation_port(port)).await?;
-    let (machine, name) = machine_at(port, &pebble.roots())?;
+    let (machine, name) = machine_listening_on(port, &pebble.roots())?;
     let delivered = tls_settings(&name, &pebble.directory_url()).to_string();
     machine.write("var/lib/svc/tls/settings.json", &delivered)?;
     let host = machine.start()?;
@@ -348,7 +348,7 @@ async fn deactivated_account_is_replaced() -> Result<()> {
 async fn validation_handshake_needs_challenge_in_progress() -> Result<()> {
     let pebble_roots = tempfile::NamedTempFile::new()?;
     std::fs::write(pebble_roots.path(), Ca::new()?.root_pem())?;
-    let (machine, name) = machine_at(free_port()?, pebble_roots.path())?;
+    let (machine, name) = machine_listening_on(free_port()?, pebble_roots.path())?;
     let host = machine.start()?;
     let mut config = pinned_client_config(read_pin(&host.machine)?, ChainCheck::PinOnly)?;
     config.alpn_protocols = vec![b"acme-tls/1".to_vec()];
@@ -364,7 +364,7 @@ async fn certificate_file_is_reloaded_and_must_be_for_the_key() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let (roots, file) = (dir.path().join("roots.pem"), dir.path().join("chain.pem"));
     std::fs::write(&roots, ca.root_pem())?;
-    let (mut machine, name) = machine_at(free_port()?, &roots)?;
+    let (mut machine, name) = machine_listening_on(free_port()?, &roots)?;
     machine.env.insert("GATEWAY_TLS_CERT_FILE".into(), file.display().to_string());
     machine.write("var/lib/svc/tls/settings.json", &json!({"hostName": name}).to_string())?;
     let host = machine.start()?;

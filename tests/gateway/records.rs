@@ -45,7 +45,7 @@ async fn get(host: &Host, path: &str) -> Result<Value> {
     Ok(body)
 }
 
-fn ids(body: &Value) -> Vec<&str> {
+fn interaction_ids(body: &Value) -> Vec<&str> {
     body["interactions"]
         .as_array()
         .into_iter()
@@ -61,7 +61,7 @@ async fn interactions_are_paged_newest_first_and_filtered() -> Result<()> {
     let (mut all, mut cursor, mut pages) = (Vec::new(), String::new(), 0);
     loop {
         let page = get(&host, &format!("/api/interactions?limit=6{cursor}")).await?;
-        all.extend(ids(&page).into_iter().map(str::to_owned));
+        all.extend(interaction_ids(&page).into_iter().map(str::to_owned));
         pages += 1;
         match page["nextCursor"].as_str() {
             Some(next) => cursor = format!("&cursor={next}"),
@@ -70,14 +70,17 @@ async fn interactions_are_paged_newest_first_and_filtered() -> Result<()> {
     }
     let expected: Vec<String> = (0..20).rev().map(|n| format!("d{n}")).collect();
     assert_eq!((all, pages), (expected, 4));
-    assert_eq!(ids(&get(&host, "/api/interactions?status=error").await?), ["d15", "d10", "d5", "d0"]);
+    assert_eq!(
+        interaction_ids(&get(&host, "/api/interactions?status=error").await?),
+        ["d15", "d10", "d5", "d0"]
+    );
     let filtered = get(&host, "/api/interactions?senderId=telegram:7&model=small").await?;
-    assert_eq!(ids(&filtered), ["d19", "d17", "d15"]);
+    assert_eq!(interaction_ids(&filtered), ["d19", "d17", "d15"]);
     let since = now.checked_sub(1.hours())?;
     let recent = get(&host, &format!("/api/interactions?since={since:.3}&limit=1000")).await?;
-    assert_eq!(ids(&recent).len(), 10);
+    assert_eq!(interaction_ids(&recent).len(), 10);
     let before = get(&host, &format!("/api/interactions?until={since:.3}")).await?;
-    assert_eq!(ids(&before)[0], "d9");
+    assert_eq!(interaction_ids(&before)[0], "d9");
     Ok(())
 }
 
@@ -227,7 +230,7 @@ async fn record_stream_follows_rotation_and_resumes() -> Result<()> {
         let mut file = std::fs::OpenOptions::new().create(true).append(true).open(&path)?;
         Ok(file.write_all(text.as_bytes())?)
     };
-    let mut events = Events::open(&host, "/api/audit/changes?op=write", None).await?;
+    let mut events = EventStream::open(&host, "/api/audit/changes?op=write", None).await?;
     let ready = events.next().await?;
     assert!(ready.contains("event: ready"), "{ready}");
     append(&(line(1, "write") + &line(2, "delete") + &line(3, "write")))?;
@@ -238,7 +241,7 @@ async fn record_stream_follows_rotation_and_resumes() -> Result<()> {
     drop(events);
     std::fs::rename(&path, path.with_file_name("audit-2026-11-21.jsonl"))?;
     append(&line(4, "write"))?;
-    let mut events = Events::open(&host, "/api/audit/changes", Some(&id)).await?;
+    let mut events = EventStream::open(&host, "/api/audit/changes", Some(&id)).await?;
     assert!(events.next().await?.contains("event: ready"));
     for n in 2..5 {
         let event = events.next().await?;
@@ -253,12 +256,12 @@ async fn record_stream_follows_rotation_and_resumes() -> Result<()> {
     Ok(())
 }
 
-struct Events {
+struct EventStream {
     body: futures_util::stream::BoxStream<'static, reqwest::Result<bytes::Bytes>>,
     text: String,
 }
 
-impl Events {
+impl EventStream {
     async fn open(host: &Host, path: &str, after: Option<&str>) -> Result<Self> {
         let request =
             host.owner_request(Method::GET, path).header("last-event-id", after.unwrap_or_default());

@@ -138,9 +138,9 @@ impl InMemoryProvider {
     }
 
     fn order(&self, order: &ServerOrder) -> Result<Server, ProviderError> {
-        let unique = self.broken_rule != Some(BrokenRule::ProviderAcceptsDuplicateNames);
+        let must_be_unique = self.broken_rule != Some(BrokenRule::ProviderAcceptsDuplicateNames);
         let mut state = self.state();
-        if unique && state.servers.values().any(|server| server.name == order.name) {
+        if must_be_unique && state.servers.values().any(|server| server.name == order.name) {
             return Err(failure("create server", ErrorKind::Conflict, 409, "uniqueness_error"));
         }
         state.last_id += 1;
@@ -238,10 +238,10 @@ impl ProviderState {
             }
             pending.action.status = ActionStatus::Success;
         }
-        let busy =
+        let is_busy =
             |id: i64| actions.values().any(|it| it.server == id && it.action.status == ActionStatus::Running);
         for (id, server) in servers {
-            server.locked = busy(*id);
+            server.locked = is_busy(*id);
         }
     }
 
@@ -346,17 +346,19 @@ impl Provider for SharedProvider {
             self.0.broken_rule,
             Some(BrokenRule::ProviderAcceptsDuplicateNames | BrokenRule::ProviderDeletesNothing)
         );
-        let chosen = |server: &&Server| {
+        let matches_selector = |server: &&Server| {
             let found = server.labels.get(label);
             !finds_nothing && found.is_some_and(|found| value.is_none_or(|value| value == found))
         };
-        let partial = self.0.is_partial();
-        let every_other = |(nth, _): &(usize, Server)| !partial || nth % 2 == 1;
+        let is_partial = self.0.is_partial();
+        let is_listed = |(nth, _): &(usize, Server)| !is_partial || nth % 2 == 1;
         let all: Vec<Server> = self
             .0
-            .call_read("list servers", |state| state.servers.values().filter(chosen).cloned().collect())
+            .call_read("list servers", |state| {
+                state.servers.values().filter(matches_selector).cloned().collect()
+            })
             .await?;
-        Ok(all.into_iter().enumerate().filter(every_other).map(|(_, server)| server).collect())
+        Ok(all.into_iter().enumerate().filter(is_listed).map(|(_, server)| server).collect())
     }
 
     async fn get(&self, id: ServerId) -> Result<Option<Server>, ProviderError> {

@@ -138,7 +138,7 @@ fn parse_path(path: &str) -> Option<PathBuf> {
     is_inside.then_some(path)
 }
 
-/// Exposes [`parse_path`] to `tests/fuzz`.
+/// Exposes `parse_path` to `tests/fuzz`.
 #[cfg(feature = "fuzzing")]
 pub fn path_in_app(path: &str) -> Option<PathBuf> {
     parse_path(path)

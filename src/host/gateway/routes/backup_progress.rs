@@ -54,6 +54,7 @@ struct LastRunView {
     held: Option<HeldSnapshot>,
 }
 
+/// `GET /_svc/internal/backup`.
 pub async fn show(State(layout): State<Layout>) -> Result<Json<Value>, Problem> {
     Ok(Json(run_blocking(move || read_backup_status(&layout)).await?))
 }
