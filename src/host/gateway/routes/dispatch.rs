@@ -94,8 +94,8 @@ pub async fn follow(
     PathParams(id): PathParams<String>,
     headers: HeaderMap,
 ) -> Result<Response, Problem> {
-    let header = headers.get("last-event-id").filter(|value| !value.is_empty());
-    let last_event: Option<u64> = match header {
+    let last_event_id = headers.get("last-event-id").filter(|value| !value.is_empty());
+    let last_event: Option<u64> = match last_event_id {
         Some(value) => {
             let number = value.to_str().ok().and_then(|text| text.parse().ok());
             Some(
