@@ -79,8 +79,8 @@ struct BackgroundProcesses {
     _model: ModelStub,
 }
 
-/// Prepares a machine with the watcher, its hooks, and a stub of a model. `agent` builds the agent's configuration from the
-/// stub's address and the machine.
+/// Prepares a machine with the watcher, its hooks, and a stub of a model. `agent` builds the agent's configuration from
+/// the stub's address and the machine.
 fn prepare_machine(
     script: fn(&Path) -> Value,
     agent: impl FnOnce(&str, &Machine) -> Result<Value>,
@@ -141,8 +141,8 @@ async fn long_records_match_actions_of_claude_code() -> Result<()> {
         tool_outcomes(&recorded),
         [("Write", "success"), ("Edit", "success"), ("Bash", "success"), ("Bash", "error")]
     );
-    // Five responses from the stub, each with 1000 + 3000 + 5000 input tokens; four have 200 output tokens, the last has
-    // 77.
+    // Five responses from the stub, each with 1000 + 3000 + 5000 input tokens; four have 200 output tokens, the last
+    // has 77.
     assert_eq!((&recorded["tokensIn"], &recorded["tokensOut"]), (&json!(45_000), &json!(877)));
     let cost = recorded["cost"].as_f64().context("no cost")?;
     ensure!(cost > 0.0, "{recorded}");

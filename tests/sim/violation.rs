@@ -38,7 +38,8 @@ pub enum Violation {
     InternalError,
 }
 
-/// A rule that a test breaks from outside the platform: in the provider, the store, a host, or directly in the database.
+/// A rule that a test breaks from outside the platform: in the provider, the store, a host, or directly in the
+/// database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BrokenRule {
     /// The provider accepts a name twice, and finds no server by name.

@@ -1,4 +1,5 @@
-//! Prints usage and records in a terminal. It reads the files directly, so that the gateway does not have to be running.
+//! Prints usage and records in a terminal. It reads the files directly, so that the gateway does not have to be
+//! running.
 
 use std::io::Write;
 use std::path::PathBuf;

@@ -1,5 +1,5 @@
-//! The write gate: admits requests to the bridge, except while the platform takes the final backup of this machine. Then
-//! it refuses all of them, even reads.
+//! The write gate: admits requests to the bridge, except while the platform takes the final backup of this machine.
+//! Then it refuses all of them, even reads.
 //!
 //! Invariant: once `quiescedAt` is set, no request changes the owner's data until writers are resumed. The file of
 //! `host::system::quiesce` is authoritative, so the state survives a restart.
@@ -215,7 +215,8 @@ impl Writers {
         self.dispatcher.resume();
     }
 
-    /// Polls the file until `stop` is cancelled: the sync agent removes it when the platform no longer names the operation.
+    /// Polls the file until `stop` is cancelled: the sync agent removes it when the platform no longer names the
+    /// operation.
     pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
         while stop.run_until_cancelled(tokio::time::sleep(POLL_INTERVAL)).await.is_some() {
             if !self.is_quiesced() {
@@ -232,6 +233,7 @@ impl Writers {
 }
 
 fn quiesced_problem() -> Problem {
-    let detail = "The bridge is stopped: a final backup of this machine is being taken before it is replaced or deleted.";
+    let detail =
+        "The bridge is stopped: a final backup is being taken before this machine is replaced or deleted.";
     Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS)
 }

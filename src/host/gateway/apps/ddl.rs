@@ -1,7 +1,7 @@
 //! Plans the registration of a manifest in an existing schema: additions only.
 //!
-//! Pure. SQL contains no values, and only names of type [`SqlIdentifier`]. Parts of a manifest that cannot be applied are
-//! reported as text; nothing is ever dropped or rewritten.
+//! Pure. SQL contains no values, and only names of type [`SqlIdentifier`]. Parts of a manifest that cannot be applied
+//! are reported as text; nothing is ever dropped or rewritten.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -32,7 +32,7 @@ pub const ADMIN: Credential = Credential {
 pub const PLATFORM: Credential = Credential {
     name: "platform",
     scheme: Scheme::Header("x-svc-proof"),
-    about: "A proof from the platform for this request: the route `internal`, the method, the path and a single-use id.",
+    about: "A proof from the platform for this request: route `internal`, its method, its path and a single-use id.",
 };
 
 /// The owner and the machine's administrators.

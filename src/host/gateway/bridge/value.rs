@@ -98,7 +98,8 @@ fn bind_numeric(raw: &RawValue) -> Result<Param, &'static str> {
     }
 }
 
-/// The number of bytes by which PostgreSQL's output of a JSON number exceeds its input; `None` if the number has too many digits.
+/// The number of bytes by which PostgreSQL's output of a JSON number exceeds its input; `None` if the number has too
+/// many digits.
 fn number_expansion(number: &str) -> Option<usize> {
     let unsigned = number.trim_start_matches('-');
     let (digits, exponent) = unsigned.split_once(['e', 'E']).unwrap_or((unsigned, "0"));

@@ -21,8 +21,8 @@ const CANCEL_TIMEOUT: Duration = Duration::from_secs(2);
 const CANCEL_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 const MAX_CANCEL_ATTEMPTS: usize = 100;
 
-/// A share of a pipelined connection, returned on drop. A drop between [`Self::begin`] and [`Self::settle`] abandons the
-/// connection.
+/// A share of a pipelined connection, returned on drop. A drop between [`Self::begin`] and [`Self::settle`] abandons
+/// the connection.
 pub struct Lease {
     pool: Arc<Pool>,
     connection: Arc<Connection>,

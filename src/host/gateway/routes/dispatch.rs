@@ -266,8 +266,8 @@ fn request_schema() -> Value {
 const EVENTS: DocumentedResponse = DocumentedResponse {
     status: 200,
     about: "Server-sent events: `accepted`, `running`, `started`, `text`, `toolStarted`, `toolEnded`, `warning`, and \
-            finally `result`, which has the complete dispatch. Events of a batch have the index of their entry; the last \
-            event is `done`.",
+            finally `result`, which has the complete dispatch. Events of a batch have the index of their entry; the \
+            last event is `done`.",
     content: Content::Other("text/event-stream"),
 };
 

@@ -1,5 +1,6 @@
 //! One listener's stream of changes. It starts after `Last-Event-ID` or at the current position. It ends when the
-//! listener disconnects, its agent's dispatch ends, the database fails, the gateway stops, or the time limit is reached.
+//! listener disconnects, its agent's dispatch ends, the database fails, the gateway stops, or the time limit is
+//! reached.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;

@@ -161,7 +161,7 @@ fn request() -> BoxedStrategy<Value> {
             |(filter, order, columns, limit, after)| {
                 let order: Vec<Value> = order
                     .into_iter()
-                    .map(|(column, is_ascending)| json!({ "column": column, "direction": if is_ascending { "asc" } else { "desc" } }))
+                    .map(|(column, ascending)| json!({ "column": column, "direction": if ascending { "asc" } else { "desc" } }))
                     .collect();
                 let mut find = json!({ "action": "find", "app": "n", "table": "things", "filter": filter,
                     "columns": columns, "orderBy": order, "limit": limit, "count": "exact" });
