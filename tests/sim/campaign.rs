@@ -29,7 +29,7 @@ const MAX_ATTEMPTS: usize = 150;
 struct Fleet {
     stack: Stack,
     client: reqwest::Client,
-    bases: Mutex<Vec<String>>,
+    base_urls: Mutex<Vec<String>>,
     ledger: Ledger,
 }
 
@@ -46,9 +46,9 @@ impl Fleet {
     /// Retries until the response is not a 503, each time on a random process.
     async fn request_until_response(&self, rng: &mut Rng, planned: &CampaignRequest) -> Option<ApiResponse> {
         for _ in 0..MAX_ATTEMPTS {
-            let base = rng.pick(&self.bases.lock().unwrap_or_else(PoisonError::into_inner));
+            let base_url = rng.pick(&self.base_urls.lock().unwrap_or_else(PoisonError::into_inner));
             let request_id = self.ledger.next_request_id();
-            let mut request = self.client.request(planned.method.clone(), format!("{base}{}", planned.path));
+            let mut request = self.client.request(planned.method.clone(), format!("{base_url}{}", planned.path));
             request = request.bearer_auth(&planned.token).header("x-request-id", &request_id);
             if let Some(key) = &planned.key {
                 request = request.header("idempotency-key", key);
@@ -205,7 +205,7 @@ impl Fleet {
 
     fn start(self: &Arc<Self>, number: usize) -> Process {
         let process = self.stack.start_platform();
-        process.base.clone_into(&mut self.bases.lock().unwrap_or_else(PoisonError::into_inner)[number]);
+        process.base.clone_into(&mut self.base_urls.lock().unwrap_or_else(PoisonError::into_inner)[number]);
         process
     }
 }
@@ -238,8 +238,8 @@ async fn kill_repeatedly(
 async fn run_campaign(seed: u64) -> Result<u32> {
     let stack = Stack::start().await;
     let client = client::build(Deadlines { total: Some(Duration::from_secs(15)), ..Deadlines::CALL })?;
-    let bases = Mutex::new(vec![String::new(); PROCESSES]);
-    let fleet = Arc::new(Fleet { stack, client, bases, ledger: Ledger::new() });
+    let base_urls = Mutex::new(vec![String::new(); PROCESSES]);
+    let fleet = Arc::new(Fleet { stack, client, base_urls, ledger: Ledger::new() });
     let starting = Arc::clone(&fleet);
     let processes =
         tokio::task::spawn_blocking(move || (0..PROCESSES).map(|n| starting.start(n)).collect()).await?;

@@ -46,8 +46,8 @@ pub async fn render_metrics(
     RECORDS_WAITING.set([], records.waiting_bytes() as f64);
     // Reads records and /proc, which blocks.
     let rendered = tokio::task::spawn_blocking(move || {
-        measure_backups(&layout.logs());
-        measure_checks(&layout);
+        set_backup_metrics(&layout.logs());
+        set_check_metrics(&layout);
         scrape.text()
     });
     match rendered.await {
@@ -57,7 +57,7 @@ pub async fn render_metrics(
 }
 
 /// Sets the metrics of backups, if there has been a backup.
-fn measure_backups(logs: &Path) {
+fn set_backup_metrics(logs: &Path) {
     #[derive(Deserialize)]
     struct Run {
         status: String,
@@ -77,7 +77,7 @@ fn measure_backups(logs: &Path) {
 }
 
 /// Sets the metrics of each kind of check that has been run.
-fn measure_checks(layout: &Layout) {
+fn set_check_metrics(layout: &Layout) {
     for &kind in CheckKind::ALL {
         if let Ok(Some(check)) = Check::last(layout, kind) {
             CHECK_OK.set([kind.as_str()], f64::from(u8::from(check.status == Status::Success)));

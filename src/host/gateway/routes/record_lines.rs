@@ -176,7 +176,7 @@ pub async fn follow(
     let now = Instant::now();
     let ready_event =
         format!("retry: {RETRY_DELAY_MS}\n{}event: ready\ndata: {{}}\n\n", id_line(tail.position()));
-    let listener = Listener {
+    let listener = RecordListener {
         tail: Some(tail),
         view,
         filter,
@@ -202,7 +202,8 @@ fn id_line(position: Option<TailPosition>) -> String {
     position.map(|position| format!("id: {position}\n")).unwrap_or_default()
 }
 
-struct Listener {
+/// The state of one stream of a record's new lines.
+struct RecordListener {
     /// `None` while its lines are being read.
     tail: Option<Tail>,
     view: &'static RecordView,
@@ -213,7 +214,7 @@ struct Listener {
     _permit: OwnedSemaphorePermit,
 }
 
-impl Listener {
+impl RecordListener {
     async fn next(&mut self) -> Option<Bytes> {
         loop {
             if let Some(chunk) = self.queued.pop_front() {

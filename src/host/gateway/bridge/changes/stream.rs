@@ -55,7 +55,7 @@ pub async fn stream_changes(
     let ids = app.map_or(EventIdFormat::Plain, |app| EventIdFormat::for_app(&bridge.change_ids, app));
     let last_event_id = parse_last_event_id(&headers, &ids, bridge.epoch)?;
     let app = app.map(str::to_owned);
-    let open = Listener::open(bridge.clone(), principal, app.as_deref(), scope, ids, last_event_id);
+    let open = ChangeListener::open(bridge.clone(), principal, app.as_deref(), scope, ids, last_event_id);
     let opened = tokio::time::timeout(DATABASE_TIMEOUT, open);
     let listener = opened.await.unwrap_or_else(|_| Err(refusal::database_unavailable()))?;
     Ok(events::stream_response(stream::unfold(listener, |mut listener| async move {
@@ -92,7 +92,8 @@ fn parse_last_event_id(
     id.map(Some).ok_or_else(invalid)
 }
 
-struct Listener {
+/// The state of one stream of changes.
+struct ChangeListener {
     bridge: Arc<Bridge>,
     principal: Principal,
     stream: ChangeStream,
@@ -104,7 +105,7 @@ struct Listener {
     deadline: Instant,
 }
 
-impl Listener {
+impl ChangeListener {
     async fn open(
         bridge: Arc<Bridge>,
         principal: Principal,
