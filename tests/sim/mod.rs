@@ -17,18 +17,18 @@
 //! | `run`, `runs`, `broken_rules` | runs of seeds, and runs with deliberately broken rules |
 //! | `regressions` | handwritten plans |
 //! | `campaign` | real processes under repeated kills |
-//! | `points` | a kill test for every fail point |
+//! | `fail_points` | checks that every fail point has a kill test |
 
 mod action;
 mod broken_rules;
 mod campaign;
 mod check;
+mod fail_points;
 mod host;
 mod kill_switch;
 mod ledger;
 mod memory_provider;
 mod plan;
-mod points;
 mod process;
 mod process_provider;
 mod regressions;
