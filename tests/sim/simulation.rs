@@ -37,8 +37,8 @@ pub struct Simulation<'a> {
     pub tasks: JoinSet<()>,
     observations: Observations,
     hosts: Vec<Host>,
-    /// The process whose routes are checked next.
-    next_checked_process: usize,
+    /// The process whose routes were checked last.
+    last_checked_process: usize,
     pub counts: Counts,
 }
 
@@ -89,7 +89,7 @@ impl<'a> Simulation<'a> {
             tasks: JoinSet::new(),
             observations: Observations::default(),
             hosts: Vec::new(),
-            next_checked_process: 0,
+            last_checked_process: 0,
             counts: Counts::default(),
         })
     }
@@ -136,8 +136,8 @@ impl<'a> Simulation<'a> {
 
     /// Whether requests of a user without a running machine are still forwarded after the time that a change may take.
     async fn is_misrouted(&mut self, database_state: &DatabaseState) -> Result<bool> {
-        self.next_checked_process = (self.next_checked_process + 1) % PROCESSES;
-        let process = Arc::clone(&self.processes[self.next_checked_process]);
+        self.last_checked_process = (self.last_checked_process + 1) % PROCESSES;
+        let process = Arc::clone(&self.processes[self.last_checked_process]);
         for user in users() {
             let has_running_machine = |database_state: &DatabaseState| {
                 database_state.machines.iter().any(|it| it.idp_user_id == user && it.is_running())
