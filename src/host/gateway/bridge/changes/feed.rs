@@ -257,6 +257,6 @@ mod tests {
         drop(greedy);
         assert!(feed.open_stream(Some("greedy")).is_some());
         drop((others, owners));
-        assert_eq!((feed.open_streams(), changes.streams_by_app().len()), (0, 0));
+        assert_eq!((feed.open_streams(), feed.streams_by_app().len()), (0, 0));
     }
 }
