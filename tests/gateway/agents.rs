@@ -31,7 +31,7 @@ fn spawn_and_wait_for_file(command: &mut Command, file: &Path) -> Result<OwnedCh
     Ok(running)
 }
 
-/// The stub model's responses to Claude Code, turn by turn.
+/// The stub model's responses to Claude Code, one for each turn.
 fn claude_script(home: &Path) -> Value {
     let file = |name: &str| home.join(name).display().to_string();
     let bash =
@@ -73,14 +73,14 @@ fn codex_script(_: &Path) -> Value {
     ] } })
 }
 
-/// Processes that run beside a gateway until this is dropped.
+/// Processes that run alongside a gateway until this is dropped.
 struct BackgroundProcesses {
     _watcher: OwnedChild,
     _model: ModelStub,
 }
 
-/// A machine with the watcher, its hooks, and a stub of a model. `agent` builds the agent's configuration from the
-/// stub's address and the machine.
+/// Prepares a machine with the watcher, its hooks, and a stub of a model. `agent` builds the agent's configuration from
+/// the stub's address and the machine.
 fn prepare_machine(
     script: fn(&Path) -> Value,
     agent: impl FnOnce(&str, &Machine) -> Result<Value>,
@@ -98,7 +98,7 @@ fn prepare_machine(
         command.env("HOME", machine.path("home/svc"));
         command
     };
-    ensure!(svc("svc-hook").arg("install").status()?.success(), "the hook is not installed");
+    ensure!(svc("svc-hook").arg("install").status()?.success(), "installing the hook failed");
     let watcher = spawn_and_wait_for_file(&mut svc("svc-watch"), &machine.path("run/svc/watch/watch.sock"))?;
     let model = ModelStub::start(&script(&home), &root)?;
     let url = model.url();
@@ -115,7 +115,7 @@ async fn run_dispatch(host: &Host, id: &str, track: &str) -> Result<Vec<(String,
     let body = json!({ "id": id, "prompt": format!("[[{track}]] do it"), "conversationId": "thread" });
     let (status, text) = send_json(host.owner_request(Method::POST, "/api/dispatch").json(&body)).await?;
     ensure!(status.is_success(), "{text}");
-    Ok(parse_events(text.as_str().context("events")?))
+    Ok(parse_events(text.as_str().context("no events")?))
 }
 
 #[tokio::test]
@@ -133,27 +133,27 @@ async fn long_records_match_actions_of_claude_code() -> Result<()> {
     let _runner = start_runner(&machine.path(""))?;
     let host = machine.start()?;
     let streamed = run_dispatch(&host, "d1", "main").await?;
-    let (kind, result) = streamed.last().context("events")?;
+    let (kind, result) = streamed.last().context("no events")?;
     ensure!(kind == "result" && result["status"] == "success", "{streamed:#?}");
     assert_eq!(result["text"], "All done.");
     let recorded = wait_until_recorded(&host, "d1").await?;
     assert_eq!(
-        tools(&recorded),
+        tool_outcomes(&recorded),
         [("Write", "success"), ("Edit", "success"), ("Bash", "success"), ("Bash", "error")]
     );
-    // Five responses of the stub, each with 1000 + 3000 + 5000 input tokens; four have 200 output tokens, the last has
-    // 77.
+    // Five responses from the stub, each with 1000 + 3000 + 5000 input tokens; four have 200 output tokens, the last
+    // has 77.
     assert_eq!((&recorded["tokensIn"], &recorded["tokensOut"]), (&json!(45_000), &json!(877)));
-    let cost = recorded["cost"].as_f64().context("a cost")?;
+    let cost = recorded["cost"].as_f64().context("no cost")?;
     ensure!(cost > 0.0, "{recorded}");
     // The same conversation continues, and adds only the new cost.
     let streamed = run_dispatch(&host, "d2", "again").await?;
-    assert_eq!(streamed.last().context("events")?.1["text"], "Again.");
+    assert_eq!(streamed.last().context("no events")?.1["text"], "Again.");
     let second = wait_until_recorded(&host, "d2").await?;
     assert_eq!(second["tokensIn"], json!(9000), "{second}");
     let (_, usage) = host.get("/api/usage").await?;
-    let sum = cost + second["cost"].as_f64().context("a cost")?;
-    ensure!((usage["totalCost"].as_f64().context("a sum")? - sum).abs() < 1e-9, "{usage}");
+    let sum = cost + second["cost"].as_f64().context("no cost")?;
+    ensure!((usage["totalCost"].as_f64().context("no total cost")? - sum).abs() < 1e-9, "{usage}");
 
     let lines = read_audit(&host, "claude-code")?;
     let changes: Vec<(&str, &str, &str)> = lines.iter().map(summarize).collect();
@@ -196,7 +196,7 @@ async fn long_calls_with_disabled_hooks_are_recorded_as_a_gap() -> Result<()> {
         let _runner = start_runner(&machine.path(""))?;
         let host = machine.start()?;
         let streamed = run_dispatch(&host, "d1", "main").await?;
-        ensure!(streamed.last().context("events")?.1["status"] == "success", "{streamed:#?}");
+        ensure!(streamed.last().context("no events")?.1["status"] == "success", "{streamed:#?}");
         let audit = host.machine.path("home/svc/home/system/logs/audit.jsonl");
         host.wait_until("a gap of four calls", async || {
             let text = std::fs::read_to_string(&audit).unwrap_or_default();
@@ -220,7 +220,7 @@ fn read_audit(host: &Host, actor: &str) -> Result<Vec<Value>> {
 }
 
 /// The tools of an interaction, each with its outcome.
-fn tools(recorded: &Value) -> Vec<(&str, &str)> {
+fn tool_outcomes(recorded: &Value) -> Vec<(&str, &str)> {
     let tools = recorded["tools"].as_array().into_iter().flatten();
     tools
         .map(|tool| (tool["name"].as_str().unwrap_or_default(), tool["status"].as_str().unwrap_or_default()))
@@ -257,14 +257,15 @@ async fn long_records_match_actions_of_codex() -> Result<()> {
     let _runner = start_runner(&machine.path(""))?;
     let host = machine.start()?;
     let streamed = run_dispatch(&host, "d1", "main").await?;
-    let (kind, result) = streamed.last().context("events")?;
+    let (kind, result) = streamed.last().context("no events")?;
     ensure!(kind == "result" && result["status"] == "success", "{streamed:#?}");
     let recorded = wait_until_recorded(&host, "d1").await?;
     let (good, patch) = ("success", "apply_patch");
-    assert_eq!(tools(&recorded), [(patch, good), ("Bash", good), ("Bash", "error"), (patch, good)]);
-    let tokens = |name: &str| recorded[name].as_f64().filter(|tokens| *tokens > 0.0).context("tokens");
+    assert_eq!(tool_outcomes(&recorded), [(patch, good), ("Bash", good), ("Bash", "error"), (patch, good)]);
+    let tokens =
+        |name: &str| recorded[name].as_f64().filter(|tokens| *tokens > 0.0).context("no token count");
     let expected = (tokens("tokensIn")? * 2.0 + tokens("tokensOut")? * 10.0) / 1e6;
-    ensure!((recorded["cost"].as_f64().context("a cost")? - expected).abs() < 1e-9, "{recorded}");
+    ensure!((recorded["cost"].as_f64().context("no cost")? - expected).abs() < 1e-9, "{recorded}");
     let lines = read_audit(&host, "codex")?;
     let mut changes: Vec<(&str, &str, &str)> = lines.iter().map(summarize).collect();
     changes.sort_unstable();
@@ -283,11 +284,11 @@ async fn long_records_match_actions_of_codex() -> Result<()> {
     Ok(())
 }
 
-/// Tokens in and out of each call of the stub's model.
+/// Input and output tokens of each call to the stub's model.
 const TOKENS_PER_CALL: (u64, u64) = (6000, 200);
 
 async fn run_codex(host: &Host, body: Value) -> Result<Value> {
-    let id = body["id"].as_str().context("an id")?.to_owned();
+    let id = body["id"].as_str().context("no id")?.to_owned();
     let (status, text) = send_json(host.owner_request(Method::POST, "/api/dispatch").json(&body)).await?;
     ensure!(status.is_success(), "{text}");
     wait_until_recorded(host, &id).await
@@ -312,9 +313,13 @@ async fn long_codex_usage_counts_subagents_and_cancelled_runs_once() -> Result<(
     assert_eq!((token_counts(&first), &first["status"]), (tokens_of_calls(1), &json!("success")), "{first}");
     // Earlier usage of the thread does not belong to this run.
     let thread = &first["conversationId"];
-    let more = json!({ "id": "more", "prompt": "[[again]] on", "conversationId": thread });
-    let more = run_codex(&host, more).await?;
-    assert_eq!((token_counts(&more), &more["conversationId"]), (tokens_of_calls(1), thread), "{more}");
+    let continued = json!({ "id": "more", "prompt": "[[again]] on", "conversationId": thread });
+    let continued = run_codex(&host, continued).await?;
+    assert_eq!(
+        (token_counts(&continued), &continued["conversationId"]),
+        (tokens_of_calls(1), thread),
+        "{continued}"
+    );
     let parent = run_codex(&host, json!({ "id": "parent", "prompt": "[[parent]] go" })).await?;
     assert_eq!(
         (token_counts(&parent), &parent["status"]),

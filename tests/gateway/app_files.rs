@@ -29,7 +29,7 @@ async fn links_in_app_folder_do_not_escape_it() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.write("opt/svc/env/probe.env", "S3CRET")?;
     machine.write("opt/svc/env/index.html", "S3CRET")?;
-    let apps = |below: &str| format!("home/svc/home/apps/{below}");
+    let apps = |path: &str| format!("home/svc/home/apps/{path}");
     // The output of this app is a symlink to a directory of the machine.
     machine.add_app("output", &json!({}))?;
     symlink(machine.path("opt/svc/env"), machine.path(&apps("output/dist")))?;

@@ -1,4 +1,4 @@
-//! The disk quota of an app's rows.
+//! The storage quota of an app's tables.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ async fn query_as_app(host: &Host, slug: &str, body: &Value) -> Result<(StatusCo
     send_json(host.unsigned_request(Method::POST, QUERY).header("x-svc-proof", proof).json(body)).await
 }
 
-/// A row of 20 KB that does not compress.
+/// Returns a request that inserts a row of 20 KB, which does not compress.
 fn insert_body(slug: &str) -> Value {
     let text: String = (0..625).map(|_| uuid::Uuid::new_v4().simple().to_string()).collect();
     json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": text } })
@@ -42,7 +42,7 @@ async fn fill_until_refused(host: &Host, slug: &str) -> Result<Value> {
     anyhow::bail!("no insert was refused")
 }
 
-async fn storage(host: &Host, slug: &str) -> Result<Value> {
+async fn fetch_storage(host: &Host, slug: &str) -> Result<Value> {
     let (_, list) = host.get("/api/apps").await?;
     let app = list["apps"].as_array().and_then(|apps| apps.iter().find(|app| app["slug"] == slug));
     Ok(app.context("no such app")?["storage"].clone())
@@ -65,27 +65,27 @@ async fn app_at_its_quota_cannot_add_rows() -> Result<()> {
 
     let problem = fill_until_refused(&host, &full).await?;
     assert_eq!(problem["code"], "storage_quota_reached");
-    assert!(problem["detail"].as_str().context("a detail")?.contains("400000"), "{problem}");
-    let shown = storage(&host, &full).await?;
+    assert!(problem["detail"].as_str().context("no detail")?.contains("400000"), "{problem}");
+    let shown = fetch_storage(&host, &full).await?;
     assert_eq!(shown["quotaBytes"], 400_000);
-    assert!(shown["databaseBytes"].as_u64().context("a size")? > 100_000, "{shown}");
-    assert!(storage(&host, &other).await?["quotaBytes"].as_u64().context("a quota")? >= 1 << 30);
+    assert!(shown["databaseBytes"].as_u64().context("no size")? > 100_000, "{shown}");
+    assert!(fetch_storage(&host, &other).await?["quotaBytes"].as_u64().context("no quota")? >= 1 << 30);
 
     let update = json!({ "action": "update", "app": full, "table": "t", "filter": { "a": { "ne": "" } }, "data": { "a": "b" },
         "maxAffected": 1000 });
     assert_eq!(query_as_app(&host, &full, &update).await?.0, StatusCode::INSUFFICIENT_STORAGE);
     let mut operation = insert_body(&full);
-    operation.as_object_mut().context("an object")?.remove("app");
+    operation.as_object_mut().context("not an object")?.remove("app");
     let transaction = json!({ "action": "transaction", "app": full, "operations": [operation] });
     assert_eq!(query_as_app(&host, &full, &transaction).await?.0, StatusCode::INSUFFICIENT_STORAGE);
-    let find = json!({ "action": "count", "app": full, "table": "t" });
-    assert_eq!(query_as_app(&host, &full, &find).await?.0, StatusCode::OK);
+    let count = json!({ "action": "count", "app": full, "table": "t" });
+    assert_eq!(query_as_app(&host, &full, &count).await?.0, StatusCode::OK);
     assert_eq!(
         query_as_app(&host, &other, &insert_body(&other)).await?.0,
         StatusCode::CREATED,
-        "another app"
+        "another app is not limited"
     );
-    host.query_data(&insert_body(&full)).await.context("the owner can still add rows")?;
+    host.query_data(&insert_body(&full)).await.context("the owner must still be able to add rows")?;
     let delete = json!({ "action": "delete", "app": full, "table": "t", "filter": { "a": { "ne": "" } }, "maxAffected": 1000 });
     let (status, response) = query_as_app(&host, &full, &delete).await?;
     assert_eq!(status, StatusCode::OK, "{response}");
@@ -107,7 +107,7 @@ async fn host_with_quota(database_url: &str, slug: &str, columns: &Value, bytes:
     let host = machine.start()?;
     host.wait_until_registered(slug).await?;
     let measured = async {
-        while storage(&host, slug).await?["databaseBytes"].is_null() {
+        while fetch_storage(&host, slug).await?["databaseBytes"].is_null() {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         anyhow::Ok(())
@@ -134,13 +134,13 @@ async fn quota_counts_transactions_that_are_rolled_back() -> Result<()> {
     let slug = unique_name("failing");
     let host = host_with_quota(&database.url(), &slug, &json!({ "a": "text" }), 400_000).await?;
     let mut first = insert_body(&slug);
-    first.as_object_mut().context("an object")?.remove("app");
+    first.as_object_mut().context("not an object")?.remove("app");
     let second = json!({ "action": "delete", "table": "t", "id": uuid::Uuid::new_v4() });
     let failing = json!({ "action": "transaction", "app": slug, "operations": [first, second] });
     repeat_until_refused(&host, &slug, &failing, StatusCode::NOT_FOUND).await?;
-    let find = json!({ "action": "count", "app": slug, "table": "t" });
+    let count = json!({ "action": "count", "app": slug, "table": "t" });
     assert_eq!(
-        query_as_app(&host, &slug, &find).await?.1["data"]["count"],
+        query_as_app(&host, &slug, &count).await?.1["data"]["count"],
         0,
         "every transaction was rolled back"
     );

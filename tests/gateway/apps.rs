@@ -186,7 +186,7 @@ async fn pages_are_sandboxed_and_stay_below_their_folder() -> Result<()> {
     Ok(())
 }
 
-/// Sends the path unchanged; a client library would normalise it.
+/// Sends the path unchanged; a client library would normalize it.
 fn raw_get(host: &Host, path: &str) -> Result<String> {
     host.send_over_socket(&format!("GET {path} HTTP/1.1\nhost: h\nconnection: close\n\n"))
 }
@@ -206,7 +206,7 @@ async fn every_app_has_an_icon() -> Result<()> {
     host.wait_until("the app's own icon", async || Ok(icon("own").await?.1 == "<svg/>")).await?;
     let (status, first) = icon("unknown-app").await?;
     assert!(status == StatusCode::OK && first.starts_with("<svg"), "{status} {first}");
-    assert_eq!(icon("unknown-app").await?.1, first, "stable");
+    assert_eq!(icon("unknown-app").await?.1, first, "the generated icon is stable");
     assert_eq!(icon("%3Cscript%3E").await?.0, StatusCode::OK);
     Ok(())
 }

@@ -20,13 +20,13 @@ fn columns_of_every_type() -> Value {
 }
 
 /// A host with one app, whose table has a column of every type.
-pub struct App {
+pub struct TestApp {
     pub host: Host,
     pub slug: String,
     pub database: kit::pg::TestDatabase,
 }
 
-impl App {
+impl TestApp {
     pub async fn new() -> Result<Self> {
         Self::with_env(&[]).await
     }
@@ -47,24 +47,24 @@ impl App {
     }
 
     /// Sends a query and returns its status and body.
-    pub async fn query(&self, action: &str, more: Value) -> Result<(u16, Value)> {
-        let (status, response) = self.host.query(&self.body(action, more)).await?;
+    pub async fn query(&self, action: &str, fields: Value) -> Result<(u16, Value)> {
+        let (status, response) = self.host.query(&self.body(action, fields)).await?;
         Ok((status.as_u16(), response))
     }
 
     /// Sends a query that must succeed, and returns its `data`.
-    pub async fn query_data(&self, action: &str, more: Value) -> Result<Value> {
-        self.host.query_data(&self.body(action, more)).await
+    pub async fn query_data(&self, action: &str, fields: Value) -> Result<Value> {
+        self.host.query_data(&self.body(action, fields)).await
     }
 
     pub async fn count(&self) -> Result<i64> {
         Ok(self.query_data("count", json!({})).await?["count"].as_i64().unwrap_or(-1))
     }
 
-    pub fn body(&self, action: &str, more: Value) -> Value {
+    pub fn body(&self, action: &str, fields: Value) -> Value {
         let mut body = json!({ "action": action, "app": self.slug, "table": "things" });
-        if let (Some(body), Value::Object(more)) = (body.as_object_mut(), more) {
-            body.extend(more);
+        if let (Some(body), Value::Object(fields)) = (body.as_object_mut(), fields) {
+            body.extend(fields);
         }
         body
     }
@@ -73,8 +73,8 @@ impl App {
         self.host.query_data(&self.body("insert", json!({ "data": data }))).await
     }
 
-    pub async fn titles(&self, more: Value) -> Result<Vec<String>> {
-        let rows = self.host.query_data(&self.body("find", more)).await?;
+    pub async fn find_titles(&self, fields: Value) -> Result<Vec<String>> {
+        let rows = self.host.query_data(&self.body("find", fields)).await?;
         Ok(rows
             .as_array()
             .into_iter()
@@ -86,7 +86,7 @@ impl App {
 
 #[tokio::test]
 async fn row_is_returned_as_written() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let data = json!({
         "title": "Zürich \"quoted\" \u{1F600}\n", "done": true, "size": -5, "big": "9223372036854775807",
         "price": "12345678901234567890.000100", "ratio": 0.1, "day": "2026-02-28",
@@ -97,7 +97,7 @@ async fn row_is_returned_as_written() -> Result<()> {
     let (status, response) = app.host.query(&insert).await?;
     assert_eq!(status, StatusCode::CREATED, "{response}");
     let row = &response["data"];
-    for (name, value) in data.as_object().expect("an object") {
+    for (name, value) in data.as_object().expect("the data is an object") {
         let expected = if name == "at" { json!("2026-01-02T01:04:05.678Z") } else { value.clone() };
         assert_eq!(row[name], expected, "{name}");
     }
@@ -112,8 +112,8 @@ async fn row_is_returned_as_written() -> Result<()> {
 }
 
 #[tokio::test]
-async fn null_absence_and_small_numbers_are_distinct() -> Result<()> {
-    let app = App::new().await?;
+async fn insert_handles_nulls_small_numbers_and_chosen_ids() -> Result<()> {
+    let app = TestApp::new().await?;
     let row = app.insert(json!({ "title": null, "big": 42, "price": 1 })).await?;
     assert_eq!((&row["title"], &row["done"]), (&Value::Null, &Value::Null));
     assert_eq!((&row["big"], &row["price"]), (&json!(42), &json!("1")), "a safe bigint is a number");
@@ -125,8 +125,8 @@ async fn null_absence_and_small_numbers_are_distinct() -> Result<()> {
 }
 
 #[tokio::test]
-async fn filters_match_the_right_rows() -> Result<()> {
-    let app = App::new().await?;
+async fn filters_match_expected_rows() -> Result<()> {
+    let app = TestApp::new().await?;
     for (title, size, meta) in [
         ("apple", Some(1), json!({ "tags": ["red"], "n": 1 })),
         ("apricot", Some(2), json!({ "tags": ["orange"] })),
@@ -160,7 +160,7 @@ async fn filters_match_the_right_rows() -> Result<()> {
         ),
     ];
     for (filter, expected) in cases {
-        let titles = app.titles(json!({ "filter": filter })).await?.join(" ");
+        let titles = app.find_titles(json!({ "filter": filter })).await?.join(" ");
         assert_eq!(titles, expected, "{filter}");
         let count = app.host.query_data(&app.body("count", json!({ "filter": filter }))).await?;
         assert_eq!(count["count"], expected.split(' ').count(), "{filter}");
@@ -170,7 +170,7 @@ async fn filters_match_the_right_rows() -> Result<()> {
 
 #[tokio::test]
 async fn pages_join_without_gap_or_duplicate() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     for n in 0..23 {
         let size = if n % 5 == 4 { Value::Null } else { json!(n % 3) };
         app.insert(json!({ "title": format!("t{n:02}"), "size": size })).await?;
@@ -182,7 +182,7 @@ async fn pages_join_without_gap_or_duplicate() -> Result<()> {
         json!([{ "column": "size", "direction": "desc" }]),
         json!([{ "column": "size", "direction": "desc" }, "title"]),
     ] {
-        let whole = app.titles(json!({ "orderBy": order, "limit": 1000 })).await?;
+        let whole = app.find_titles(json!({ "orderBy": order, "limit": 1000 })).await?;
         assert_eq!(whole.len(), 23);
         let (mut seen, mut after) = (Vec::new(), Value::Null);
         loop {
@@ -210,7 +210,7 @@ async fn pages_join_without_gap_or_duplicate() -> Result<()> {
 
 #[tokio::test]
 async fn cursor_value_with_quotes_is_bound_as_parameter() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     for title in ["a", "b'; DROP TABLE things; --", "c\\", "d\"", "e"] {
         app.insert(json!({ "title": title })).await?;
     }
@@ -229,7 +229,7 @@ async fn cursor_value_with_quotes_is_bound_as_parameter() -> Result<()> {
 
 #[tokio::test]
 async fn schemas_list_tables_and_columns() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let (status, all) = app.host.get("/api/bridge/schemas").await?;
     assert_eq!(status, StatusCode::OK);
     assert_eq!(all["data"][0]["app"], app.slug.as_str());
@@ -244,7 +244,7 @@ async fn schemas_list_tables_and_columns() -> Result<()> {
 
 #[tokio::test]
 async fn app_cannot_act_for_another_app() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let as_app = |slug: &str, method: Method, path: &str| {
         let mut claims = app.host.machine.claims(Route::App);
         claims.app = Some(slug.to_owned());
@@ -267,7 +267,7 @@ async fn app_cannot_act_for_another_app() -> Result<()> {
 
 #[tokio::test]
 async fn concurrent_requests_get_their_own_responses() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let inserts = (0..200).map(|n| {
         let body = app.body("insert", json!({ "data": { "title": format!("n{n}"), "size": n } }));
         let host = &app.host;

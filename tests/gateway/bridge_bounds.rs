@@ -11,7 +11,7 @@ async fn count(host: &Host, app: &str) -> Result<Value> {
     Ok(host.query_data(&json!({ "action": "count", "app": app, "table": "t" })).await?["count"].clone())
 }
 
-fn detail(problem: &Value) -> String {
+fn first_error(problem: &Value) -> String {
     format!("{} {}", problem["errors"][0]["pointer"], problem["errors"][0]["detail"])
 }
 
@@ -24,7 +24,7 @@ async fn short_number_cannot_expand_the_response() -> Result<()> {
     for row in [json!({ "n": "1e131071" }), json!({ "n": "1e-16383" })] {
         let (status, problem) = host.query(&many(&row, 1000)).await?;
         assert_eq!(status, StatusCode::BAD_REQUEST);
-        assert!(detail(&problem).contains("\"/rows/0/n\" \"must have at most 1000 digits"), "{problem}");
+        assert!(first_error(&problem).contains("\"/rows/0/n\" \"must have at most 1000 digits"), "{problem}");
     }
     let body =
         |action: &str, rows: &str| format!(r#"{{"action":"{action}","app":"{app}","table":"t",{rows}}}"#);
@@ -64,7 +64,7 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
     ] {
         let (status, problem) = host.query(&request).await?;
         assert_eq!(status, StatusCode::BAD_REQUEST);
-        assert!(detail(&problem).contains("find it with fewer columns"), "{problem}");
+        assert!(first_error(&problem).contains("read it with fewer `columns`"), "{problem}");
     }
     let narrow = json!({ "action": "find", "app": app, "table": "t", "columns": ["id", "n"] });
     assert_eq!(host.query_data(&narrow).await?[0]["n"], 7);
@@ -76,7 +76,7 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
     });
     let (status, problem) = host.query(&grow).await?;
     assert_eq!(status, StatusCode::BAD_REQUEST);
-    assert!(detail(&problem).contains("makes the row larger than 8 MiB"), "{problem}");
+    assert!(first_error(&problem).contains("makes the row larger than 8 MiB"), "{problem}");
     let get = json!({ "action": "get", "app": app, "table": "t", "id": row["id"] });
     assert_eq!(host.query_data(&get).await?["b"], Value::Null);
     // The results of fifty such operations in one transaction are not held in memory.
@@ -85,8 +85,8 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
     let (status, problem) =
         host.query(&json!({ "action": "transaction", "app": app, "operations": operations })).await?;
     assert_eq!((status, &problem["operation"]), (StatusCode::BAD_REQUEST, &json!(1)), "{problem}");
-    assert!(detail(&problem).contains("send fewer operations"), "{problem}");
-    let more = host.peak_memory()? - before;
-    assert!(more < 200 << 20, "peak memory grew by {more} bytes");
+    assert!(first_error(&problem).contains("send fewer operations"), "{problem}");
+    let growth = host.peak_memory()? - before;
+    assert!(growth < 200 << 20, "peak memory grew by {growth} bytes");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The disconnect of a client during a long statement cancels that statement and no other.
+//! When a client disconnects during a long statement, that statement is cancelled, and no other.
 
 use std::time::Duration;
 
@@ -6,11 +6,11 @@ use anyhow::Result;
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::bridge::App;
+use super::bridge::TestApp;
 
 /// An app whose inserts with `size = -1` take a minute, much longer than any test waits.
-async fn app_with_slow_inserts() -> Result<App> {
-    let app = App::with_env(&[("BRIDGE_STATEMENT_TIMEOUT_MS", "120000")]).await?;
+async fn app_with_slow_inserts() -> Result<TestApp> {
+    let app = TestApp::with_env(&[("BRIDGE_STATEMENT_TIMEOUT_MS", "120000")]).await?;
     let admin = app.database.connect().await?;
     admin
         .batch_execute(&format!(
@@ -25,13 +25,13 @@ async fn app_with_slow_inserts() -> Result<App> {
 }
 
 /// The number of the app's sessions in a state.
-async fn count_sessions(app: &App, admin: &tokio_postgres::Client, state: &str) -> Result<i64> {
+async fn count_sessions(app: &TestApp, admin: &tokio_postgres::Client, state: &str) -> Result<i64> {
     let sql = "SELECT count(*) FROM pg_stat_activity WHERE usename = $1 AND state LIKE $2";
     Ok(admin.query_one(sql, &[&app.schema(), &state]).await?.get(0))
 }
 
 /// Sends a request, waits until it runs, and disconnects.
-async fn disconnect_during(app: &App, body: &Value) -> Result<()> {
+async fn disconnect_during(app: &TestApp, body: &Value) -> Result<()> {
     let admin = app.database.connect().await?;
     let request = app.host.owner_request(Method::POST, "/api/bridge/query").json(body);
     let sent = tokio::spawn(request.send());
@@ -139,8 +139,10 @@ async fn exhausted_pool_returns_503_with_retry_after() -> Result<()> {
     app.insert(json!({ "size": 1 })).await?;
     let admin = app.database.connect().await?;
     app.host
-        .wait_until("all are cancelled", async || Ok(count_sessions(&app, &admin, "active").await? == 0))
+        .wait_until("all requests are cancelled", async || {
+            Ok(count_sessions(&app, &admin, "active").await? == 0)
+        })
         .await?;
-    assert_eq!(app.count().await?, 1, "cancelled while waiting for a connection");
+    assert_eq!(app.count().await?, 1, "a request that was cancelled while waiting has no effect");
     Ok(())
 }

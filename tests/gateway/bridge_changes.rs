@@ -1,4 +1,5 @@
-//! The change feed: it reports changes of every writer in an order without gaps, and resumes where a listener stopped.
+//! The change feed: it reports the changes by every writer, in order and without gaps, and resumes where a listener
+//! stopped.
 
 use std::time::Duration;
 
@@ -7,13 +8,13 @@ use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use svc::http::proof::Route;
 
-use super::bridge::App;
+use super::bridge::TestApp;
 use super::host::Host;
 
 const EVENT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// An open stream, read event by event.
-struct Events {
+struct EventStream {
     response: reqwest::Response,
     text: String,
     id: String,
@@ -22,7 +23,7 @@ struct Events {
 /// The name (`message` by default) and the data of an event.
 type Event = (String, Value);
 
-impl Events {
+impl EventStream {
     async fn open(request: reqwest::RequestBuilder) -> Result<Self> {
         let response = request.send().await?;
         ensure!(response.status() == StatusCode::OK, "{} {}", response.status(), response.text().await?);
@@ -85,10 +86,10 @@ fn changes_request(host: &Host, query: &str, last: Option<&str>) -> reqwest::Req
 }
 
 #[tokio::test]
-async fn changes_of_every_writer_are_reported() -> Result<()> {
-    let app = App::new().await?;
+async fn changes_by_every_writer_are_reported() -> Result<()> {
+    let app = TestApp::new().await?;
     app.insert(json!({ "title": "before the first listener" })).await?;
-    let mut events = Events::open(changes_request(&app.host, "", None)).await?;
+    let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
     let row = app.insert(json!({ "title": "a" })).await?;
     let (name, data) = events.next().await?;
     assert_eq!(name, "message");
@@ -109,8 +110,8 @@ async fn changes_of_every_writer_are_reported() -> Result<()> {
     app.host
         .query_data(&json!({ "action": "transaction", "app": app.slug, "operations": operations }))
         .await?;
-    let whole = ["things insert 1", "things insert 1", "things delete 1"];
-    assert_eq!(events.next_entries().await?, whole, "one event per transaction, none without rows");
+    let expected = ["things insert 1", "things insert 1", "things delete 1"];
+    assert_eq!(events.next_entries().await?, expected, "one event per transaction, none without rows");
     let failing = json!([insert_op("x"), { "action": "get", "table": "things", "id": row["id"] }]);
     let body = json!({ "action": "transaction", "app": app.slug, "operations": failing });
     assert_eq!(app.host.query(&body).await?.0, StatusCode::NOT_FOUND);
@@ -130,8 +131,8 @@ async fn changes_of_every_writer_are_reported() -> Result<()> {
 
 #[tokio::test]
 async fn late_commit_is_not_skipped() -> Result<()> {
-    let app = App::new().await?;
-    let mut events = Events::open(changes_request(&app.host, "", None)).await?;
+    let app = TestApp::new().await?;
+    let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
     let mut admin = app.database.connect().await?;
     let slow = admin.transaction().await?;
     // This transaction gets its position in the order first, and commits last.
@@ -152,8 +153,8 @@ async fn late_commit_is_not_skipped() -> Result<()> {
 
 #[tokio::test]
 async fn listener_resumes_where_it_stopped() -> Result<()> {
-    let app = App::new().await?;
-    let mut events = Events::open(changes_request(&app.host, "", None)).await?;
+    let app = TestApp::new().await?;
+    let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
     let start = events.id.clone();
     app.insert(json!({ "title": "seen" })).await?;
     assert_eq!(events.next_entries().await?, ["things insert 1"]);
@@ -163,8 +164,8 @@ async fn listener_resumes_where_it_stopped() -> Result<()> {
         let rows = vec![json!({ "title": "missed" }); n];
         app.query_data("insertMany", json!({ "rows": rows })).await?;
     }
-    let mut late = Events::open(changes_request(&app.host, "", Some(&last))).await?;
-    let mut early = Events::open(changes_request(&app.host, "", Some(&start))).await?;
+    let mut late = EventStream::open(changes_request(&app.host, "", Some(&last))).await?;
+    let mut early = EventStream::open(changes_request(&app.host, "", Some(&start))).await?;
     assert_eq!(early.next_entries().await?, ["things insert 1"]);
     app.insert(json!({ "title": "now" })).await?;
     for events in [&mut late, &mut early] {
@@ -188,28 +189,28 @@ async fn listener_resumes_where_it_stopped() -> Result<()> {
 
 #[tokio::test]
 async fn expired_position_is_refused_as_gone() -> Result<()> {
-    let app = App::with_env(&[("BRIDGE_CHANGES_KEEP_SECONDS", "1")]).await?;
-    let mut events = Events::open(changes_request(&app.host, "", None)).await?;
+    let app = TestApp::with_env(&[("BRIDGE_CHANGES_KEEP_SECONDS", "1")]).await?;
+    let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
     let start = events.id.clone();
     app.insert(json!({ "title": "a" })).await?;
     events.next_entries().await?;
     let admin = app.database.connect().await?;
-    let kept = async || -> Result<i64> {
+    let count_outbox_rows = async || -> Result<i64> {
         Ok(admin.query_one("SELECT count(*) FROM svc.changes", &[]).await?.get(0))
     };
-    app.host.wait_until("the outbox is empty", async || Ok(kept().await? == 0)).await?;
+    app.host.wait_until("the outbox is empty", async || Ok(count_outbox_rows().await? == 0)).await?;
     let sent = changes_request(&app.host, "", Some(&start)).send().await?;
     assert_eq!(sent.status(), StatusCode::GONE);
     let last = events.id.clone();
-    Events::open(changes_request(&app.host, "", Some(&last))).await?;
+    EventStream::open(changes_request(&app.host, "", Some(&last))).await?;
     app.insert(json!({ "title": "b" })).await?;
     assert_eq!(events.next_entries().await?, ["things insert 1"], "an active listener missed nothing");
     Ok(())
 }
 
 #[tokio::test]
-async fn app_receives_only_its_own_changes_and_new_tables() -> Result<()> {
-    let app = App::new().await?;
+async fn app_receives_only_its_own_changes_even_to_new_tables() -> Result<()> {
+    let app = TestApp::new().await?;
     let other = super::host::unique_name("other");
     app.host.machine.add_app(&other, &json!({ "t": { "columns": { "a": "text" } } }))?;
     app.host.wait_until_registered(&other).await?;
@@ -221,9 +222,9 @@ async fn app_receives_only_its_own_changes_and_new_tables() -> Result<()> {
             .unsigned_request(Method::GET, &path)
             .header("x-svc-proof", app.host.machine.signer.sign(&claims))
     };
-    let mut own = Events::open(as_app(&other, "")).await?;
-    let mut one = Events::open(changes_request(&app.host, &format!("?app={other}"), None)).await?;
-    let mut all = Events::open(changes_request(&app.host, "", None)).await?;
+    let mut own = EventStream::open(as_app(&other, "")).await?;
+    let mut one = EventStream::open(changes_request(&app.host, &format!("?app={other}"), None)).await?;
+    let mut all = EventStream::open(changes_request(&app.host, "", None)).await?;
     app.insert(json!({ "title": "not for the other" })).await?;
     let insert =
         |table: &str| json!({ "action": "insert", "app": other, "table": table, "data": { "a": "x" } });
@@ -263,8 +264,8 @@ async fn app_receives_only_its_own_changes_and_new_tables() -> Result<()> {
 
 #[tokio::test]
 async fn outbox_of_a_restored_database_is_discarded() -> Result<()> {
-    let mut app = App::new().await?;
-    let mut events = Events::open(changes_request(&app.host, "", None)).await?;
+    let mut app = TestApp::new().await?;
+    let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
     app.insert(json!({ "title": "a" })).await?;
     events.next_entries().await?;
     let last = events.id.clone();
@@ -280,7 +281,7 @@ async fn outbox_of_a_restored_database_is_discarded() -> Result<()> {
     let same_position = last.replacen("1-", "2-", 1);
     let sent = changes_request(&app.host, "", Some(&same_position)).send().await?;
     assert_eq!(sent.status(), StatusCode::GONE, "the old position under the new epoch");
-    let mut events = Events::open(changes_request(&app.host, "", None)).await?;
+    let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
     assert!(events.id.starts_with("2-"), "{}", events.id);
     app.insert(json!({ "title": "b" })).await?;
     assert_eq!(events.next_entries().await?, ["things insert 1"]);
@@ -289,8 +290,8 @@ async fn outbox_of_a_restored_database_is_discarded() -> Result<()> {
 
 #[tokio::test]
 async fn idle_stream_has_heartbeats_and_ends_with_the_gateway() -> Result<()> {
-    let mut app = App::new().await?;
-    let mut events = Events::open(changes_request(&app.host, "", None)).await?;
+    let mut app = TestApp::new().await?;
+    let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
     let started = std::time::Instant::now();
     let block = events.next_block().await?;
     assert!(block.starts_with(": heartbeat\nid: 1-") && !block.contains("data:"), "{block}");
@@ -301,15 +302,15 @@ async fn idle_stream_has_heartbeats_and_ends_with_the_gateway() -> Result<()> {
 }
 
 #[tokio::test]
-async fn writes_without_listeners_have_no_overhead() -> Result<()> {
-    let app = App::new().await?;
+async fn triggers_are_created_when_first_listener_connects() -> Result<()> {
+    let app = TestApp::new().await?;
     let admin = app.database.connect().await?;
-    let triggers = async || -> Result<i64> {
+    let count_triggers = async || -> Result<i64> {
         let sql = "SELECT count(*) FROM pg_trigger WHERE tgname LIKE 'svc_changes_%'";
         Ok(admin.query_one(sql, &[]).await?.get(0))
     };
-    assert_eq!(triggers().await?, 0);
-    drop(Events::open(changes_request(&app.host, "", None)).await?);
-    assert_eq!(triggers().await?, 4);
+    assert_eq!(count_triggers().await?, 0);
+    drop(EventStream::open(changes_request(&app.host, "", None)).await?);
+    assert_eq!(count_triggers().await?, 4);
     Ok(())
 }

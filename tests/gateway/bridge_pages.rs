@@ -6,11 +6,11 @@ use std::collections::HashSet;
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use super::bridge::App;
+use super::bridge::TestApp;
 
 #[tokio::test]
 async fn pages_in_any_order_add_up_to_whole_result() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let rows: Vec<Value> = (0..24_i64)
         .map(|n| {
             let or_null = |value: Value| if n % 6 == 5 { Value::Null } else { value };
@@ -60,7 +60,7 @@ async fn pages_in_any_order_add_up_to_whole_result() -> Result<()> {
 
 #[tokio::test]
 async fn inserts_between_pages_cause_no_gap_or_duplicate() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let rows: Vec<Value> = (0..20).map(|n| json!({ "title": "first", "size": n / 4 })).collect();
     app.query_data("insertMany", json!({ "rows": rows })).await?;
     let (mut seen, mut after) = (Vec::new(), Value::Null);
@@ -91,7 +91,7 @@ async fn inserts_between_pages_cause_no_gap_or_duplicate() -> Result<()> {
 
 #[tokio::test]
 async fn cursor_is_bound_to_its_order_and_filter() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     app.query_data("insertMany", json!({ "rows": vec![json!({ "title": "a", "size": 1 }); 5] })).await?;
     let (_, page) = app.query("find", json!({ "filter": { "title": "a" }, "limit": 2 })).await?;
     let cursor = page["nextCursor"].clone();
@@ -120,7 +120,7 @@ async fn cursor_is_bound_to_its_order_and_filter() -> Result<()> {
 
 #[tokio::test]
 async fn nulls_match_no_comparison() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     app.query_data("insertMany", json!({ "rows": [{ "size": 1 }, { "size": 2 }, { "size": null }] })).await?;
     let cases = [
         (json!({ "size": { "ne": 1 } }), 1),

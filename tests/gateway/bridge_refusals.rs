@@ -26,7 +26,7 @@ async fn host_with_notes() -> Result<(Host, String, TestDatabase)> {
 }
 
 #[tokio::test]
-async fn checks_run_in_order() -> Result<()> {
+async fn query_checks_run_in_documented_order() -> Result<()> {
     let (host, slug, _database) = host_with_notes().await?;
     let path = "/api/bridge/query";
     let code = async |request: reqwest::RequestBuilder| -> Result<(u16, String)> {
@@ -74,10 +74,10 @@ async fn checks_run_in_order() -> Result<()> {
 async fn names_with_sql_are_rejected_or_not_found() -> Result<()> {
     let (host, slug, database) = host_with_notes().await?;
     let attack = "notes\"; DROP TABLE notes; --";
-    let find = |more: Value| {
+    let find = |fields: Value| {
         let mut body = json!({ "action": "find", "app": slug, "table": "notes" });
-        if let (Some(body), Value::Object(more)) = (body.as_object_mut(), more) {
-            body.extend(more);
+        if let (Some(body), Value::Object(fields)) = (body.as_object_mut(), fields) {
+            body.extend(fields);
         }
         body
     };
@@ -99,8 +99,8 @@ async fn names_with_sql_are_rejected_or_not_found() -> Result<()> {
         let (got, problem) = host.query(&body).await?;
         assert_eq!(got.as_u16(), status, "{body}: {problem}");
     }
-    let kept = json!({ "action": "insert", "app": slug, "table": "notes", "data": { "title": attack } });
-    assert_eq!(host.query_data(&kept).await?["title"], attack, "a value may be anything");
+    let insert = json!({ "action": "insert", "app": slug, "table": "notes", "data": { "title": attack } });
+    assert_eq!(host.query_data(&insert).await?["title"], attack, "a value may be anything");
     let found = host.query_data(&find(json!({ "filter": { "title": attack } }))).await?;
     assert_eq!(found.as_array().map(Vec::len), Some(1));
     let remaining = database
@@ -170,7 +170,7 @@ async fn slow_statement_is_cancelled() -> Result<()> {
 }
 
 #[tokio::test]
-async fn platform_and_anonymous_callers_cannot_use_the_bridge() -> Result<()> {
+async fn platform_cannot_use_the_bridge() -> Result<()> {
     let (host, slug, _database) = host_with_notes().await?;
     let mut claims = host.machine.claims(Route::Internal);
     claims.method = Some("POST".into());
@@ -223,7 +223,7 @@ async fn bridge_reports_database_outage_and_recovers() -> Result<()> {
 }
 
 #[tokio::test]
-async fn data_size_is_limited_before_the_database() -> Result<()> {
+async fn long_index_value_is_rejected_and_large_page_ends_early() -> Result<()> {
     let (host, slug, _database) = host_with_notes().await?;
     let title = "x".repeat(900 * 1024);
     let insert = json!({ "action": "insert", "app": slug, "table": "notes", "data": { "title": title } });

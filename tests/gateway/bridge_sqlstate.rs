@@ -4,13 +4,13 @@ use anyhow::Result;
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use super::bridge::App;
+use super::bridge::TestApp;
 
 const CANARY: &str = "s3cret-canary";
 
 /// An app whose inserts fail with the SQLSTATE in their title, with a message that contains every value.
-async fn app_with_failing_inserts() -> Result<App> {
-    let app = App::with_env(&[("RUST_LOG", "debug")]).await?;
+async fn app_with_failing_inserts() -> Result<TestApp> {
+    let app = TestApp::with_env(&[("RUST_LOG", "debug")]).await?;
     let admin = app.database.connect().await?;
     admin
         .batch_execute(&format!(
@@ -67,7 +67,7 @@ async fn every_sqlstate_maps_to_status_without_its_message() -> Result<()> {
     Ok(())
 }
 
-async fn assert_canary_not_logged(app: &App) -> Result<()> {
+async fn assert_canary_not_logged(app: &TestApp) -> Result<()> {
     let postgres = kit::pg::process_server().await?.log();
     for (log, text) in [("the gateway's log", app.host.log()), ("PostgreSQL's", postgres)] {
         let leak = text.lines().find(|line| line.contains("canary"));

@@ -3,27 +3,27 @@
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use super::bridge::App;
+use super::bridge::TestApp;
 
 const KEY: &str = "0192d1f0-0000-7000-8000-000000000001";
 
-async fn run_transaction(app: &App, operations: Value) -> Result<(u16, Value)> {
+async fn run_transaction(app: &TestApp, operations: Value) -> Result<(u16, Value)> {
     let body = json!({ "action": "transaction", "app": app.slug, "operations": operations });
     let (status, response) = app.host.query(&body).await?;
     Ok((status.as_u16(), response))
 }
 
-fn operation(action: &str, more: Value) -> Value {
+fn operation(action: &str, fields: Value) -> Value {
     let mut operation = json!({ "action": action, "table": "things" });
-    if let (Some(operation), Value::Object(more)) = (operation.as_object_mut(), more) {
-        operation.extend(more);
+    if let (Some(operation), Value::Object(fields)) = (operation.as_object_mut(), fields) {
+        operation.extend(fields);
     }
     operation
 }
 
 #[tokio::test]
 async fn transaction_action_returns_same_result_as_single_request() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let operations = json!([
         operation("insert", json!({ "data": { "id": KEY, "title": "a" } })),
         operation("insertMany", json!({ "rows": [{ "title": "b" }, { "title": "c", "size": 3 }] })),
@@ -58,7 +58,7 @@ async fn transaction_action_returns_same_result_as_single_request() -> Result<()
 
 #[tokio::test]
 async fn failed_transaction_changes_nothing_and_names_operation() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     app.insert(json!({ "title": "there", "ref": KEY })).await?;
     let good = || operation("insert", json!({ "data": { "title": "new" } }));
     let cases = [
@@ -83,7 +83,7 @@ async fn failed_transaction_changes_nothing_and_names_operation() -> Result<()> 
             let (got, problem) = run_transaction(&app, json!(operations)).await?;
             assert_eq!((got, problem["code"].as_str()), (status, Some(code)), "{bad} {problem}");
             assert_eq!(problem["operation"], at, "{bad} {problem}");
-            assert_eq!(app.titles(json!({})).await?, ["there"], "{bad} at {at}");
+            assert_eq!(app.find_titles(json!({})).await?, ["there"], "{bad} at {at}");
         }
     }
     let wrong = operation("insert", json!({ "data": { "size": "x" } }));
@@ -94,7 +94,7 @@ async fn failed_transaction_changes_nothing_and_names_operation() -> Result<()> 
 
 #[tokio::test]
 async fn failing_deferred_constraint_is_not_reported_as_success() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let admin = app.database.connect().await?;
     admin
         .batch_execute(&format!(
@@ -120,7 +120,7 @@ async fn failing_deferred_constraint_is_not_reported_as_success() -> Result<()> 
 
 #[tokio::test]
 async fn single_requests_never_join_a_transaction() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let pair = |n: i32, good: bool| {
         // Only PostgreSQL refuses this value, after the first operation has succeeded.
         let meta = if good { json!(n) } else { json!("\u{0}") };

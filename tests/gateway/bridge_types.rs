@@ -12,7 +12,7 @@ use reqwest::Method;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
-use super::bridge::App;
+use super::bridge::TestApp;
 
 /// A value as sent, and as returned.
 type Pair = (Value, Value);
@@ -75,10 +75,10 @@ fn timestamptz() -> BoxedStrategy<Pair> {
     let offset = (0_i64..=14 * 4).prop_map(|quarters| quarters * 15);
     (ms, offset, any::<bool>())
         .prop_map(|(ms, minutes, east)| {
-            let at = jiff::Timestamp::from_millisecond(ms).expect("in range");
+            let at = jiff::Timestamp::from_millisecond(ms).expect("the timestamp is in range");
             let seconds = i32::try_from(minutes * 60).unwrap_or(0);
-            let offset =
-                jiff::tz::Offset::from_seconds(if east { seconds } else { -seconds }).expect("an offset");
+            let offset = jiff::tz::Offset::from_seconds(if east { seconds } else { -seconds })
+                .expect("the offset is valid");
             // Local time may be outside the range of years that the format supports.
             let local = offset.to_datetime(at);
             let given = if (1..=9999).contains(&local.year()) {
@@ -140,8 +140,8 @@ fn is_equal(a: &Value, b: &Value) -> bool {
 /// Rows with values as text, because `serde_json` would round the last digit of a double.
 type RawRow = BTreeMap<String, Box<RawValue>>;
 
-async fn run_insert(app: &App, action: &str, more: Value) -> Result<Vec<RawRow>> {
-    let request = app.host.owner_request(Method::POST, "/api/bridge/query").json(&app.body(action, more));
+async fn run_insert(app: &TestApp, action: &str, fields: Value) -> Result<Vec<RawRow>> {
+    let request = app.host.owner_request(Method::POST, "/api/bridge/query").json(&app.body(action, fields));
     let text = request.send().await?.error_for_status()?.text().await?;
     let text = text.strip_prefix("{\"data\":").and_then(|text| text.strip_suffix('}')).unwrap_or_default();
     let list = if text.starts_with('[') { text.to_owned() } else { format!("[{text}]") };
@@ -162,11 +162,11 @@ fn check_row(row: &RawRow, given: &Value, expected: &serde_json::Map<String, Val
 
 #[tokio::test]
 async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let columns = columns();
     let mut runner = TestRunner::default();
     let mut draw = |strategy: &BoxedStrategy<Pair>| {
-        strategy.new_tree(&mut runner).map(|tree| tree.current()).expect("a value")
+        strategy.new_tree(&mut runner).map(|tree| tree.current()).expect("the strategy generates a value")
     };
     for _ in 0..8 {
         let (mut rows, mut expected) = (Vec::new(), Vec::new());
@@ -188,9 +188,9 @@ async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
         let (given, back) = (&rows[0], &expected[0]);
         let id: Value = serde_json::from_str(all[0]["id"].get())?;
         app.query_data("delete", json!({ "id": id })).await?;
-        let alone = run_insert(&app, "insert", json!({ "data": given })).await?;
-        check_row(&alone[0], given, back)?;
-        let id: Value = serde_json::from_str(alone[0]["id"].get())?;
+        let single = run_insert(&app, "insert", json!({ "data": given })).await?;
+        check_row(&single[0], given, back)?;
+        let id: Value = serde_json::from_str(single[0]["id"].get())?;
         for name in back.keys() {
             for filter in [json!({ name: { "eq": given[name] } }), json!({ name: { "in": [given[name]] } })] {
                 let filter = json!({ "and": [{ "id": id }, filter] });
@@ -204,7 +204,7 @@ async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
 
 #[tokio::test]
 async fn every_type_enforces_its_limits() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let refused = [
         ("title", json!("a\u{0}b")),
         ("size", json!(2_147_483_648_i64)),
@@ -255,7 +255,7 @@ async fn every_type_enforces_its_limits() -> Result<()> {
 
 #[tokio::test]
 async fn json_value_keeps_its_digits_and_is_bounded() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let send = async |meta: &str| -> Result<(u16, String)> {
         let head = json!({ "action": "insert", "app": app.slug, "table": "things" }).to_string();
         let body = format!("{},\"data\":{{\"meta\":{meta}}}}}", head.trim_end_matches('}'));

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use super::bridge::App;
+use super::bridge::TestApp;
 
 const ABSENT: &str = "0192d1f0-0000-7000-8000-000000000000";
 
@@ -13,7 +13,7 @@ fn list(rows: &Value) -> &[Value] {
 
 #[tokio::test]
 async fn insert_many_returns_rows_in_request_order() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let admin = app.database.connect().await?;
     // The owner has set a default: a row without the column gets it, a row with null does not.
     admin
@@ -48,7 +48,7 @@ async fn insert_many_returns_rows_in_request_order() -> Result<()> {
 
 #[tokio::test]
 async fn insert_many_with_a_bad_row_inserts_no_row() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let taken = "0192d1f0-0000-7000-8000-000000000001";
     let refused = json!([{ "title": "a", "ref": taken }, { "title": "b", "size": "x" }, { "nope": 1 }, 5]);
     let (status, problem) = app.query("insertMany", json!({ "rows": refused })).await?;
@@ -70,14 +70,14 @@ async fn insert_many_with_a_bad_row_inserts_no_row() -> Result<()> {
 
 #[tokio::test]
 async fn upsert_inserts_merges_or_ignores() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let key = "0192d1f0-0000-7000-8000-000000000001";
     let upsert = |data: Value, resolution: Value| {
-        let mut more = json!({ "data": data, "onConflict": ["ref"] });
+        let mut fields = json!({ "data": data, "onConflict": ["ref"] });
         if resolution.is_string() {
-            more["resolution"] = resolution;
+            fields["resolution"] = resolution;
         }
-        more
+        fields
     };
     let inserted =
         app.query_data("upsert", upsert(json!({ "ref": key, "title": "a", "size": 1 }), json!(null))).await?;
@@ -108,7 +108,7 @@ async fn upsert_inserts_merges_or_ignores() -> Result<()> {
 
 #[tokio::test]
 async fn concurrent_upserts_of_one_key_make_one_row() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let key = "0192d1f0-0000-7000-8000-000000000001";
     let all = (0..60).map(|n| {
         let resolution = if n % 2 == 0 { "ignore" } else { "merge" };
@@ -127,17 +127,20 @@ async fn concurrent_upserts_of_one_key_make_one_row() -> Result<()> {
 
 #[tokio::test]
 async fn update_changes_only_named_columns() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let row = app.insert(json!({ "title": "a", "size": 1, "price": "1" })).await?;
     for n in 2..6 {
         app.insert(json!({ "title": "b", "size": n })).await?;
     }
     let by_id = json!({ "id": row["id"], "data": { "title": "z", "price": null } });
     assert_eq!(app.query_data("update", by_id.clone()).await?, json!({ "affected": 1 }));
-    let now = app.query_data("get", json!({ "id": row["id"] })).await?;
-    assert_eq!((&now["title"], &now["price"], &now["size"]), (&json!("z"), &Value::Null, &json!(1)));
-    assert_eq!(now["created_at"], row["created_at"]);
-    assert_ne!(now["updated_at"], row["updated_at"]);
+    let current = app.query_data("get", json!({ "id": row["id"] })).await?;
+    assert_eq!(
+        (&current["title"], &current["price"], &current["size"]),
+        (&json!("z"), &Value::Null, &json!(1))
+    );
+    assert_eq!(current["created_at"], row["created_at"]);
+    assert_ne!(current["updated_at"], row["updated_at"]);
     let mut returned = by_id;
     returned["returning"] = json!(true);
     let data = app.query_data("update", returned).await?;
@@ -154,25 +157,25 @@ async fn update_changes_only_named_columns() -> Result<()> {
 
 #[tokio::test]
 async fn update_or_delete_beyond_its_limit_changes_nothing() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     for n in 0..5 {
         app.insert(json!({ "title": "b", "size": n })).await?;
     }
     for returning in [false, true] {
         for (action, data) in [("update", json!({ "title": "c" })), ("delete", Value::Null)] {
-            let mut more = json!({ "filter": { "title": "b" }, "maxAffected": 4, "returning": returning });
+            let mut fields = json!({ "filter": { "title": "b" }, "maxAffected": 4, "returning": returning });
             if !data.is_null() {
-                more["data"] = data;
+                fields["data"] = data;
             }
-            let (status, problem) = app.query(action, more.clone()).await?;
+            let (status, problem) = app.query(action, fields.clone()).await?;
             assert_eq!((status, problem["code"].as_str()), (409, Some("conflict")), "{action} {problem}");
             assert_eq!(problem["maxAffected"], 4);
-            assert_eq!(app.titles(json!({})).await?, ["b"; 5], "{action}");
-            more["filter"] = json!({ "size": { "gte": 3 }, "title": "b" });
-            more["maxAffected"] = json!(2);
-            let done = app.query_data(action, more).await?;
-            assert_eq!(done["affected"], 2, "{action} {done}");
-            assert_eq!(done.get("rows").map(|rows| list(rows).len()), returning.then_some(2));
+            assert_eq!(app.find_titles(json!({})).await?, ["b"; 5], "{action}");
+            fields["filter"] = json!({ "size": { "gte": 3 }, "title": "b" });
+            fields["maxAffected"] = json!(2);
+            let response = app.query_data(action, fields).await?;
+            assert_eq!(response["affected"], 2, "{action} {response}");
+            assert_eq!(response.get("rows").map(|rows| list(rows).len()), returning.then_some(2));
             app.query_data("delete", json!({ "filter": { "size": { "gte": 3 } } })).await?;
             for n in 3..5 {
                 app.insert(json!({ "title": "b", "size": n })).await?;
@@ -186,7 +189,7 @@ async fn update_or_delete_beyond_its_limit_changes_nothing() -> Result<()> {
 
 #[tokio::test]
 async fn delete_requires_a_filter_and_removes_only_matches() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     let row = app.insert(json!({ "title": "a" })).await?;
     app.insert(json!({ "title": "b", "size": 1 })).await?;
     let deleted = app.query_data("delete", json!({ "id": row["id"], "returning": true })).await?;
@@ -194,11 +197,11 @@ async fn delete_requires_a_filter_and_removes_only_matches() -> Result<()> {
     assert_eq!(app.query("delete", json!({ "id": row["id"] })).await?.0, 404);
     for filter in [json!({}), json!({ "and": [{}] }), json!({ "or": [{ "title": "x" }, {}] }), Value::Null] {
         for action in ["delete", "update"] {
-            let mut more = json!({ "filter": filter });
+            let mut fields = json!({ "filter": filter });
             if action == "update" {
-                more["data"] = json!({ "size": 9 });
+                fields["data"] = json!({ "size": 9 });
             }
-            assert_eq!(app.query(action, more).await?.0, 400, "{action} {filter}");
+            assert_eq!(app.query(action, fields).await?.0, 400, "{action} {filter}");
         }
     }
     assert_eq!(app.count().await?, 1);
@@ -208,7 +211,7 @@ async fn delete_requires_a_filter_and_removes_only_matches() -> Result<()> {
 
 #[tokio::test]
 async fn concurrent_update_rechecks_its_filter() -> Result<()> {
-    let app = App::new().await?;
+    let app = TestApp::new().await?;
     for n in 0..3 {
         app.insert(json!({ "title": "b", "size": n })).await?;
     }

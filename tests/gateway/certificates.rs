@@ -23,7 +23,7 @@ const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 const DOMAIN: &str = "hosts.example.test";
 
 /// Returns a machine whose gateway listens on this port, and the machine's host name.
-fn machine_at(port: u16, roots: &std::path::Path) -> Result<(Machine, String)> {
+fn machine_listening_on(port: u16, roots: &std::path::Path) -> Result<(Machine, String)> {
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.env.insert("GATEWAY_LISTEN".into(), format!("127.0.0.1:{port}"));
     machine.env.insert("SSL_CERT_FILE".into(), roots.display().to_string());
@@ -76,8 +76,8 @@ async fn presented_certificate(
     let stream = TcpStream::connect(host.address.parse::<SocketAddr>()?).await?;
     let name = ServerName::try_from(name.to_owned())?;
     let connected = TlsConnector::from(Arc::new(config)).connect(name, stream).await?;
-    let certificates = connected.get_ref().1.peer_certificates().context("certificates")?;
-    Ok(certificates.first().context("a leaf")?.clone().into_owned())
+    let certificates = connected.get_ref().1.peer_certificates().context("no certificates")?;
+    Ok(certificates.first().context("no leaf certificate")?.clone().into_owned())
 }
 
 fn read_pin(machine: &Machine) -> Result<SpkiPin> {
@@ -86,10 +86,10 @@ fn read_pin(machine: &Machine) -> Result<SpkiPin> {
 }
 
 #[tokio::test]
-async fn request_is_for_name_and_key_of_the_machine() -> Result<()> {
+async fn signing_request_is_for_name_and_key_of_the_machine() -> Result<()> {
     let roots = tempfile::NamedTempFile::new()?;
     std::fs::write(roots.path(), Ca::new()?.root_pem())?;
-    let (mut machine, name) = machine_at(free_port()?, roots.path())?;
+    let (mut machine, name) = machine_listening_on(free_port()?, roots.path())?;
     let print = |machine: &Machine| {
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_svc"));
         command.args(["svc-gateway", "certificate-request"]).env_clear();
@@ -112,14 +112,14 @@ async fn request_is_for_name_and_key_of_the_machine() -> Result<()> {
 }
 
 fn expiry(report: &Value) -> Timestamp {
-    report["expiresAt"].as_str().expect("an expiry").parse().expect("a time")
+    report["expiresAt"].as_str().expect("the report has an expiry").parse().expect("the expiry is a time")
 }
 
 #[tokio::test]
 async fn authority_issues_certificate_for_registered_key() -> Result<()> {
     let port = free_port()?;
     let pebble = Pebble::start(&Options::for_validation_port(port)).await?;
-    let (machine, name) = machine_at(port, &pebble.roots())?;
+    let (machine, name) = machine_listening_on(port, &pebble.roots())?;
     let host = machine.start()?;
     assert!(
         presented_certificate(&host, &name, Some(&pebble.roots())).await.is_err(),
@@ -157,7 +157,7 @@ async fn renewal_keeps_key_and_survives_unreachable_authority() -> Result<()> {
     let options = Options { certificate_seconds: 24, ..Options::for_validation_port(port) };
     let pebble = Pebble::start(&options).await?;
     let network = Proxy::start(pebble.api_address())?;
-    let (machine, name) = machine_at(port, &pebble.roots())?;
+    let (machine, name) = machine_listening_on(port, &pebble.roots())?;
     let directory = format!("https://{}/dir", network.addr());
     machine.write("var/lib/svc/tls/settings.json", &tls_settings(&name, &directory).to_string())?;
     let host = machine.start()?;
@@ -179,14 +179,14 @@ async fn renewal_keeps_key_and_survives_unreachable_authority() -> Result<()> {
 }
 
 #[tokio::test]
-async fn another_authority_issues_another_certificate() -> Result<()> {
+async fn changed_authority_setting_replaces_certificate() -> Result<()> {
     let port = free_port()?;
     let first = Pebble::start(&Options::for_validation_port(port)).await?;
     let second = Pebble::start(&Options::for_validation_port(port)).await?;
     let roots = tempfile::NamedTempFile::new()?;
     let both = [first.roots(), second.roots()].map(std::fs::read_to_string);
     std::fs::write(roots.path(), both.into_iter().collect::<std::io::Result<String>>()?)?;
-    let (machine, name) = machine_at(port, roots.path())?;
+    let (machine, name) = machine_listening_on(port, roots.path())?;
     let write = |machine: &Machine, pebble: &Pebble| {
         machine
             .write("var/lib/svc/tls/settings.json", &tls_settings(&name, &pebble.directory_url()).to_string())
@@ -211,7 +211,7 @@ async fn another_authority_issues_another_certificate() -> Result<()> {
 async fn unstorable_certificate_is_presented_and_not_ordered_again() -> Result<()> {
     let port = free_port()?;
     let pebble = Pebble::start(&Options::for_validation_port(port)).await?;
-    let (machine, name) = machine_at(port, &pebble.roots())?;
+    let (machine, name) = machine_listening_on(port, &pebble.roots())?;
     let delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     // A file cannot replace a folder that has content.
@@ -237,7 +237,7 @@ async fn refused_order_is_reported_and_retried_with_backoff() -> Result<()> {
     let port = free_port()?;
     let options = Options { blocked_domain: Some(DOMAIN.to_owned()), ..Options::for_validation_port(port) };
     let pebble = Pebble::start(&options).await?;
-    let (mut machine, name) = machine_at(port, &pebble.roots())?;
+    let (mut machine, name) = machine_listening_on(port, &pebble.roots())?;
     machine.env.insert("ACME_RETRY_SECONDS".into(), "600".into());
     let delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
@@ -245,7 +245,7 @@ async fn refused_order_is_reported_and_retried_with_backoff() -> Result<()> {
     let seen = wait_until_reported(&host, "the order is refused", |seen| seen["error"].is_string()).await?;
     assert!(seen["error"].as_str().unwrap_or_default().contains("refused the order"), "{seen}");
     assert_eq!((&seen["source"], &seen["isTrusted"]), (&json!("self_signed"), &json!(false)));
-    let next: Timestamp = seen["nextAttemptAt"].as_str().context("a time")?.parse()?;
+    let next: Timestamp = seen["nextAttemptAt"].as_str().context("no time")?.parse()?;
     let delay = next.duration_since(Timestamp::now()).as_secs();
     ensure!((500..=1300).contains(&delay), "delay of {delay} s");
     presented_certificate(&host, &name, None).await?;
@@ -260,10 +260,10 @@ async fn refused_order_is_reported_and_retried_with_backoff() -> Result<()> {
 }
 
 #[tokio::test]
-async fn failed_validation_names_the_authority_reason() -> Result<()> {
+async fn failed_validation_reports_reason_of_authority() -> Result<()> {
     // The authority connects to another port, where nothing listens.
     let pebble = Pebble::start(&Options::for_validation_port(free_port()?)).await?;
-    let (machine, name) = machine_at(free_port()?, &pebble.roots())?;
+    let (machine, name) = machine_listening_on(free_port()?, &pebble.roots())?;
     let delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     let host = machine.start()?;
@@ -282,7 +282,7 @@ async fn account_is_bound_to_external_account() -> Result<()> {
     let key = "zWNDZM6eQGHWpSRTPal5eIUYFTu7EajVIoguysqZ9wG44nMEtx3MUAsUDkMTQ12W";
     let external_account = Some(("kid-1".to_owned(), key.to_owned()));
     let pebble = Pebble::start(&Options { external_account, ..Options::for_validation_port(port) }).await?;
-    let (machine, name) = machine_at(port, &pebble.roots())?;
+    let (machine, name) = machine_listening_on(port, &pebble.roots())?;
     let mut delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     let host = machine.start()?;
@@ -300,7 +300,7 @@ async fn account_is_bound_to_external_account() -> Result<()> {
 async fn lost_account_is_replaced() -> Result<()> {
     let port = free_port()?;
     let before = Pebble::start(&Options::for_validation_port(port)).await?;
-    let (machine, name) = machine_at(port, &before.roots())?;
+    let (machine, name) = machine_listening_on(port, &before.roots())?;
     machine
         .write("var/lib/svc/tls/settings.json", &tls_settings(&name, &before.directory_url()).to_string())?;
     let host = machine.start()?;
@@ -327,7 +327,7 @@ async fn lost_account_is_replaced() -> Result<()> {
 async fn deactivated_account_is_replaced() -> Result<()> {
     let port = free_port()?;
     let pebble = Pebble::start(&Options::for_validation_port(port)).await?;
-    let (machine, name) = machine_at(port, &pebble.roots())?;
+    let (machine, name) = machine_listening_on(port, &pebble.roots())?;
     let delivered = tls_settings(&name, &pebble.directory_url()).to_string();
     machine.write("var/lib/svc/tls/settings.json", &delivered)?;
     let host = machine.start()?;
@@ -348,7 +348,7 @@ async fn deactivated_account_is_replaced() -> Result<()> {
 async fn validation_handshake_needs_challenge_in_progress() -> Result<()> {
     let pebble_roots = tempfile::NamedTempFile::new()?;
     std::fs::write(pebble_roots.path(), Ca::new()?.root_pem())?;
-    let (machine, name) = machine_at(free_port()?, pebble_roots.path())?;
+    let (machine, name) = machine_listening_on(free_port()?, pebble_roots.path())?;
     let host = machine.start()?;
     let mut config = pinned_client_config(read_pin(&host.machine)?, ChainCheck::PinOnly)?;
     config.alpn_protocols = vec![b"acme-tls/1".to_vec()];
@@ -364,7 +364,7 @@ async fn certificate_file_is_reloaded_and_must_be_for_the_key() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let (roots, file) = (dir.path().join("roots.pem"), dir.path().join("chain.pem"));
     std::fs::write(&roots, ca.root_pem())?;
-    let (mut machine, name) = machine_at(free_port()?, &roots)?;
+    let (mut machine, name) = machine_listening_on(free_port()?, &roots)?;
     machine.env.insert("GATEWAY_TLS_CERT_FILE".into(), file.display().to_string());
     machine.write("var/lib/svc/tls/settings.json", &json!({"hostName": name}).to_string())?;
     let host = machine.start()?;
@@ -378,19 +378,19 @@ async fn certificate_file_is_reloaded_and_must_be_for_the_key() -> Result<()> {
     assert_eq!((&first["isTrusted"], &first["error"]), (&json!(true), &Value::Null));
     let presented_first = presented_certificate(&host, &name, Some(&roots)).await?;
 
-    for (content, why) in [
+    for (content, reason) in [
         (ca.issue(&[&name])?.0, "another key"),
         (issue(&["other.example.test"], 24)?, "not for the name"),
         (issue(&[&name], -1)?, "expired"),
         ("no certificate".to_owned(), "no certificate in PEM"),
     ] {
         std::fs::write(&file, content)?;
-        let refused = wait_until_reported(&host, why, |seen| {
-            seen["error"].as_str().is_some_and(|error| error.contains(why))
+        let refused = wait_until_reported(&host, reason, |seen| {
+            seen["error"].as_str().is_some_and(|error| error.contains(reason))
         });
         let refused = refused.await?;
         assert_eq!(refused["expiresAt"], first["expiresAt"]);
-        assert_eq!(presented_certificate(&host, &name, Some(&roots)).await?, presented_first, "{why}");
+        assert_eq!(presented_certificate(&host, &name, Some(&roots)).await?, presented_first, "{reason}");
     }
 
     std::fs::write(&file, issue(&[&name], 48)?)?;

@@ -80,7 +80,7 @@ pub fn start_runner(root: &Path) -> Result<Runner> {
     Ok(runner)
 }
 
-pub fn config_json(more: &Value) -> String {
+pub fn config_json(overrides: &Value) -> String {
     let mut config = json!({
         "agents": {
             "coder": { "adapter": "json-lines", "command": ["sh", "agent.sh"], "environment": { "GREETING": "hello", "LLM_KEY": "of no form" } },
@@ -89,14 +89,17 @@ pub fn config_json(more: &Value) -> String {
         "dispatch": { "defaultAgent": "coder" },
         "prices": { "m-1": { "input": 2, "output": 10 }, "free": { "input": 0, "output": 0 } },
     });
-    config.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+    config
+        .as_object_mut()
+        .expect("the config is an object")
+        .extend(overrides.as_object().expect("the overrides are an object").clone());
     config.to_string()
 }
 
-pub fn machine_with_runner(more: &Value) -> Result<(Machine, Runner)> {
+pub fn machine_with_runner(overrides: &Value) -> Result<(Machine, Runner)> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.write("home/svc/home/agent.sh", AGENT)?;
-    machine.write(CONFIG, &config_json(more))?;
+    machine.write(CONFIG, &config_json(overrides))?;
     std::fs::create_dir_all(machine.path("run/svc/owner"))?;
     let runner = start_runner(&machine.path(""))?;
     Ok((machine, runner))
@@ -113,15 +116,19 @@ pub fn parse_events(text: &str) -> Vec<(String, Value)> {
     let member = |block: &str, name: &str| {
         block.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().to_owned()
     };
-    let parsed =
-        |block| (member(block, "event: "), serde_json::from_str(&member(block, "data: ")).expect("JSON"));
+    let parsed = |block| {
+        (
+            member(block, "event: "),
+            serde_json::from_str(&member(block, "data: ")).expect("the data of an event is JSON"),
+        )
+    };
     blocks.map(parsed).collect()
 }
 
 pub async fn stream_dispatch(host: &Host, body: Value) -> Result<Vec<(String, Value)>> {
     let (status, text) = send_json(host.owner_request(Method::POST, "/api/dispatch").json(&body)).await?;
     ensure!(status == StatusCode::OK, "{status} {text}");
-    Ok(parse_events(text.as_str().context("events")?))
+    Ok(parse_events(text.as_str().context("no events")?))
 }
 
 pub fn event_kinds(events: &[(String, Value)]) -> Vec<&str> {
@@ -135,7 +142,7 @@ pub async fn wait_until_finished(host: &Host, id: &str) -> Result<Value> {
         if ["success", "error"].contains(&shown["status"].as_str().unwrap_or_default()) {
             return Ok(shown);
         }
-        ensure!(Instant::now() < end, "{shown}");
+        ensure!(Instant::now() < end, "dispatch {id} has not finished: {shown}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -144,8 +151,8 @@ pub async fn wait_until_recorded(host: &Host, id: &str) -> Result<Value> {
     let end = Instant::now() + Duration::from_secs(10);
     loop {
         let (_, page) = host.get(&format!("/api/interactions?id={id}")).await?;
-        if let Some(one) = page["interactions"].get(0) {
-            return Ok(one.clone());
+        if let Some(interaction) = page["interactions"].get(0) {
+            return Ok(interaction.clone());
         }
         ensure!(Instant::now() < end, "dispatch {id} was not recorded");
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -167,7 +174,7 @@ pub async fn wait_for_pid(host: &Host, file: &str) -> Result<i32> {
         if let Some(pid) = std::fs::read_to_string(&path).ok().and_then(|text| text.trim().parse().ok()) {
             return Ok(pid);
         }
-        ensure!(Instant::now() < end, "{file}\n{}", host.log());
+        ensure!(Instant::now() < end, "{file} was not written\n{}", host.log());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -180,11 +187,11 @@ pub fn is_alive(pid: i32) -> bool {
 async fn recorded_duration_is_the_wall_clock_time() -> Result<()> {
     let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
-    let begun = Instant::now();
+    let started = Instant::now();
     stream_dispatch(&host, json!({ "prompt": "second", "id": "one" })).await?;
     let recorded = wait_until_recorded(&host, "one").await?;
-    let duration = recorded["durationMs"].as_u64().context("a duration")?;
-    assert!(duration >= 1000 && u128::from(duration) <= begun.elapsed().as_millis(), "{duration}");
+    let duration = recorded["durationMs"].as_u64().context("no duration")?;
+    assert!(duration >= 1000 && u128::from(duration) <= started.elapsed().as_millis(), "{duration}");
     Ok(())
 }
 
@@ -228,12 +235,12 @@ async fn dispatch_streams_its_events_and_is_recorded() -> Result<()> {
     let (status, refused) = request_dispatch(&host, json!({ "prompt": "another", "id": "one" })).await?;
     assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));
     // A client that received the last event must not reconnect.
-    let all = |from: &str| {
+    let events_after = |from: &str| {
         host.owner_request(Method::GET, "/api/dispatch/one/events").header("last-event-id", from)
     };
-    let (_, text) = send_json(all("")).await?;
-    let last = text.as_str().and_then(|text| text.rsplit_once("id: ")?.1.lines().next()).context("an id")?;
-    assert_eq!(send_json(all(last)).await?.0, StatusCode::NO_CONTENT);
+    let (_, text) = send_json(events_after("")).await?;
+    let last = text.as_str().and_then(|text| text.rsplit_once("id: ")?.1.lines().next()).context("no id")?;
+    assert_eq!(send_json(events_after(last)).await?.0, StatusCode::NO_CONTENT);
     // After a restart, the dispatch is read from its record.
     let host = host.restart()?;
     let (status, again) = request_dispatch(&host, body).await?;
@@ -274,7 +281,7 @@ async fn failed_dispatch_is_recorded_without_secrets() -> Result<()> {
         (json!({ "prompt": "x", "id": "f3", "agentName": "absent" }), "NotStarted", "no-such-program"),
     ] {
         let streamed = stream_dispatch(&host, body).await?;
-        let error = &streamed.last().context("a result")?.1["interaction"]["error"];
+        let error = &streamed.last().context("no result event")?.1["interaction"]["error"];
         assert_eq!(error["name"], name, "{error}");
         assert!(error["message"].as_str().is_some_and(|message| message.contains(part)), "{error}");
     }
@@ -283,7 +290,7 @@ async fn failed_dispatch_is_recorded_without_secrets() -> Result<()> {
     assert!(stack.contains("no luck") && !stack.contains("hunter2") && !stack.contains("form"), "{failed}");
     drop(_runner);
     let streamed = stream_dispatch(&host, json!({ "prompt": "ok", "id": "f4" })).await?;
-    assert_eq!(streamed.last().context("a result")?.1["interaction"]["error"]["name"], "NoRunner");
+    assert_eq!(streamed.last().context("no result event")?.1["interaction"]["error"]["name"], "NoRunner");
     Ok(())
 }
 
@@ -293,11 +300,11 @@ async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
     let host = machine.start()?;
     // The agent succeeds, but leaves a process in another session.
     let streamed = stream_dispatch(&host, json!({ "prompt": "leave", "id": "l1" })).await?;
-    assert_eq!(streamed.last().context("a result")?.1["text"], "left one");
+    assert_eq!(streamed.last().context("no result event")?.1["text"], "left one");
     assert!(!is_alive(wait_for_pid(&host, "left.pid").await?));
     // The same, with a leftover process that prints continuously.
     let streamed = stream_dispatch(&host, json!({ "prompt": "flood", "id": "l2" })).await?;
-    assert_eq!(streamed.last().context("a result")?.1["text"], "flooded");
+    assert_eq!(streamed.last().context("no result event")?.1["text"], "flooded");
     // The agent is cancelled, but ignores the signal.
     request_dispatch(&host, json!({ "prompt": "sleep", "id": "s1" })).await?;
     let pid = wait_for_pid(&host, "sleeping.pid").await?;
@@ -370,8 +377,8 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
     assert_eq!((status.as_u16(), &refused["code"]), (429, &json!("cost_limit_reached")));
     host.machine.write("home/svc/home/go", "")?;
     let (_, held) = send_json(host.owner_request(Method::GET, "/api/dispatch/held/events")).await?;
-    let held = parse_events(held.as_str().context("events")?);
-    let warning = held.iter().find(|(kind, _)| kind == "warning").context("a warning")?;
+    let held = parse_events(held.as_str().context("no events")?);
+    let warning = held.iter().find(|(kind, _)| kind == "warning").context("no warning event")?;
     assert_eq!(warning.1["period"], "daily");
     wait_until_logged(&host, "user_owner has spent").await?;
     // A new limit also counts earlier spending, and the log says so.
@@ -387,7 +394,7 @@ async fn tokens_are_priced_by_the_model_that_ran() -> Result<()> {
     let host = machine.start()?;
     for body in [json!({ "prompt": "tokens" }), json!({ "prompt": "tokens", "model": "free" })] {
         let streamed = stream_dispatch(&host, body).await?;
-        let interaction = &streamed.last().context("a result")?.1["interaction"];
+        let interaction = &streamed.last().context("no result event")?.1["interaction"];
         assert_eq!(interaction["cost"], json!(3), "1M × $2 + 0.1M × $10");
         assert_eq!(interaction["model"], "m-1");
     }
@@ -406,7 +413,7 @@ async fn cost_limit_holds_under_concurrent_dispatches() -> Result<()> {
     for response in responses {
         let (status, body) = response?;
         match status.as_u16() {
-            202 => accepted_ids.push(body["id"].as_str().context("an id")?.to_owned()),
+            202 => accepted_ids.push(body["id"].as_str().context("no id")?.to_owned()),
             429 => assert_eq!(body["detail"], "Daily cost limit reached."),
             other => panic!("{other} {body}"),
         }

@@ -36,7 +36,7 @@ async fn conversation_is_resumed_if_environment_moves_its_state() -> Result<()> 
         for expected in ["--session-id", "--resume"] {
             let body = json!({ "agentName": name, "prompt": "go", "conversationId": format!("{name}-1") });
             let streamed = stream_dispatch(&host, body).await?;
-            let (_, result) = streamed.last().context("a result")?;
+            let (_, result) = streamed.last().context("no result event")?;
             assert_eq!((&result["status"], &result["text"]), (&json!("success"), &json!(expected)), "{name}");
         }
     }

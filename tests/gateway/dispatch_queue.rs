@@ -18,8 +18,8 @@ use super::dispatch::{
 use super::host::{Host, send_json};
 
 /// Starts a fake svc-watch; the receiver gets the phase and dispatch of each message.
-fn fake_watcher(socket: &Path) -> Result<Receiver<(String, String)>> {
-    std::fs::create_dir_all(socket.parent().context("a folder")?)?;
+fn start_fake_watcher(socket: &Path) -> Result<Receiver<(String, String)>> {
+    std::fs::create_dir_all(socket.parent().context("the socket has no parent folder")?)?;
     let listener = UnixListener::bind(socket)?;
     let (sender, receiver) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
@@ -41,11 +41,11 @@ fn fake_watcher(socket: &Path) -> Result<Receiver<(String, String)>> {
 }
 
 #[tokio::test]
-async fn watcher_ends_dispatches_of_a_killed_gateway() -> Result<()> {
+async fn restarted_gateway_reports_ended_dispatches_to_watcher() -> Result<()> {
     let (machine, _runner) =
         machine_with_runner(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
-    let messages = fake_watcher(&machine.path("run/svc/watch/watch.sock"))?;
-    let next = || messages.recv_timeout(Duration::from_secs(20)).context("a message");
+    let messages = start_fake_watcher(&machine.path("run/svc/watch/watch.sock"))?;
+    let next = || messages.recv_timeout(Duration::from_secs(20)).context("no message from the gateway");
     let host = machine.start()?;
     request_dispatch(&host, json!({ "prompt": "hold", "id": "first" })).await?;
     request_dispatch(&host, json!({ "prompt": "ok", "id": "waits" })).await?;
@@ -73,9 +73,11 @@ async fn queue_is_fair_across_users_and_survives_restart() -> Result<()> {
     let (_, shown) = host.get("/api/dispatch").await?;
     let statuses: Vec<(&str, &str)> = shown["dispatches"]
         .as_array()
-        .context("dispatches")?
+        .context("no dispatches")?
         .iter()
-        .map(|one| (one["id"].as_str().unwrap_or_default(), one["status"].as_str().unwrap_or_default()))
+        .map(|dispatch| {
+            (dispatch["id"].as_str().unwrap_or_default(), dispatch["status"].as_str().unwrap_or_default())
+        })
         .collect();
     assert_eq!(
         statuses,
@@ -95,10 +97,10 @@ async fn queue_is_fair_across_users_and_survives_restart() -> Result<()> {
     let (_, page) = host.get("/api/interactions?status=success").await?;
     let order: Vec<&str> = page["interactions"]
         .as_array()
-        .context("interactions")?
+        .context("no interactions")?
         .iter()
         .rev()
-        .filter_map(|one| one["id"].as_str())
+        .filter_map(|dispatch| dispatch["id"].as_str())
         .collect();
     assert_eq!(order, ["a1", "b1", "a2"]);
     host.wait_until("the journal is empty", async || {
@@ -108,7 +110,7 @@ async fn queue_is_fair_across_users_and_survives_restart() -> Result<()> {
 }
 
 #[tokio::test]
-async fn repeated_or_abandoned_request_is_one_dispatch() -> Result<()> {
+async fn repeated_or_abandoned_request_creates_one_dispatch() -> Result<()> {
     let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
     host.wait_until(
@@ -135,7 +137,7 @@ async fn repeated_or_abandoned_request_is_one_dispatch() -> Result<()> {
     host.wait_until("all dispatches have succeeded", async || {
         let (_, all) = host.get("/api/dispatch").await?;
         let all = all["dispatches"].as_array().cloned().unwrap_or_default();
-        Ok(all.iter().all(|one| one["status"] == "success"))
+        Ok(all.iter().all(|dispatch| dispatch["status"] == "success"))
     })
     .await?;
     let (_, limits) = host.get("/api/limits").await?;
@@ -227,7 +229,7 @@ async fn interrupted_dispatch_on_full_disk_is_not_restarted() -> Result<()> {
     disk.delete_filler()?;
     // The same machine accepts more dispatches, and the interrupted one is not run again.
     let streamed = stream_dispatch(&host, json!({ "prompt": "ok", "id": "third" })).await?;
-    assert_eq!(streamed.last().context("a result")?.1["status"], "success");
+    assert_eq!(streamed.last().context("no result event")?.1["status"], "success");
     assert_eq!(wait_for_pid(&host, "sleeping.pid").await?, pid, "the dispatch ran once");
     host.wait_until("the journal is empty", async || Ok(std::fs::read_dir(&dispatches)?.count() == 0)).await
 }
@@ -250,9 +252,9 @@ async fn batch_survives_restart_in_order() -> Result<()> {
         let (_, shown) = host.get("/api/dispatch/b").await?;
         let ids: Vec<String> = shown["dispatches"]
             .as_array()
-            .context("dispatches")?
+            .context("no dispatches")?
             .iter()
-            .map(|one| one["id"].as_str().unwrap_or_default().to_owned())
+            .map(|dispatch| dispatch["id"].as_str().unwrap_or_default().to_owned())
             .collect();
         assert_eq!(ids, (0..12).map(|n| format!("b.{n}")).collect::<Vec<_>>());
         let (_, page) = host.get("/api/interactions?batchId=b&limit=100").await?;
@@ -286,9 +288,9 @@ async fn batch_has_a_result_for_each_entry() -> Result<()> {
     let other = json!({ "id": "b", "batch": [{ "prompt": "ok 1" }] });
     let (status, refused) = request_dispatch(&host, other).await?;
     assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));
-    for one in shown["dispatches"].as_array().context("dispatches")? {
+    for dispatch in shown["dispatches"].as_array().context("no dispatches")? {
         assert_eq!(
-            (&one["interaction"]["batch"], &one["interaction"]["batchId"]),
+            (&dispatch["interaction"]["batch"], &dispatch["interaction"]["batchId"]),
             (&json!(true), &json!("b"))
         );
     }

@@ -42,14 +42,15 @@ pub struct Host {
     child: OwnedChild,
 }
 
-/// A unique name, because roles are shared by the whole server.
+/// Returns a unique name, because the whole database server shares its roles.
 pub fn unique_name(name: &str) -> String {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     format!("{name}-{}-{}", std::process::id() % 10_000, COUNT.fetch_add(1, Ordering::Relaxed))
 }
 
 pub fn signer(kid: &str) -> Signer {
-    Signer::from_pkcs8(kid, &Signer::generate().expect("randomness")).expect("a fresh key")
+    Signer::from_pkcs8(kid, &Signer::generate().expect("random bytes are available"))
+        .expect("the generated key is valid")
 }
 
 impl Machine {
@@ -70,12 +71,12 @@ impl Machine {
         Ok(Self { root, id, signer, env })
     }
 
-    pub fn path(&self, below: &str) -> PathBuf {
-        self.root.path().join(below)
+    pub fn path(&self, relative: &str) -> PathBuf {
+        self.root.path().join(relative)
     }
 
-    pub fn write(&self, below: &str, content: &str) -> Result<()> {
-        Ok(svc::fsx::write_atomic(&self.path(below), content.as_bytes(), 0o644)?)
+    pub fn write(&self, relative: &str, content: &str) -> Result<()> {
+        Ok(svc::fsx::write_atomic(&self.path(relative), content.as_bytes(), 0o644)?)
     }
 
     /// A socket of the owner's user, to which the gateway connects.
@@ -95,9 +96,9 @@ impl Machine {
         Claims {
             iss: ISSUER.into(),
             aud: self.id,
-            sub: USER.parse().expect("a user"),
-            handle: "ada".parse().expect("a handle"),
-            slot: "primary".parse().expect("a slot"),
+            sub: USER.parse().expect("the user id is valid"),
+            handle: "ada".parse().expect("the handle is valid"),
+            slot: "primary".parse().expect("the slot is valid"),
             route,
             app: None,
             method: None,
@@ -173,7 +174,7 @@ pub fn manifest(slug: &str, tables: &Value) -> Value {
         "build": { "output": "dist" }, "storage": { "tables": tables } })
 }
 
-/// A machine with its own database and one registered app.
+/// Starts a machine with this database and one app, and waits until the app is registered.
 pub async fn host_with_app(database: &TestDatabase, slug: &str, tables: &Value) -> Result<Host> {
     let machine = Machine::new(&database.url())?;
     machine.add_app(slug, tables)?;
@@ -192,7 +193,7 @@ impl Host {
         self.machine.signer.sign(&self.machine.claims(route))
     }
 
-    /// A request of the owner, as the platform forwards it.
+    /// A request from the owner, as the platform forwards it.
     pub fn owner_request(&self, method: Method, path: &str) -> RequestBuilder {
         self.unsigned_request(method, path).header("x-svc-proof", self.proof(Route::Shell))
     }
@@ -215,7 +216,7 @@ impl Host {
     /// The peak memory of the gateway, in bytes.
     pub fn peak_memory(&self) -> Result<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.pid()))?;
-        let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("VmHWM")?;
+        let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("no VmHWM line")?;
         Ok(peak.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
     }
 
@@ -227,7 +228,7 @@ impl Host {
     }
 
     pub async fn wait_until_registered(&self, slug: &str) -> Result<()> {
-        self.wait_until(&format!("app {slug}"), async || {
+        self.wait_until(&format!("app {slug} is registered"), async || {
             let (_, apps) = self.get("/api/apps").await?;
             let apps = apps["apps"].as_array().cloned().unwrap_or_default();
             Ok(apps.iter().any(|app| app["slug"] == slug && app["status"] == "ready"))

@@ -55,7 +55,9 @@ async fn only_current_proof_for_machine_and_owner_is_accepted() -> Result<()> {
         ("too long a lifetime", StatusCode::UNAUTHORIZED, |c| c.exp = c.iat + 3600),
         ("another machine", StatusCode::UNAUTHORIZED, |c| c.aud = MachineId::new()),
         ("another issuer", StatusCode::UNAUTHORIZED, |c| c.iss = "me".into()),
-        ("another user", StatusCode::FORBIDDEN, |c| c.sub = "user_other".parse().expect("a user")),
+        ("another user", StatusCode::FORBIDDEN, |c| {
+            c.sub = "user_other".parse().expect("the user id is valid")
+        }),
         ("route app without an app", StatusCode::UNAUTHORIZED, |c| c.route = Route::App),
         ("an internal proof for another route", StatusCode::FORBIDDEN, |c| {
             c.route = Route::Internal;
@@ -140,7 +142,7 @@ async fn usage_requires_a_session_or_the_admin_token() -> Result<()> {
 }
 
 #[tokio::test]
-async fn short_admin_token_is_refused_and_the_gateway_serves() -> Result<()> {
+async fn gateway_starts_and_refuses_short_admin_token() -> Result<()> {
     let short = &ADMIN[..31];
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.env.insert("ADMIN_TOKEN".into(), short.into());
@@ -150,7 +152,7 @@ async fn short_admin_token_is_refused_and_the_gateway_serves() -> Result<()> {
     assert_eq!(
         host.owner_request(Method::GET, "/api/backups").send().await?.status(),
         StatusCode::OK,
-        "the owner"
+        "the owner is still served"
     );
     let log = host.log();
     assert!(log.contains("ADMIN_TOKEN is ignored") && !log.contains(short), "{log}");
@@ -158,7 +160,7 @@ async fn short_admin_token_is_refused_and_the_gateway_serves() -> Result<()> {
 }
 
 #[tokio::test]
-async fn platform_can_read_only_usage() -> Result<()> {
+async fn platform_can_read_nothing_but_usage() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let send = async |method: Method, path: &str, signed: &str| -> Result<StatusCode> {
         let mut claims = host.machine.claims(Route::Internal);
@@ -191,7 +193,7 @@ async fn trusted_socket_is_limited_to_its_user_and_group() -> Result<()> {
     let mode =
         |path: &std::path::Path| -> Result<u32> { Ok(std::fs::metadata(path)?.permissions().mode() & 0o777) };
     let socket = host.socket();
-    let dir = socket.parent().expect("a separate directory");
+    let dir = socket.parent().expect("the socket has a parent directory");
     assert_eq!((mode(&socket)?, mode(dir)?), (0o660, 0o750));
     let another = format!("x-svc-proof: {}\n", {
         let mut claims = host.machine.claims(Route::Shell);
@@ -210,19 +212,19 @@ async fn issuer_token_authenticates_the_owner() -> Result<()> {
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.env.extend(idp.env());
     let host = machine.start()?;
-    let with = async |sub: &str, options: &MintOptions| -> Result<StatusCode> {
+    let status_with_token = async |sub: &str, options: &MintOptions| -> Result<StatusCode> {
         let token = idp.mint(sub, options);
         Ok(host.unsigned_request(Method::GET, "/api/backups").bearer_auth(token).send().await?.status())
     };
-    assert_eq!(with(USER, &MintOptions::default()).await?, StatusCode::OK);
-    assert_eq!(with("user_other", &MintOptions::default()).await?, StatusCode::FORBIDDEN);
+    assert_eq!(status_with_token(USER, &MintOptions::default()).await?, StatusCode::OK);
+    assert_eq!(status_with_token("user_other", &MintOptions::default()).await?, StatusCode::FORBIDDEN);
     let expired = MintOptions { ttl: -120, ..MintOptions::default() };
-    assert_eq!(with(USER, &expired).await?, StatusCode::UNAUTHORIZED);
+    assert_eq!(status_with_token(USER, &expired).await?, StatusCode::UNAUTHORIZED);
     let forged = MintOptions { flaw: Some(Flaw::BadSignature), ..MintOptions::default() };
-    assert_eq!(with(USER, &forged).await?, StatusCode::UNAUTHORIZED);
+    assert_eq!(status_with_token(USER, &forged).await?, StatusCode::UNAUTHORIZED);
     let bad = idp.mint(USER, &forged);
-    let beside = host.owner_request(Method::GET, "/api/backups").bearer_auth(bad);
-    assert_eq!(beside.send().await?.status(), StatusCode::UNAUTHORIZED, "with a valid proof");
+    let beside_proof = host.owner_request(Method::GET, "/api/backups").bearer_auth(bad);
+    assert_eq!(beside_proof.send().await?.status(), StatusCode::UNAUTHORIZED, "with a valid proof");
     let sent = host.send_over_socket(&format!(
         "GET /api/backups HTTP/1.1\nhost: h\nconnection: close\nauthorization: Bearer {}\n\n",
         idp.mint("user_other", &MintOptions::default())
@@ -235,7 +237,7 @@ async fn issuer_token_authenticates_the_owner() -> Result<()> {
 async fn proof_keys_are_replaced_on_rotation() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let next = signer("k2");
-    let with_next = async || -> Result<StatusCode> {
+    let status_with_new_key = async || -> Result<StatusCode> {
         let proof = next.sign(&host.machine.claims(Route::Shell));
         Ok(host
             .unsigned_request(Method::GET, "/api/backups")
@@ -244,21 +246,24 @@ async fn proof_keys_are_replaced_on_rotation() -> Result<()> {
             .await?
             .status())
     };
-    let with_old = async || status_with_proof(&host, &host.machine.claims(Route::Shell)).await;
-    assert_eq!((with_next().await?, with_old().await?), (StatusCode::UNAUTHORIZED, StatusCode::OK));
+    let status_with_old_key = async || status_with_proof(&host, &host.machine.claims(Route::Shell)).await;
+    assert_eq!(
+        (status_with_new_key().await?, status_with_old_key().await?),
+        (StatusCode::UNAUTHORIZED, StatusCode::OK)
+    );
     let keys = ProofKeys { keys: vec![next.public_key()] };
     host.machine.write("var/lib/svc/proof-keys.json", &serde_json::to_string(&keys)?)?;
-    host.wait_until("the new key", async || Ok(with_next().await? == StatusCode::OK)).await?;
-    assert_eq!(with_old().await?, StatusCode::UNAUTHORIZED);
+    host.wait_until("the new key is accepted", async || Ok(status_with_new_key().await? == StatusCode::OK))
+        .await?;
+    assert_eq!(status_with_old_key().await?, StatusCode::UNAUTHORIZED);
     let activity = || std::fs::read_to_string(host.machine.path("home/svc/home/system/logs/activity.log"));
-    host.wait_until(
-        "the log line",
-        async || Ok(activity()?.contains("the platform's proof keys are now k2")),
-    )
+    host.wait_until("the key change is logged", async || {
+        Ok(activity()?.contains("the platform's proof keys are now k2"))
+    })
     .await?;
     host.machine.write("var/lib/svc/proof-keys.json", "{ broken")?;
     tokio::time::sleep(std::time::Duration::from_millis(1200)).await;
-    assert_eq!(with_next().await?, StatusCode::OK, "the last valid keys remain in use");
+    assert_eq!(status_with_new_key().await?, StatusCode::OK, "the last valid keys remain in use");
     Ok(())
 }
 
@@ -307,13 +312,13 @@ async fn dev_identity_works_only_where_permitted() -> Result<()> {
     {
         machine.env.insert(name.into(), value.into());
     }
-    let change = [
+    let changes = [
         ("SVC_PRODUCTION", "true"),
         ("SVC_ENVIRONMENT", "production"),
         ("SVC_USER_ID", USER),
         ("GATEWAY_LISTEN", "0.0.0.0:0"),
     ];
-    for (name, value) in change {
+    for (name, value) in changes {
         let previous = machine.env.insert(name.into(), value.into());
         let output = machine.run_to_end()?;
         assert_eq!(output.status.code(), Some(78), "{name}={value}");

@@ -119,7 +119,7 @@ async fn role_cannot_connect_to_another_database() -> Result<()> {
     let app_session = open_app_session().await?;
     let mut config: tokio_postgres::Config = app_session._database.server().url("postgres").parse()?;
     config.user(&app_session.own).password("known");
-    let refused = config.connect(NoTls).await.map(|_| ()).expect_err("no CONNECT");
+    let refused = config.connect(NoTls).await.map(|_| ()).expect_err("the role has no CONNECT privilege");
     assert_eq!(refused.code(), Some(&SqlState::INSUFFICIENT_PRIVILEGE), "{refused}");
     Ok(())
 }
@@ -139,7 +139,7 @@ async fn externally_changed_password_is_reset() -> Result<()> {
         .await?;
     app_session
         .host
-        .wait_until("a login", async || Ok(app_session.host.query(&count).await?.0.is_success()))
+        .wait_until("the app can log in", async || Ok(app_session.host.query(&count).await?.0.is_success()))
         .await
 }
 

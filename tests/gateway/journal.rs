@@ -58,7 +58,7 @@ async fn journal_lines_have_machine_and_request_fields() -> Result<()> {
     command.arg(gateway.get_program()).args(gateway.get_args()).env_clear();
     command.envs(gateway.get_envs().filter_map(|(name, value)| Some((name, value?))));
     command.env("JOURNAL_STREAM", format!("{}:{}", meta.dev(), meta.ino())).env("RUST_LOG", "svc=debug");
-    let mut process = OwnedChild::spawn(command.stderr(stderr)).context("unshare")?;
+    let mut process = OwnedChild::spawn(command.stderr(stderr)).context("run unshare")?;
 
     let mut entries = Vec::new();
     let deadline = Instant::now() + Duration::from_secs(30);

@@ -47,15 +47,15 @@ async fn metrics_are_served_only_on_the_socket() -> Result<()> {
         "svc_gateway_proofs_total{outcome=\"verified\"}",
         "svc_gateway_proofs_total{outcome=\"refused\"}",
     ] {
-        let (was, is) = (before.get(series).unwrap_or(0.0), after.get(series).unwrap_or(0.0));
-        assert!(is >= was + 1.0, "{series}: {was}, then {is}: {:#?}", after.samples);
+        let (old, new) = (before.get(series).unwrap_or(0.0), after.get(series).unwrap_or(0.0));
+        assert!(new >= old + 1.0, "{series}: {old}, then {new}: {:#?}", after.samples);
     }
     assert_eq!(after.get("svc_gateway_apps"), Some(1.0));
     assert_eq!(after.get("svc_backup_last_run_success"), Some(0.0));
     assert_eq!(after.get("svc_backup_last_success_timestamp_seconds"), Some(1_767_323_045.0));
     assert!(after.get("svc_database_pool_connections{state=\"open\"}").is_some_and(|open| open >= 1.0));
 
-    // The database's location is likewise shown only on the socket.
+    // The database's address, too, is shown only on the socket.
     let by_socket = host.send_over_socket("GET /readyz HTTP/1.0\nHost: gateway\n\n")?;
     let url = reqwest::Url::parse(&database.url())?;
     let server = format!("\"server\":\"127.0.0.1:{}\"", url.port().unwrap_or_default());

@@ -13,14 +13,14 @@ use serde_json::{Value, json};
 use super::dispatch::{CONFIG, UNREACHABLE_DATABASE, request_dispatch, start_runner, wait_until_finished};
 use super::host::{Host, Machine, host_with_app, unique_name};
 
-/// The ids that the machine's sysusers configuration assigns.
+/// The user id that the machine's sysusers configuration assigns to the owner's user.
 const OWNER_UID: u32 = 1940;
-const ANOTHER_USER: u32 = 1941;
+const OTHER_UID: u32 = 1941;
 
 /// A gateway whose socket is open to another user; `None` if the test cannot create one.
-fn host_of_two_users() -> Result<Option<Host>> {
+fn host_with_two_users() -> Result<Option<Host>> {
     if !nix::unistd::geteuid().is_root() {
-        kit::skip::record("only root can act for two users");
+        kit::skip::record("only root can act as two users");
         return Ok(None);
     }
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
@@ -40,14 +40,14 @@ fn request_as(uid: u32, socket: &Path, method: &str, path: &str, body: &str) -> 
     command.args(["-sS", "--max-time", "20", "-o", "/dev/null", "-w", "%{http_code}"]);
     command.arg("--unix-socket").arg(socket).args(["-X", method, "-H", "content-type: application/json"]);
     command.args(["-d", body]).arg(format!("http://localhost{path}"));
-    let output = command.uid(uid).gid(OWNER_UID).output().context("curl")?;
+    let output = command.uid(uid).gid(OWNER_UID).output().context("run curl")?;
     ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 #[tokio::test]
 async fn owner_process_has_read_only_access() -> Result<()> {
-    let Some(host) = host_of_two_users()? else { return Ok(()) };
+    let Some(host) = host_with_two_users()? else { return Ok(()) };
     let socket = host.socket();
     let status_as = |uid, method, path, body| request_as(uid, &socket, method, path, body);
     for path in ["/api/usage", "/api/limits", "/api/apps", "/api/interactions", "/api/audit"] {
@@ -66,10 +66,10 @@ async fn owner_process_has_read_only_access() -> Result<()> {
         ("GET", "/", ""),
     ] {
         assert_eq!(status_as(OWNER_UID, method, path, body)?, "403", "{method} {path}");
-        assert_eq!(status_as(ANOTHER_USER, method, path, body)?, "403", "{method} {path}");
+        assert_eq!(status_as(OTHER_UID, method, path, body)?, "403", "{method} {path}");
     }
     assert_eq!(
-        status_as(ANOTHER_USER, "GET", "/api/usage", "")?,
+        status_as(OTHER_UID, "GET", "/api/usage", "")?,
         "403",
         "a member of the group, but another user"
     );
@@ -114,7 +114,7 @@ async fn agent_uses_bridge_of_its_apps_while_running() -> Result<()> {
     )
     .await?;
     // The settings are checked every second.
-    host.wait_until("the agent", async || {
+    host.wait_until("the dispatch is accepted", async || {
         let (_, accepted) =
             request_dispatch(&host, json!({ "id": "d1", "prompt": "x", "agentName": "coder" })).await?;
         Ok(accepted["id"] == "d1")

@@ -1,4 +1,4 @@
-//! Writers are stopped before a final backup. They resume after a call or a heartbeat, but not after a restart.
+//! Writers are stopped before a final backup. A request or a heartbeat's response resumes them; a restart does not.
 
 use anyhow::Result;
 use http::StatusCode;
@@ -74,7 +74,7 @@ async fn inserts_are_refused_until_writers_resume() -> Result<()> {
     assert_eq!(
         resume(&host, OperationId::new()).await?,
         StatusCode::CONFLICT,
-        "the operation is another one"
+        "another operation cannot resume the writers"
     );
     assert_eq!(host.query(&insert(&slug)).await?.0, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(resume(&host, operation).await?, StatusCode::OK);
@@ -91,9 +91,9 @@ async fn quiesce_waits_for_statements_that_still_run() -> Result<()> {
         host_with_app(&database, &slug, &json!({ "notes": { "columns": { "title": "text" } } })).await?;
     let mut admin = database.connect().await?;
     let watching = database.connect().await?;
-    let held = admin.transaction().await?;
+    let lock = admin.transaction().await?;
     let schema = format!("app_{}", slug.replace('-', "_"));
-    held.batch_execute(&format!("LOCK TABLE {schema}.notes IN ACCESS EXCLUSIVE MODE")).await?;
+    lock.batch_execute(&format!("LOCK TABLE {schema}.notes IN ACCESS EXCLUSIVE MODE")).await?;
     let body = insert(&slug);
     let inserting = host.query(&body);
     let operation = OperationId::new();
@@ -104,7 +104,7 @@ async fn quiesce_waits_for_statements_that_still_run() -> Result<()> {
         })
         .await?;
         assert!(quiesce(&host, operation).await?["quiescedAt"].is_null(), "an insert is in flight");
-        held.commit().await?;
+        lock.commit().await?;
         Ok::<_, anyhow::Error>(())
     };
     let (inserted, stopped) = tokio::join!(inserting, stopping);
@@ -211,7 +211,7 @@ async fn queued_dispatches_stay_queued_until_writers_resume() -> Result<()> {
         .into_iter()
         .flatten()
         .rev()
-        .filter_map(|one| one["id"].as_str())
+        .filter_map(|interaction| interaction["id"].as_str())
         .collect();
     assert_eq!(order, ["first", "second"]);
     Ok(())
@@ -226,7 +226,10 @@ async fn writers_resume_when_the_file_is_removed() -> Result<()> {
     wait_until_quiesced(&host, operation).await?;
     assert_eq!(request_dispatch(&host, json!({ "prompt": "ok" })).await?.0, StatusCode::SERVICE_UNAVAILABLE);
     let layout = svc::host::system::layout::Layout::new(host.machine.path(""));
-    assert!(!quiesce::resume(&layout, OperationId::new()).await?, "the operation is another one");
+    assert!(
+        !quiesce::resume(&layout, OperationId::new()).await?,
+        "another operation cannot resume the writers"
+    );
     assert!(Quiesce::read(&layout)?.is_some());
     assert!(quiesce::resume(&layout, operation).await?);
     host.wait_until("dispatches are accepted", async || {

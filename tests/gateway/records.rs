@@ -23,8 +23,8 @@ fn interaction(n: u32, at: Timestamp, user: &str, model: &str, cost: f64) -> Val
     })
 }
 
-/// A machine with dispatches of yesterday and today, by two users.
-fn machine_in_use() -> Result<(Machine, Timestamp)> {
+/// A machine with ended dispatches from yesterday and today, by two users.
+fn machine_with_interactions() -> Result<(Machine, Timestamp)> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let now = Timestamp::now();
     for (ago, first) in [(24, 0), (0, 10)] {
@@ -45,18 +45,23 @@ async fn get(host: &Host, path: &str) -> Result<Value> {
     Ok(body)
 }
 
-fn ids(body: &Value) -> Vec<&str> {
-    body["interactions"].as_array().into_iter().flatten().filter_map(|one| one["id"].as_str()).collect()
+fn interaction_ids(body: &Value) -> Vec<&str> {
+    body["interactions"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(|interaction| interaction["id"].as_str())
+        .collect()
 }
 
 #[tokio::test]
 async fn interactions_are_paged_newest_first_and_filtered() -> Result<()> {
-    let (machine, now) = machine_in_use()?;
+    let (machine, now) = machine_with_interactions()?;
     let host = machine.start()?;
     let (mut all, mut cursor, mut pages) = (Vec::new(), String::new(), 0);
     loop {
         let page = get(&host, &format!("/api/interactions?limit=6{cursor}")).await?;
-        all.extend(ids(&page).into_iter().map(str::to_owned));
+        all.extend(interaction_ids(&page).into_iter().map(str::to_owned));
         pages += 1;
         match page["nextCursor"].as_str() {
             Some(next) => cursor = format!("&cursor={next}"),
@@ -65,36 +70,39 @@ async fn interactions_are_paged_newest_first_and_filtered() -> Result<()> {
     }
     let expected: Vec<String> = (0..20).rev().map(|n| format!("d{n}")).collect();
     assert_eq!((all, pages), (expected, 4));
-    assert_eq!(ids(&get(&host, "/api/interactions?status=error").await?), ["d15", "d10", "d5", "d0"]);
+    assert_eq!(
+        interaction_ids(&get(&host, "/api/interactions?status=error").await?),
+        ["d15", "d10", "d5", "d0"]
+    );
     let filtered = get(&host, "/api/interactions?senderId=telegram:7&model=small").await?;
-    assert_eq!(ids(&filtered), ["d19", "d17", "d15"]);
+    assert_eq!(interaction_ids(&filtered), ["d19", "d17", "d15"]);
     let since = now.checked_sub(1.hours())?;
     let recent = get(&host, &format!("/api/interactions?since={since:.3}&limit=1000")).await?;
-    assert_eq!(ids(&recent).len(), 10);
+    assert_eq!(interaction_ids(&recent).len(), 10);
     let before = get(&host, &format!("/api/interactions?until={since:.3}")).await?;
-    assert_eq!(ids(&before)[0], "d9");
+    assert_eq!(interaction_ids(&before)[0], "d9");
     Ok(())
 }
 
 #[tokio::test]
 async fn usage_equals_interactions_and_outlives_them() -> Result<()> {
-    let (machine, _) = machine_in_use()?;
+    let (machine, _) = machine_with_interactions()?;
     let mut host = machine.start()?;
     let all = get(&host, "/api/usage").await?;
     assert_eq!(
         (&all["totalCost"], &all["totalDispatches"], &all["totalTokensIn"]),
         (&json!(2), &json!(20), &json!(2000))
     );
-    assert_eq!(all["entries"].as_array().context("entries")?.len(), 2);
+    assert_eq!(all["entries"].as_array().context("no entries")?.len(), 2);
     let models = get(&host, "/api/usage?groupBy=model&userId=telegram:7").await?;
     let named: Vec<_> = models["entries"]
         .as_array()
-        .context("entries")?
+        .context("no entries")?
         .iter()
-        .map(|one| (&one["model"], &one["cost"]))
+        .map(|entry| (&entry["model"], &entry["cost"]))
         .collect();
     assert_eq!(named, [(&json!("big"), &json!(0.7)), (&json!("small"), &json!(0.3))]);
-    let day = all["entries"][1]["date"].as_str().context("a day")?.to_owned();
+    let day = all["entries"][1]["date"].as_str().context("no date")?.to_owned();
     let today = get(&host, &format!("/api/usage?startDate={day}&endDate={day}")).await?;
     assert_eq!((&today["totalCost"], &today["entries"][0]["dispatches"]), (&json!(1), &json!(10)));
 
@@ -136,7 +144,7 @@ async fn start_and_stop_of_the_gateway_are_logged() -> Result<()> {
 
 #[tokio::test]
 async fn owner_sets_limits_and_sees_the_spending() -> Result<()> {
-    let (machine, _) = machine_in_use()?;
+    let (machine, _) = machine_with_interactions()?;
     machine.write(CONFIG, r#"{"theme": "dark", "costLimits": {"monthly": 100}}"#)?;
     let host = machine.start()?;
     let put = |body: Value| send_json(host.owner_request(Method::PUT, "/api/limits").json(&body));
@@ -157,14 +165,14 @@ async fn owner_sets_limits_and_sees_the_spending() -> Result<()> {
     );
     let (_, set) = put(json!({"daily": 0.5})).await?;
     assert_eq!((&set["daily"]["reached"], &set["daily"]["remaining"]), (&json!(true), &json!(0)));
-    let kept: Value = serde_json::from_slice(&std::fs::read(host.machine.path(CONFIG))?)?;
+    let config: Value = serde_json::from_slice(&std::fs::read(host.machine.path(CONFIG))?)?;
     assert_eq!(
-        kept,
+        config,
         json!({"theme": "dark", "costLimits": {"monthly": 100, "daily": 0.5, "reservation": 0.05}})
     );
     assert_eq!(get(&host, "/api/limits?userId=nobody").await?["daily"]["spent"], json!(0));
     // The audit also contains the gateway's own changes.
-    host.wait_until("the audit", async || {
+    host.wait_until("the audit has both changes", async || {
         let audit = get(&host, "/api/audit?path=system/config.json&actor=svc-gateway").await?;
         Ok(audit["entries"]
             .as_array()
@@ -184,17 +192,17 @@ async fn owner_sets_limits_and_sees_the_spending() -> Result<()> {
         shown["mistake"].as_str().is_some_and(|mistake| mistake.contains("costLimits.dailly")),
         "{shown}"
     );
-    // The day follows the owner's time zone: in another zone another day counts.
+    // A day begins at midnight in the owner's time zone.
     host.machine.write(CONFIG, r#"{"costLimits": {"daily": 1, "timeZone": "Pacific/Kiritimati"}}"#)?;
     let shown = get(&host, "/api/limits").await?;
     assert_eq!((&shown["mistake"], &shown["timeZone"]), (&Value::Null, &json!("Pacific/Kiritimati")));
-    for wrong in [
+    for invalid in [
         json!({"daily": -1}),
         json!({"daily": "5"}),
         json!({"timeZone": "Mars/Olympus"}),
         json!({"weekly": 1}),
     ] {
-        let (status, body) = put(wrong).await?;
+        let (status, body) = put(invalid).await?;
         assert_eq!((status.as_u16(), &body["code"]), (400, &json!("invalid_request")));
     }
     host.wait_until("the limits are logged in activity.log", async || {
@@ -222,18 +230,18 @@ async fn record_stream_follows_rotation_and_resumes() -> Result<()> {
         let mut file = std::fs::OpenOptions::new().create(true).append(true).open(&path)?;
         Ok(file.write_all(text.as_bytes())?)
     };
-    let mut events = Events::open(&host, "/api/audit/changes?op=write", None).await?;
+    let mut events = EventStream::open(&host, "/api/audit/changes?op=write", None).await?;
     let ready = events.next().await?;
     assert!(ready.contains("event: ready"), "{ready}");
     append(&(line(1, "write") + &line(2, "delete") + &line(3, "write")))?;
     let first = events.next().await?;
     assert!(first.contains("\"a/1\""), "{first}");
-    let id = first.lines().find_map(|line| line.strip_prefix("id: ")).context("an id")?.to_owned();
+    let id = first.lines().find_map(|line| line.strip_prefix("id: ")).context("no id")?.to_owned();
     assert!(events.next().await?.contains("\"a/3\""));
     drop(events);
     std::fs::rename(&path, path.with_file_name("audit-2026-11-21.jsonl"))?;
     append(&line(4, "write"))?;
-    let mut events = Events::open(&host, "/api/audit/changes", Some(&id)).await?;
+    let mut events = EventStream::open(&host, "/api/audit/changes", Some(&id)).await?;
     assert!(events.next().await?.contains("event: ready"));
     for n in 2..5 {
         let event = events.next().await?;
@@ -248,12 +256,12 @@ async fn record_stream_follows_rotation_and_resumes() -> Result<()> {
     Ok(())
 }
 
-struct Events {
+struct EventStream {
     body: futures_util::stream::BoxStream<'static, reqwest::Result<bytes::Bytes>>,
     text: String,
 }
 
-impl Events {
+impl EventStream {
     async fn open(host: &Host, path: &str, after: Option<&str>) -> Result<Self> {
         let request =
             host.owner_request(Method::GET, path).header("last-event-id", after.unwrap_or_default());

@@ -31,12 +31,12 @@ fn is_logged(logs: &Path, n: u32) -> bool {
 
 async fn wait_until_limit_logged(host: &Host, n: u32) -> Result<()> {
     let logs = host.machine.path(LOGS);
-    host.wait_until(&format!("the log line of {n}"), async || Ok(is_logged(&logs, n))).await
+    host.wait_until(&format!("limit {n} is logged"), async || Ok(is_logged(&logs, n))).await
 }
 
-async fn wait_until_stuck(host: &Host, stuck: f64) -> Result<()> {
-    host.wait_until("the metric svc_records_stuck", async || {
-        Ok(scrape(host)?.get("svc_records_stuck") == Some(stuck))
+async fn wait_for_stuck_metric(host: &Host, expected: f64) -> Result<()> {
+    host.wait_until(&format!("svc_records_stuck is {expected}"), async || {
+        Ok(scrape(host)?.get("svc_records_stuck") == Some(expected))
     })
     .await
 }
@@ -57,12 +57,12 @@ async fn full_disk_is_reported_and_records_resume() -> Result<()> {
     let mut host = machine.start()?;
     set_limit(&host, 1).await?;
     wait_until_limit_logged(&host, 1).await?;
-    wait_until_stuck(&host, 0.0).await?;
+    wait_for_stuck_metric(&host, 0.0).await?;
     // Another program fills the disk to the last byte.
     fs::remove_file(logs.join("activity.log"))?;
     disk.fill(0)?;
     set_limit(&host, 2).await?;
-    wait_until_stuck(&host, 1.0).await?;
+    wait_for_stuck_metric(&host, 1.0).await?;
     ensure!(
         scrape(&host)?.get("svc_records_waiting_bytes").is_some_and(|bytes| bytes > 0.0),
         "records are waiting"
@@ -73,7 +73,7 @@ async fn full_disk_is_reported_and_records_resume() -> Result<()> {
     disk.delete_filler()?;
     wait_until_limit_logged(&host, 2).await?;
     wait_until_limit_logged(&host, 3).await?;
-    wait_until_stuck(&host, 0.0).await?;
+    wait_for_stuck_metric(&host, 0.0).await?;
     ensure!(host.log().contains("records are written again"), "{}", host.log());
     let text = fs::read_to_string(logs.join("activity.log"))?;
     ensure!(text.lines().all(|line| line.starts_with("20")), "each line is whole: {text}");
@@ -104,7 +104,7 @@ async fn records_continue_after_rename_delete_or_truncate() -> Result<()> {
     set_limit(&host, 4).await?;
     wait_until_limit_logged(&host, 4).await?;
     let text = fs::read_to_string(&current)?;
-    let last = text.lines().last().context("a line")?;
+    let last = text.lines().last().context("the log is empty")?;
     ensure!(last.contains("$4.00") && last.starts_with("20"), "the new line is a separate line: {text}");
     fs::remove_dir_all(&logs)?;
     set_limit(&host, 5).await?;
@@ -120,24 +120,24 @@ async fn unwritable_record_is_reported_and_retried() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let logs = machine.path(LOGS);
     fs::create_dir_all(&logs)?;
-    let theirs = machine.path("theirs");
-    fs::write(&theirs, "theirs\n")?;
-    std::os::unix::fs::symlink(&theirs, logs.join("activity.log"))?;
+    let target = machine.path("theirs");
+    fs::write(&target, "theirs\n")?;
+    std::os::unix::fs::symlink(&target, logs.join("activity.log"))?;
     let host = machine.start()?;
     set_limit(&host, 1).await?;
-    wait_until_stuck(&host, 1.0).await?;
+    wait_for_stuck_metric(&host, 1.0).await?;
     assert_serves(&host).await?;
-    ensure!(fs::read_to_string(&theirs)? == "theirs\n", "the target of the link is unchanged");
+    ensure!(fs::read_to_string(&target)? == "theirs\n", "the target of the link is unchanged");
     fs::remove_file(logs.join("activity.log"))?;
     wait_until_limit_logged(&host, 1).await?;
-    wait_until_stuck(&host, 0.0).await?;
+    wait_for_stuck_metric(&host, 0.0).await?;
     if nix::unistd::geteuid().is_root() {
         kit::skip::record("root can write to a directory without permission");
     } else {
         fs::set_permissions(&logs, fs::Permissions::from_mode(0o500))?;
         fs::remove_file(logs.join("activity.log")).ok();
         set_limit(&host, 2).await?;
-        wait_until_stuck(&host, 1.0).await?;
+        wait_for_stuck_metric(&host, 1.0).await?;
         fs::set_permissions(&logs, fs::Permissions::from_mode(0o700))?;
         wait_until_limit_logged(&host, 2).await?;
     }

@@ -19,7 +19,7 @@ use crate::contract::{
 const STATE_COOKIE: &str = "svc_code_state=s";
 
 /// Codes that no request can provoke.
-const EXCUSED: [(&str, &str); 1] = [("*", "internal")];
+const UNPROVOKABLE_CODES: [(&str, &str); 1] = [("*", "internal")];
 
 /// A router with a user who has a running machine, a session and an app token.
 struct RouterSetup {
@@ -143,7 +143,7 @@ async fn every_documented_error_code_is_provoked() -> Result<()> {
     provoke_database_outage().await?;
     provoke_rate_limit().await?;
     let all: Vec<&'static Operation> = operations().collect();
-    let unprovoked = contract::platform().list_unprovoked_codes(&all, &EXCUSED, &[]);
+    let unprovoked = contract::platform().list_unprovoked_codes(&all, &UNPROVOKABLE_CODES, &[]);
     assert!(unprovoked.is_empty(), "{unprovoked:#?}");
     Ok(())
 }

@@ -11,9 +11,9 @@ use super::check::has_leftovers;
 use super::host::Host;
 use super::ledger::{Ledger, RequestRecord};
 use super::plan::{Action, PROCESSES, SLOTS, Step};
-use super::process::{ApiResponse, Process, SECRET, request};
+use super::process::{ApiResponse, Process, SECRET, build_request};
+use super::simulation::Simulation;
 use super::snapshot::{DatabaseState, MachineRow};
-use super::world::World;
 
 /// A request that can be sent to any process.
 #[derive(Debug, Clone)]
@@ -24,7 +24,7 @@ struct PlannedRequest {
     token: SecretString,
     body: Option<Value>,
     key: Option<String>,
-    accepts: AcceptedLoss,
+    accepted_loss: AcceptedLoss,
 }
 
 /// The data whose loss an operator accepts with a request.
@@ -36,38 +36,38 @@ enum AcceptedLoss {
 }
 
 impl PlannedRequest {
-    fn with_accepted_loss(self, accept_loss: bool, accepts: AcceptedLoss) -> Self {
-        if accept_loss { Self { accepts, ..self } } else { self }
+    fn with_accepted_loss(self, accept_loss: bool, accepted_loss: AcceptedLoss) -> Self {
+        if accept_loss { Self { accepted_loss, ..self } } else { self }
     }
 }
 
-impl World<'_> {
-    /// Performs one step, and waits for its response at most as long as the step allows.
+impl Simulation<'_> {
+    /// Performs one step, and waits for its response, but at most for the step's `wait_ms`.
     pub async fn perform_step(&mut self, step: &Step) -> Result<()> {
         match &step.action {
             Action::BackUp { host, stops_after } => {
                 if let Some(host) = self.host(*host) {
                     let (store, ledger, rows) =
                         (Arc::clone(&self.store), self.ledger.clone(), self.rows.clone());
-                    let (stops_after, broken) = (*stops_after, self.broken);
+                    let (stops_after, broken_rule) = (*stops_after, self.broken_rule);
                     self.counts.snapshots += 1;
                     self.tasks.spawn(async move {
                         let server = host.server.clone();
-                        let end = host.back_up(store, rows, stops_after, broken).await;
+                        let end = host.back_up(store, rows, stops_after, broken_rule).await;
                         ledger.log(format!("backup of {server}: {end}"));
                     });
                     tokio::time::sleep(Duration::from_millis(step.wait_ms.min(60))).await;
                 }
             }
-            Action::ServerVanishes { host } => {
+            Action::LoseServer { host } => {
                 if let Some(host) = self.host(*host) {
-                    self.provider.vanish(&host.server).await;
+                    self.provider.lose_server(&host.server).await;
                     self.rows.record_lost_disk(&host.machine);
                 }
             }
             Action::FailProvider { call, fault, times } => self.provider.add_fault(*call, *fault, *times),
-            Action::StoreFails { write, fault, times } => self.store.add_fault(*write, *fault, *times),
-            Action::PointerBreaks { slot, is_lost } => {
+            Action::FailStore { write, fault, times } => self.store.add_fault(*write, *fault, *times),
+            Action::BreakPointer { slot, is_lost } => {
                 let (user, slot) = SLOTS[*slot];
                 self.store.break_pointer(&format!("{user}/{slot}"), *is_lost).await;
             }
@@ -78,14 +78,14 @@ impl World<'_> {
             }
             Action::CutDatabase => self.database.cut_connections().await?,
             Action::SaveDatabase => self.database.save().await?,
-            Action::DatabaseRestored => self.restore_database().await?,
+            Action::RestoreDatabase => self.restore_database().await?,
             Action::Crash { process } => {
                 self.counts.crashes += 1;
                 self.processes[*process].switch.kill();
             }
-            Action::CrashAt { process, moment, nth } => {
+            Action::CrashAt { process, kill_point, nth } => {
                 self.counts.crashes += 1;
-                self.processes[*process].switch.arm(*moment, *nth);
+                self.processes[*process].switch.arm(*kill_point, *nth);
             }
             Action::Stop { process } => {
                 let process = Arc::clone(&self.processes[*process]);
@@ -96,8 +96,10 @@ impl World<'_> {
                     self.start(*process);
                 }
             }
-            Action::TimePasses { seconds, leases } => self.database.pass_time(*seconds, *leases).await?,
-            Action::Rest => self.wait_for_operations().await?,
+            Action::PassTime { seconds, expire_leases } => {
+                self.database.pass_time(*seconds, *expire_leases).await?
+            }
+            Action::WaitForOperations => self.wait_for_operations().await?,
             _ => {
                 if let Action::Register { host, .. } = &step.action
                     && let Some(host) = self.host(*host)
@@ -123,7 +125,7 @@ impl World<'_> {
     async fn boot(&self, host: &Host) -> bool {
         let booted = host.boot(&self.store, &self.rows).await;
         if !matches!(booted, Ok(true)) {
-            self.ledger.log(format!("{} does not boot: {booted:?}", host.server));
+            self.ledger.log(format!("{} did not boot: {booted:?}", host.server));
         }
         booted.unwrap_or(false)
     }
@@ -166,17 +168,17 @@ impl World<'_> {
                 token: SECRET.to_owned().into(),
                 body,
                 key,
-                accepts: AcceptedLoss::Nothing,
+                accepted_loss: AcceptedLoss::Nothing,
             }
         };
-        let of_host = |operation, path: String, token: &str, body: Value| PlannedRequest {
+        let host_request = |operation, path: String, token: &str, body: Value| PlannedRequest {
             operation,
             method: "POST",
             path,
             token: token.to_owned().into(),
             body: Some(body),
             key: None,
-            accepts: AcceptedLoss::Nothing,
+            accepted_loss: AcceptedLoss::Nothing,
         };
         Some(match &step.action {
             Action::Subscribe { slot } => {
@@ -247,12 +249,12 @@ impl World<'_> {
                 let host = self.host(*host)?;
                 self.ledger.record_registration_attempt(&host.machine);
                 let path = "/vps/register".to_owned();
-                of_host("register", path, &host.registration_token, host.registration_body(*body))
+                host_request("register", path, &host.registration_token, host.registration_body(*body))
             }
             Action::Heartbeat { host } => {
                 let host = self.host(*host)?;
                 let path = format!("/vps/{}/heartbeat", host.machine);
-                of_host(
+                host_request(
                     "heartbeat",
                     path,
                     &host.upgrade_token,
@@ -263,33 +265,33 @@ impl World<'_> {
                 let host = self.host(*host)?;
                 let path = format!("/vps/{}/boot-failure", host.machine);
                 let body = json!({"stage": "restore", "message": "chosen by the plan"});
-                of_host("boot-failure", path, &host.registration_token, body)
+                host_request("boot-failure", path, &host.registration_token, body)
             }
             _ => return None,
         })
     }
 
     async fn send_planned(&mut self, planned: PlannedRequest, step: &Step) {
-        let copies = if step.twice { 2 } else { 1 };
-        let lost_prefix = self.prefix_of_accepted_loss(&planned.accepts).await;
+        let copies = if step.is_sent_twice { 2 } else { 1 };
+        let lost_prefix = self.find_accepted_loss_prefix(&planned.accepted_loss).await;
         for copy in 0..copies {
-            let via = (step.via + copy) % PROCESSES;
-            let process = Arc::clone(&self.processes[via]);
+            let process_index = (step.process_index + copy) % PROCESSES;
+            let process = Arc::clone(&self.processes[process_index]);
             let (ledger, planned) = (self.ledger.clone(), planned.clone());
-            let accepting = lost_prefix.clone().map(|prefix| self.rows.accept_loss(prefix));
+            let acceptance = lost_prefix.clone().map(|prefix| self.rows.accept_loss(prefix));
             self.counts.requests += 1;
             self.tasks.spawn(async move {
-                send_request(&process, via, &ledger, &planned).await;
-                drop(accepting);
+                send_request(&process, process_index, &ledger, &planned).await;
+                drop(acceptance);
             });
         }
         // A request that takes longer than the wait overlaps the next one.
         let _ = tokio::time::timeout(Duration::from_millis(step.wait_ms), self.wait_for_requests()).await;
     }
 
-    /// The prefix of the slot whose loss a request accepts.
-    async fn prefix_of_accepted_loss(&self, accepts: &AcceptedLoss) -> Option<String> {
-        match accepts {
+    /// Returns the prefix of the slot whose loss a request accepts.
+    async fn find_accepted_loss_prefix(&self, accepted_loss: &AcceptedLoss) -> Option<String> {
+        match accepted_loss {
             AcceptedLoss::Nothing => None,
             AcceptedLoss::OfSlot(prefix) => Some(prefix.clone()),
             AcceptedLoss::OfMachine(machine) => {
@@ -304,39 +306,39 @@ impl World<'_> {
         while self.tasks.join_next().await.is_some() {}
     }
 
-    /// Sends a heartbeat through process `via`; returns its response.
-    pub async fn heartbeat(&self, host: &Host, via: usize) -> Option<ApiResponse> {
+    /// Sends a heartbeat through the process with this index; returns its response.
+    pub async fn heartbeat(&self, host: &Host, process_index: usize) -> Option<ApiResponse> {
         let path = format!("/vps/{}/heartbeat", host.machine);
         let token = host.upgrade_token.clone().into();
         let body = Some(host.heartbeat_body(self.ledger.registration(&host.machine).as_ref()));
-        let (key, accepts) = (None, AcceptedLoss::Nothing);
+        let (key, accepted_loss) = (None, AcceptedLoss::Nothing);
         let planned =
-            PlannedRequest { operation: "heartbeat", method: "POST", path, token, body, key, accepts };
-        send_request(&self.processes[via], via, &self.ledger, &planned).await
+            PlannedRequest { operation: "heartbeat", method: "POST", path, token, body, key, accepted_loss };
+        send_request(&self.processes[process_index], process_index, &self.ledger, &planned).await
     }
 
     /// Boots the host and registers it with its own key.
-    pub async fn register(&self, host: &Host, via: usize) -> Option<ApiResponse> {
+    pub async fn register(&self, host: &Host, process_index: usize) -> Option<ApiResponse> {
         if !self.boot(host).await {
             return None;
         }
         self.ledger.record_registration_attempt(&host.machine);
         let token = host.registration_token.clone().into();
         let (path, body) = ("/vps/register".to_owned(), Some(host.registration_body(0)));
-        let (key, accepts) = (None, AcceptedLoss::Nothing);
+        let (key, accepted_loss) = (None, AcceptedLoss::Nothing);
         let planned =
-            PlannedRequest { operation: "register", method: "POST", path, token, body, key, accepts };
-        send_request(&self.processes[via], via, &self.ledger, &planned).await
+            PlannedRequest { operation: "register", method: "POST", path, token, body, key, accepted_loss };
+        send_request(&self.processes[process_index], process_index, &self.ledger, &planned).await
     }
 
     /// Rebuilds a broken pointer, as an operator would.
     async fn rebuild(&self, prefix: &str) {
-        let (user, slot) = prefix.split_once('/').expect("a slot's prefix");
+        let (user, slot) = prefix.split_once('/').expect("the prefix of a slot contains a slash");
         let body = Some(json!({"idpUserId": user, "slot": slot}));
         let (token, path) = (SECRET.to_owned().into(), "/vps/slots/pointer/rebuild".to_owned());
-        let (key, accepts) = (None, AcceptedLoss::Nothing);
+        let (key, accepted_loss) = (None, AcceptedLoss::Nothing);
         let planned =
-            PlannedRequest { operation: "rebuild", method: "POST", path, token, body, key, accepts };
+            PlannedRequest { operation: "rebuild", method: "POST", path, token, body, key, accepted_loss };
         send_request(&self.processes[0], 0, &self.ledger, &planned).await;
     }
 
@@ -345,18 +347,18 @@ impl World<'_> {
         let accepts_loss = operation_id.bytes().last().is_some_and(|last| last % 2 == 0);
         let (operation, body) =
             if accepts_loss { ("continue", Some(json!({"acceptLoss": true}))) } else { ("abandon", None) };
-        let accepting = database_state
+        let acceptance = database_state
             .machine(machine)
             .filter(|_| accepts_loss)
             .map(|it| self.rows.accept_loss(it.prefix()));
         let (token, path) = (SECRET.to_owned().into(), format!("/vps/operations/{operation_id}/{operation}"));
-        let (key, accepts) = (None, AcceptedLoss::Nothing);
-        let planned = PlannedRequest { operation, method: "POST", path, token, body, key, accepts };
+        let (key, accepted_loss) = (None, AcceptedLoss::Nothing);
+        let planned = PlannedRequest { operation, method: "POST", path, token, body, key, accepted_loss };
         send_request(&self.processes[0], 0, &self.ledger, &planned).await;
-        drop(accepting);
+        drop(acceptance);
     }
 
-    /// Waits until every operation in progress waits for a host, for a bounded time.
+    /// Waits, for a bounded time, until every running operation is waiting for a host.
     async fn wait_for_operations(&mut self) -> Result<()> {
         for _ in 0..20 {
             let database_state = DatabaseState::read(&self.database.client).await?;
@@ -370,6 +372,7 @@ impl World<'_> {
         Ok(())
     }
 
+    /// Wakes the runner and the reconciler of every process.
     pub fn nudge(&self) {
         self.processes.iter().for_each(|process| process.nudge());
     }
@@ -391,7 +394,7 @@ impl World<'_> {
         }
         let mut quiet_rounds = 0;
         // With a deliberately broken rule, the platform may never settle.
-        let rounds = if self.broken.is_some() { 100 } else { 400 };
+        let rounds = if self.broken_rule.is_some() { 100 } else { 400 };
         for round in 0..rounds {
             self.nudge();
             tokio::time::sleep(Duration::from_millis(30)).await;
@@ -443,17 +446,17 @@ impl World<'_> {
 
 async fn send_request(
     process: &Process,
-    via: usize,
+    process_index: usize,
     ledger: &Ledger,
     planned: &PlannedRequest,
 ) -> Option<ApiResponse> {
     let request_id = ledger.next_request_id();
     let PlannedRequest { operation, method, path, token, body, key, .. } = planned;
-    let request = request(method, path, token, body.as_ref(), &request_id, key.as_deref());
+    let request = build_request(method, path, token, body.as_ref(), &request_id, key.as_deref());
     let response = process.api(request).await;
     let result =
         response.as_ref().map_or_else(|| "no response".to_owned(), |it| format!("{} {}", it.status, it.body));
-    ledger.log(format!("p{via} {operation} {path} {}: {result}", key.as_deref().unwrap_or("")));
+    ledger.log(format!("p{process_index} {operation} {path} {}: {result}", key.as_deref().unwrap_or("")));
     if let Some(response) = &response {
         if let ("register", 200, Some(body)) = (*operation, response.status, body) {
             ledger.record_registration(body);

@@ -11,9 +11,9 @@ use serde_json::{Value, json};
 use svc::http::client::{self, Deadlines};
 
 use super::check::{self, CallerView, Observations};
-use super::cloud::OrderedServer;
 use super::host::Host;
 use super::ledger::{Ledger, RequestRecord};
+use super::memory_provider::OrderedServer;
 use super::process::ApiResponse;
 use super::rng::Rng;
 use super::run_database::Times;
@@ -29,7 +29,7 @@ const MAX_ATTEMPTS: usize = 150;
 struct Fleet {
     stack: Stack,
     client: reqwest::Client,
-    bases: Mutex<Vec<String>>,
+    base_urls: Mutex<Vec<String>>,
     ledger: Ledger,
 }
 
@@ -46,9 +46,9 @@ impl Fleet {
     /// Retries until the response is not a 503, each time on a random process.
     async fn request_until_response(&self, rng: &mut Rng, planned: &CampaignRequest) -> Option<ApiResponse> {
         for _ in 0..MAX_ATTEMPTS {
-            let base = rng.pick(&self.bases.lock().unwrap_or_else(PoisonError::into_inner));
+            let base_url = rng.pick(&self.base_urls.lock().unwrap_or_else(PoisonError::into_inner));
             let request_id = self.ledger.next_request_id();
-            let mut request = self.client.request(planned.method.clone(), format!("{base}{}", planned.path));
+            let mut request = self.client.request(planned.method.clone(), format!("{base_url}{}", planned.path));
             request = request.bearer_auth(&planned.token).header("x-request-id", &request_id);
             if let Some(key) = &planned.key {
                 request = request.header("idempotency-key", key);
@@ -147,8 +147,8 @@ impl Fleet {
                 _ => ("subscribe", Method::PUT, path("/vps/slots"), Some(slot.clone())),
             };
             let response = self.send_as_operator(&mut rng, operation, method, path, body).await;
-            if let Some(named) = response.body["machineId"].as_str() {
-                named.clone_into(&mut machine);
+            if let Some(new_machine) = response.body["machineId"].as_str() {
+                new_machine.clone_into(&mut machine);
             }
             // Some requests follow each other closely; others find a running machine.
             tokio::time::sleep(Duration::from_millis(rng.pick(&[0, 50, 400, 900]))).await;
@@ -205,12 +205,12 @@ impl Fleet {
 
     fn start(self: &Arc<Self>, number: usize) -> Process {
         let process = self.stack.start_platform();
-        process.base.clone_into(&mut self.bases.lock().unwrap_or_else(PoisonError::into_inner)[number]);
+        process.base.clone_into(&mut self.base_urls.lock().unwrap_or_else(PoisonError::into_inner)[number]);
         process
     }
 }
 
-/// Kills and restarts processes until it is stopped; then all are running. Returns the number of kills.
+/// Kills and restarts processes until `end` is signalled; then all are running. Returns them and the number of kills.
 async fn kill_repeatedly(
     fleet: Arc<Fleet>,
     mut processes: Vec<Process>,
@@ -230,7 +230,7 @@ async fn kill_repeatedly(
         tokio::time::sleep(Duration::from_millis(rng.pick(&[0, 100, 400]))).await;
         let starting = Arc::clone(&fleet);
         let started = tokio::task::spawn_blocking(move || starting.start(victim)).await;
-        processes[victim] = started.expect("the process starts");
+        processes[victim] = started.expect("the process should start");
     }
 }
 
@@ -238,8 +238,8 @@ async fn kill_repeatedly(
 async fn run_campaign(seed: u64) -> Result<u32> {
     let stack = Stack::start().await;
     let client = client::build(Deadlines { total: Some(Duration::from_secs(15)), ..Deadlines::CALL })?;
-    let bases = Mutex::new(vec![String::new(); PROCESSES]);
-    let fleet = Arc::new(Fleet { stack, client, bases, ledger: Ledger::new() });
+    let base_urls = Mutex::new(vec![String::new(); PROCESSES]);
+    let fleet = Arc::new(Fleet { stack, client, base_urls, ledger: Ledger::new() });
     let starting = Arc::clone(&fleet);
     let processes =
         tokio::task::spawn_blocking(move || (0..PROCESSES).map(|n| starting.start(n)).collect()).await?;
@@ -260,8 +260,9 @@ async fn run_campaign(seed: u64) -> Result<u32> {
     hosts.abort();
     let database_state = DatabaseState::read(&database).await?;
     let live = machines_with_servers(&fleet.stack);
-    let known = CallerView::from_ledger(&fleet.ledger);
-    let mut found = check::check_always(&database_state, &mut Observations::default(), &fleet.ledger, &known);
+    let caller_view = CallerView::from_ledger(&fleet.ledger);
+    let mut found =
+        check::check_always(&database_state, &mut Observations::default(), &fleet.ledger, &caller_view);
     found.extend(check::check_settled(
         &database_state,
         &live,
@@ -280,7 +281,7 @@ async fn run_campaign(seed: u64) -> Result<u32> {
     }
     let running = database_state.machines.iter().filter(|machine| machine.is_running()).count();
     println!(
-        "seed {seed}: {sent} requests, {kills} kills, {} machines, {running} run",
+        "seed {seed}: {sent} requests, {kills} kills, {} machines, {running} running",
         database_state.machines.len()
     );
     Ok(kills)
@@ -291,7 +292,8 @@ fn machines_with_servers(stack: &Stack) -> Vec<String> {
     stack.provider.servers().into_iter().filter_map(machine).collect()
 }
 
-/// Advances the time until no operation is open and no server remains to be deleted. Returns whether that was reached.
+/// Advances the time until no operation is running and no server remains to be deleted. Returns whether that was
+/// reached.
 async fn settle(fleet: &Fleet, database: &tokio_postgres::Client, times: &Times) -> Result<bool> {
     for _ in 0..300 {
         let database_state = DatabaseState::read(database).await.context("read the database state")?;
@@ -314,7 +316,7 @@ async fn hundred_overlapping_requests_survive_random_kills() {
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: ten campaigns"]
-async fn long_ten_campaigns_survive() -> Result<()> {
+async fn long_ten_campaigns_find_no_violation() -> Result<()> {
     let mut figures = Figures::new("kills of platform processes");
     for seed in 2..12 {
         figures.kills_survived += u64::from(run_campaign(seed).await?);

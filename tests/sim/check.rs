@@ -28,12 +28,12 @@ impl CallerView {
     }
 }
 
-/// The invariants that hold at every instant.
+/// Checks the invariants that hold at every instant.
 pub fn check_always(
     database_state: &DatabaseState,
     observations: &mut Observations,
     ledger: &Ledger,
-    known: &CallerView,
+    caller_view: &CallerView,
 ) -> BTreeSet<Violation> {
     let mut found = ledger.violations();
     let mut require = |holds: bool, violation| {
@@ -49,21 +49,22 @@ pub fn check_always(
         }
         let running = machine.is_running();
         require(!running || registrations.contains(&machine.machine_id), Violation::RunningUnregistered);
-        let waits = machine.is_booting() || (machine.is_active() && machine.status == "resizing");
-        require(!waits || database_state.is_in_progress(&machine.machine_id), Violation::MissingOperation);
-        let ended =
-            known.ended.contains(&machine.machine_id) && !observations.is_reinstated(machine, database_state);
+        let needs_operation = machine.is_booting() || (machine.is_active() && machine.status == "resizing");
+        require(!needs_operation || database_state.has_running_operation(&machine.machine_id), Violation::MissingOperation,
+        );
+        let ended = caller_view.ended.contains(&machine.machine_id)
+            && !observations.is_reinstated(machine, database_state);
         require(
             observations.has_stayed_ended(machine, database_state) && !(ended && machine.is_active()),
             Violation::BecameActiveAgain,
         );
     }
     require(active.values().all(|count| *count == 1), Violation::DuplicateActiveMachine);
-    require(observations.epochs_grow(database_state), Violation::EpochDidNotIncrease);
+    require(observations.epochs_increase(database_state), Violation::EpochDidNotIncrease);
     let present: BTreeSet<&str> =
         database_state.operations.iter().map(|it| it.operation_id.as_str()).collect();
     require(
-        known.operations.iter().all(|id| present.contains(id.as_str())),
+        caller_view.operations.iter().all(|id| present.contains(id.as_str())),
         Violation::AcceptedOperationLost,
     );
     found
@@ -71,21 +72,21 @@ pub fn check_always(
 
 impl Observations {
     fn has_stayed_ended(&mut self, machine: &MachineRow, database_state: &DatabaseState) -> bool {
-        let now = (machine.status.clone(), machine.retired_at.is_some(), machine.deleted_at.is_some());
+        let current = (machine.status.clone(), machine.retired_at.is_some(), machine.deleted_at.is_some());
         // Only a reinstatement, under a higher epoch, makes an ended machine active again. A replaced machine may also
         // be deleted.
         if let Some(ended) = self.ended.get(&machine.machine_id) {
             let is_deleted_too = !machine.is_active() && machine.deleted_at.is_some();
-            if *ended == now || is_deleted_too {
+            if *ended == current || is_deleted_too {
                 return true;
             }
             // The machine may have ended again since then.
-            let comes_back = self.is_reinstated(machine, database_state);
+            let is_reinstated = self.is_reinstated(machine, database_state);
             self.ended.remove(&machine.machine_id);
-            return comes_back;
+            return is_reinstated;
         }
         if !machine.is_active() {
-            self.ended.insert(machine.machine_id.clone(), now);
+            self.ended.insert(machine.machine_id.clone(), current);
         }
         true
     }
@@ -99,8 +100,8 @@ impl Observations {
             || database_state.machines.iter().filter(is_later).any(|other| other.epoch < machine.epoch)
     }
 
-    fn epochs_grow(&mut self, database_state: &DatabaseState) -> bool {
-        let mut grow = true;
+    fn epochs_increase(&mut self, database_state: &DatabaseState) -> bool {
+        let mut have_increased = true;
         let mut seen: Vec<&MachineRow> = database_state.machines.iter().collect();
         seen.sort_by_key(|machine| machine.epoch);
         for machine in seen {
@@ -112,15 +113,15 @@ impl Observations {
                 continue;
             }
             let highest = self.highest.entry(machine.prefix()).or_default();
-            grow &= machine.epoch > *highest;
+            have_increased &= machine.epoch > *highest;
             *highest = machine.epoch.max(*highest);
         }
-        grow
+        have_increased
     }
 }
 
-/// No server of a new machine exists before its slot's fence. A reinstated machine gets its new epoch first, and
-/// writes nothing under it before the fence.
+/// Checks that no server of a new machine exists before its slot's fence. A reinstated machine is exempt: it gets its
+/// new epoch first, and writes nothing under it before the fence.
 pub fn check_fences(
     database_state: &DatabaseState,
     live: &[String],
@@ -139,7 +140,7 @@ pub fn check_fences(
     found
 }
 
-/// Additional invariants that hold once the run has settled and no fault remains.
+/// Checks the additional invariants that hold once the run has settled and no fault remains.
 pub fn check_settled(
     database_state: &DatabaseState,
     live: &[String],
@@ -150,13 +151,13 @@ pub fn check_settled(
     if database_state.operations.iter().any(|operation| operation.state == "running") {
         found.insert(Violation::UnfinishedOperation);
     }
-    if live.iter().any(|id| is_stray(database_state, live, ledger, id)) {
+    if live.iter().any(|id| is_orphaned(database_state, live, ledger, id)) {
         found.insert(Violation::OrphanedServer);
     }
     if database_state.machines.iter().any(|it| it.is_running() && !live.contains(&it.machine_id)) {
-        found.insert(Violation::RunsWithoutServer);
+        found.insert(Violation::RunningWithoutServer);
     }
-    if !is_complete(database_state, audit, ledger) {
+    if !is_audit_complete(database_state, audit, ledger) {
         found.insert(Violation::AuditIncomplete);
     }
     found
@@ -167,33 +168,33 @@ pub fn are_deletions_suspended(database_state: &DatabaseState, live: &[String], 
     ledger.was_restored() && live.iter().any(|id| database_state.machine(id).is_none())
 }
 
-/// Whether a server must be deleted.
-pub fn is_stray(database_state: &DatabaseState, live: &[String], ledger: &Ledger, machine: &str) -> bool {
+/// Whether a machine's server must be deleted.
+pub fn is_orphaned(database_state: &DatabaseState, live: &[String], ledger: &Ledger, machine: &str) -> bool {
     if are_deletions_suspended(database_state, live, ledger) {
         return false;
     }
     database_state
         .machine(machine)
-        .is_none_or(|machine| !machine.is_active() && !database_state.is_kept(machine))
+        .is_none_or(|machine| !machine.is_active() && !database_state.must_keep_server(machine))
 }
 
 /// Whether a server that must be deleted still exists, or a deletion is pending.
 pub fn has_leftovers(database_state: &DatabaseState, live: &[String], ledger: &Ledger) -> bool {
-    let strays = live.iter().filter(|id| is_stray(database_state, live, ledger, id));
+    let orphans = live.iter().filter(|id| is_orphaned(database_state, live, ledger, id));
     let pending = database_state.machines.iter().filter(|machine| {
-        machine.server_deleted_at.is_none() && is_stray(database_state, live, ledger, &machine.machine_id)
+        machine.server_deleted_at.is_none() && is_orphaned(database_state, live, ledger, &machine.machine_id)
     });
-    strays.count() + pending.count() > 0
+    orphans.count() + pending.count() > 0
 }
 
 /// Whether the audit has exactly one row for each change, and none for a replayed response.
-fn is_complete(database_state: &DatabaseState, audit: &[AuditRow], ledger: &Ledger) -> bool {
+fn is_audit_complete(database_state: &DatabaseState, audit: &[AuditRow], ledger: &Ledger) -> bool {
     let rows = |actions: &[&str], of: &dyn Fn(&AuditRow) -> bool| {
         audit.iter().filter(|row| actions.contains(&row.action.as_str()) && of(row)).count()
     };
     let machines = database_state.machines.iter().all(|machine| {
         let id = &machine.machine_id;
-        let made = |row: &AuditRow| {
+        let created = |row: &AuditRow| {
             row.after.as_ref().is_some_and(|after| after["machineId"].as_str() == Some(id.as_str()))
         };
         let target = |row: &AuditRow| row.target == *id;
@@ -201,7 +202,7 @@ fn is_complete(database_state: &DatabaseState, audit: &[AuditRow], ledger: &Ledg
         let deletions = rows(&["delete", "preview.expired", "delete.predecessor"], &target);
         // A deletion may have been undone, either directly or by abandoning its operation.
         let undone = rows(&["undelete"], &target) + rows(&["operation.abandon"], &|_| true);
-        rows(&["provision", "recover"], &made) == 1
+        rows(&["provision", "recover"], &created) == 1
             && (deleted..=deleted + undone).contains(&deletions)
             && rows(&["register"], &target) == usize::from(machine.registered_at.is_some())
     });
@@ -225,11 +226,11 @@ fn has_one_row_per_request(audit: &[AuditRow], ledger: &Ledger) -> bool {
     }
     groups.values().all(|(accepted, requests)| {
         // A change for another machine of the slot, or for its data, has a separate row.
-        let follows = |row: &&AuditRow| {
+        let is_separate = |row: &&AuditRow| {
             matches!(row.action.as_str(), "delete.predecessor" | "reinstate" | "last_backup.loss_accepted")
         };
         let of_requests = audit.iter().filter(|row| requests.contains(&row.request_id));
-        let rows = of_requests.filter(|row| !follows(row)).count();
+        let rows = of_requests.filter(|row| !is_separate(row)).count();
         if *accepted { rows == 1 } else { rows <= 1 }
     })
 }

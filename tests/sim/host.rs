@@ -18,7 +18,7 @@ use svc::store::snapshot::{self, FORMAT, SideRecord, SnapshotUnusable};
 use svc::store::upload::{PartLayout, Upload};
 use svc::store::{Bucket, pointer_io};
 
-use super::cloud::OrderedServer;
+use super::memory_provider::OrderedServer;
 use super::rows::Rows;
 use super::store::{Store, StoreConnection};
 use super::violation::BrokenRule;
@@ -46,14 +46,17 @@ struct Dump {
 
 impl Host {
     pub fn from_order(order: &OrderedServer) -> Self {
-        let text = order.user_data.strip_prefix("#cloud-config\n").expect("cloud-config");
-        let config: Value = serde_json::from_str(text).expect("JSON");
+        let text =
+            order.user_data.strip_prefix("#cloud-config\n").expect("user-data starts with #cloud-config");
+        let config: Value = serde_json::from_str(text).expect("the cloud-config is JSON");
         let mut variables: BTreeMap<String, String> = BTreeMap::new();
-        for file in config["write_files"].as_array().expect("files") {
+        for file in config["write_files"].as_array().expect("write_files is an array") {
             // Not every file is an env file.
             if file["path"].as_str().is_some_and(|path| path.ends_with(".env")) {
-                variables
-                    .extend(parse_env_file(file["content"].as_str().expect("text")).expect("an env file"));
+                variables.extend(
+                    parse_env_file(file["content"].as_str().expect("the content is a string"))
+                        .expect("the env file is valid"),
+                );
             }
         }
         let variable =
@@ -63,7 +66,7 @@ impl Host {
             machine: variable("SVC_MACHINE_ID"),
             user: variable("SVC_USER_ID"),
             slot: variable("SVC_SLOT"),
-            epoch: variable("SVC_EPOCH").parse().expect("a number"),
+            epoch: variable("SVC_EPOCH").parse().expect("the epoch is a number"),
             registration_token: variable("REGISTRATION_TOKEN"),
             upgrade_token: variable("UPGRADE_TOKEN"),
             restore_mode: variable("SVC_RESTORE_MODE"),
@@ -93,15 +96,15 @@ impl Host {
         let bucket = Bucket::new(Arc::new(StoreConnection { store: Arc::clone(store), switch: None }));
         let slot = SlotPrefix::new(&self.user.parse()?, &self.slot.parse()?);
         let restored = match (snapshot::find_latest(&bucket, &slot).await, self.restore_mode.as_str()) {
-            (Ok(named), _) => {
-                let path = slot.snapshot(&named.key).expect("the key of a snapshot");
+            (Ok(latest), _) => {
+                let path = slot.snapshot(&latest.key).expect("the key names a snapshot");
                 let dump = bucket.raw().get(&path).await?.bytes().await?;
                 serde_json::from_slice::<Dump>(&dump)?.rows
             }
             (Err(SnapshotUnusable::Absent), "empty") => BTreeSet::new(),
             (Err(_), _) => return Ok(false),
         };
-        rows.load(&self.machine, &self.prefix(), restored);
+        rows.add_disk(&self.machine, &self.prefix(), restored);
         Ok(true)
     }
 
@@ -111,10 +114,10 @@ impl Host {
         store: Arc<Store>,
         rows: Rows,
         stops_after: Option<u8>,
-        broken: Option<BrokenRule>,
+        broken_rule: Option<BrokenRule>,
     ) -> String {
-        match self.try_back_up(&store, &rows, stops_after, broken).await {
-            Ok(what) => what.to_owned(),
+        match self.try_back_up(&store, &rows, stops_after, broken_rule).await {
+            Ok(outcome) => outcome.to_owned(),
             Err(error) => format!("{error:#}"),
         }
     }
@@ -124,7 +127,7 @@ impl Host {
         store: &Arc<Store>,
         rows: &Rows,
         stops_after: Option<u8>,
-        broken: Option<BrokenRule>,
+        broken_rule: Option<BrokenRule>,
     ) -> anyhow::Result<&'static str> {
         let bucket = Bucket::new(Arc::new(StoreConnection { store: Arc::clone(store), switch: None }));
         let slot = SlotPrefix::new(&self.user.parse()?, &self.slot.parse()?);
@@ -138,7 +141,7 @@ impl Host {
             rows: rows.rows_on_disk(&self.machine).unwrap_or_default(),
         };
         let content = Bytes::from(serde_json::to_vec(&dump)?);
-        let path = slot.snapshot(&key).expect("the key of a snapshot");
+        let path = slot.snapshot(&key).expect("the key names a snapshot");
         let mut upload = Upload::begin(&bucket, &path, PartLayout::for_max_bytes(1 << 20)).await?;
         upload.push(content.clone()).await?;
         let etag = upload.complete().await?.e_tag;
@@ -146,7 +149,7 @@ impl Host {
             return Ok("stopped after the dump");
         }
         let side = self.side_record(key, &content, at);
-        if broken == Some(BrokenRule::HostDoesNotVerify) {
+        if broken_rule == Some(BrokenRule::HostDoesNotVerify) {
             write_pointer_unchecked(&bucket, &slot, &snapshot_ref(&side)).await?;
             return Ok("moved the pointer too early");
         }
@@ -155,7 +158,7 @@ impl Host {
         if stops_after == Some(2) {
             return Ok("stopped after the side record");
         }
-        if broken == Some(BrokenRule::HostIgnoresFence) {
+        if broken_rule == Some(BrokenRule::HostIgnoresFence) {
             write_pointer_unchecked(&bucket, &slot, recorded.snapshot_ref()).await?;
         } else {
             pointer_io::advance(&bucket, &slot, &recorded).await?;
@@ -170,7 +173,7 @@ impl Host {
             size_bytes: content.len() as u64,
             sha256: hex::encode(Sha256::digest(content)),
             pg_version: "16".to_owned(),
-            machine_id: self.machine.parse::<MachineId>().expect("an id"),
+            machine_id: self.machine.parse::<MachineId>().expect("the machine id is valid"),
             epoch: Epoch(self.epoch),
             taken_at: at,
             verified_at: at,
@@ -199,12 +202,12 @@ fn snapshot_ref(side: &SideRecord) -> SnapshotRef {
 async fn write_pointer_unchecked(
     bucket: &Bucket,
     slot: &SlotPrefix,
-    named: &SnapshotRef,
+    snapshot: &SnapshotRef,
 ) -> anyhow::Result<()> {
-    let now = pointer_io::read(bucket, slot).await?;
-    let Some(now) = now else { anyhow::bail!("no pointer yet") };
-    let condition = now.condition();
-    let next = Pointer { seq: now.value.seq + 1, snapshot: Some(named.clone()), ..now.value };
+    let current = pointer_io::read(bucket, slot).await?;
+    let Some(current) = current else { anyhow::bail!("no pointer yet") };
+    let condition = current.condition();
+    let next = Pointer { seq: current.value.seq + 1, snapshot: Some(snapshot.clone()), ..current.value };
     bucket.put_json_if(&slot.pointer(), &next, condition).await?;
     Ok(())
 }

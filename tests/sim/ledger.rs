@@ -27,7 +27,7 @@ struct LedgerState {
     machines: Vec<String>,
     operations: BTreeSet<String>,
     registration_attempts: BTreeSet<String>,
-    /// The first accepted registration of each machine, as far as the platform's database still has it.
+    /// The first accepted registration of each machine, unless a restore of the platform's database may have lost it.
     accepted: BTreeMap<String, Value>,
     ended: BTreeSet<String>,
     violations: BTreeSet<Violation>,
@@ -42,12 +42,12 @@ struct LedgerState {
 #[derive(Debug, Clone)]
 pub struct Ledger {
     state: Arc<Mutex<LedgerState>>,
-    began: Instant,
+    started_at: Instant,
 }
 
 impl Ledger {
     pub fn new() -> Self {
-        Self { state: Arc::default(), began: Instant::now() }
+        Self { state: Arc::default(), started_at: Instant::now() }
     }
 
     fn state(&self) -> MutexGuard<'_, LedgerState> {
@@ -55,7 +55,7 @@ impl Ledger {
     }
 
     pub fn log(&self, line: impl std::fmt::Display) {
-        let at = self.began.elapsed().as_millis();
+        let at = self.started_at.elapsed().as_millis();
         self.state().lines.push(format!("{at:>6} ms  {line}"));
     }
 
@@ -69,7 +69,7 @@ impl Ledger {
         format!("request-{}", state.requests)
     }
 
-    /// Records a response.
+    /// Records a response, the machines and operations that it names, and the violations that it shows.
     pub fn record_response(&self, record: RequestRecord, response: &ApiResponse) {
         let mut state = self.state();
         if response.status == 500 {
@@ -77,9 +77,9 @@ impl Ledger {
         }
         if (200..300).contains(&response.status) {
             if let Some(key) = &record.key {
-                let now = (response.status, response.body.clone());
-                let first = state.keys.entry(key.clone()).or_insert_with(|| now.clone()).clone();
-                if first != now {
+                let current = (response.status, response.body.clone());
+                let first = state.keys.entry(key.clone()).or_insert_with(|| current.clone()).clone();
+                if first != current {
                     state.violations.insert(Violation::ReplayDiffers);
                 }
             }
@@ -105,7 +105,7 @@ impl Ledger {
         self.state().records.push(record);
     }
 
-    /// Records the registration of a host as accepted.
+    /// Records the registration of a host as accepted; a second one with another body is a violation.
     pub fn record_registration(&self, body: &Value) {
         let mut state = self.state();
         let machine = body["machineId"].as_str().unwrap_or_default().to_owned();

@@ -1,33 +1,34 @@
 //! The control plane under concurrent faults: several platform processes on one database, old and new hosts, faults of
-//! the provider, the store and the database, crashes, duplicates and passing time, all chosen by seeds.
+//! the provider, the store and the database, crashes, duplicate requests and passing time, all chosen by seeds.
 //!
 //! The platform's code is that of production: routes, lifecycle, runner, reconciler, router, database. A seed
 //! determines its plan: the actions, their order and delays, and the calls that fail. It does not determine how tasks
-//! and the database interleave, so a failing seed may need several tries to fail again.
+//! and the database interleave, so a failing seed may need several attempts to fail again.
 //!
 //! | file | content |
 //! |---|---|
 //! | `plan`, `rng` | a seed's plan |
-//! | `run_database`, `process`, `world` | a database, platform processes in this process, a run's world |
-//! | `cloud`, `process_provider`, `run_provider` | the provider, in memory or over HTTP |
+//! | `simulation`, `run_database`, `process`, `kill_switch` | a run's processes in this process, and their database |
+//! | `memory_provider`, `process_provider`, `run_provider` | the provider, in memory or over HTTP |
 //! | `store`, `host` | the object store, and its writers other than the platform |
 //! | `rows` | acknowledged rows and their locations |
 //! | `action`, `ledger` | actions, and their responses |
 //! | `snapshot`, `check`, `violation` | the invariants |
-//! | `run`, `runs`, `broken` | runs of seeds, and runs with deliberately broken rules |
+//! | `run`, `runs`, `broken_rules` | runs of seeds, and runs with deliberately broken rules |
 //! | `regressions` | handwritten plans |
 //! | `campaign` | real processes under repeated kills |
-//! | `points` | a kill test for every fail point |
+//! | `fail_points` | checks that every fail point has a kill test |
 
 mod action;
-mod broken;
+mod broken_rules;
 mod campaign;
 mod check;
-mod cloud;
+mod fail_points;
 mod host;
+mod kill_switch;
 mod ledger;
+mod memory_provider;
 mod plan;
-mod points;
 mod process;
 mod process_provider;
 mod regressions;
@@ -37,8 +38,7 @@ mod run;
 mod run_database;
 mod run_provider;
 mod runs;
+mod simulation;
 mod snapshot;
 mod store;
-mod switch;
 mod violation;
-mod world;

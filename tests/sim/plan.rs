@@ -2,7 +2,7 @@
 
 use super::rng::Rng;
 
-/// Users and their slots. One user has two slots, because the platform serialises a user's requests.
+/// Users and their slots. One user has two slots, because the platform serializes a user's requests.
 pub const SLOTS: [(&str, &str); 3] = [("user_a", "primary"), ("user_a", "second"), ("user_b", "primary")];
 pub const PROCESSES: usize = 3;
 
@@ -20,7 +20,7 @@ pub enum Action {
         empty: bool,
         accept_loss: bool,
     },
-    /// Any machine that a response ever named.
+    /// `machine` counts back through all machines that a response ever named, in this and the next actions.
     Resize {
         machine: usize,
         to: &'static str,
@@ -42,7 +42,7 @@ pub enum Action {
         machine: usize,
         accept_loss: bool,
     },
-    /// Any operation that a response ever named.
+    /// `operation` counts back through all operations that a response ever named.
     Abandon {
         operation: usize,
     },
@@ -53,7 +53,8 @@ pub enum Action {
     Write {
         host: usize,
     },
-    /// Any host that ever existed, even if its server no longer does: a copy of its disk may still run.
+    /// `host` counts back through all hosts that ever existed, even if their servers no longer do: a copy of a disk may
+    /// still run.
     Register {
         host: usize,
         body: u8,
@@ -69,21 +70,21 @@ pub enum Action {
         host: usize,
         stops_after: Option<u8>,
     },
-    ServerVanishes {
+    LoseServer {
         host: usize,
     },
     FailProvider {
-        call: Call,
-        fault: CloudFault,
+        call: ProviderCall,
+        fault: ProviderFault,
         times: u8,
     },
-    StoreFails {
+    FailStore {
         write: bool,
         fault: StoreFault,
         times: u8,
     },
     /// `system/db/latest` is deleted, or overwritten with invalid JSON.
-    PointerBreaks {
+    BreakPointer {
         slot: usize,
         is_lost: bool,
     },
@@ -91,15 +92,15 @@ pub enum Action {
     CutDatabase,
     /// Copies the platform's database for a later restore.
     SaveDatabase,
-    /// Stops the platform, replaces its database by the copy, and starts it again.
-    DatabaseRestored,
+    /// Stops the platform, replaces its database with the copy, and starts it again.
+    RestoreDatabase,
     Crash {
         process: usize,
     },
     /// Kills the process at its `nth` next call of this kind, before or after the call's effect.
     CrashAt {
         process: usize,
-        moment: Moment,
+        kill_point: KillPoint,
         nth: u8,
     },
     Stop {
@@ -108,17 +109,17 @@ pub enum Action {
     Start {
         process: usize,
     },
-    /// Moves all stored times into the past. With `leases`, every current holder loses its lease.
-    TimePasses {
+    /// Moves all stored times into the past. With `expire_leases`, every current holder loses its lease.
+    PassTime {
         seconds: u32,
-        leases: bool,
+        expire_leases: bool,
     },
     /// Waits until the operations are idle, for a bounded time.
-    Rest,
+    WaitForOperations,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Call {
+pub enum ProviderCall {
     Create,
     Read,
     Delete,
@@ -126,24 +127,24 @@ pub enum Call {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CloudFault {
+pub enum ProviderFault {
     RateLimited,
-    /// 5xx, without effect.
+    /// The call fails with 5xx and has no effect.
     ServerError,
-    /// Takes effect; the response is lost.
+    /// The call takes effect, but the response is lost.
     LostReply,
-    /// The response is lost; takes effect a little later.
+    /// The response is lost, and the call takes effect a little later.
     Late,
-    /// Takes effect; the response is late.
+    /// The call takes effect, but the response is late.
     Slow,
     Refused,
-    /// Accepted; the action fails.
+    /// The call is accepted, but its action fails.
     ActionError,
     /// The list omits every other server.
     Partial,
-    /// A temporary error of the account: no capacity at the location.
+    /// A temporary error: the location has no capacity.
     NoCapacity,
-    /// The server is locked by something else.
+    /// Another action has locked the server.
     Locked,
 }
 
@@ -155,7 +156,7 @@ pub enum StoreFault {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Moment {
+pub enum KillPoint {
     BeforeProvider,
     AfterProvider,
     BeforeStore,
@@ -165,22 +166,22 @@ pub enum Moment {
 #[derive(Debug, Clone)]
 pub struct Step {
     /// The process that receives the request.
-    pub via: usize,
+    pub process_index: usize,
     pub action: Action,
     /// Whether the request is also sent to another process concurrently, with the same key.
-    pub twice: bool,
+    pub is_sent_twice: bool,
     /// One of a few keys, so that keys are reused.
     pub key: Option<u8>,
     /// The maximum wait for the response before the next step.
     pub wait_ms: u64,
 }
 
-/// The plan of a seed.
+/// Returns the plan of a seed.
 pub fn plan(seed: u64) -> Vec<Step> {
     let mut rng = Rng::new(seed);
     let length = 20 + rng.below(21);
     // A run has either faults or many requests; with both, few operations would complete.
-    let troubled = rng.percent(60);
+    let has_faults = rng.percent(60);
     let mut steps: Vec<Step> =
         (0..SLOTS.len()).map(|slot| step(&mut rng, Action::Subscribe { slot })).collect();
     for step in &mut steps {
@@ -188,14 +189,14 @@ pub fn plan(seed: u64) -> Vec<Step> {
     }
     while steps.len() < length {
         if rng.percent(80) {
-            let action = action(&mut rng, troubled);
+            let action = action(&mut rng, has_faults);
             steps.push(step(&mut rng, action));
             continue;
         }
-        for action in machine_life(&mut rng) {
+        for action in machine_lifecycle(&mut rng) {
             steps.push(step(&mut rng, action));
             if rng.percent(25) {
-                let between = self::action(&mut rng, troubled);
+                let between = self::action(&mut rng, has_faults);
                 steps.push(step(&mut rng, between));
             }
         }
@@ -204,7 +205,7 @@ pub fn plan(seed: u64) -> Vec<Step> {
     if rng.percent(10) {
         let saved = SLOTS.len() + rng.below(length / 2);
         let restored = saved + 1 + rng.below(length - saved);
-        for (at, action) in [(saved, Action::SaveDatabase), (restored, Action::DatabaseRestored)] {
+        for (at, action) in [(saved, Action::SaveDatabase), (restored, Action::RestoreDatabase)] {
             let step = step(&mut rng, action);
             steps.insert(at.min(steps.len()), step);
         }
@@ -213,55 +214,55 @@ pub fn plan(seed: u64) -> Vec<Step> {
 }
 
 /// A typical sequence of actions on a slot, so that runs reach machines with data that could be lost.
-fn machine_life(rng: &mut Rng) -> Vec<Action> {
+fn machine_lifecycle(rng: &mut Rng) -> Vec<Action> {
     let slot = rng.below(SLOTS.len());
-    let (newest, before) = (0, 1);
-    let comes_up = [Action::Rest, Action::Register { host: newest, body: 0 }];
-    let backs_up = |host| Action::BackUp { host, stops_after: None };
-    let recovers = rng.percent(40);
+    let (newest, previous) = (0, 1);
+    let boot = [Action::WaitForOperations, Action::Register { host: newest, body: 0 }];
+    let back_up = |host| Action::BackUp { host, stops_after: None };
+    let is_recovery = rng.percent(40);
     let accept_loss = rng.percent(ACCEPT_LOSS_PERCENT);
-    let mut life = if recovers {
+    let mut actions = if is_recovery {
         vec![
-            backs_up(newest),
-            Action::Rest,
+            back_up(newest),
+            Action::WaitForOperations,
             Action::Recover { slot, empty: false, accept_loss },
-            backs_up(newest),
+            back_up(newest),
         ]
     } else if rng.percent(65) {
         vec![Action::Provision { slot, accept_loss }]
     } else {
         vec![Action::Delete { machine: 0, accept_loss }, Action::Provision { slot, accept_loss }]
     };
-    life.extend(comes_up);
-    life.push(Action::Write { host: newest });
+    actions.extend(boot);
+    actions.push(Action::Write { host: newest });
     if rng.percent(20) {
         let resize = Action::Resize { machine: 0, to: rng.pick(&["cpx32", "cpx52"]) };
-        life.extend([resize, Action::Rest, Action::Heartbeat { host: newest }]);
+        actions.extend([resize, Action::WaitForOperations, Action::Heartbeat { host: newest }]);
     }
-    if recovers || rng.percent(15) {
-        life.push(backs_up(before));
+    if is_recovery || rng.percent(15) {
+        actions.push(back_up(previous));
     }
     if rng.percent(50) {
-        life.push(backs_up(newest));
+        actions.push(back_up(newest));
     }
     if rng.percent(15) {
-        life.push(Action::Register { host: newest, body: 1 });
+        actions.push(Action::Register { host: newest, body: 1 });
     }
-    life
+    actions
 }
 
 /// The percentage of requests in which an operator accepts a loss.
 const ACCEPT_LOSS_PERCENT: u64 = 30;
 
 fn step(rng: &mut Rng, action: Action) -> Step {
-    let twice = rng.percent(12);
-    let key = (twice || rng.percent(45)).then(|| rng.below(2) as u8);
+    let is_sent_twice = rng.percent(12);
+    let key = (is_sent_twice || rng.percent(45)).then(|| rng.below(2) as u8);
     let wait_ms = [0, 2, 15, 60, 250][rng.pick_weighted(&[2, 3, 3, 3, 1])];
-    Step { via: rng.below(PROCESSES), action, twice, key, wait_ms }
+    Step { process_index: rng.below(PROCESSES), action, is_sent_twice, key, wait_ms }
 }
 
-fn action(rng: &mut Rng, troubled: bool) -> Action {
-    let trouble = u32::from(troubled);
+fn action(rng: &mut Rng, has_faults: bool) -> Action {
+    let fault_weight = u32::from(has_faults);
     let weights = [
         1,
         7,
@@ -273,14 +274,14 @@ fn action(rng: &mut Rng, troubled: bool) -> Action {
         3,
         2,
         7,
-        1 + trouble,
-        1 + 4 * trouble,
-        3 * trouble,
-        trouble,
-        2 * trouble,
-        3 * trouble,
+        1 + fault_weight,
+        1 + 4 * fault_weight,
+        3 * fault_weight,
+        fault_weight,
+        2 * fault_weight,
+        3 * fault_weight,
         1,
-        3 * trouble,
+        3 * fault_weight,
         2,
         8,
         10,
@@ -288,8 +289,8 @@ fn action(rng: &mut Rng, troubled: bool) -> Action {
         2,
         1,
         2,
-        1 + trouble,
-        trouble,
+        1 + fault_weight,
+        fault_weight,
     ];
     let machine = rng.below(64);
     let slot = rng.below(SLOTS.len());
@@ -307,9 +308,9 @@ fn action(rng: &mut Rng, troubled: bool) -> Action {
         7 => Action::Heartbeat { host },
         8 => Action::BootFailure { host },
         9 => Action::BackUp { host, stops_after: rng.percent(25).then(|| 1 + rng.below(2) as u8) },
-        10 => Action::ServerVanishes { host },
-        11 => provider_fails(rng),
-        12 => Action::StoreFails {
+        10 => Action::LoseServer { host },
+        11 => pick_provider_fault(rng),
+        12 => Action::FailStore {
             write: rng.percent(60),
             fault: rng.pick(&[StoreFault::Unavailable, StoreFault::LostReply, StoreFault::Slow]),
             times: 1 + rng.below(3) as u8,
@@ -317,36 +318,44 @@ fn action(rng: &mut Rng, troubled: bool) -> Action {
         13 => Action::CutDatabase,
         14 => Action::Crash { process },
         15 => {
-            use Moment::{AfterProvider, AfterStore, BeforeProvider, BeforeStore};
-            let moment = rng.pick(&[BeforeProvider, AfterProvider, AfterProvider, BeforeStore, AfterStore]);
-            Action::CrashAt { process, moment, nth: rng.below(3) as u8 }
+            use KillPoint::{AfterProvider, AfterStore, BeforeProvider, BeforeStore};
+            let kill_point =
+                rng.pick(&[BeforeProvider, AfterProvider, AfterProvider, BeforeStore, AfterStore]);
+            Action::CrashAt { process, kill_point, nth: rng.below(3) as u8 }
         }
         16 => Action::Stop { process },
         17 => Action::Start { process },
-        18 => Action::TimePasses { seconds: rng.pick(&[1, 5, 30, 90, 1000]), leases: rng.percent(40) },
-        19 => Action::Rest,
+        18 => Action::PassTime { seconds: rng.pick(&[1, 5, 30, 90, 1000]), expire_leases: rng.percent(40) },
+        19 => Action::WaitForOperations,
         20 => Action::Write { host },
         21 => Action::Undelete { machine },
         22 => Action::Resume { machine },
         23 => Action::Discard { machine, accept_loss: rng.percent(ACCEPT_LOSS_PERCENT) },
         24 => Action::Abandon { operation: rng.below(3) },
         25 => Action::RebuildPointer { slot },
-        _ => Action::PointerBreaks { slot, is_lost: rng.percent(60) },
+        _ => Action::BreakPointer { slot, is_lost: rng.percent(60) },
     }
 }
 
-fn provider_fails(rng: &mut Rng) -> Action {
-    use CloudFault::{
+fn pick_provider_fault(rng: &mut Rng) -> Action {
+    use ProviderFault::{
         ActionError, Late, Locked, LostReply, NoCapacity, Partial, RateLimited, Refused, ServerError, Slow,
     };
-    let call = rng.pick(&[Call::Create, Call::Create, Call::Create, Call::Read, Call::Delete, Call::Action]);
+    let call = rng.pick(&[
+        ProviderCall::Create,
+        ProviderCall::Create,
+        ProviderCall::Create,
+        ProviderCall::Read,
+        ProviderCall::Delete,
+        ProviderCall::Action,
+    ]);
     let fault = match call {
-        Call::Create => {
+        ProviderCall::Create => {
             rng.pick(&[RateLimited, ServerError, LostReply, LostReply, Late, Slow, Refused, NoCapacity])
         }
-        Call::Read => rng.pick(&[RateLimited, ServerError, Slow, Partial, Partial]),
-        Call::Delete => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Locked]),
-        Call::Action => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Refused, ActionError]),
+        ProviderCall::Read => rng.pick(&[RateLimited, ServerError, Slow, Partial, Partial]),
+        ProviderCall::Delete => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Locked]),
+        ProviderCall::Action => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Refused, ActionError]),
     };
     Action::FailProvider { call, fault, times: 1 + rng.below(3) as u8 }
 }

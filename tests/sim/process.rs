@@ -32,15 +32,15 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use super::kill_switch::KillSwitch;
 use super::process_provider::ProcessProvider;
 use super::run_database::RunDatabase;
 use super::store::{Store, StoreConnection};
-use super::switch::Switch;
 
 pub const SECRET: &str = "operator-secret-of-32-characters";
 
 pub struct Process {
-    pub switch: Arc<Switch>,
+    pub switch: Arc<KillSwitch>,
     platform: Arc<Platform>,
     api: Router,
     public: Router,
@@ -94,9 +94,9 @@ pub fn config(database: &str) -> PlatformConfig {
 
 impl Process {
     pub fn start(database: &RunDatabase, provider: Arc<dyn Provider>, store: &Arc<Store>) -> Self {
-        let switch = Arc::new(Switch::default());
+        let switch = Arc::new(KillSwitch::default());
         let config = config(&database.url());
-        let view = StoreConnection { store: Arc::clone(store), switch: Some(Arc::clone(&switch)) };
+        let connection = StoreConnection { store: Arc::clone(store), switch: Some(Arc::clone(&switch)) };
         let stop = CancellationToken::new();
         let freshness = Arc::new(RouteFreshness::new(config.routing.max_staleness));
         let routes = RouterContext {
@@ -111,8 +111,9 @@ impl Process {
         };
         let platform = Arc::new(Platform {
             provider: Arc::new(ProcessProvider { provider, switch: Arc::clone(&switch) }),
-            bucket: Bucket::new(Arc::new(view)),
-            host_store: HostStore::new(&config.store, &config.host_credentials).expect("a store for hosts"),
+            bucket: Bucket::new(Arc::new(connection)),
+            host_store: HostStore::new(&config.store, &config.host_credentials)
+                .expect("the host store's settings are valid"),
             mint: TokenMint::new(&config.keys.current),
             process: svc::platform::key_change::current_process_keys(config.keys.ids(), &config.timing),
             db: database.db.clone(),
@@ -132,7 +133,7 @@ impl Process {
         });
         let process = Self {
             api: api::routes(platform.clone()),
-            public: router::start_router(routes).expect("a router").routes,
+            public: router::start_router(routes).expect("the router's settings are valid").routes,
             tasks: TaskTracker::new(),
             switch,
             platform,
@@ -191,8 +192,8 @@ async fn send(router: Router, request: Request<Body>) -> ApiResponse {
     ApiResponse { status: parts.status.as_u16(), body: serde_json::from_slice(&bytes).unwrap_or_default() }
 }
 
-/// A request of an operator or a host; its id links it to its audit row.
-pub fn request(
+/// Builds a request from an operator or a host; its id links it to its audit row.
+pub fn build_request(
     method: &str,
     path: &str,
     token: &SecretString,
@@ -211,5 +212,5 @@ pub fn request(
         request = request.header("idempotency-key", key);
     }
     let body = body.map_or_else(Body::empty, |body| Body::from(body.to_string()));
-    request.body(body).expect("a request")
+    request.body(body).expect("the request is valid")
 }

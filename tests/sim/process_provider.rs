@@ -1,4 +1,4 @@
-//! The provider connection of one process: each call is a point at which the process may die.
+//! The provider connection of one process, which may be killed before or after each call.
 
 use std::sync::Arc;
 
@@ -9,19 +9,19 @@ use svc::provider::{
     ServerPrices, ServerTypeInfo,
 };
 
-use super::plan::Moment;
-use super::switch::Switch;
+use super::kill_switch::KillSwitch;
+use super::plan::KillPoint;
 
 pub struct ProcessProvider {
     pub provider: Arc<dyn Provider>,
-    pub switch: Arc<Switch>,
+    pub switch: Arc<KillSwitch>,
 }
 
 impl ProcessProvider {
     async fn call<T>(&self, exchange: impl Future<Output = T>) -> T {
-        self.switch.reach(Moment::BeforeProvider).await;
+        self.switch.reach(KillPoint::BeforeProvider).await;
         let response = exchange.await;
-        self.switch.reach(Moment::AfterProvider).await;
+        self.switch.reach(KillPoint::AfterProvider).await;
         response
     }
 }

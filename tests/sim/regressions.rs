@@ -1,20 +1,20 @@
 //! Handwritten plans for problems that a review or a seed once found.
 
 use super::plan::{Action, Step};
-use super::run::{Parts, RunResult, run_plan};
+use super::run::{Backends, RunResult, run_plan};
 use super::run_database::RunDatabase;
 
 /// Long enough for any response: these plans test the order of requests, not their overlap.
 const RESPONSE_TIMEOUT_MS: u64 = 5000;
 
 fn step(action: Action, key: Option<u8>) -> Step {
-    Step { via: 0, action, twice: false, key, wait_ms: RESPONSE_TIMEOUT_MS }
+    Step { process_index: 0, action, is_sent_twice: false, key, wait_ms: RESPONSE_TIMEOUT_MS }
 }
 
-async fn assert_holds(steps: Vec<Step>) {
+async fn assert_no_violations(steps: Vec<Step>) {
     let database = RunDatabase::new(None).await.unwrap();
-    if let RunResult::Broken { found, log, .. } =
-        run_plan(&database, Parts::InProcess, &steps, None).await.unwrap()
+    if let RunResult::Violated { found, log, .. } =
+        run_plan(&database, Backends::InProcess, &steps, None).await.unwrap()
     {
         panic!("{found:?}:\n{}", log.join("\n"));
     }
@@ -24,7 +24,7 @@ fn plan_running_machine(slot: usize) -> Vec<Step> {
     let actions = [
         Action::Subscribe { slot },
         Action::Provision { slot, accept_loss: true },
-        Action::Rest,
+        Action::WaitForOperations,
         Action::Register { host: 0, body: 0 },
     ];
     actions.into_iter().map(|action| step(action, None)).collect()
@@ -37,10 +37,10 @@ async fn second_key_does_not_restart_a_recovery() {
     let recover = || Action::Recover { slot: 0, empty: true, accept_loss: true };
     steps.push(step(recover(), Some(0)));
     steps.push(step(recover(), Some(1)));
-    steps.push(step(Action::Rest, None));
+    steps.push(step(Action::WaitForOperations, None));
     steps.push(step(Action::Register { host: 0, body: 0 }, None));
     steps.push(step(recover(), Some(1)));
-    assert_holds(steps).await;
+    assert_no_violations(steps).await;
 }
 
 /// The response to a deletion does not change when the leftovers are deleted again.
@@ -50,8 +50,8 @@ async fn repeated_deletion_keeps_its_response() {
     let delete = || Action::Delete { machine: 0, accept_loss: true };
     steps.push(step(delete(), Some(0)));
     steps.push(step(delete(), Some(1)));
-    steps.push(step(Action::Rest, None));
+    steps.push(step(Action::WaitForOperations, None));
     steps.push(step(delete(), Some(1)));
     steps.push(step(delete(), Some(0)));
-    assert_holds(steps).await;
+    assert_no_violations(steps).await;
 }

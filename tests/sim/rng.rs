@@ -4,7 +4,7 @@ pub struct Rng(u64);
 
 impl Rng {
     pub fn new(seed: u64) -> Self {
-        // Neighbouring seeds must not give similar plans.
+        // Adjacent seeds must not give similar plans.
         Self(seed.wrapping_mul(0xD134_2543_DE82_EF95).wrapping_add(0x9E37_79B9))
     }
 
@@ -21,6 +21,7 @@ impl Rng {
         (self.next() % limit as u64) as usize
     }
 
+    /// Returns `true` with a probability of `chance` percent.
     pub fn percent(&mut self, chance: u64) -> bool {
         self.next() % 100 < chance
     }

@@ -22,9 +22,10 @@ struct RowsState {
 struct SlotRows {
     acknowledged: BTreeSet<u32>,
     in_snapshots: BTreeSet<u32>,
-    given_up: BTreeSet<u32>,
+    /// Rows that may be lost: an operator accepted their loss, or the provider lost their disk.
+    expendable: BTreeSet<u32>,
     /// Number of open requests that accept a loss.
-    accepting: u32,
+    open_acceptances: u32,
 }
 
 #[derive(Debug)]
@@ -39,11 +40,11 @@ impl Rows {
     }
 
     /// Adds a new machine's disk, with the rows of its snapshot.
-    pub fn load(&self, machine: &str, prefix: &str, rows: BTreeSet<u32>) {
+    pub fn add_disk(&self, machine: &str, prefix: &str, rows: BTreeSet<u32>) {
         self.state().disks.insert(machine.to_owned(), Disk { prefix: prefix.to_owned(), rows });
     }
 
-    /// `None` if no data was restored to the disk.
+    /// The rows on a machine's disk; `None` if no data was restored to it.
     pub fn rows_on_disk(&self, machine: &str) -> Option<BTreeSet<u32>> {
         self.state().disks.get(machine).map(|disk| disk.rows.clone())
     }
@@ -58,13 +59,13 @@ impl Rows {
         let prefix = disk.prefix.clone();
         let slot = state.slots.entry(prefix).or_default();
         slot.acknowledged.insert(row);
-        if slot.accepting > 0 {
-            slot.given_up.insert(row);
+        if slot.open_acceptances > 0 {
+            slot.expendable.insert(row);
         }
         Some(row)
     }
 
-    /// Removes a row whose write was not acknowledged.
+    /// Forgets a row whose write was not acknowledged: it may be lost.
     pub fn remove_unacknowledged(&self, row: u32) {
         for slot in self.state().slots.values_mut() {
             slot.acknowledged.remove(&row);
@@ -79,21 +80,22 @@ impl Rows {
     pub fn record_lost_disk(&self, machine: &str) {
         let mut state = self.state();
         let Some(disk) = state.disks.remove(machine) else { return };
-        state.slots.entry(disk.prefix).or_default().given_up.extend(disk.rows);
+        state.slots.entry(disk.prefix).or_default().expendable.extend(disk.rows);
     }
 
     /// Records that an operator accepts the loss of the slot's unsaved rows, until the end of the request.
     pub fn accept_loss(&self, prefix: String) -> LossAcceptance {
-        let accepting = LossAcceptance { rows: self.clone(), prefix };
-        accepting.count(1);
-        accepting
+        let acceptance = LossAcceptance { rows: self.clone(), prefix };
+        acceptance.adjust_count(1);
+        acceptance
     }
 
     pub fn acknowledged_count(&self) -> usize {
         self.state().slots.values().map(|slot| slot.acknowledged.len()).sum()
     }
 
-    /// Acknowledged rows that are not stored anywhere, given that these machines have servers.
+    /// The acknowledged rows that are neither stored anywhere nor expendable, given that the machines in `live` have
+    /// servers.
     pub fn missing_rows(&self, live: &[String]) -> BTreeSet<u32> {
         let state = self.state();
         let on_servers: BTreeSet<u32> = live
@@ -102,11 +104,11 @@ impl Rows {
             .flat_map(|disk| &disk.rows)
             .copied()
             .collect();
-        let held = |slot: &SlotRows, row: &u32| {
-            slot.in_snapshots.contains(row) || slot.given_up.contains(row) || on_servers.contains(row)
+        let is_accounted_for = |slot: &SlotRows, row: &u32| {
+            slot.in_snapshots.contains(row) || slot.expendable.contains(row) || on_servers.contains(row)
         };
         let missing = |slot: &SlotRows| -> Vec<u32> {
-            slot.acknowledged.iter().filter(|row| !held(slot, row)).copied().collect()
+            slot.acknowledged.iter().filter(|row| !is_accounted_for(slot, row)).copied().collect()
         };
         state.slots.values().flat_map(missing).collect()
     }
@@ -120,16 +122,17 @@ pub struct LossAcceptance {
 }
 
 impl LossAcceptance {
-    fn count(&self, by: i8) {
+    /// Changes the number of open acceptances, and marks all acknowledged rows as expendable.
+    fn adjust_count(&self, change: i8) {
         let mut state = self.rows.state();
         let slot = state.slots.entry(self.prefix.clone()).or_default();
-        slot.given_up.extend(slot.acknowledged.clone());
-        slot.accepting = slot.accepting.saturating_add_signed(i32::from(by));
+        slot.expendable.extend(slot.acknowledged.clone());
+        slot.open_acceptances = slot.open_acceptances.saturating_add_signed(i32::from(change));
     }
 }
 
 impl Drop for LossAcceptance {
     fn drop(&mut self) {
-        self.count(-1);
+        self.adjust_count(-1);
     }
 }

@@ -12,18 +12,18 @@ use object_store::ObjectStore;
 use super::plan::{Step, plan};
 use super::run_database::RunDatabase;
 use super::run_provider::RunProvider;
+use super::simulation::{Counts, Simulation};
 use super::violation::{BrokenRule, Violation};
-use super::world::{Counts, World};
 
 /// The result of a plan.
 pub enum RunResult {
-    Held(Counts),
-    Broken { found: BTreeSet<Violation>, after: usize, log: Vec<String> },
+    Passed(Counts),
+    Violated { found: BTreeSet<Violation>, after: usize, log: Vec<String> },
 }
 
-/// The components outside the platform.
+/// How the provider and the object store are simulated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Parts {
+pub enum Backends {
     /// The provider and the store are in this process.
     InProcess,
     /// The production adapter and store client use the kit's provider and S3 server over HTTP.
@@ -32,40 +32,40 @@ pub enum Parts {
 
 pub async fn run_plan(
     database: &RunDatabase,
-    parts: Parts,
+    backends: Backends,
     steps: &[Step],
-    broken: Option<BrokenRule>,
+    broken_rule: Option<BrokenRule>,
 ) -> Result<RunResult> {
-    let (provider, objects, _s3) = match parts {
-        Parts::InProcess => (RunProvider::in_memory(broken), None, None),
-        Parts::Wire => {
+    let (provider, objects, _s3) = match backends {
+        Backends::InProcess => (RunProvider::in_memory(broken_rule), None, None),
+        Backends::Wire => {
             let (objects, s3) = start_s3()?;
             (RunProvider::wire().await?, Some(objects), Some(s3))
         }
     };
-    let mut world = World::new(database, provider, objects, broken).await?;
+    let mut simulation = Simulation::new(database, provider, objects, broken_rule).await?;
     for (number, step) in steps.iter().enumerate() {
-        world.ledger.log(format!("{number:>2}. p{} {:?}", step.via, step.action));
-        world.perform_step(step).await?;
-        let found = world.check_now().await?;
+        simulation.ledger.log(format!("{number:>2}. p{} {:?}", step.process_index, step.action));
+        simulation.perform_step(step).await?;
+        let found = simulation.check_now().await?;
         if !found.is_empty() {
-            let log = world.ledger.lines();
-            world.finish().await;
-            return Ok(RunResult::Broken { found, after: number + 1, log });
+            let log = simulation.ledger.lines();
+            simulation.finish().await;
+            return Ok(RunResult::Violated { found, after: number + 1, log });
         }
     }
-    world.ledger.log("the faults end");
-    world.settle().await?;
-    let mut found = world.check_now().await?;
+    simulation.ledger.log("the faults end");
+    simulation.settle().await?;
+    let mut found = simulation.check_now().await?;
     if found.is_empty() {
-        found = world.check_settled().await?;
+        found = simulation.check_settled().await?;
     }
-    let log = world.ledger.lines();
-    let counts = world.finish().await;
+    let log = simulation.ledger.lines();
+    let counts = simulation.finish().await;
     Ok(if found.is_empty() {
-        RunResult::Held(counts)
+        RunResult::Passed(counts)
     } else {
-        RunResult::Broken { found, after: steps.len(), log }
+        RunResult::Violated { found, after: steps.len(), log }
     })
 }
 
@@ -77,13 +77,17 @@ fn start_s3() -> Result<StoreWithServer> {
     let pairs = server.env("fleet");
     let pairs = pairs.iter().map(|(name, value)| (name.as_str(), value.as_str()));
     let mut env = svc::config::Env::from_pairs(pairs);
-    let config = svc::store::config::StoreConfig::read(&mut env).expect("complete settings");
+    let config = svc::store::config::StoreConfig::read(&mut env).expect("the store's settings are complete");
     Ok((Arc::clone(config.open()?.raw()), server))
 }
 
 /// Runs seeds, several at a time, and panics with the log of the first violation. `SVC_SIM_SEED` runs only that seed,
 /// and `SVC_SIM_FROM` resumes a long run at that seed.
-pub async fn assert_seeds_hold(seeds: std::ops::Range<u64>, parts: Parts, concurrency: usize) -> Counts {
+pub async fn assert_seeds_find_no_violation(
+    seeds: std::ops::Range<u64>,
+    backends: Backends,
+    concurrency: usize,
+) -> Counts {
     let seeds = match (read_seed("SVC_SIM_SEED"), read_seed("SVC_SIM_FROM")) {
         (Some(seed), _) if seeds.contains(&seed) => seed..seed + 1,
         (None, Some(from)) => seeds.start.max(from)..seeds.end,
@@ -98,18 +102,18 @@ pub async fn assert_seeds_hold(seeds: std::ops::Range<u64>, parts: Parts, concur
     for _ in 0..concurrency.min((seeds.end - seeds.start) as usize) {
         let (next, end) = (Arc::clone(&next), seeds.end);
         workers.spawn(async move {
-            let database = RunDatabase::new(None).await.expect("a database");
+            let database = RunDatabase::new(None).await.expect("the database should be created");
             let mut counts = Counts::default();
             loop {
                 let seed = next.fetch_add(1, Ordering::Relaxed);
                 if seed >= end {
                     return counts;
                 }
-                match run_plan(&database, parts, &plan(seed), None).await.expect("the run starts") {
-                    RunResult::Held(one) => counts.add(one),
-                    RunResult::Broken { found, after, log } => {
+                match run_plan(&database, backends, &plan(seed), None).await.expect("the run should start") {
+                    RunResult::Passed(seed_counts) => counts.add(seed_counts),
+                    RunResult::Violated { found, after, log } => {
                         let report = render_report(seed, &found, after, &log);
-                        let shortest = find_shortest_failure(&database, parts, seed, after).await;
+                        let shortest = find_shortest_failure(&database, backends, seed, after).await;
                         panic!("{report}{shortest}");
                     }
                 }
@@ -119,7 +123,7 @@ pub async fn assert_seeds_hold(seeds: std::ops::Range<u64>, parts: Parts, concur
     let mut counts = Counts::default();
     while let Some(ended) = workers.join_next().await {
         match ended {
-            Ok(one) => counts.add(one),
+            Ok(worker_counts) => counts.add(worker_counts),
             Err(error) => std::panic::resume_unwind(error.into_panic()),
         }
     }
@@ -142,17 +146,22 @@ fn render_report(seed: u64, found: &BTreeSet<Violation>, after: usize, log: &[St
 
 /// Finds the shortest failing prefix of the plan by bisection. A seed does not determine the timing, so an attempt may
 /// pass by chance.
-async fn find_shortest_failure(database: &RunDatabase, parts: Parts, seed: u64, failed: usize) -> String {
+async fn find_shortest_failure(
+    database: &RunDatabase,
+    backends: Backends,
+    seed: u64,
+    failed: usize,
+) -> String {
     let steps = plan(seed);
     let (mut holds, mut fails, mut last) = (0, failed, None);
     while holds + 1 < fails {
         let middle = (holds + fails) / 2;
-        match run_plan(database, parts, &steps[..middle], None).await {
-            Ok(RunResult::Broken { found, after, log }) => {
+        match run_plan(database, backends, &steps[..middle], None).await {
+            Ok(RunResult::Violated { found, after, log }) => {
                 fails = after.min(middle);
                 last = Some(render_report(seed, &found, after, &log));
             }
-            Ok(RunResult::Held(_)) | Err(_) => holds = middle,
+            Ok(RunResult::Passed(_)) | Err(_) => holds = middle,
         }
     }
     match last {
@@ -161,20 +170,21 @@ async fn find_shortest_failure(database: &RunDatabase, parts: Parts, seed: u64, 
     }
 }
 
-/// Runs seeds with a broken rule until one detects `wanted`. Every detected violation must be
-/// `wanted` or follow from it.
+/// Runs seeds with a broken rule until one detects `wanted`. Every detected violation must be `wanted` or one of its
+/// `consequences`.
 pub async fn find_violation(
-    broken: BrokenRule,
+    broken_rule: BrokenRule,
     seeds: impl Iterator<Item = u64>,
     wanted: Violation,
-    follows: &[Violation],
+    consequences: &[Violation],
 ) -> Option<u64> {
-    let database = RunDatabase::new(Some(broken)).await.expect("a database");
+    let database = RunDatabase::new(Some(broken_rule)).await.expect("the database should be created");
     for seed in seeds {
-        let end =
-            run_plan(&database, Parts::InProcess, &plan(seed), Some(broken)).await.expect("the run starts");
-        let RunResult::Broken { found, log, .. } = end else { continue };
-        let other = found.iter().find(|found| **found != wanted && !follows.contains(found));
+        let result = run_plan(&database, Backends::InProcess, &plan(seed), Some(broken_rule))
+            .await
+            .expect("the run should start");
+        let RunResult::Violated { found, log, .. } = result else { continue };
+        let other = found.iter().find(|found| **found != wanted && !consequences.contains(found));
         assert!(other.is_none(), "seed {seed} found {found:?}:\n{}", log.join("\n"));
         if found.contains(&wanted) {
             return Some(seed);

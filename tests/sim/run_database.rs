@@ -27,14 +27,14 @@ pub struct RunDatabase {
 }
 
 impl RunDatabase {
-    pub async fn new(broken: Option<BrokenRule>) -> Result<Self> {
+    pub async fn new(broken_rule: Option<BrokenRule>) -> Result<Self> {
         svc::http::tls::install_provider();
         let database = test_database_from("platform", |url| async move {
             svc::platform::db::migrate::run(&url.parse()?).await
         });
         let database = database.await?;
         let client = database.connect().await?;
-        if let Some(BrokenRule::Sql(sql)) = broken {
+        if let Some(BrokenRule::Sql(sql)) = broken_rule {
             client.batch_execute(sql).await?;
         }
         let config: PlatformConfig = process::config(&database.url());
@@ -69,8 +69,8 @@ impl RunDatabase {
         self.copy.restore(&self.client).await
     }
 
-    pub async fn pass_time(&self, seconds: u32, leases: bool) -> Result<()> {
-        self.times.advance(&self.client, seconds, leases).await
+    pub async fn pass_time(&self, seconds: u32, expire_leases: bool) -> Result<()> {
+        self.times.advance(&self.client, seconds, expire_leases).await
     }
 
     pub async fn cut_connections(&self) -> Result<()> {
@@ -81,11 +81,11 @@ impl RunDatabase {
     }
 }
 
-/// Moves every stored time that affects decisions into the past, so that no test has to wait.
+/// The statements that move every stored time that affects decisions into the past, so that no test has to wait.
 pub struct Times(Vec<String>);
 
 impl Times {
-    /// Covers all times in the tables that control work, except purely historical ones and leases, which
+    /// Finds the columns in the tables that control work, except purely historical times, and leases, which
     /// [`Times::advance`] moves separately.
     pub async fn read(client: &Client) -> Result<Self> {
         let sql = "SELECT table_name::text, column_name::text FROM information_schema.columns \
@@ -108,12 +108,12 @@ impl Times {
         Ok(Self(statements))
     }
 
-    /// With `leases`, every current holder loses its lease.
-    pub async fn advance(&self, client: &Client, seconds: u32, leases: bool) -> Result<()> {
+    /// Lets time pass. With `expire_leases`, every current holder loses its lease.
+    pub async fn advance(&self, client: &Client, seconds: u32, expire_leases: bool) -> Result<()> {
         for sql in &self.0 {
             execute_with_retry(client, &sql.replace("$N", &seconds.to_string())).await?;
         }
-        if leases {
+        if expire_leases {
             let sql = format!(
                 "UPDATE operations SET lease_until = lease_until - interval '{seconds} seconds' \
                  WHERE lease_until IS NOT NULL"

@@ -10,18 +10,18 @@ use svc::http::client::{self, Deadlines};
 use svc::provider::Provider;
 use svc::provider::hetzner::{CallLimits, Hetzner};
 
-use super::cloud::{Cloud, OrderedServer, SharedCloud};
-use super::plan::{Call, CloudFault};
+use super::memory_provider::{InMemoryProvider, OrderedServer, SharedProvider};
+use super::plan::{ProviderCall, ProviderFault};
 use super::violation::BrokenRule;
 
 pub enum RunProvider {
-    InMemory(Arc<Cloud>),
+    InMemory(Arc<InMemoryProvider>),
     Wire { simulator: Box<Simulator>, created: Mutex<Vec<OrderedServer>> },
 }
 
 impl RunProvider {
-    pub fn in_memory(broken: Option<BrokenRule>) -> Self {
-        Self::InMemory(Cloud::new(broken))
+    pub fn in_memory(broken_rule: Option<BrokenRule>) -> Self {
+        Self::InMemory(InMemoryProvider::new(broken_rule))
     }
 
     pub async fn wire() -> Result<Self> {
@@ -32,10 +32,10 @@ impl RunProvider {
 
     pub fn provider(&self) -> Arc<dyn Provider> {
         match self {
-            Self::InMemory(cloud) => Arc::new(SharedCloud(Arc::clone(cloud))),
+            Self::InMemory(provider) => Arc::new(SharedProvider(Arc::clone(provider))),
             Self::Wire { simulator, .. } => {
-                let client = client::build(Deadlines::CALL).expect("a client");
-                let base = simulator.base_url().parse().expect("a URL");
+                let client = client::build(Deadlines::CALL).expect("the client should be created");
+                let base = simulator.base_url().parse().expect("the base URL is valid");
                 let limits = CallLimits {
                     initial_backoff: Duration::from_millis(10),
                     max_backoff: Duration::from_millis(50),
@@ -43,7 +43,7 @@ impl RunProvider {
                     ..CallLimits::default()
                 };
                 let token = simulator.token().to_owned().into();
-                Arc::new(Hetzner::with_limits(client, base, &token, limits).expect("a token"))
+                Arc::new(Hetzner::with_limits(client, base, &token, limits).expect("the token is valid"))
             }
         }
     }
@@ -51,7 +51,7 @@ impl RunProvider {
     /// The machines that have a server now.
     pub fn machines_with_servers(&self) -> Vec<String> {
         match self {
-            Self::InMemory(cloud) => cloud.machines_with_servers(),
+            Self::InMemory(provider) => provider.machines_with_servers(),
             Self::Wire { simulator, .. } => simulator
                 .servers()
                 .into_iter()
@@ -63,7 +63,7 @@ impl RunProvider {
     /// The machines whose servers are powered on.
     pub fn powered_on(&self) -> Vec<String> {
         match self {
-            Self::InMemory(cloud) => cloud.powered_on(),
+            Self::InMemory(provider) => provider.powered_on(),
             Self::Wire { simulator, .. } => {
                 let on = simulator.servers().into_iter().filter(|server| server.status == Power::Running);
                 on.filter_map(|server| server.labels.get("svc-machine").cloned()).collect()
@@ -74,7 +74,7 @@ impl RunProvider {
     /// The created servers, the oldest first; over HTTP, only those that an observation has seen.
     pub fn created_servers(&self) -> Vec<OrderedServer> {
         match self {
-            Self::InMemory(cloud) => cloud.created_servers(),
+            Self::InMemory(provider) => provider.created_servers(),
             Self::Wire { simulator, created } => {
                 let mut created = created.lock().unwrap_or_else(PoisonError::into_inner);
                 for server in simulator.servers() {
@@ -89,7 +89,7 @@ impl RunProvider {
 
     pub fn had_duplicate(&self) -> bool {
         match self {
-            Self::InMemory(cloud) => cloud.had_duplicate(),
+            Self::InMemory(provider) => provider.had_duplicate(),
             Self::Wire { simulator, .. } => {
                 // A second server with the same name can only exist after the end of the first.
                 let mut open = BTreeSet::new();
@@ -98,49 +98,49 @@ impl RunProvider {
         }
     }
 
-    pub async fn vanish(&self, name: &str) {
+    pub async fn lose_server(&self, name: &str) {
         match self {
-            Self::InMemory(cloud) => cloud.vanish(name),
+            Self::InMemory(provider) => provider.lose_server(name),
             // The server may already have disappeared.
             Self::Wire { simulator, .. } => drop(simulator.vanish_server(name).await),
         }
     }
 
-    pub fn add_fault(&self, call: Call, fault: CloudFault, times: u8) {
+    pub fn add_fault(&self, call: ProviderCall, fault: ProviderFault, times: u8) {
         match self {
-            Self::InMemory(cloud) => cloud.add_fault(call, fault, times),
-            Self::Wire { simulator, .. } => simulator.add_fault(rule(call, fault, times)),
+            Self::InMemory(provider) => provider.add_fault(call, fault, times),
+            Self::Wire { simulator, .. } => simulator.add_fault(fault_rule(call, fault, times)),
         }
     }
 
     pub fn heal(&self) {
         match self {
-            Self::InMemory(cloud) => cloud.heal(),
+            Self::InMemory(provider) => provider.heal(),
             Self::Wire { simulator, .. } => simulator.clear_faults(),
         }
     }
 }
 
-fn rule(call: Call, fault: CloudFault, times: u8) -> FaultRule {
+fn fault_rule(call: ProviderCall, fault: ProviderFault, times: u8) -> FaultRule {
     let (method, path) = match call {
-        Call::Create => ("POST", "/v1/servers"),
-        Call::Read => ("GET", "/v1/"),
-        Call::Delete => ("DELETE", "/v1/servers"),
-        Call::Action => ("POST", "/actions/"),
+        ProviderCall::Create => ("POST", "/v1/servers"),
+        ProviderCall::Read => ("GET", "/v1/"),
+        ProviderCall::Delete => ("DELETE", "/v1/servers"),
+        ProviderCall::Action => ("POST", "/actions/"),
     };
     let status = |status, code: &str| Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
     let fault = match fault {
-        CloudFault::RateLimited => status(429, "rate_limit_exceeded"),
-        CloudFault::ServerError => status(503, "unavailable"),
-        CloudFault::LostReply => Fault::LostReplyAfterCommit,
-        CloudFault::Late => Fault::LostRequest,
-        CloudFault::Slow => Fault::SlowReply { ms: 200 },
-        CloudFault::Refused => status(422, "unsupported_error"),
-        CloudFault::ActionError => Fault::ActionError,
+        ProviderFault::RateLimited => status(429, "rate_limit_exceeded"),
+        ProviderFault::ServerError => status(503, "unavailable"),
+        ProviderFault::LostReply => Fault::LostReplyAfterCommit,
+        ProviderFault::Late => Fault::LostRequest,
+        ProviderFault::Slow => Fault::SlowReply { ms: 200 },
+        ProviderFault::Refused => status(422, "unsupported_error"),
+        ProviderFault::ActionError => Fault::ActionError,
         // The kit's provider always lists every server, so over HTTP a lost request replaces this fault.
-        CloudFault::Partial => Fault::LostRequest,
-        CloudFault::NoCapacity => status(412, "resource_unavailable"),
-        CloudFault::Locked => status(423, "locked"),
+        ProviderFault::Partial => Fault::LostRequest,
+        ProviderFault::NoCapacity => status(412, "resource_unavailable"),
+        ProviderFault::Locked => status(423, "locked"),
     };
     FaultRule::times(u32::from(times), method, path, fault)
 }

@@ -46,7 +46,7 @@ pub struct DatabaseState {
     pub operations: Vec<OperationRow>,
 }
 
-/// A single statement, so that it reads the state at one instant; the oldest machine comes first.
+/// One statement, so that all rows are read at one instant. Machines are ordered oldest first.
 const STATE_QUERY: &str = "SELECT \
     (SELECT coalesce(json_agg(m ORDER BY machine_id), '[]') FROM (SELECT machine_id, idp_user_id, slot, \
         status, failure_cause, epoch, registered_at, proven_at, retired_at, deleted_at, \
@@ -68,7 +68,7 @@ impl DatabaseState {
     }
 
     /// Whether the server of a machine that left its slot must be kept: it has unsaved data, or no successor yet.
-    pub fn is_kept(&self, machine: &MachineRow) -> bool {
+    pub fn must_keep_server(&self, machine: &MachineRow) -> bool {
         if machine.is_active() || machine.discard_ordered_at.is_some() {
             return false;
         }
@@ -87,8 +87,8 @@ impl DatabaseState {
         machine.unsaved_since.is_some() || (machine.deleted_at.is_none() && !is_replaced)
     }
 
-    pub fn is_in_progress(&self, machine: &str) -> bool {
-        self.operations.iter().any(|it| it.machine_id == machine && it.state == "running")
+    pub fn has_running_operation(&self, machine_id: &str) -> bool {
+        self.operations.iter().any(|it| it.machine_id == machine_id && it.state == "running")
     }
 }
 

@@ -1,6 +1,6 @@
-//! The object store of a run. Every writer goes through it, so it observes all changes of pointers and snapshots.
+//! The object store of a run. Every writer goes through it, so it observes all changes to pointers and snapshots.
 //!
-//! Behind it is the in-memory store of `object_store`, which enforces conditions exactly, or the kit's S3 server.
+//! Behind it is the in-memory store of `object_store`, which enforces conditions atomically, or the kit's S3 server.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -20,8 +20,8 @@ use sha2::{Digest, Sha256};
 use svc::store::pointer::{Pointer, SnapshotRef};
 use svc::store::snapshot::SideRecord;
 
-use super::plan::{Moment, StoreFault};
-use super::switch::Switch;
+use super::kill_switch::KillSwitch;
+use super::plan::{KillPoint, StoreFault};
 use super::violation::{BrokenRule, Violation};
 
 const SLOW_DELAY: Duration = Duration::from_millis(60);
@@ -37,10 +37,10 @@ enum Writer {
 #[derive(Debug)]
 pub struct Store {
     inner: Arc<dyn ObjectStore>,
-    broken: Option<BrokenRule>,
+    broken_rule: Option<BrokenRule>,
     faults: Mutex<Vec<(bool, StoreFault, u8)>>,
     violations: Mutex<BTreeSet<Violation>>,
-    /// The last value of each pointer. Writes of a pointer are serialised, so this is their order.
+    /// The last value of each pointer. Writes of a pointer are serialized, so this is their order.
     pointers: tokio::sync::Mutex<BTreeMap<String, Pointer>>,
     /// The claims of a pointer, by pointer and `seq`: another writer may advance `latest` to them.
     claims: Mutex<BTreeMap<(String, u64), Writer>>,
@@ -50,10 +50,10 @@ pub struct Store {
 }
 
 impl Store {
-    pub fn new(inner: Arc<dyn ObjectStore>, broken: Option<BrokenRule>) -> Arc<Self> {
+    pub fn new(inner: Arc<dyn ObjectStore>, broken_rule: Option<BrokenRule>) -> Arc<Self> {
         Arc::new(Self {
             inner,
-            broken,
+            broken_rule,
             faults: Mutex::default(),
             violations: Mutex::default(),
             pointers: tokio::sync::Mutex::default(),
@@ -98,10 +98,10 @@ impl Store {
         } else {
             self.inner.put(&at, "{not json".into()).await.map(drop)
         };
-        result.expect("the underlying store works");
+        result.expect("the underlying store should work");
     }
 
-    /// Slots whose broken pointers were not rewritten yet.
+    /// The prefixes of the slots whose broken pointers have not been rewritten yet.
     pub fn broken_pointers(&self) -> Vec<String> {
         lock(&self.pointers_broken)
             .iter()
@@ -117,7 +117,8 @@ impl Store {
         pointers.iter().map(|(key, pointer)| (slot(key), pointer.fence_epoch.0)).collect()
     }
 
-    fn fault_of(&self, write: bool) -> Option<StoreFault> {
+    /// Returns the next fault for a write or a read, and counts it as used.
+    fn take_fault(&self, write: bool) -> Option<StoreFault> {
         let mut faults = lock(&self.faults);
         let at = faults.iter().position(|(known, _, _)| *known == write)?;
         let fault = faults[at].1;
@@ -141,13 +142,13 @@ impl Store {
         let mut pointers = self.pointers.lock().await;
         let next: Option<Pointer> = serde_json::from_slice(&Bytes::from(payload.clone())).ok();
         let before = pointers.get(&pointer).cloned();
-        if self.broken == Some(BrokenRule::StoreIgnoresConditions) {
+        if self.broken_rule == Some(BrokenRule::StoreIgnoresConditions) {
             options.mode = PutMode::Overwrite;
         }
         let is_fence = next.as_ref().is_some_and(|next| {
             before.as_ref().map_or(0, |before| before.fence_epoch.0) < next.fence_epoch.0
         });
-        if is_fence && self.broken == Some(BrokenRule::StoreLosesFences) {
+        if is_fence && self.broken_rule == Some(BrokenRule::StoreLosesFences) {
             return Ok(PutResult { e_tag: None, version: None, extensions: Default::default() });
         }
         let put = self.inner.put_opts(at, payload, options).await?;
@@ -159,7 +160,7 @@ impl Store {
         } else {
             let writer = lock(&self.claims).get(&claim).copied().unwrap_or(writer);
             self.check_pointer(at, before.as_ref(), &next, writer).await;
-            if self.broken == Some(BrokenRule::StoreRemovesSnapshots) {
+            if self.broken_rule == Some(BrokenRule::StoreRemovesSnapshots) {
                 self.prune(at, &next).await;
             }
             pointers.insert(at.to_string(), next);
@@ -173,8 +174,8 @@ impl Store {
         let mut found = BTreeSet::new();
         if let Some(before) = before {
             let epoch = |pointer: &Pointer| pointer.snapshot.as_ref().map_or(0, |named| named.epoch.0);
-            let older = next.seq <= before.seq || next.fence_epoch < before.fence_epoch;
-            let is_others = |named: &SnapshotRef| {
+            let is_older = next.seq <= before.seq || next.fence_epoch < before.fence_epoch;
+            let is_of_other_machine = |named: &SnapshotRef| {
                 named.epoch == before.fence_epoch
                     && before.fence_holder().is_some_and(|it| it != named.machine_id)
             };
@@ -186,16 +187,16 @@ impl Store {
                 }
             } else if writer == Writer::Host
                 && is_new
-                && (next.snapshot.as_ref().is_some_and(is_others)
-                    || (epoch(next) < before.fence_epoch.0 && !older))
+                && (next.snapshot.as_ref().is_some_and(is_of_other_machine)
+                    || (epoch(next) < before.fence_epoch.0 && !is_older))
             {
                 found.insert(Violation::PointerMovedByFencedHost);
-            } else if older || epoch(next) < epoch(before) {
+            } else if is_older || epoch(next) < epoch(before) {
                 found.insert(Violation::PointerSetBack);
             }
         }
         if !self.names_complete_snapshot(at, next).await {
-            found.insert(Violation::PointerNamesUnverified);
+            found.insert(Violation::PointerToUnverifiedSnapshot);
         }
         lock(&self.violations).extend(found);
     }
@@ -211,6 +212,7 @@ impl Store {
         digest == named.sha256 && side.sha256 == named.sha256 && dump.len() as u64 == named.size_bytes
     }
 
+    /// Removes all snapshots of the slot except the pointer's.
     async fn prune(&self, at: &Path, pointer: &Pointer) {
         let Some(named) = &pointer.snapshot else { return };
         let slot = at.as_ref().strip_suffix("/latest").unwrap_or_default();
@@ -232,8 +234,8 @@ fn pointer_of(at: &Path) -> Option<String> {
     Some(format!("{slot}system/db/latest"))
 }
 
-fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
-    of.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The connection of one process or host to the store.
@@ -241,28 +243,28 @@ fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
 pub struct StoreConnection {
     pub store: Arc<Store>,
     /// The kill switch of a process; hosts have none.
-    pub switch: Option<Arc<Switch>>,
+    pub switch: Option<Arc<KillSwitch>>,
 }
 
 impl StoreConnection {
-    async fn reach(&self, moment: Moment) {
+    async fn reach(&self, kill_point: KillPoint) {
         if let Some(switch) = &self.switch {
-            switch.reach(moment).await;
+            switch.reach(kill_point).await;
         }
     }
 
-    async fn write<T>(&self, done: impl Future<Output = Result<T>>) -> Result<T> {
-        self.reach(Moment::BeforeStore).await;
-        let fault = self.store.fault_of(true);
+    async fn write<T>(&self, operation: impl Future<Output = Result<T>>) -> Result<T> {
+        self.reach(KillPoint::BeforeStore).await;
+        let fault = self.store.take_fault(true);
         if fault == Some(StoreFault::Unavailable) {
             return Err(planned_error());
         }
-        let done = done.await;
+        let result = operation.await;
         if fault == Some(StoreFault::Slow) {
             tokio::time::sleep(SLOW_DELAY).await;
         }
-        self.reach(Moment::AfterStore).await;
-        if fault == Some(StoreFault::LostReply) { Err(planned_error()) } else { done }
+        self.reach(KillPoint::AfterStore).await;
+        if fault == Some(StoreFault::LostReply) { Err(planned_error()) } else { result }
     }
 }
 
@@ -292,14 +294,16 @@ impl ObjectStore for StoreConnection {
     }
 
     async fn get_opts(&self, at: &Path, options: GetOptions) -> Result<GetResult> {
-        match self.store.fault_of(false) {
+        match self.store.take_fault(false) {
             Some(StoreFault::Unavailable | StoreFault::LostReply) => return Err(planned_error()),
             Some(StoreFault::Slow) => tokio::time::sleep(SLOW_DELAY).await,
             None => {}
         }
         let got = self.store.inner.get_opts(at, options).await;
         // Without conditions, a slow read makes lost updates likely.
-        if self.store.broken == Some(BrokenRule::StoreIgnoresConditions) && at.as_ref().ends_with(POINTER) {
+        if self.store.broken_rule == Some(BrokenRule::StoreIgnoresConditions)
+            && at.as_ref().ends_with(POINTER)
+        {
             tokio::time::sleep(SLOW_DELAY).await;
         }
         got

@@ -1,6 +1,6 @@
 //! The violations of invariants, and the rules that tests break deliberately to check that violations are detected.
 
-/// One for each invariant.
+/// A violated invariant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Violation {
     DuplicateServer,
@@ -17,16 +17,16 @@ pub enum Violation {
     /// `seq`, the fence or the epoch of the named snapshot decreased.
     PointerSetBack,
     PointerMovedByFencedHost,
-    PointerNamesUnverified,
+    PointerToUnverifiedSnapshot,
     SnapshotRemoved,
-    /// A machine waits for an operation, but no operation is open.
+    /// A machine's state requires an operation, but none is running.
     MissingOperation,
     UnfinishedOperation,
     /// An operation from a response does not exist.
     AcceptedOperationLost,
     OrphanedServer,
     /// After settling, a running machine has no server.
-    RunsWithoutServer,
+    RunningWithoutServer,
     AuditIncomplete,
     /// The same key and body got a different response.
     ReplayDiffers,
@@ -38,7 +38,8 @@ pub enum Violation {
     InternalError,
 }
 
-/// A rule that is broken from outside: by the provider, the store, a host, or directly in the database.
+/// A rule that a test breaks from outside the platform: in the provider, the store, a host, or directly in the
+/// database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BrokenRule {
     /// The provider accepts a name twice, and finds no server by name.

@@ -36,7 +36,7 @@ pub fn require_json(headers: &HeaderMap) -> Result<(), Problem> {
 /// The body is larger than `max_bytes`, slow or incomplete.
 pub async fn read(mut body: Body, max_bytes: usize) -> Result<Bytes, Problem> {
     let error = match LIMITS.read(&mut body, max_bytes).await {
-        Ok(whole) => return Ok(whole),
+        Ok(bytes) => return Ok(bytes),
         Err(error) => error,
     };
     LIMITS.drain(body).await;

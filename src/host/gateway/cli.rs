@@ -1,4 +1,5 @@
-//! Prints usage and records in a terminal. Reads the files directly, so that the gateway does not have to be running.
+//! Prints usage and records in a terminal. It reads the files directly, so that the gateway does not have to be
+//! running.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -21,7 +22,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 #[derive(clap::Args)]
 pub struct UsageArgs {
-    /// Group totals by this
+    /// How to group the totals
     #[arg(long, value_enum, default_value_t = GroupBy::Day)]
     by: GroupBy,
     /// Only this user or channel

@@ -1,6 +1,6 @@
 //! The gateway's configuration: its address, the machine's owner, and the accepted credentials.
 //!
-//! On anything but a developer's machine, a configuration that switches authentication off is rejected.
+//! On anything but a developer's machine, a configuration that disables authentication is rejected.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -26,7 +26,7 @@ const MIN_ADMIN_TOKEN_CHARS: usize = 32;
 pub struct Config {
     pub layout: Layout,
     pub listen: SocketAddr,
-    pub owner: OwnerConfig,
+    pub owner: ConfiguredOwner,
     pub admin_token: Option<SecretString>,
     /// The issuer of the owner's bearer tokens, if configured.
     pub issuer: Option<TrustedIssuer>,
@@ -43,7 +43,7 @@ pub struct Config {
 
 /// The provisioned owner of the machine, or the fixed owner of a developer's machine, without authentication.
 #[derive(Debug, Clone)]
-pub enum OwnerConfig {
+pub enum ConfiguredOwner {
     Provisioned { identity: Identity, proof_keys: ProofKeys },
     Development,
 }
@@ -107,16 +107,16 @@ impl Config {
     /// The machine's id; `None` on a developer's machine.
     pub fn machine(&self) -> Option<MachineId> {
         match &self.owner {
-            OwnerConfig::Provisioned { identity, .. } => Some(identity.machine),
-            OwnerConfig::Development => None,
+            ConfiguredOwner::Provisioned { identity, .. } => Some(identity.machine),
+            ConfiguredOwner::Development => None,
         }
     }
 
     /// The machine's epoch; [`Epoch::NONE`] on a developer's machine.
     pub fn epoch(&self) -> Epoch {
         match &self.owner {
-            OwnerConfig::Provisioned { identity, .. } => identity.epoch,
-            OwnerConfig::Development => Epoch::NONE,
+            ConfiguredOwner::Provisioned { identity, .. } => identity.epoch,
+            ConfiguredOwner::Development => Epoch::NONE,
         }
     }
 }
@@ -166,7 +166,7 @@ fn read_issuer(env: &mut Env) -> Option<TrustedIssuer> {
 const IDENTITY_VARIABLES: [&Variable; 4] =
     [&vars::SVC_USER_ID, &vars::SVC_MACHINE_ID, &vars::SVC_HANDLE, &vars::SVC_EPOCH];
 
-fn read_owner(env: &mut Env, listen: SocketAddr) -> Option<OwnerConfig> {
+fn read_owner(env: &mut Env, listen: SocketAddr) -> Option<ConfiguredOwner> {
     let auth = env.flag(&vars::GATEWAY_AUTH);
     let production = env.flag(&vars::SVC_PRODUCTION);
     let environment_name = env.or_default::<String>(&vars::SVC_ENVIRONMENT);
@@ -176,7 +176,7 @@ fn read_owner(env: &mut Env, listen: SocketAddr) -> Option<OwnerConfig> {
     if auth.is_on() {
         let identity = Identity::read(env);
         let proof_keys = read_initial_proof_keys(env);
-        return Some(OwnerConfig::Provisioned { identity: identity?, proof_keys: proof_keys? });
+        return Some(ConfiguredOwner::Provisioned { identity: identity?, proof_keys: proof_keys? });
     }
     let mut reject = |reason: &str| env.add_mistake(&vars::GATEWAY_AUTH, format!("cannot be off: {reason}"));
     if production.is_on() {
@@ -194,7 +194,7 @@ fn read_owner(env: &mut Env, listen: SocketAddr) -> Option<OwnerConfig> {
             format!("cannot be off: an identity is configured ({})", set.name),
         );
     }
-    Some(OwnerConfig::Development)
+    Some(ConfiguredOwner::Development)
 }
 
 #[cfg(test)]
@@ -231,7 +231,7 @@ mod tests {
     #[test]
     fn read_accepts_provisioned_machine() {
         let config = read(&PROVISIONED).unwrap();
-        let OwnerConfig::Provisioned { identity, .. } = config.owner else { panic!("not provisioned") };
+        let ConfiguredOwner::Provisioned { identity, .. } = config.owner else { panic!("not provisioned") };
         assert_eq!(identity.user.as_str(), "user_1");
         assert_eq!(config.listen.port(), 443);
     }
@@ -247,7 +247,7 @@ mod tests {
 
     #[test]
     fn development_owner_requires_all_conditions() {
-        assert!(matches!(read(&DEV).unwrap().owner, OwnerConfig::Development));
+        assert!(matches!(read(&DEV).unwrap().owner, ConfiguredOwner::Development));
         assert!(read(&DEV[..1]).is_err(), "GATEWAY_AUTH=off is not enough");
         for change in [
             ("SVC_PRODUCTION", "true"),

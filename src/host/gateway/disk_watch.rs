@@ -11,7 +11,7 @@ use crate::system::layout::Layout;
 
 const CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Checks the disk until `stop`.
+/// Checks the disk until `stop` is cancelled.
 pub async fn watch_disk(layout: Layout, kernel: Arc<Kernel>, stop: CancellationToken) {
     let mut fill = DiskFill::Sufficient;
     loop {
@@ -29,12 +29,12 @@ pub async fn watch_disk(layout: Layout, kernel: Arc<Kernel>, stop: CancellationT
     }
 }
 
-fn describe_change(before: DiskFill, now: DiskFill, total: u64, free: u64) -> Option<String> {
-    if before == now {
+fn describe_change(before: DiskFill, current: DiskFill, total: u64, free: u64) -> Option<String> {
+    if before == current {
         return None;
     }
     let space = format!("{:.1} of {:.1} GiB are free", to_gib(free), to_gib(total));
-    Some(match now {
+    Some(match current {
         DiskFill::Sufficient => format!("the disk has room again: {space}"),
         DiskFill::Low if before == DiskFill::Full => format!("the disk is no longer almost full: {space}"),
         DiskFill::Low => format!("the disk is getting full: {space}"),

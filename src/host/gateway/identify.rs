@@ -8,7 +8,7 @@ use axum::response::Response;
 use jiff::Timestamp;
 
 use super::apps::Registry;
-use super::auth::{Denied, Identified, Ingress, Principal, PrincipalResolver};
+use super::auth::{AuthFailure, Authentication, Ingress, Principal, PrincipalResolver};
 use super::proxy::{self, Upstreams};
 use svc_http::proof::Route;
 
@@ -24,22 +24,25 @@ pub async fn identify(
 ) -> Response {
     let (head, body) = request.into_parts();
     let outcome = resolver.resolve(&head, ingress, Timestamp::now()).await;
-    let outcome = outcome.and_then(|identified| require_installed_app(&apps, identified));
+    let outcome = outcome.and_then(|authentication| require_installed_app(&apps, authentication));
     let mut request = Request::from_parts(head, body);
-    if let Ok(Identified { route: Some(Route::Code), .. }) = outcome {
+    if let Ok(Authentication { route: Some(Route::Code), .. }) = outcome {
         return proxy::proxy_to_code(&upstreams, request).await;
     }
     request.extensions_mut().insert(outcome);
     next.run(request).await
 }
 
-/// An app's token can outlive the app by up to an hour; its permissions must not.
-fn require_installed_app(apps: &Registry, identified: Identified) -> Result<Identified, Denied> {
-    let Principal::App { slug } = &identified.principal else { return Ok(identified) };
+/// Rejects the token of a removed app: the token stays valid for up to an hour, but its permissions must not.
+fn require_installed_app(
+    apps: &Registry,
+    authentication: Authentication,
+) -> Result<Authentication, AuthFailure> {
+    let Principal::App { slug } = &authentication.principal else { return Ok(authentication) };
     let snapshot = apps.snapshot();
     match () {
-        () if snapshot.is_installed(slug) => Ok(identified),
-        () if snapshot.is_scanned => Err(Denied::AppNotInstalled),
-        () => Err(Denied::AppsNotLoaded),
+        () if snapshot.is_installed(slug) => Ok(authentication),
+        () if snapshot.is_scanned => Err(AuthFailure::AppNotInstalled),
+        () => Err(AuthFailure::AppsNotLoaded),
     }
 }

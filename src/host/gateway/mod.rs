@@ -16,12 +16,12 @@ mod disk_watch;
 mod endpoint;
 mod events;
 mod identify;
-mod lifetime;
 mod name;
 mod proxy;
 mod router;
 pub mod routes;
 mod state;
+mod superseded_watch;
 mod writers;
 
 use std::ffi::OsString;
@@ -69,7 +69,7 @@ enum Command {
     /// Show the cost of dispatches, aggregated
     #[command(after_help = "Example: svc-gateway usage --by model --since 2026-11-01")]
     Usage(cli::UsageArgs),
-    /// Print a request for a certificate of this machine's name and key, for an authority that an operator uses
+    /// Print a certificate signing request for this machine's name and key, to submit to a certificate authority
     #[command(after_help = "Example: svc-gateway certificate-request > request.pem")]
     CertificateRequest,
     /// Show the last lines of a record, and optionally follow it
@@ -116,7 +116,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let identity =
         certificate::load_or_create(&layout).context("load the machine's TLS key").or_exit(Exit::Internal)?;
     // The machine's key is constant for its lifetime, and no other machine has it.
-    let change_ids = bridge::IdSecret::derive(identity.key_pem.as_bytes());
+    let change_ids = bridge::EventIdSecret::derive(identity.key_pem.as_bytes());
     let keeper = KeeperConfig {
         layout: layout.clone(),
         machine: config.machine(),
@@ -158,7 +158,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     tokio::spawn(dispatcher.clone().maintain(stop.clone()));
     tokio::spawn(disk_watch::watch_disk(layout.clone(), kernel.clone(), stop.clone()));
     tokio::spawn(writers.clone().watch(stop.clone()));
-    tokio::spawn(lifetime::watch_superseded(layout.superseded(), stop.clone()));
+    tokio::spawn(superseded_watch::watch_superseded(layout.superseded(), stop.clone()));
     tokio::spawn(keeper.run(stop.clone()));
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
     let gateway = Gateway(services.clone());

@@ -1,4 +1,4 @@
-//! Names of apps, tables and columns: validated once, safe in a path, and quoted wherever they enter SQL.
+//! Names of apps, tables and columns: validated once, safe in a path, and quoted wherever they are inserted into SQL.
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,8 +13,8 @@ impl Slug {
     }
 
     /// The name of the schema that holds the app's tables, and of the role that may use it.
-    pub fn schema(&self) -> Name {
-        Name(format!("app_{}", self.0.replace('-', "_")))
+    pub fn schema(&self) -> SqlIdentifier {
+        SqlIdentifier(format!("app_{}", self.0.replace('-', "_")))
     }
 }
 
@@ -28,7 +28,7 @@ impl FromStr for Slug {
         if is_valid {
             Ok(Self(text.to_owned()))
         } else {
-            Err(InvalidName("must be 1 to 41 characters of a-z 0-9 -, starting with a letter"))
+            Err(InvalidName("must be 1 to 41 characters from `a-z`, `0-9` and `-`, starting with a letter"))
         }
     }
 }
@@ -39,26 +39,26 @@ impl fmt::Display for Slug {
     }
 }
 
-/// A table's, column's or schema's name: letters, digits and `_`, not starting with a digit; at most
-/// PostgreSQL's 63 bytes.
+/// The name of a table, column or schema: letters, digits and `_`, not starting with a digit, and at most PostgreSQL's
+/// 63 bytes.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Name(String);
+pub struct SqlIdentifier(String);
 
 /// PostgreSQL's system columns, and the keywords of filters.
 const RESERVED: [&str; 9] = ["tableoid", "ctid", "xmin", "xmax", "cmin", "cmax", "and", "or", "not"];
 
-impl Name {
+impl SqlIdentifier {
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// The name as an SQL identifier. The alphabet has no quote, so nothing needs escaping.
+    /// The identifier in double quotes. A name cannot contain a quote, so nothing needs escaping.
     pub fn quoted(&self) -> Quoted<'_> {
         Quoted(&self.0)
     }
 }
 
-impl FromStr for Name {
+impl FromStr for SqlIdentifier {
     type Err = InvalidName;
 
     fn from_str(text: &str) -> Result<Self, InvalidName> {
@@ -66,7 +66,7 @@ impl FromStr for Name {
         let rest = |c: char| c.is_ascii_alphanumeric() || c == '_';
         if text.len() > 63 || !text.starts_with(first) || !text.chars().all(rest) {
             return Err(InvalidName(
-                "must be 1 to 63 characters of A-Z a-z 0-9 _, starting with a letter or _",
+                "must be 1 to 63 characters from `A-Z`, `a-z`, `0-9` and `_`, starting with a letter or `_`",
             ));
         }
         if RESERVED.contains(&text) {
@@ -76,13 +76,13 @@ impl FromStr for Name {
     }
 }
 
-impl fmt::Display for Name {
+impl fmt::Display for SqlIdentifier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-/// A name in double quotes.
+/// An identifier in double quotes.
 #[derive(Debug, Clone, Copy)]
 pub struct Quoted<'a>(&'a str);
 
@@ -104,11 +104,11 @@ mod tests {
     #[test]
     fn parse_rejects_names_unsafe_in_sql_or_paths() {
         for bad in ["", "a\"b", "a b", "a;b", "é", "a\0", "../a", "1a", "a.b", "ctid", "and"] {
-            assert!(bad.parse::<Name>().is_err(), "{bad:?}");
+            assert!(bad.parse::<SqlIdentifier>().is_err(), "{bad:?}");
             assert!(bad == "ctid" || bad == "and" || bad.parse::<Slug>().is_err(), "{bad:?}");
         }
         assert!("a_b".parse::<Slug>().is_err(), "it would share its schema with a-b");
-        assert!("dueAt".parse::<Name>().is_ok());
+        assert!("dueAt".parse::<SqlIdentifier>().is_ok());
         assert_eq!("my-notes".parse::<Slug>().unwrap().schema().quoted().to_string(), "\"app_my_notes\"");
     }
 }

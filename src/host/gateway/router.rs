@@ -12,7 +12,7 @@ use axum::{Extension, Json, Router};
 use http::Method;
 use serde_json::{Value, json};
 
-use super::auth::{AGENT, CALLERS, Denied, Identified, Ingress, OWNERS, admit};
+use super::auth::{AGENT, AuthFailure, Authentication, CALLERS, Ingress, OWNERS, admit};
 use super::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use super::identify::identify;
 use super::routes::{
@@ -35,8 +35,8 @@ const fn route(endpoint: &'static Endpoint, serve: fn() -> MethodRouter<Gateway>
     Route { endpoint, serve }
 }
 
-/// All routes of the gateway, in the order of the OpenAPI document. All paths outside `/api` and `/_svc/internal` that
-/// match none of them go to the shell.
+/// All routes of the gateway, in the order of the OpenAPI document. A path that matches none of them, and is not below
+/// `/api` or `/_svc/internal`, is proxied to the shell.
 static ROUTES: [Route; 40] = [
     route(&bridge::QUERY, || post(bridge::query)),
     route(&bridge::SCHEMAS, || get(bridge::list_schemas)),
@@ -44,7 +44,7 @@ static ROUTES: [Route; 40] = [
     route(&DESCRIPTION, || get(describe)),
     route(&apps::LIST, || get(apps::list_apps)),
     route(&apps::ICON, || get(apps::serve_icon)),
-    route(&apps::FRONT, || get(apps::serve_page)),
+    route(&apps::FRONT_PAGE, || get(apps::serve_page)),
     route(&apps::FOLDER, || get(apps::serve_page)),
     route(&apps::PAGE, || get(apps::serve_page)),
     route(&records::BACKUPS, || get(records::list_backups)),
@@ -127,7 +127,7 @@ async fn describe() -> Json<Value> {
     Json(description())
 }
 
-/// The routes of one listener.
+/// Builds the router of one listener.
 pub fn router(gateway: &Gateway, ingress: Ingress) -> Router {
     let admit_owners = from_fn(|request, next| admit(OWNERS, request, next));
     let shell = Router::new().fallback(proxy::proxy_to_shell).layer(admit_owners);
@@ -155,7 +155,7 @@ pub fn router(gateway: &Gateway, ingress: Ingress) -> Router {
         .with_state(gateway.clone())
 }
 
-/// Only the routes that accept an agent's token: the bridge.
+/// Builds the router of the agents' socket: only the routes that accept an agent's token, which are the bridge's.
 pub fn bridge_router(gateway: &Gateway) -> Router {
     build_routes(ROUTES.iter().filter(|route| route.endpoint.operation.credentials.contains(&AGENT)))
         .fallback(unknown_route)
@@ -195,11 +195,11 @@ async fn limit_body(max_bytes: usize, request: Request, next: Next) -> Response 
 
 async fn unknown_route(request: Request) -> Response {
     // Without a principal, an unknown path gets the same refusal as a known one.
-    let refusal = match request.extensions().get::<Result<Identified, Denied>>() {
+    let refusal = match request.extensions().get::<Result<Authentication, AuthFailure>>() {
         Some(Ok(_)) => Problem::new(Code::NotFound, "There is no such route; see /api/bridge/openapi.json.")
             .into_response(),
-        Some(Err(denied)) => denied.into_response(),
-        None => Denied::Missing.into_response(),
+        Some(Err(failure)) => failure.into_response(),
+        None => AuthFailure::Missing.into_response(),
     };
     body::LIMITS.drain(request.into_body()).await;
     refusal

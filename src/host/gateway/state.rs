@@ -6,7 +6,7 @@ use axum::extract::FromRef;
 
 use super::apps::{AppFiles, Quotas, Registry};
 use super::auth::PrincipalResolver;
-use super::bridge::{Bridge, ChangeFeed, IdSecret};
+use super::bridge::{Bridge, ChangeFeed, EventIdSecret};
 use super::config::Config;
 use super::database::Database;
 use super::proxy::Upstreams;
@@ -36,7 +36,7 @@ impl Services {
     /// # Errors
     /// The HTTP client for the identity provider's keys, or a thread, cannot be created; or the state of the writers
     /// cannot be read.
-    pub fn new(config: &Config, change_ids: IdSecret) -> anyhow::Result<Self> {
+    pub fn new(config: &Config, change_ids: EventIdSecret) -> anyhow::Result<Self> {
         let layout = config.layout.clone();
         let kernel = Arc::new(Kernel::new(&layout)?);
         let agent_tokens = Arc::<AgentTokens>::default();

@@ -1,5 +1,5 @@
-//! The write gate: admits every request to the bridge, or none, not even reads, while the platform takes the final
-//! backup of this machine.
+//! The write gate: admits requests to the bridge, except while the platform takes the final backup of this machine.
+//! Then it refuses all of them, even reads.
 //!
 //! Invariant: once `quiescedAt` is set, no request changes the owner's data until writers are resumed. The file of
 //! `host::system::quiesce` is authoritative, so the state survives a restart.
@@ -45,7 +45,7 @@ pub struct Writers {
     database: Arc<Database>,
     state: Mutex<State>,
     /// Serializes changes, so that a poll does not undo a request.
-    change: tokio::sync::Mutex<()>,
+    change_lock: tokio::sync::Mutex<()>,
 }
 
 struct State {
@@ -85,8 +85,8 @@ impl Writers {
             dispatcher.pause();
         }
         let state = Mutex::new(State { quiesce, in_flight: 0 });
-        let change = tokio::sync::Mutex::default();
-        Ok(Arc::new(Self { layout: layout.clone(), dispatcher, kernel, database, state, change }))
+        let change_lock = tokio::sync::Mutex::default();
+        Ok(Arc::new(Self { layout: layout.clone(), dispatcher, kernel, database, state, change_lock }))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -117,7 +117,7 @@ impl Writers {
     /// The state cannot be read or stored. If the operation itself cannot be stored, no writer is stopped, because a
     /// restart would lose the state.
     pub async fn quiesce(&self, operation: OperationId) -> Result<QuiesceProgress, Problem> {
-        let _change = self.change.lock().await;
+        let _guard = self.change_lock.lock().await;
         let mut quiesce = self.record_quiesce(operation).await?;
         self.dispatcher.pause();
         let running_dispatches = self.dispatcher.running_count();
@@ -189,7 +189,7 @@ impl Writers {
     /// # Errors
     /// 409 if they are stopped for another operation; the state cannot be read or removed.
     pub async fn resume(&self, operation: OperationId) -> Result<(), Problem> {
-        let _change = self.change.lock().await;
+        let _guard = self.change_lock.lock().await;
         let resumed = quiesce::resume(&self.layout, operation).await;
         if resumed.map_err(|error| Problem::internal(&error))? {
             self.reopen();
@@ -215,13 +215,14 @@ impl Writers {
         self.dispatcher.resume();
     }
 
-    /// Polls the file until `stop`: the sync agent removes it when the platform no longer names the operation.
+    /// Polls the file until `stop` is cancelled: the sync agent removes it when the platform no longer names the
+    /// operation.
     pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
         while stop.run_until_cancelled(tokio::time::sleep(POLL_INTERVAL)).await.is_some() {
             if !self.is_quiesced() {
                 continue;
             }
-            let _change = self.change.lock().await;
+            let _guard = self.change_lock.lock().await;
             match fsx::exists(&self.layout.quiesce()) {
                 Ok(false) => self.reopen(),
                 Ok(true) => {}
@@ -233,6 +234,6 @@ impl Writers {
 
 fn quiesced_problem() -> Problem {
     let detail =
-        "The bridge is stopped: a final backup of this machine is taken before it is replaced or deleted.";
+        "The bridge is stopped: a final backup is being taken before this machine is replaced or deleted.";
     Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS)
 }

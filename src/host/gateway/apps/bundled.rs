@@ -50,7 +50,7 @@ pub enum BundledError {
     Record(#[from] serde_json::Error),
 }
 
-/// `svc-gateway install-apps`.
+/// Runs `svc-gateway install-apps`.
 ///
 /// # Errors
 /// Files cannot be read or written.
@@ -151,10 +151,10 @@ fn read_tree(root: &Path) -> Result<Tree, FileError> {
             let kind = entry.file_type().map_err(FileError::wrap("read", &path))?;
             if kind.is_dir() {
                 pending.push(path);
-            } else if let Ok(below) = path.strip_prefix(root) {
+            } else if let Ok(relative) = path.strip_prefix(root) {
                 // Links and devices are never copied, so a tree with one differs from the copied tree.
                 let content = if kind.is_file() { digest(&path)? } else { NOT_A_FILE.to_owned() };
-                files.insert(below.to_string_lossy().into_owned(), content);
+                files.insert(relative.to_string_lossy().into_owned(), content);
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Columns and their types: the eleven type names of manifests, and their PostgreSQL types.
 
-use crate::gateway::name::Name;
+use crate::gateway::name::SqlIdentifier;
 
 /// A column type of `svc.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -76,21 +76,21 @@ impl ColumnType {
 
 /// Whether a column is built into every table or declared by the app.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Origin {
+pub enum ColumnOrigin {
     BuiltIn,
     Declared,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Column {
-    pub name: Name,
+    pub name: SqlIdentifier,
     pub kind: ColumnType,
-    pub origin: Origin,
+    pub origin: ColumnOrigin,
 }
 
 impl Column {
-    pub fn declared(name: Name, kind: ColumnType) -> Self {
-        Self { name, kind, origin: Origin::Declared }
+    pub fn declared(name: SqlIdentifier, kind: ColumnType) -> Self {
+        Self { name, kind, origin: ColumnOrigin::Declared }
     }
 
     /// The built-in column of this name.
@@ -100,16 +100,16 @@ impl Column {
             "created_at" | "updated_at" => ColumnType::Timestamptz,
             _ => return None,
         };
-        Some(Self { name: name.parse().ok()?, kind, origin: Origin::BuiltIn })
+        Some(Self { name: name.parse().ok()?, kind, origin: ColumnOrigin::BuiltIn })
     }
 
     /// Whether an insert may set the column. Of the built-in columns, only `id` can be set.
     pub fn is_insertable(&self) -> bool {
-        self.origin == Origin::Declared || self.name.as_str() == "id"
+        self.origin == ColumnOrigin::Declared || self.name.as_str() == "id"
     }
 
     /// Built-in columns are NOT NULL.
     pub fn is_nullable(&self) -> bool {
-        self.origin == Origin::Declared
+        self.origin == ColumnOrigin::Declared
     }
 }

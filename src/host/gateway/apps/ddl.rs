@@ -1,15 +1,15 @@
 //! Plans the registration of a manifest in an existing schema: additions only.
 //!
-//! Pure. SQL contains no values, and only names of type [`Name`]. Parts of a manifest that cannot be applied are
-//! reported as text; nothing is ever dropped or rewritten.
+//! Pure. SQL contains no values, and only names of type [`SqlIdentifier`]. Parts of a manifest that cannot be applied
+//! are reported as text; nothing is ever dropped or rewritten.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use sha2::{Digest, Sha256};
 
-use super::column::{Column, ColumnType, Origin};
+use super::column::{Column, ColumnOrigin, ColumnType};
 use super::manifest::Table;
-use crate::gateway::name::Name;
+use crate::gateway::name::SqlIdentifier;
 
 /// The existing contents of a schema: its tables with their columns' catalog types, and the names of its indexes.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -39,31 +39,35 @@ pub struct RegistrationPlan {
 }
 
 /// Plans the registration of `wanted` in `schema`; the role has the name of the schema.
-pub fn plan_registration(schema: &Name, wanted: &[Table], existing: &ExistingSchema) -> RegistrationPlan {
-    let mut planned = RegistrationPlan::default();
+pub fn plan_registration(
+    schema: &SqlIdentifier,
+    wanted: &[Table],
+    existing: &ExistingSchema,
+) -> RegistrationPlan {
+    let mut plan = RegistrationPlan::default();
     for table in wanted {
-        planned.register_table(schema, table, existing);
+        plan.register_table(schema, table, existing);
     }
     for (name, columns) in &existing.tables {
         match wanted.iter().find(|table| table.name.as_str() == name) {
             None => {
-                planned.not_done.push(format!("table {name} is no longer declared; it is left unchanged"));
+                plan.not_done.push(format!("table {name} is no longer declared; it is left unchanged"));
             }
             Some(table) => {
                 let undeclared = columns.keys().filter(|column| table.column(column).is_none());
-                planned.not_done.extend(
+                plan.not_done.extend(
                     undeclared
                         .map(|c| format!("column {name}.{c} is no longer declared; it is left unchanged")),
                 );
             }
         }
     }
-    planned
+    plan
 }
 
 /// The statements that register `wanted` in an empty schema.
 #[cfg(feature = "fuzzing")]
-pub fn registration_sql(schema: &Name, wanted: &[Table]) -> Vec<String> {
+pub fn registration_sql(schema: &SqlIdentifier, wanted: &[Table]) -> Vec<String> {
     let text = |change| match change {
         SchemaChange::Required(sql) | SchemaChange::IfRowsSatisfy { sql, .. } => sql,
     };
@@ -71,7 +75,7 @@ pub fn registration_sql(schema: &Name, wanted: &[Table]) -> Vec<String> {
 }
 
 impl RegistrationPlan {
-    fn register_table(&mut self, schema: &Name, table: &Table, existing: &ExistingSchema) {
+    fn register_table(&mut self, schema: &SqlIdentifier, table: &Table, existing: &ExistingSchema) {
         let qualified_name = format!("{}.{}", schema.quoted(), table.name.quoted());
         let result = match existing.tables.get(table.name.as_str()) {
             None => {
@@ -100,7 +104,7 @@ impl RegistrationPlan {
             if !existing.indexes.contains(&name) {
                 let sql =
                     format!("CREATE UNIQUE INDEX \"{name}\" ON {qualified_name} ({})", column_list(columns));
-                let names = columns.iter().map(Name::as_str).collect::<Vec<_>>().join(", ");
+                let names = columns.iter().map(SqlIdentifier::as_str).collect::<Vec<_>>().join(", ");
                 let skip_message =
                     format!("unique ({names}) of {} is not added: existing rows violate it", table.name);
                 self.changes.push(SchemaChange::IfRowsSatisfy { sql, skip_message });
@@ -153,25 +157,25 @@ impl RegistrationPlan {
 fn column_definition(column: &Column) -> String {
     let (name, kind) = (column.name.quoted(), column.kind.sql());
     match (column.origin, column.name.as_str()) {
-        (Origin::Declared, _) => format!("{name} {kind}"),
-        (Origin::BuiltIn, "id") => format!("{name} {kind} PRIMARY KEY DEFAULT gen_random_uuid()"),
-        (Origin::BuiltIn, _) => format!("{name} {kind} NOT NULL DEFAULT now()"),
+        (ColumnOrigin::Declared, _) => format!("{name} {kind}"),
+        (ColumnOrigin::BuiltIn, "id") => format!("{name} {kind} PRIMARY KEY DEFAULT gen_random_uuid()"),
+        (ColumnOrigin::BuiltIn, _) => format!("{name} {kind} NOT NULL DEFAULT now()"),
     }
 }
 
-fn column_list(columns: &[Name]) -> String {
+fn column_list(columns: &[SqlIdentifier]) -> String {
     columns.iter().map(|name| name.quoted().to_string()).collect::<Vec<_>>().join(", ")
 }
 
 /// A jsonb column is queried by containment, which a B-tree index does not support.
-fn uses_gin(table: &Table, columns: &[Name]) -> bool {
-    let kind = |name: &Name| table.column(name.as_str()).map(|column| column.kind);
+fn uses_gin(table: &Table, columns: &[SqlIdentifier]) -> bool {
+    let kind = |name: &SqlIdentifier| table.column(name.as_str()).map(|column| column.kind);
     columns.len() == 1 && kind(&columns[0]) == Some(ColumnType::Jsonb)
 }
 
 /// Returns a deterministic name for the columns, within PostgreSQL's limit of 63 bytes.
-fn index_name(prefix: &str, table: &Table, columns: &[Name]) -> String {
-    let columns = columns.iter().map(Name::as_str).collect::<Vec<_>>();
+fn index_name(prefix: &str, table: &Table, columns: &[SqlIdentifier]) -> String {
+    let columns = columns.iter().map(SqlIdentifier::as_str).collect::<Vec<_>>();
     let digest = hex::encode(&Sha256::digest(columns.join(",").as_bytes())[..4]);
     let mut readable = format!("{prefix}_{}_{}", table.name, columns.join("_"));
     readable.truncate(54);
@@ -190,7 +194,7 @@ mod tests {
         Manifest::from_value(&manifest).unwrap().tables
     }
 
-    fn schema() -> Name {
+    fn schema() -> SqlIdentifier {
         "app_n".parse().unwrap()
     }
 
@@ -200,64 +204,64 @@ mod tests {
         ExistingSchema { tables: [("t".to_owned(), columns.collect())].into(), indexes: BTreeSet::new() }
     }
 
-    fn sql(planned: &RegistrationPlan) -> String {
+    fn sql(plan: &RegistrationPlan) -> String {
         let text = |change: &SchemaChange| match change {
             SchemaChange::Required(sql) | SchemaChange::IfRowsSatisfy { sql, .. } => sql.clone(),
         };
-        planned.changes.iter().map(text).collect::<Vec<_>>().join(";\n")
+        plan.changes.iter().map(text).collect::<Vec<_>>().join(";\n")
     }
 
     #[test]
     fn plan_creates_table_with_indexes_and_grants() {
         let wanted = tables(&json!({ "t": { "columns": { "a": "text", "j": "jsonb" },
             "indexes": ["a", ["j"]], "unique": [["a"]] } }));
-        let planned = plan_registration(&schema(), &wanted, &ExistingSchema::default());
-        insta::assert_snapshot!(sql(&planned), @r#"
+        let plan = plan_registration(&schema(), &wanted, &ExistingSchema::default());
+        insta::assert_snapshot!(sql(&plan), @r#"
         CREATE TABLE "app_n"."t" ("id" uuid PRIMARY KEY DEFAULT gen_random_uuid(), "a" text, "j" jsonb, "created_at" timestamptz(3) NOT NULL DEFAULT now(), "updated_at" timestamptz(3) NOT NULL DEFAULT now());
         GRANT SELECT, INSERT, UPDATE, DELETE ON "app_n"."t" TO "app_n";
         CREATE INDEX "ix_t_a_ca978112" ON "app_n"."t" USING btree ("a");
         CREATE INDEX "ix_t_j_189f4003" ON "app_n"."t" USING gin ("j");
         CREATE UNIQUE INDEX "uq_t_a_ca978112" ON "app_n"."t" ("a")
         "#);
-        assert_eq!(planned.not_done, Vec::<String>::new());
+        assert_eq!(plan.not_done, Vec::<String>::new());
     }
 
     #[test]
     fn plan_only_adds_to_existing_tables() {
         let wanted = tables(&json!({ "t": { "columns": { "a": "text", "b": "bigint" } } }));
-        let planned = plan_registration(
+        let plan = plan_registration(
             &schema(),
             &wanted,
             &existing(&[("a", "int4"), ("old", "text"), ("odd", "xml")]),
         );
-        let text = sql(&planned);
+        let text = sql(&plan);
         assert!(text.contains("ADD COLUMN \"b\" bigint"), "{text}");
         for forbidden in ["DROP", "ALTER COLUMN", "CREATE TABLE", "DELETE FROM"] {
             assert!(!text.contains(forbidden), "{text}");
         }
-        assert_eq!(planned.not_done.len(), 3, "{:?}", planned.not_done);
-        assert!(planned.not_done[0].contains("t.a stays integer"), "{:?}", planned.not_done);
-        assert_eq!(planned.tables[0].column("a").unwrap().kind, ColumnType::Integer);
+        assert_eq!(plan.not_done.len(), 3, "{:?}", plan.not_done);
+        assert!(plan.not_done[0].contains("t.a stays integer"), "{:?}", plan.not_done);
+        assert_eq!(plan.tables[0].column("a").unwrap().kind, ColumnType::Integer);
     }
 
     #[test]
     fn plan_indexes_column_by_its_existing_type() {
         let wanted = tables(&json!({ "t": { "columns": { "a": "jsonb" }, "indexes": ["a"] } }));
-        let planned = plan_registration(&schema(), &wanted, &existing(&[("a", "text")]));
-        let text = sql(&planned);
+        let plan = plan_registration(&schema(), &wanted, &existing(&[("a", "text")]));
+        let text = sql(&plan);
         assert!(text.contains("USING btree (\"a\")"), "{text}");
     }
 
     #[test]
-    fn repeated_plan_only_grants() {
+    fn plan_for_registered_manifest_only_grants() {
         let wanted =
             tables(&json!({ "t": { "columns": { "a": "text" }, "indexes": ["a"], "unique": ["a"] } }));
         let mut columns = existing(&[("a", "text")]);
         columns.indexes =
             ["ix", "uq"].map(|prefix| index_name(prefix, &wanted[0], &["a".parse().unwrap()])).into();
-        let planned = plan_registration(&schema(), &wanted, &columns);
-        assert_eq!(planned.changes.len(), 1, "{}", sql(&planned));
-        assert!(planned.not_done.is_empty());
+        let plan = plan_registration(&schema(), &wanted, &columns);
+        assert_eq!(plan.changes.len(), 1, "{}", sql(&plan));
+        assert!(plan.not_done.is_empty());
     }
 
     #[test]

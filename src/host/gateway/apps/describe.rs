@@ -16,7 +16,7 @@ pub static LIST: Endpoint = Endpoint {
         id: "listApps",
         method: Method::GET,
         path: "/api/apps",
-        summary: "All apps, with their errors.",
+        summary: "Lists all apps, with their errors.",
         credentials: READERS,
         parameters: &[],
         body: None,
@@ -62,7 +62,7 @@ pub static FOLDER: Endpoint = Endpoint {
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
 };
 
-pub static FRONT: Endpoint = Endpoint {
+pub static FRONT_PAGE: Endpoint = Endpoint {
     operation: Operation {
         id: "getFrontPage",
         method: Method::GET,
@@ -101,7 +101,7 @@ pub static PAGE: Endpoint = Endpoint {
 };
 
 const SLUG: Parameter =
-    Parameter { name: "slug", location: ParameterLocation::Path, schema: text, about: "The app." };
+    Parameter { name: "slug", location: ParameterLocation::Path, schema: text, about: "The app's slug." };
 const NOT_MODIFIED: DocumentedResponse =
     DocumentedResponse { status: 304, about: "Not modified.", content: Content::Nothing };
 const PAGE_RESPONSES: &[DocumentedResponse] = &[

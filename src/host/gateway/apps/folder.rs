@@ -8,7 +8,7 @@ use crate::gateway::name::Slug;
 use svc_base::beneath::Folder;
 
 const MAX_MANIFEST_BYTES: u64 = 256 * 1024;
-/// Relative to the home.
+/// Relative to the home directory.
 const APPS_DIR: &str = "apps";
 const MANIFEST_FILE: &str = "svc.json";
 
@@ -16,7 +16,7 @@ const MANIFEST_FILE: &str = "svc.json";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AppFolder {
     pub name: String,
-    /// Relative to the home.
+    /// Relative to the home directory.
     pub path: PathBuf,
     pub manifest: Result<Manifest, String>,
 }

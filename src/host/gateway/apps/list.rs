@@ -30,7 +30,7 @@ pub async fn list_apps(
     Json(json!({ "apps": apps }))
 }
 
-/// Apps that are registered or have a folder, by slug; then the other folders with errors.
+/// Lists the apps that are registered or have a folder, by slug; then the other folders with errors.
 fn apps_json(snapshot: &AppsSnapshot) -> Vec<Value> {
     let slugs: BTreeSet<&String> = snapshot.apps.keys().chain(snapshot.folders.keys()).collect();
     let mut list: Vec<Value> = slugs.iter().map(|slug| app_json(snapshot, slug)).collect();

@@ -4,9 +4,9 @@
 
 use serde_json::{Map, Value, json};
 
-use super::column::{Column, ColumnType, Origin};
+use super::column::{Column, ColumnOrigin, ColumnType};
 use super::foreign_origin::ForeignOrigin;
-use crate::gateway::name::{Name, Slug};
+use crate::gateway::name::{Slug, SqlIdentifier};
 
 const MAX_TABLES: usize = 100;
 const MAX_COLUMNS: usize = 200;
@@ -46,11 +46,11 @@ pub struct Manifest {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
-    pub name: Name,
+    pub name: SqlIdentifier,
     /// `id`, the declared columns in order, `created_at`, `updated_at`.
     pub columns: Vec<Column>,
-    pub indexes: Vec<Vec<Name>>,
-    pub unique: Vec<Vec<Name>>,
+    pub indexes: Vec<Vec<SqlIdentifier>>,
+    pub unique: Vec<Vec<SqlIdentifier>>,
 }
 
 impl Table {
@@ -79,7 +79,7 @@ impl Manifest {
     /// # Errors
     /// As [`Self::parse`].
     pub fn from_value(value: &Value) -> Result<Self, ManifestError> {
-        let mut reader = Reader::default();
+        let mut reader = ManifestReader::default();
         let manifest = reader.read_manifest(value);
         match manifest {
             Some(manifest) if reader.mistakes.is_empty() => Ok(manifest),
@@ -106,22 +106,22 @@ impl Manifest {
 
 impl Table {
     fn to_value(&self) -> Value {
-        let declared = self.columns.iter().filter(|column| column.origin == Origin::Declared);
+        let declared = self.columns.iter().filter(|column| column.origin == ColumnOrigin::Declared);
         let columns: Map<String, Value> =
             declared.map(|column| (column.name.to_string(), column.kind.name().into())).collect();
-        let lists = |lists: &[Vec<Name>]| -> Value {
-            lists.iter().map(|list| list.iter().map(Name::as_str).collect::<Vec<_>>()).collect()
+        let lists = |lists: &[Vec<SqlIdentifier>]| -> Value {
+            lists.iter().map(|list| list.iter().map(SqlIdentifier::as_str).collect::<Vec<_>>()).collect()
         };
         json!({ "columns": columns, "indexes": lists(&self.indexes), "unique": lists(&self.unique) })
     }
 }
 
 #[derive(Default)]
-struct Reader {
+struct ManifestReader {
     mistakes: Vec<String>,
 }
 
-impl Reader {
+impl ManifestReader {
     /// Reports a mistake; always returns `None`.
     fn reject<T>(&mut self, path: &str, message: impl std::fmt::Display) -> Option<T> {
         self.mistakes.push(format!("{path}: {message}"));
@@ -203,7 +203,7 @@ impl Reader {
         let tables = match storage {
             None | Some(Value::Null) => return Vec::new(),
             Some(Value::Object(storage)) => {
-                self.reject_unknown(storage, "storage", &["tables"]);
+                self.reject_unknown_fields(storage, "storage", &["tables"]);
                 storage.get("tables")
             }
             Some(_) => return self.reject("storage", "must be an object").unwrap_or_default(),
@@ -222,9 +222,10 @@ impl Reader {
 
     fn read_table(&mut self, name: &str, value: &Value) -> Option<Table> {
         let path = format!("storage.tables.{name}");
-        let name: Option<Name> = name.parse().map_err(|message| self.reject::<()>(&path, message)).ok();
+        let name: Option<SqlIdentifier> =
+            name.parse().map_err(|message| self.reject::<()>(&path, message)).ok();
         let Some(table) = value.as_object() else { return self.reject(&path, "must be an object") };
-        self.reject_unknown(table, &path, &["columns", "indexes", "unique"]);
+        self.reject_unknown_fields(table, &path, &["columns", "indexes", "unique"]);
         let columns = self.read_columns(&path, table.get("columns"))?;
         let mut table = Table { name: name?, columns, indexes: Vec::new(), unique: Vec::new() };
         let lists = value.as_object()?;
@@ -251,7 +252,8 @@ impl Reader {
         let mut columns = vec![Column::built_in("id")?];
         for (name, kind) in declared {
             let path = format!("{path}.{name}");
-            let parsed: Option<Name> = name.parse().map_err(|message| self.reject::<()>(&path, message)).ok();
+            let parsed: Option<SqlIdentifier> =
+                name.parse().map_err(|message| self.reject::<()>(&path, message)).ok();
             let Some(kind) = self.read_type(&path, kind) else { continue };
             match Column::built_in(name) {
                 Some(built_in) if built_in.kind != kind => {
@@ -274,7 +276,12 @@ impl Reader {
     }
 
     /// Reads a list of column lists; a bare column name is a list of one column.
-    fn read_column_lists(&mut self, table: &Table, path: &str, value: Option<&Value>) -> Vec<Vec<Name>> {
+    fn read_column_lists(
+        &mut self,
+        table: &Table,
+        path: &str,
+        value: Option<&Value>,
+    ) -> Vec<Vec<SqlIdentifier>> {
         let lists = match value {
             None | Some(Value::Null) => return Vec::new(),
             Some(Value::Array(lists)) => lists,
@@ -283,7 +290,7 @@ impl Reader {
         lists.iter().filter_map(|list| self.read_column_list(table, path, list)).collect()
     }
 
-    fn read_column_list(&mut self, table: &Table, path: &str, value: &Value) -> Option<Vec<Name>> {
+    fn read_column_list(&mut self, table: &Table, path: &str, value: &Value) -> Option<Vec<SqlIdentifier>> {
         let names: Vec<&str> = match value {
             Value::String(name) => vec![name],
             Value::Array(names) => names.iter().map(Value::as_str).collect::<Option<_>>().unwrap_or_default(),
@@ -295,7 +302,7 @@ impl Reader {
                 format!("each entry must be a column or a list of 1 to {MAX_INDEX_COLUMNS} columns"),
             );
         }
-        let known: Vec<Name> =
+        let known: Vec<SqlIdentifier> =
             names.iter().filter_map(|name| table.column(name)).map(|column| column.name.clone()).collect();
         if known.len() == names.len() {
             return Some(known);
@@ -304,9 +311,9 @@ impl Reader {
         self.reject(path, format!("there is no column {missing:?}"))
     }
 
-    fn reject_unknown(&mut self, object: &Map<String, Value>, path: &str, known: &[&str]) {
+    fn reject_unknown_fields(&mut self, object: &Map<String, Value>, path: &str, known: &[&str]) {
         for key in object.keys().filter(|key| !known.contains(&key.as_str())) {
-            self.reject::<()>(&format!("{path}.{key}"), "is unknown");
+            self.reject::<()>(&format!("{path}.{key}"), "is not a known field");
         }
     }
 }

@@ -17,10 +17,10 @@ mod registry;
 mod supervise;
 
 pub use bundled::run_install;
-pub use column::{Column, ColumnType, Origin};
+pub use column::{Column, ColumnOrigin, ColumnType};
 #[cfg(feature = "fuzzing")]
 pub use ddl::registration_sql;
-pub use describe::{FOLDER, FRONT, ICON, LIST, PAGE, app_schema_json};
+pub use describe::{FOLDER, FRONT_PAGE, ICON, LIST, PAGE, app_schema_json};
 pub use icon::serve_icon;
 pub use list::list_apps;
 #[cfg(any(test, feature = "fuzzing"))]

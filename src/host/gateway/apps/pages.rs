@@ -23,7 +23,7 @@ use svc_http::files::{Caching, StaticFile, percent_decode, respond};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 
-/// Sandboxes documents in an opaque origin, without plug-ins.
+/// Content-Security-Policy directives that sandbox documents in an opaque origin, without plug-ins.
 const SANDBOX: &str = "sandbox allow-scripts allow-forms allow-modals allow-popups allow-downloads; \
                        frame-ancestors 'self'; object-src 'none'; base-uri 'none'; form-action 'self'";
 /// Larger files are not compressed, because compression happens in memory.
@@ -97,8 +97,8 @@ struct AppFile {
 
 async fn find_page(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> Result<PageTarget, Problem> {
     let not_found = || Problem::new(Code::NotFound, "There is no such page.");
-    let below = uri.path().strip_prefix("/apps/").unwrap_or_default();
-    let (slug, path) = below.split_once('/').map_or((below, None), |(slug, path)| (slug, Some(path)));
+    let rest = uri.path().strip_prefix("/apps/").unwrap_or_default();
+    let (slug, path) = rest.split_once('/').map_or((rest, None), |(slug, path)| (slug, Some(path)));
     if let Principal::App { slug: own } = principal
         && own != slug
     {
@@ -138,7 +138,7 @@ fn parse_path(path: &str) -> Option<PathBuf> {
     is_inside.then_some(path)
 }
 
-/// The path below an app's folder for a request path, for `tests/fuzz`.
+/// Exposes `parse_path` to `tests/fuzz`.
 #[cfg(feature = "fuzzing")]
 pub fn path_in_app(path: &str) -> Option<PathBuf> {
     parse_path(path)
@@ -152,14 +152,14 @@ fn open_page(output: &Folder, path: &Path) -> io::Result<(File, Metadata, PathBu
         Some(path.join(index)),
         path.extension().is_none().then(|| index.to_owned()),
     ];
-    let mut last = io::Error::from(io::ErrorKind::NotFound);
+    let mut last_error = io::Error::from(io::ErrorKind::NotFound);
     for name in candidates.into_iter().flatten() {
         match output.open_file(&name).and_then(|file| Ok((file.metadata()?, file))) {
             Ok((meta, file)) => return Ok((file, meta, name)),
-            Err(error) => last = error,
+            Err(error) => last_error = error,
         }
     }
-    Err(last)
+    Err(last_error)
 }
 
 /// Limits the sources that an app's page may load from and send data to: its own host and its manifest's origins.

@@ -29,7 +29,7 @@ const MEASURE_INTERVAL: Duration = Duration::from_secs(30);
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 /// Minimum delay as a multiple of the last measurement's duration: limits measurements to about a tenth of the time.
 const MIN_INTERVAL_FACTOR: u32 = 10;
-/// Delay after a failed measurement.
+/// Delay before a failed measurement is retried.
 const RETRY_DELAY: Duration = Duration::from_secs(5);
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Maximum age of cached settings when a write is admitted; a refusal always uses current settings.
@@ -41,7 +41,7 @@ const MIN_DEFAULT_QUOTA_BYTES: u64 = 1 << 30;
 const STORAGE_FACTOR: u64 = 2;
 /// Estimated bytes of a row's header and index entries.
 const ROW_OVERHEAD_BYTES: u64 = 64;
-/// Bounds of the estimated size of a changed row: an update does not rewrite large values, and a page of PostgreSQL has
+/// Bounds of the estimated size of a changed row: an update does not rewrite large values, and a PostgreSQL page is
 /// 8 KiB.
 const MIN_ROW_BYTES: u64 = 256;
 const MAX_ROW_BYTES: u64 = 8 << 10;
@@ -126,7 +126,7 @@ impl Quotas {
         }
     }
 
-    /// Returns settings of at most [`MAX_SETTINGS_AGE`].
+    /// Returns settings that are at most [`MAX_SETTINGS_AGE`] old; calls `load` if the cached ones are older.
     fn recent_settings(&self, load: impl FnOnce() -> Arc<Settings>) -> Arc<Settings> {
         let now = Instant::now();
         let mut cached = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
@@ -211,7 +211,8 @@ impl Quotas {
         }
     }
 
-    /// Adds an estimate, and requests a measurement if the sum reaches its fraction of the quota.
+    /// Adds an estimate, and requests a measurement if the sum reaches the quota divided by
+    /// [`MAX_UNMEASURED_DIVISOR`].
     fn add_estimate(&self, slug: &str, bytes: u64, quota: u64) {
         if self.add_written(slug, bytes) >= quota / MAX_UNMEASURED_DIVISOR {
             self.measure_requested.notify_one();
@@ -263,7 +264,7 @@ impl Quotas {
     }
 }
 
-/// Measures periodically until `stop`.
+/// Measures the sizes of the apps' schemas, periodically and on request, until `stop` is cancelled.
 pub async fn measure_periodically(quotas: Arc<Quotas>, database: Arc<Database>, stop: CancellationToken) {
     let mut is_requested = false;
     let mut earliest = Instant::now();
@@ -377,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn quota_measurement_delay_follows_its_duration() {
+    fn measurement_delay_grows_with_duration() {
         assert_eq!(min_delay(Duration::from_millis(3)), MIN_INTERVAL);
         assert_eq!(min_delay(Duration::from_secs(2)), Duration::from_secs(20));
     }

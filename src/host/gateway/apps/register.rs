@@ -1,6 +1,7 @@
 //! Registers a manifest in one transaction: creates its tables and stores the manifest.
 //!
-//! Registering the same manifest again only repairs the role's login and grants, and objects that were removed.
+//! Registering the same manifest again only repairs the role's login and grants, and re-creates objects that were
+//! removed.
 
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ use tokio_postgres::{Client, Transaction};
 use super::ddl::{self, ExistingSchema, SchemaChange};
 use super::manifest::{Manifest, Table};
 use crate::gateway::database;
-use crate::gateway::name::{Name, Slug};
+use crate::gateway::name::{Slug, SqlIdentifier};
 
 /// The result of a registration.
 #[derive(Debug)]
@@ -24,7 +25,7 @@ pub struct RegistrationResult {
 #[derive(Debug, thiserror::Error)]
 pub enum RegisterError {
     #[error("the schema {0} exists but does not belong to this app")]
-    ForeignSchema(Name),
+    ForeignSchema(SqlIdentifier),
     #[error("{0} exists but is not a table")]
     NotATable(String),
     #[error("register the app in the database")]
@@ -64,13 +65,13 @@ pub async fn register(
     database::enable_login(&transaction, &schema, password, statement_timeout).await?;
     grant_schema_usage(&transaction, &schema).await?;
     let existing = inspect_schema(&transaction, &schema).await?;
-    let mut planned = ddl::plan_registration(&schema, &manifest.tables, &existing);
-    for change in std::mem::take(&mut planned.changes) {
+    let mut plan = ddl::plan_registration(&schema, &manifest.tables, &existing);
+    for change in std::mem::take(&mut plan.changes) {
         match change {
             SchemaChange::Required(sql) => transaction.batch_execute(&sql).await?,
             SchemaChange::IfRowsSatisfy { sql, skip_message } => {
                 if !try_statement(&mut transaction, &sql).await? {
-                    planned.not_done.push(skip_message);
+                    plan.not_done.push(skip_message);
                 }
             }
         }
@@ -78,16 +79,16 @@ pub async fn register(
     if database::outbox::is_watched(&transaction, &schema).await? {
         database::outbox::create_triggers(&transaction, &schema).await?;
     }
-    store_manifest(&transaction, manifest, &planned.not_done).await?;
+    store_manifest(&transaction, manifest, &plan.not_done).await?;
     transaction.commit().await?;
-    Ok(RegistrationResult { tables: planned.tables, not_done: planned.not_done })
+    Ok(RegistrationResult { tables: plan.tables, not_done: plan.not_done })
 }
 
 /// Creates the schema; an existing one must belong to this app.
 async fn claim_schema(
     transaction: &Transaction<'_>,
     slug: &Slug,
-    schema: &Name,
+    schema: &SqlIdentifier,
 ) -> Result<(), RegisterError> {
     let row = transaction
         .query_one(
@@ -106,7 +107,7 @@ async fn claim_schema(
 
 async fn grant_schema_usage(
     transaction: &Transaction<'_>,
-    schema: &Name,
+    schema: &SqlIdentifier,
 ) -> Result<(), tokio_postgres::Error> {
     let row = transaction
         .query_one(
@@ -120,7 +121,7 @@ async fn grant_schema_usage(
 
 async fn inspect_schema(
     transaction: &Transaction<'_>,
-    schema: &Name,
+    schema: &SqlIdentifier,
 ) -> Result<ExistingSchema, RegisterError> {
     let mut existing = ExistingSchema::default();
     let columns = transaction

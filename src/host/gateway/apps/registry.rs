@@ -8,13 +8,13 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use super::manifest::{Manifest, Table};
 use crate::gateway::database::Pool;
-use crate::gateway::name::Name;
+use crate::gateway::name::SqlIdentifier;
 
 /// An app registered in the database.
 #[derive(Debug)]
 pub struct App {
     pub manifest: Manifest,
-    pub schema: Name,
+    pub schema: SqlIdentifier,
     /// The tables as they exist in the database, by name.
     pub tables: BTreeMap<String, Table>,
     pub pool: Arc<Pool>,

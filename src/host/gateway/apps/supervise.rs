@@ -47,7 +47,7 @@ pub struct SupervisorContext {
     pub statement_timeout: Duration,
 }
 
-/// Supervises until `stop`.
+/// Keeps the registry up to date until `stop` is cancelled.
 pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
     let (layout, database) = (context.layout.clone(), context.database.clone());
     let mut supervisor = Supervisor {
@@ -129,18 +129,18 @@ impl From<tokio_postgres::Error> for RoundError {
 impl Supervisor {
     /// Reads folders first, so that pages are served while the database is unreachable; then updates the database.
     async fn run_round(&mut self) -> Result<(), RoundError> {
-        let folders = self.read_folders().await?;
+        let manifests = self.read_folders().await?;
         if !self.snapshot.is_loaded {
             self.publish();
         }
-        let updated = self.update_database(folders).await;
+        let updated = self.update_database(manifests).await;
         self.publish();
         updated
     }
 
-    async fn update_database(&mut self, folders: Vec<Manifest>) -> Result<(), RoundError> {
+    async fn update_database(&mut self, manifests: Vec<Manifest>) -> Result<(), RoundError> {
         let mut new_manifests: Vec<Manifest> =
-            folders.into_iter().filter(|m| !self.is_registered(m)).collect();
+            manifests.into_iter().filter(|m| !self.is_registered(m)).collect();
         if self.context.writers.is_quiesced() {
             // Creating a table is a write: the first scan after the resume registers these manifests.
             new_manifests.clear();
@@ -170,6 +170,7 @@ impl Supervisor {
         self.context.kernel.note(&format!("the app {slug} {version} {outcome}"));
     }
 
+    /// Updates the snapshot's folders and errors, and returns the valid manifests.
     async fn read_folders(&mut self) -> Result<Vec<Manifest>, RoundError> {
         let home = self.context.layout.home();
         let scanned = tokio::task::spawn_blocking(move || folder::scan(&home)).await;

@@ -1,10 +1,10 @@
-//! Admits a request by the credentials of its route.
+//! Admits a request if its credential is one that its route accepts.
 
 use axum::extract::Request;
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
-use super::{Denied, Identified, Principal};
+use super::{AuthFailure, Authentication, Principal};
 use crate::gateway::body;
 use svc_http::openapi::Credential;
 use svc_http::problem::{Code, Problem};
@@ -15,19 +15,19 @@ pub struct Caller(pub Principal);
 
 /// Admits a request whose principal has one of these credentials.
 pub async fn admit(credentials: &[Credential], mut request: Request, next: Next) -> Response {
-    let outcome = request.extensions().get::<Result<Identified, Denied>>().cloned();
-    let refusal = match outcome.unwrap_or(Err(Denied::Missing)) {
-        Ok(identified) if credentials.contains(&identified.principal.credential()) => {
-            request.extensions_mut().insert(Caller(identified.principal));
+    let outcome = request.extensions().get::<Result<Authentication, AuthFailure>>().cloned();
+    let refusal = match outcome.unwrap_or(Err(AuthFailure::Missing)) {
+        Ok(authentication) if credentials.contains(&authentication.principal.credential()) => {
+            request.extensions_mut().insert(Caller(authentication.principal));
             return next.run(request).await;
         }
-        Ok(identified) => {
-            let (given, wanted) = (identified.principal.credential().name, join_names(credentials));
+        Ok(authentication) => {
+            let (given, wanted) = (authentication.principal.credential().name, join_names(credentials));
             let detail =
-                format!("This route does not accept the credential of {given}; it requires {wanted}.");
+                format!("This route does not accept the credential `{given}`; it requires {wanted}.");
             Problem::new(Code::Forbidden, detail).into_response()
         }
-        Err(denied) => denied.into_response(),
+        Err(failure) => failure.into_response(),
     };
     // A client that is still sending would not read the refusal.
     body::LIMITS.drain(request.into_body()).await;
@@ -35,10 +35,10 @@ pub async fn admit(credentials: &[Credential], mut request: Request, next: Next)
 }
 
 fn join_names(credentials: &[Credential]) -> String {
-    credentials.iter().map(|credential| credential.name).collect::<Vec<_>>().join(" or ")
+    credentials.iter().map(|credential| format!("`{}`", credential.name)).collect::<Vec<_>>().join(" or ")
 }
 
-impl IntoResponse for Denied {
+impl IntoResponse for AuthFailure {
     fn into_response(self) -> Response {
         let problem = match self {
             Self::Missing | Self::InvalidCredential | Self::Replayed => {

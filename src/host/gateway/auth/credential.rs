@@ -6,7 +6,7 @@ use svc_http::openapi::{Credential, CredentialScheme};
 pub const OWNER: Credential = Credential {
     name: "owner",
     scheme: CredentialScheme::Bearer,
-    about: "A JWT of the configured issuer for this machine's owner. Through the platform's router a browser's \
+    about: "A JWT from the configured issuer for this machine's owner. Through the platform's router, a browser's \
             session works as well: the router replaces it with its own proof, x-svc-proof.",
 };
 pub const OWNERS_PROCESS: Credential = Credential {
@@ -32,7 +32,7 @@ pub const ADMIN: Credential = Credential {
 pub const PLATFORM: Credential = Credential {
     name: "platform",
     scheme: CredentialScheme::Header("x-svc-proof"),
-    about: "A proof of the platform for this request: route internal with method, path and a single-use id.",
+    about: "A proof from the platform for this request: route `internal`, its method, its path and a single-use id.",
 };
 
 /// The owner and the machine's administrators.

@@ -56,7 +56,8 @@ impl Keyring {
         Self { layout, state: Mutex::new(state) }
     }
 
-    /// The current keys and their generation.
+    /// Returns the current keys and their generation. Reloads the file first, at most once per [`CHECK_INTERVAL`], and
+    /// notes replaced keys in `activity.log`.
     pub fn current(&self) -> (Arc<ProofKeys>, u64) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.checked_at.is_none_or(|at| at.elapsed() >= CHECK_INTERVAL) {

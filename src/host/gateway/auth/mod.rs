@@ -24,7 +24,7 @@ use svc_machine::name::IdpUserId;
 pub enum Principal {
     /// The machine's owner.
     Owner { sub: IdpUserId },
-    /// A process of the owner's user on this machine, such as a terminal, without a proof of the owner: it may read and
+    /// A process of the owner's user on this machine, such as a terminal, without the owner's proof: it may read and
     /// use the bridge, but not change limits or start dispatches.
     OwnersProcess { sub: IdpUserId },
     /// An agent running for a dispatch: it may use the bridge for these apps.
@@ -50,14 +50,14 @@ pub enum Ingress {
 
 /// The principal of a request, and the route of its proof, if it has one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Identified {
+pub struct Authentication {
     pub principal: Principal,
     pub route: Option<Route>,
 }
 
-/// Why a request has no principal.
+/// Why a request could not be authenticated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Denied {
+pub enum AuthFailure {
     #[error("no credential")]
     Missing,
     #[error("the credential is not valid")]
@@ -66,7 +66,7 @@ pub enum Denied {
     WrongUser,
     #[error("processes of this user may not use the socket")]
     UntrustedPeer,
-    #[error("an agent needs its token")]
+    #[error("an agent must present its token")]
     AgentWithoutToken,
     #[error("the app is not installed")]
     AppNotInstalled,

@@ -24,15 +24,15 @@ pub enum Peer {
     Untrusted,
 }
 
-/// Classifies local processes.
-pub struct Peers {
+/// Determines the trust class of local processes.
+pub struct PeerClassifier {
     gateway_uid: u32,
     /// A directory that belongs to the owner's user, in a place that only root can change.
     owners_dir: PathBuf,
     proc: PathBuf,
 }
 
-impl Peers {
+impl PeerClassifier {
     pub fn new(owners_dir: PathBuf) -> Self {
         Self { gateway_uid: geteuid().as_raw(), owners_dir, proc: PathBuf::from("/proc") }
     }
@@ -79,8 +79,11 @@ mod tests {
             fs::write(dir.path().join(format!("{pid}/cgroup")), format!("{group}\n")).unwrap();
         }
         // The directory's owner stands in for the owner's user; the gateway is another user.
-        let peers =
-            Peers { gateway_uid: owner + 1, owners_dir: dir.path().to_owned(), proc: dir.path().to_owned() };
+        let peers = PeerClassifier {
+            gateway_uid: owner + 1,
+            owners_dir: dir.path().to_owned(),
+            proc: dir.path().to_owned(),
+        };
         let classify = |uid, pid| peers.classify(Some(PeerCredentials { uid: Some(uid), pid }));
         assert_eq!(classify(owner + 1, Some(7)), Peer::Machine);
         assert_eq!(classify(owner + 2, Some(7)), Peer::Untrusted);

@@ -11,11 +11,11 @@ use secrecy::{ExposeSecret, SecretString};
 use subtle::ConstantTimeEq;
 
 use super::keyring::Keyring;
-use super::peer::{Peer, Peers};
+use super::peer::{Peer, PeerClassifier};
 use super::replay::{ReplayCache, ReplayCheck};
-use super::{Denied, Identified, Ingress, Principal};
+use super::{AuthFailure, Authentication, Ingress, Principal};
 use crate::agents::bridge_tokens::AgentTokens;
-use crate::gateway::config::{Config, OwnerConfig};
+use crate::gateway::config::{Config, ConfiguredOwner};
 use crate::gateway::name::Slug;
 use crate::system::config::Identity;
 use crate::system::unix_socket::PeerCredentials;
@@ -33,7 +33,7 @@ pub struct PrincipalResolver {
     owner: Owner,
     admin_token: Option<SecretString>,
     agent_tokens: Arc<AgentTokens>,
-    peers: Peers,
+    peers: PeerClassifier,
     jwt_verifier: Option<Verifier>,
     replay: Mutex<ReplayCache>,
     verified_proofs: Mutex<VerifiedProofs>,
@@ -56,11 +56,11 @@ impl PrincipalResolver {
     /// The HTTP client for the identity provider's keys cannot be created.
     pub fn new(config: &Config, agent_tokens: Arc<AgentTokens>) -> anyhow::Result<Self> {
         let owner = match &config.owner {
-            OwnerConfig::Provisioned { identity, proof_keys } => Owner::Provisioned {
+            ConfiguredOwner::Provisioned { identity, proof_keys } => Owner::Provisioned {
                 identity: identity.clone(),
                 keyring: Keyring::new(proof_keys.clone(), config.layout.clone()),
             },
-            OwnerConfig::Development => {
+            ConfiguredOwner::Development => {
                 Owner::Development { sub: "dev".parse().expect("the development user id is valid") }
             }
         };
@@ -69,7 +69,7 @@ impl PrincipalResolver {
             None => None,
         };
         let admin_token = config.admin_token.clone();
-        let peers = Peers::new(config.layout.owner_sockets());
+        let peers = PeerClassifier::new(config.layout.owner_sockets());
         Ok(Self {
             owner,
             admin_token,
@@ -92,17 +92,17 @@ impl PrincipalResolver {
     /// Resolves the principal of a request, and counts presented credentials.
     ///
     /// # Errors
-    /// [`Denied`]; an invalid token is always an error.
+    /// See [`AuthFailure`]. An invalid token is always an error.
     pub async fn resolve(
         &self,
         head: &Parts,
         ingress: Ingress,
         now: Timestamp,
-    ) -> Result<Identified, Denied> {
-        let resolved = self.identify(head, ingress, now).await;
+    ) -> Result<Authentication, AuthFailure> {
+        let resolved = self.authenticate(head, ingress, now).await;
         match &resolved {
             // No credential was presented.
-            Err(Denied::Missing) => {}
+            Err(AuthFailure::Missing) => {}
             Ok(_)
                 if !head.headers.contains_key(proof::HEADER)
                     && !head.headers.contains_key(header::AUTHORIZATION) => {}
@@ -112,7 +112,12 @@ impl PrincipalResolver {
         resolved
     }
 
-    async fn identify(&self, head: &Parts, ingress: Ingress, now: Timestamp) -> Result<Identified, Denied> {
+    async fn authenticate(
+        &self,
+        head: &Parts,
+        ingress: Ingress,
+        now: Timestamp,
+    ) -> Result<Authentication, AuthFailure> {
         if ingress == Ingress::Agents {
             return self.authenticate_agent(&head.headers);
         }
@@ -126,13 +131,18 @@ impl PrincipalResolver {
         }
     }
 
-    fn authenticate_proof(&self, token: &str, head: &Parts, now: Timestamp) -> Result<Identified, Denied> {
+    fn authenticate_proof(
+        &self,
+        token: &str,
+        head: &Parts,
+        now: Timestamp,
+    ) -> Result<Authentication, AuthFailure> {
         let Owner::Provisioned { identity, keyring } = &self.owner else {
-            return Err(Denied::InvalidCredential);
+            return Err(AuthFailure::InvalidCredential);
         };
         let claims = self.verify_proof(token, identity, keyring, now)?;
         if claims.sub != identity.user {
-            return Err(Denied::WrongUser);
+            return Err(AuthFailure::WrongUser);
         }
         let route = claims.route;
         let principal = match (route, claims.app.as_deref()) {
@@ -142,9 +152,9 @@ impl PrincipalResolver {
                 self.consume_proof(&claims, head, now)?;
                 Principal::Platform
             }
-            _ => return Err(Denied::InvalidCredential),
+            _ => return Err(AuthFailure::InvalidCredential),
         };
-        Ok(Identified { principal, route: Some(route) })
+        Ok(Authentication { principal, route: Some(route) })
     }
 
     fn verify_proof(
@@ -153,14 +163,14 @@ impl PrincipalResolver {
         identity: &Identity,
         keyring: &Keyring,
         now: Timestamp,
-    ) -> Result<Claims, Denied> {
+    ) -> Result<Claims, AuthFailure> {
         let (keys, generation) = keyring.current();
         if let Some(claims) = self.cached_claims(token, generation, now) {
             return Ok(claims);
         }
         let claims = keys.verify(token, identity.machine, now).map_err(|error| {
             tracing::debug!(%error, "proof rejected");
-            Denied::InvalidCredential
+            AuthFailure::InvalidCredential
         })?;
         if claims.route != Route::Internal {
             self.cache_claims(token, generation, &claims);
@@ -188,18 +198,18 @@ impl PrincipalResolver {
     }
 
     /// Checks that an internal proof is for this request, and records it, because it is valid only once.
-    fn consume_proof(&self, claims: &Claims, head: &Parts, now: Timestamp) -> Result<(), Denied> {
+    fn consume_proof(&self, claims: &Claims, head: &Parts, now: Timestamp) -> Result<(), AuthFailure> {
         let matches_request = claims.method.as_deref() == Some(head.method.as_str())
             && claims.path.as_deref() == Some(head.uri.path());
         if !matches_request {
-            return Err(Denied::RequestMismatch);
+            return Err(AuthFailure::RequestMismatch);
         }
-        let id = claims.jti.as_deref().ok_or(Denied::InvalidCredential)?;
+        let id = claims.jti.as_deref().ok_or(AuthFailure::InvalidCredential)?;
         let mut replay = self.replay.lock().unwrap_or_else(PoisonError::into_inner);
         match replay.record(id, claims.exp + LEEWAY_SECONDS, now.as_second()) {
             ReplayCheck::Accepted => Ok(()),
-            ReplayCheck::Replayed => Err(Denied::Replayed),
-            ReplayCheck::Full => Err(Denied::ReplayCacheFull),
+            ReplayCheck::Replayed => Err(AuthFailure::Replayed),
+            ReplayCheck::Full => Err(AuthFailure::ReplayCacheFull),
         }
     }
 
@@ -209,36 +219,36 @@ impl PrincipalResolver {
         &self,
         credential: &str,
         ingress: Ingress,
-        proof: Option<Identified>,
+        proof: Option<Authentication>,
         now: Timestamp,
-    ) -> Result<Identified, Denied> {
-        let token = strip_bearer(credential).ok_or(Denied::InvalidCredential)?;
+    ) -> Result<Authentication, AuthFailure> {
+        let token = strip_bearer(credential).ok_or(AuthFailure::InvalidCredential)?;
         if self.is_admin(token) {
             if ingress == Ingress::Public && proof.is_none() {
-                return Err(Denied::InvalidCredential);
+                return Err(AuthFailure::InvalidCredential);
             }
             let route = proof.and_then(|proof| proof.route);
-            return Ok(Identified { principal: Principal::Admin, route });
+            return Ok(Authentication { principal: Principal::Admin, route });
         }
         let owner = self.authenticate_jwt(token, now).await?;
         Ok(proof.unwrap_or(owner))
     }
 
-    async fn authenticate_jwt(&self, token: &str, now: Timestamp) -> Result<Identified, Denied> {
+    async fn authenticate_jwt(&self, token: &str, now: Timestamp) -> Result<Authentication, AuthFailure> {
         let (Some(verifier), Owner::Provisioned { identity, .. }) = (&self.jwt_verifier, &self.owner) else {
-            return Err(Denied::InvalidCredential);
+            return Err(AuthFailure::InvalidCredential);
         };
         let subject = verifier.verify(token, now).await.map_err(|error| match error {
-            JwtError::NoKeys => Denied::KeysUnavailable,
+            JwtError::NoKeys => AuthFailure::KeysUnavailable,
             error => {
                 tracing::debug!(%error, "token rejected");
-                Denied::InvalidCredential
+                AuthFailure::InvalidCredential
             }
         })?;
         if subject.user != identity.user {
-            return Err(Denied::WrongUser);
+            return Err(AuthFailure::WrongUser);
         }
-        Ok(Identified { principal: Principal::Owner { sub: subject.user }, route: None })
+        Ok(Authentication { principal: Principal::Owner { sub: subject.user }, route: None })
     }
 
     fn is_admin(&self, token: &str) -> bool {
@@ -247,20 +257,20 @@ impl PrincipalResolver {
     }
 
     /// On the agents' socket, only the token of a running agent is accepted.
-    fn authenticate_agent(&self, headers: &HeaderMap) -> Result<Identified, Denied> {
+    fn authenticate_agent(&self, headers: &HeaderMap) -> Result<Authentication, AuthFailure> {
         let credential =
-            single_header(headers, header::AUTHORIZATION.as_str())?.ok_or(Denied::AgentWithoutToken)?;
-        let token = strip_bearer(credential).ok_or(Denied::InvalidCredential)?;
-        let grant = self.agent_tokens.find(token).ok_or(Denied::InvalidCredential)?;
+            single_header(headers, header::AUTHORIZATION.as_str())?.ok_or(AuthFailure::AgentWithoutToken)?;
+        let token = strip_bearer(credential).ok_or(AuthFailure::InvalidCredential)?;
+        let grant = self.agent_tokens.find(token).ok_or(AuthFailure::InvalidCredential)?;
         let principal = Principal::Agent { dispatch: grant.dispatch, apps: grant.apps };
-        Ok(Identified { principal, route: None })
+        Ok(Authentication { principal, route: None })
     }
 
-    fn resolve_without_token(&self, ingress: Ingress, head: &Parts) -> Result<Identified, Denied> {
+    fn resolve_without_token(&self, ingress: Ingress, head: &Parts) -> Result<Authentication, AuthFailure> {
         let owner = |sub: &IdpUserId| Principal::Owner { sub: sub.clone() };
         let principal = match (&self.owner, ingress) {
             (Owner::Development { sub }, Ingress::Public) => owner(sub),
-            (Owner::Provisioned { .. }, Ingress::Public) => return Err(Denied::Missing),
+            (Owner::Provisioned { .. }, Ingress::Public) => return Err(AuthFailure::Missing),
             (
                 Owner::Development { sub } | Owner::Provisioned { identity: Identity { user: sub, .. }, .. },
                 _,
@@ -269,23 +279,23 @@ impl PrincipalResolver {
                 match self.peers.classify(credentials.map(|ConnectInfo(credentials)| *credentials)) {
                     Peer::Machine => owner(sub),
                     Peer::OwnersProcess => Principal::OwnersProcess { sub: sub.clone() },
-                    Peer::Agent => return Err(Denied::AgentWithoutToken),
-                    Peer::Untrusted => return Err(Denied::UntrustedPeer),
+                    Peer::Agent => return Err(AuthFailure::AgentWithoutToken),
+                    Peer::Untrusted => return Err(AuthFailure::UntrustedPeer),
                 }
             }
         };
-        Ok(Identified { principal, route: None })
+        Ok(Authentication { principal, route: None })
     }
 }
 
 /// Returns the single value of a header. Several values, or a value that is not text, are rejected, not treated as
 /// absent.
-fn single_header<'a>(headers: &'a HeaderMap, name: &str) -> Result<Option<&'a str>, Denied> {
+fn single_header<'a>(headers: &'a HeaderMap, name: &str) -> Result<Option<&'a str>, AuthFailure> {
     let mut values = headers.get_all(name).iter();
     let Some(first) = values.next() else { return Ok(None) };
     match (first.to_str(), values.next()) {
         (Ok(text), None) => Ok(Some(text)),
-        _ => Err(Denied::InvalidCredential),
+        _ => Err(AuthFailure::InvalidCredential),
     }
 }
 

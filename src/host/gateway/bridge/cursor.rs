@@ -1,4 +1,4 @@
-//! The end of a page: the last row's values of the order columns, as text that PostgreSQL parses.
+//! The position at the end of a page: the last row's values in the order columns, as text that PostgreSQL parses.
 //!
 //! A cursor is opaque but not secret: the client has seen the row. A cursor in a request is validated, and its values
 //! are bound like any value. It is valid only for the order and filter for which it was created.

@@ -47,7 +47,7 @@ pub static SCHEMAS: Endpoint = Endpoint {
         id: "listSchemas",
         method: Method::GET,
         path: "/api/bridge/schemas",
-        summary: "The tables and columns of all apps; for an app, its own.",
+        summary: "Lists the tables and columns of all apps; an app gets only its own.",
         credentials: CALLERS,
         parameters: &[],
         body: None,
@@ -142,7 +142,7 @@ fn field_schema(name: &str) -> Value {
         "resolution" => one_of(&["merge", "ignore"]),
         "filter" => json!({
             "type": "object",
-            "description": "{column: value}, {column: {operator: value}}, and, or, not; at most 5 deep.",
+            "description": "{column: value}, {column: {operator: value}}, and, or, not; nested at most 5 levels deep.",
         }),
         "orderBy" => {
             let entry = object(&[("column", text())], &[("direction", one_of(&["asc", "desc"]))]);

@@ -42,7 +42,7 @@ impl<'de> Visitor<'de> for FieldsVisitor {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields<'de>, A::Error> {
         let mut fields: Vec<(Cow<'de, str>, &'de RawValue)> = Vec::with_capacity(8);
-        while let Some(name) = map.next_key_seed(Name)? {
+        while let Some(name) = map.next_key_seed(NameSeed)? {
             if fields.len() == MAX_FIELDS || fields.iter().any(|(known, _)| *known == name) {
                 return Err(serde::de::Error::custom("duplicate name or too many names"));
             }
@@ -53,9 +53,9 @@ impl<'de> Visitor<'de> for FieldsVisitor {
 }
 
 /// A field's name, borrowed if it has no escapes.
-struct Name;
+struct NameSeed;
 
-impl<'de> DeserializeSeed<'de> for Name {
+impl<'de> DeserializeSeed<'de> for NameSeed {
     type Value = Cow<'de, str>;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Cow<'de, str>, D::Error> {
@@ -63,7 +63,7 @@ impl<'de> DeserializeSeed<'de> for Name {
     }
 }
 
-impl<'de> Visitor<'de> for Name {
+impl<'de> Visitor<'de> for NameSeed {
     type Value = Cow<'de, str>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -117,7 +117,7 @@ impl<'t> Parser<'t> {
         depth: usize,
     ) -> Result<Filter<'t>, FieldError> {
         if depth > MAX_DEPTH {
-            return Err(field_error(pointer, format!("is nested deeper than {MAX_DEPTH}")));
+            return Err(field_error(pointer, format!("is nested more than {MAX_DEPTH} levels deep")));
         }
         let fields = Fields::parse(raw).map_err(|message| field_error(pointer, message))?;
         let mut parts = Vec::with_capacity(fields.0.len());

@@ -1,5 +1,5 @@
 //! Exposes the bridge's parsers to `tests/fuzz`, with plain data as results, for one table with a column of each type.
-//! Not in release builds.
+//! Not compiled into release builds.
 
 use std::sync::LazyLock;
 
@@ -8,7 +8,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 use tokio_postgres::types::ToSql;
 
-use super::changes::{EventId, IdForm, IdSecret};
+use super::changes::{EventId, EventIdFormat, EventIdSecret};
 use super::cursor::{self, Cursor};
 use super::filter::Filter;
 use super::order::Order;
@@ -17,7 +17,7 @@ use super::request::{Action, BridgeRequest};
 use super::sql::Sql;
 pub use crate::gateway::apps::path_in_app;
 use crate::gateway::apps::{ColumnType, Manifest, Table, registration_sql};
-use crate::gateway::name::Name;
+use crate::gateway::name::SqlIdentifier;
 use svc_machine::epoch::Epoch;
 
 static TABLE: LazyLock<Table> = LazyLock::new(|| {
@@ -72,7 +72,7 @@ pub fn read_request(body: &[u8]) -> Result<AcceptedRequest, String> {
         Action::Transaction(calls) => calls,
         Action::Schemas => &[],
     };
-    let schema: Name = "app_n".parse().expect("app_n is a valid name");
+    let schema: SqlIdentifier = "app_n".parse().expect("app_n is a valid name");
     let mut statements = Vec::new();
     for call in calls {
         if let Ok(plan) = plan(&schema, &TABLE, &call.operation) {
@@ -126,8 +126,10 @@ pub fn read_cursor(
     })
 }
 
-fn id_form(app: Option<&str>) -> IdForm {
-    app.map_or(IdForm::Plain, |app| IdForm::for_app(&IdSecret::derive(b"of a machine"), app))
+fn id_form(app: Option<&str>) -> EventIdFormat {
+    app.map_or(EventIdFormat::Plain, |app| {
+        EventIdFormat::for_app(&EventIdSecret::derive(b"of a machine"), app)
+    })
 }
 
 /// The id of a change event, for an app or the owner.

@@ -61,7 +61,7 @@ async fn handle_query(
     };
     let slug = app.unwrap_or_default();
     require_access(principal, slug)?;
-    // While writers are stopped, the whole bridge is: reads are refused as well.
+    // While writers are stopped, the bridge refuses reads as well.
     let _permit = bridge.writers.admit()?;
     let app = bridge.find_app(slug)?;
     let is_transaction = matches!(action, Action::Transaction(_));
@@ -71,7 +71,7 @@ async fn handle_query(
     for (index, call) in calls.iter().enumerate() {
         plans.push(plan_call(&app, call).map_err(|problem| add_index(problem, index))?);
     }
-    if calls.iter().any(|call| call.operation.adds_data()) {
+    if calls.iter().any(|call| call.operation.writes_values()) {
         bridge.quotas.admit(|| bridge.kernel.settings(), principal, slug)?;
     }
     let write = begin_write(bridge, slug, &plans, body.len());
@@ -143,7 +143,7 @@ pub(super) fn require_access(principal: &Principal, app: &str) -> Result<(), Pro
 /// The default app when a request names none; `None` means all apps.
 ///
 /// # Errors
-/// If an agent with access to several apps names none.
+/// An agent with access to several apps names none.
 pub(super) fn default_app(principal: &Principal) -> Result<Option<&str>, Problem> {
     match principal {
         Principal::App { slug } => Ok(Some(slug)),

@@ -24,7 +24,7 @@ mod service;
 mod sql;
 mod value;
 
-pub use changes::{ChangeFeed, IdSecret, stream_changes};
+pub use changes::{ChangeFeed, EventIdSecret, stream_changes};
 pub use describe::{CHANGES, QUERY, SCHEMAS, app_schema};
 pub use handler::{list_schemas, query};
 pub use response::json_response;

@@ -94,8 +94,8 @@ impl<'t> Order<'t> {
         sql.push("(").push_list(&self.keys, ", ", |sql, (column, _)| {
             sql.push_column(column);
         });
-        let descending = self.keys.first().is_some_and(|(_, d)| *d == Direction::Descending);
-        sql.push(if descending { ") < (" } else { ") > (" });
+        let is_descending = self.keys.first().is_some_and(|(_, d)| *d == Direction::Descending);
+        sql.push(if is_descending { ") < (" } else { ") > (" });
         sql.push_list(self.keys.iter().zip(values), ", ", |sql, ((column, _), value)| {
             sql.bind_text(column.kind, value.clone().unwrap_or_default());
         });

@@ -10,11 +10,11 @@ use super::fields::{array_elements, string_value};
 use super::filter::Filter;
 use super::order::Order;
 use super::param::Param;
-use super::request::{CountMode, Find, Operation, Returning};
+use super::request::{CountMode, FindRequest, Operation, Returning};
 use super::sql::Sql;
 use super::value::bind;
 use crate::gateway::apps::{Column, ColumnType, Table};
-use crate::gateway::name::Name;
+use crate::gateway::name::SqlIdentifier;
 use svc_http::problem::FieldError;
 
 const DEFAULT_LIMIT: i64 = 100;
@@ -88,7 +88,7 @@ impl Plan<'_> {
             Self::InsertMany(groups) => groups.iter().map(|group| &group.sql).collect(),
             Self::Upsert { write, fallback } => std::iter::once(write).chain(fallback).collect(),
             Self::Find(page) => std::iter::once(&page.rows).chain(&page.count).collect(),
-            Self::Change(changed) => vec![&changed.sql],
+            Self::Change(change) => vec![&change.sql],
         }
     }
 
@@ -96,7 +96,7 @@ impl Plan<'_> {
         !matches!(self, Self::Get(_) | Self::Count(_) | Self::Find(_))
     }
 
-    /// Number of rows whose values are in the request and that may be inserted.
+    /// The number of rows that the plan may insert, whose values are in the request.
     pub fn inserted_rows(&self) -> usize {
         match self {
             Self::Insert(_) | Self::Upsert { .. } => 1,
@@ -107,7 +107,7 @@ impl Plan<'_> {
 
     /// Whether a filter selects the rows to change.
     pub fn is_filtered_change(&self) -> bool {
-        matches!(self, Self::Change(changed) if changed.target == ChangeTarget::Filter)
+        matches!(self, Self::Change(change) if change.target == ChangeTarget::Filter)
     }
 
     /// Whether the plan writes with several statements, which are atomic only in a transaction.
@@ -127,7 +127,11 @@ type FieldErrors = Vec<FieldError>;
 ///
 /// # Errors
 /// The fields that do not match the table.
-pub fn plan<'t>(schema: &Name, table: &'t Table, operation: &Operation<'_>) -> Result<Plan<'t>, FieldErrors> {
+pub fn plan<'t>(
+    schema: &SqlIdentifier,
+    table: &'t Table,
+    operation: &Operation<'_>,
+) -> Result<Plan<'t>, FieldErrors> {
     let planner = TablePlanner { schema, table };
     let single = |error| vec![error];
     match operation {
@@ -146,7 +150,7 @@ pub fn plan<'t>(schema: &Name, table: &'t Table, operation: &Operation<'_>) -> R
 }
 
 struct TablePlanner<'s, 't> {
-    schema: &'s Name,
+    schema: &'s SqlIdentifier,
     table: &'t Table,
 }
 
@@ -188,7 +192,7 @@ impl<'t> TablePlanner<'_, 't> {
         sql
     }
 
-    fn find(&self, find: &Find<'_>) -> Result<Plan<'t>, FieldError> {
+    fn find(&self, find: &FindRequest<'_>) -> Result<Plan<'t>, FieldError> {
         let filter = self.parse_filter(find.filter)?;
         let order = Order::parse(self.table, find.order_by)?;
         let columns = self.parse_selected_columns(find.columns)?;

@@ -114,7 +114,7 @@ pub fn from_database_error(error: &tokio_postgres::Error, context: ErrorContext)
     let code = db_error.code();
     if *code == SqlState::IN_FAILED_SQL_TRANSACTION {
         // The statement that failed first is reported instead.
-        return Problem::new(Code::Conflict, "An operation before this one failed.");
+        return Problem::new(Code::Conflict, "An earlier operation of the transaction failed.");
     }
     BRIDGE_SQLSTATES.add_one([intern_label(code.code().get(..2).unwrap_or_default())]);
     tracing::info!(sqlstate = code.code(), constraint = db_error.constraint(), "rejected by the database");
@@ -162,7 +162,7 @@ fn invalid(db_error: &DbError, context: ErrorContext) -> Problem {
         code if *code == SqlState::PROGRAM_LIMIT_EXCEEDED => match db_error.constraint() {
             Some(_) => "is too long for an index of the table",
             None if context.is_write => "makes the row larger than 8 MiB",
-            None => "a row is larger than 8 MiB: find it with fewer columns",
+            None => "a row is larger than 8 MiB: read it with fewer `columns`",
         },
         _ => "was rejected by the database",
     };

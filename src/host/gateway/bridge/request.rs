@@ -60,7 +60,7 @@ pub enum Operation<'a> {
     Insert { data: &'a RawValue },
     InsertMany { rows: &'a RawValue },
     Upsert { data: &'a RawValue, on_conflict: &'a RawValue, resolution: Resolution },
-    Find(Find<'a>),
+    Find(FindRequest<'a>),
     Get { id: &'a RawValue },
     Count { filter: Option<&'a RawValue> },
     Update { change: ChangeRequest<'a>, data: &'a RawValue },
@@ -69,7 +69,7 @@ pub enum Operation<'a> {
 
 impl Operation<'_> {
     /// Whether the operation adds or changes rows.
-    pub fn adds_data(&self) -> bool {
+    pub fn writes_values(&self) -> bool {
         match self {
             Self::Insert { .. } | Self::InsertMany { .. } | Self::Upsert { .. } | Self::Update { .. } => true,
             Self::Find(_) | Self::Get { .. } | Self::Count { .. } | Self::Delete { .. } => false,
@@ -87,8 +87,9 @@ pub enum Resolution {
     Ignore,
 }
 
+/// The unparsed fields of a `find`.
 #[derive(Debug, Default)]
-pub struct Find<'a> {
+pub struct FindRequest<'a> {
     pub filter: Option<&'a RawValue>,
     pub columns: Option<&'a RawValue>,
     pub order_by: Option<&'a RawValue>,
@@ -165,7 +166,7 @@ impl<'a> BridgeRequest<'a> {
         })?;
         let mut errors = Vec::new();
         let request =
-            Reader::open(raw, String::new(), &mut errors).and_then(|mut reader| reader.read_request());
+            ObjectReader::open(raw, String::new(), &mut errors).and_then(|mut reader| reader.read_request());
         match request {
             Some(request) if errors.is_empty() => Ok(request),
             _ => Err(Problem::invalid(&errors)),
@@ -174,13 +175,13 @@ impl<'a> BridgeRequest<'a> {
 }
 
 /// Reads one object; the errors of all objects of a request are collected in one list.
-struct Reader<'a, 'w> {
+struct ObjectReader<'a, 'w> {
     fields: Fields<'a>,
     pointer: String,
     errors: &'w mut Vec<FieldError>,
 }
 
-impl<'a, 'w> Reader<'a, 'w> {
+impl<'a, 'w> ObjectReader<'a, 'w> {
     fn open(raw: &'a RawValue, pointer: String, errors: &'w mut Vec<FieldError>) -> Option<Self> {
         match Fields::parse(raw) {
             Ok(fields) => Some(Self { fields, pointer, errors }),
@@ -195,17 +196,17 @@ impl<'a, 'w> Reader<'a, 'w> {
         let shape = self.read_shape(|_| true)?;
         match shape.action {
             "schemas" => {
-                self.reject_unknown(shape, &["app"]);
+                self.reject_unknown_fields(shape, &["app"]);
                 Some(BridgeRequest { app: self.optional_text("app"), action: Action::Schemas })
             }
             "transaction" => {
-                self.reject_unknown(shape, &["app"]);
+                self.reject_unknown_fields(shape, &["app"]);
                 let app = self.require_text("app");
                 let operations = self.read_operations()?;
                 Some(BridgeRequest { app: Some(app?), action: Action::Transaction(operations) })
             }
             _ => {
-                self.reject_unknown(shape, &["app", "table"]);
+                self.reject_unknown_fields(shape, &["app", "table"]);
                 let app = self.require_text("app");
                 let call = self.read_call(shape);
                 Some(BridgeRequest { app: Some(app?), action: Action::Table(call?) })
@@ -227,20 +228,21 @@ impl<'a, 'w> Reader<'a, 'w> {
 
     fn read_operations(&mut self) -> Option<Vec<TableCall<'a>>> {
         let raw = self.require("operations")?;
-        let Some(all) = array_elements(raw).filter(|all| (1..=MAX_OPERATIONS).contains(&all.len())) else {
+        let elements = array_elements(raw).filter(|all| (1..=MAX_OPERATIONS).contains(&all.len()));
+        let Some(elements) = elements else {
             return self
                 .reject("operations", format!("must be an array of 1 to {MAX_OPERATIONS} operations"));
         };
         let pointer = format!("{}/operations", self.pointer);
-        let mut calls = Vec::with_capacity(all.len());
-        for (index, raw) in all.into_iter().enumerate() {
-            let Some(mut reader) = Reader::open(raw, format!("{pointer}/{index}"), self.errors) else {
+        let mut calls = Vec::with_capacity(elements.len());
+        for (index, raw) in elements.into_iter().enumerate() {
+            let Some(mut reader) = ObjectReader::open(raw, format!("{pointer}/{index}"), self.errors) else {
                 continue;
             };
             let Some(shape) = reader.read_shape(|action| !matches!(action, "transaction" | "schemas")) else {
                 continue;
             };
-            reader.reject_unknown(shape, &["table"]);
+            reader.reject_unknown_fields(shape, &["table"]);
             calls.extend(reader.read_call(shape));
         }
         Some(calls)
@@ -289,13 +291,13 @@ impl<'a, 'w> Reader<'a, 'w> {
         Some(ChangeRequest { rows: rows?, max_affected: self.field("maxAffected"), returning: returning? })
     }
 
-    fn read_find(&mut self) -> Find<'a> {
+    fn read_find(&mut self) -> FindRequest<'a> {
         let count = match self.optional_text("count").as_deref() {
             None => CountMode::No,
             Some("exact") => CountMode::Exact,
             Some(_) => self.reject("count", "must be \"exact\"").unwrap_or_default(),
         };
-        Find {
+        FindRequest {
             filter: self.field("filter"),
             columns: self.field("columns"),
             order_by: self.field("orderBy"),
@@ -329,7 +331,7 @@ impl<'a, 'w> Reader<'a, 'w> {
         string_value(raw).or_else(|| self.reject(name, "must be a string"))
     }
 
-    fn reject_unknown(&mut self, shape: &ActionShape, always: &[&'static str]) {
+    fn reject_unknown_fields(&mut self, shape: &ActionShape, always: &[&'static str]) {
         let known = |name: &str| {
             name == "action"
                 || [always, shape.required, shape.optional].iter().any(|list| list.contains(&name))
@@ -382,7 +384,7 @@ mod tests {
 
     #[test]
     fn parse_requires_either_id_or_filter() {
-        let delete_request = |more: &str| format!(r#"{{"action":"delete","app":"a","table":"t"{more}}}"#);
+        let delete_request = |fields: &str| format!(r#"{{"action":"delete","app":"a","table":"t"{fields}}}"#);
         assert!(errors_of(&delete_request("")).contains("/filter: is required"));
         assert!(errors_of(&delete_request(r#","id":"x","filter":{}"#)).contains("combined with id"));
         assert!(errors_of(&delete_request(r#","id":"x","returning":1"#)).contains("/returning"));

@@ -160,8 +160,8 @@ pub async fn execute(
         (Plan::Find(page), [rows, count @ ..]) => {
             return executor.find_page(page, rows, count.first(), budget).await;
         }
-        (Plan::Change(changed), [statement]) => {
-            return executor.apply_change(changed, statement, budget).await;
+        (Plan::Change(change), [statement]) => {
+            return executor.apply_change(change, statement, budget).await;
         }
         _ => Err(refusal::bridge_defect("statements do not match their plan")),
     }?;
@@ -239,10 +239,10 @@ impl Executor<'_> {
                 None => Ok(None),
             }
         };
-        let (mut filled, count) = future::try_join(self.fill_page(page, rows, budget), counted).await?;
-        let body = &mut filled.body;
+        let (mut page_buffer, count) = future::try_join(self.fill_page(page, rows, budget), counted).await?;
+        let body = &mut page_buffer.body;
         body.put_slice(b"],\"nextCursor\":");
-        match filled.last_keys {
+        match page_buffer.last_keys {
             Some(keys) => {
                 let cursor = Cursor::new(&page.order, &page.filter, keys).encode();
                 let cursor = cursor.ok_or_else(|| {
@@ -261,7 +261,10 @@ impl Executor<'_> {
             body.put_slice(format!(",\"count\":{count}").as_bytes());
         }
         body.put_u8(b'}');
-        Ok(BridgeResponse { is_fully_read: filled.is_fully_read, ..BridgeResponse::ok(filled.body) })
+        Ok(BridgeResponse {
+            is_fully_read: page_buffer.is_fully_read,
+            ..BridgeResponse::ok(page_buffer.body)
+        })
     }
 
     /// Reads rows until the page has reached its limit or the byte budget is used up; the cursor continues in both
@@ -274,9 +277,9 @@ impl Executor<'_> {
     ) -> Result<PageBuffer, Problem> {
         let to_problem = |error: tokio_postgres::Error| refusal::from_database_error(&error, self.context);
         let mut rows = pin!(self.send_query(statement, &page.rows).await.map_err(to_problem)?);
-        let mut filled =
+        let mut page_buffer =
             PageBuffer { body: BytesMut::with_capacity(4096), last_keys: None, is_fully_read: true };
-        filled.body.put_slice(b"{\"data\":[");
+        page_buffer.body.put_slice(b"{\"data\":[");
         let (mut listed_rows, mut last_row) = (0, None::<Row>);
         let mut has_more = false;
         while let Some(row) = rows.try_next().await.map_err(to_problem)? {
@@ -286,17 +289,17 @@ impl Executor<'_> {
             // A page has at least one row; otherwise its cursor would not advance.
             if listed_rows == page.limit || (listed_rows > 0 && !budget.has_room()) {
                 has_more = true;
-                filled.is_fully_read = listed_rows == page.limit;
-                if filled.is_fully_read {
+                page_buffer.is_fully_read = listed_rows == page.limit;
+                if page_buffer.is_fully_read {
                     continue;
                 }
                 break;
             }
             if listed_rows > 0 {
-                filled.body.put_u8(b',');
+                page_buffer.body.put_u8(b',');
             }
             let json = self.row_json(&row)?;
-            filled.body.put_slice(json);
+            page_buffer.body.put_slice(json);
             budget.consume(json.len());
             listed_rows += 1;
             last_row = Some(row);
@@ -304,26 +307,26 @@ impl Executor<'_> {
         let keys = |row: Row| {
             (1..=page.order.keys.len()).map(|index| key_text(&row, index)).collect::<Result<_, _>>()
         };
-        filled.last_keys = last_row.filter(|_| has_more).map(keys).transpose().map_err(to_problem)?;
-        Ok(filled)
+        page_buffer.last_keys = last_row.filter(|_| has_more).map(keys).transpose().map_err(to_problem)?;
+        Ok(page_buffer)
     }
 
     async fn apply_change(
         self,
-        changed: &ChangePlan,
+        change: &ChangePlan,
         statement: &Statement,
         budget: &ResponseBudget<'_>,
     ) -> Result<BridgeResponse, Problem> {
         let to_problem = |error: tokio_postgres::Error| refusal::from_database_error(&error, self.context);
-        let mut stream = pin!(self.send_query(statement, &changed.sql).await.map_err(to_problem)?);
-        let column = usize::from(changed.max_affected.is_some());
+        let mut stream = pin!(self.send_query(statement, &change.sql).await.map_err(to_problem)?);
+        let column = usize::from(change.max_affected.is_some());
         let (mut matched, mut affected, mut listed) = (0_i64, 0_i64, 0_usize);
         let mut rows = BytesMut::new();
         while let Some(row) = stream.try_next().await.map_err(to_problem)? {
-            if changed.max_affected.is_some() {
+            if change.max_affected.is_some() {
                 matched = row.try_get(0).map_err(to_problem)?;
             }
-            match changed.returning {
+            match change.returning {
                 Returning::Number => affected = row.try_get(column).map_err(to_problem)?,
                 Returning::Rows => {
                     let Some(RawJson(json)) =
@@ -343,20 +346,20 @@ impl Executor<'_> {
                 }
             }
         }
-        match changed.max_affected {
+        match change.max_affected {
             Some(max) if matched > max => return Err(refusal::too_many_rows(max)),
-            None if changed.returning == Returning::Number => {
+            None if change.returning == Returning::Number => {
                 affected = stream.rows_affected().unwrap_or(0).try_into().unwrap_or(i64::MAX);
             }
             _ => {}
         }
         budget.changed.add(affected.try_into().unwrap_or(0));
-        if affected == 0 && changed.target == ChangeTarget::Id {
+        if affected == 0 && change.target == ChangeTarget::Id {
             return Err(row_not_found());
         }
         let mut body = BytesMut::with_capacity(rows.len() + 64);
         body.put_slice(format!("{{\"data\":{{\"affected\":{affected}").as_bytes());
-        if changed.returning == Returning::Rows {
+        if change.returning == Returning::Rows {
             body.put_slice(b",\"rows\":[");
             body.put_slice(&rows);
             body.put_u8(b']');

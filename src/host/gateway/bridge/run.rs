@@ -95,7 +95,7 @@ async fn try_run(
 /// Executes plans in order, all or nothing, within one statement timeout.
 ///
 /// # Errors
-/// [`ExecutionError`]. Nothing has changed then, unless `COMMIT` was sent and its result was lost.
+/// See [`ExecutionError`]. Nothing has changed, unless `COMMIT` was sent and its result was lost.
 pub async fn run_transaction(
     pool: &Arc<Pool>,
     plans: Vec<Plan<'_>>,

@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::gateway::apps::{App, Column, Origin, Table};
-use crate::gateway::name::Name;
+use crate::gateway::apps::{App, Column, ColumnOrigin, Table};
+use crate::gateway::name::SqlIdentifier;
 
 /// The schema of one app.
 pub fn schema_json(app: &App) -> Value {
@@ -18,8 +18,8 @@ pub fn schema_json(app: &App) -> Value {
 
 fn table_json(table: &Table) -> Value {
     let columns: Vec<Value> = table.columns.iter().map(column_json).collect();
-    let name_lists = |lists: &[Vec<Name>]| -> Value {
-        lists.iter().map(|list| list.iter().map(Name::as_str).collect::<Vec<_>>()).collect()
+    let name_lists = |lists: &[Vec<SqlIdentifier>]| -> Value {
+        lists.iter().map(|list| list.iter().map(SqlIdentifier::as_str).collect::<Vec<_>>()).collect()
     };
     json!({
         "table": table.name.as_str(),
@@ -33,7 +33,7 @@ fn column_json(column: &Column) -> Value {
     json!({
         "column": column.name.as_str(),
         "type": column.kind.name(),
-        "builtIn": column.origin == Origin::BuiltIn,
+        "builtIn": column.origin == ColumnOrigin::BuiltIn,
         "nullable": column.is_nullable(),
     })
 }

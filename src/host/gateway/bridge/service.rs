@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::changes::{ChangeFeed, IdSecret};
+use super::changes::{ChangeFeed, EventIdSecret};
 use super::refusal;
 use crate::agents::bridge_tokens::AgentTokens;
 use crate::agents::kernel::Kernel;
@@ -23,7 +23,7 @@ pub struct Bridge {
     pub kernel: Arc<Kernel>,
     pub agent_tokens: Arc<AgentTokens>,
     pub changes: Arc<ChangeFeed>,
-    pub change_ids: IdSecret,
+    pub change_ids: EventIdSecret,
     pub epoch: Epoch,
     /// Timeout of one statement of an app.
     pub statement_timeout: Duration,

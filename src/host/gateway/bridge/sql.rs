@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::param::Param;
 use crate::gateway::apps::{Column, ColumnType};
-use crate::gateway::name::Name;
+use crate::gateway::name::SqlIdentifier;
 
 /// Maximum size of a row's JSON; no response contains a larger row.
 pub const MAX_ROW_BYTES: usize = 8 * 1024 * 1024;
@@ -26,7 +26,7 @@ impl Sql {
         self
     }
 
-    pub fn push_name(&mut self, name: &Name) -> &mut Self {
+    pub fn push_name(&mut self, name: &SqlIdentifier) -> &mut Self {
         write!(self.text, "{}", name.quoted()).expect("writing to a String cannot fail");
         self
     }

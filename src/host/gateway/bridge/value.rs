@@ -9,10 +9,10 @@ use super::fields::{is_null, string_value};
 use super::param::Param;
 use crate::gateway::apps::ColumnType;
 
-/// Maximum digits of a number, before the point and after it. PostgreSQL allows 131,072, so a few bytes with an
+/// Maximum digits of a number, before and after the decimal point. PostgreSQL allows 131,072, so a few bytes with an
 /// exponent could make every response with that number large.
 const MAX_DIGITS: i64 = 1000;
-const TOO_MANY_DIGITS: &str = "must have at most 1000 digits before the point and after it";
+const TOO_MANY_DIGITS: &str = "must have at most 1000 digits before the decimal point and 1000 after it";
 /// 0001-01-01T00:00:00Z in Unix seconds. PostgreSQL prints earlier times as "BC".
 const YEAR_ONE_SECONDS: i64 = -62_135_596_800;
 
@@ -98,7 +98,8 @@ fn bind_numeric(raw: &RawValue) -> Result<Param, &'static str> {
     }
 }
 
-/// By how many bytes PostgreSQL's output of a JSON number exceeds its input; `None` if the number has too many digits.
+/// The number of bytes by which PostgreSQL's output of a JSON number exceeds its input; `None` if the number has too
+/// many digits.
 fn number_expansion(number: &str) -> Option<usize> {
     let unsigned = number.trim_start_matches('-');
     let (digits, exponent) = unsigned.split_once(['e', 'E']).unwrap_or((unsigned, "0"));
@@ -115,7 +116,8 @@ fn number_expansion(number: &str) -> Option<usize> {
     usize::try_from(printed.saturating_sub(length(unsigned))).ok().or(Some(0))
 }
 
-/// By how many bytes a value in the response exceeds the value in the request, because exponents are expanded.
+/// The number of bytes by which a value in the response exceeds the value in the request, because exponents are
+/// expanded.
 pub fn expansion_bytes(kind: ColumnType, param: &Param) -> usize {
     let bytes = match (kind, param) {
         (ColumnType::Numeric, Param::Text(number)) => number_expansion(number),

@@ -1,4 +1,5 @@
-//! Requests a certificate for the machine's key from an authority, by ACME (RFC 8555) and TLS-ALPN-01.
+//! Requests a certificate for the machine's key from an authority, through ACME (RFC 8555) with the challenge
+//! TLS-ALPN-01.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -57,7 +58,7 @@ impl CertificateRequest<'_> {
     /// Why no certificate was issued. The error contains no secrets.
     pub async fn issue(&self) -> anyhow::Result<String> {
         let issuing = tokio::time::timeout(ISSUE_TIMEOUT, self.complete_order());
-        issuing.await.map_err(|_| anyhow!("the authority did not issue a certificate in 5 minutes"))?
+        issuing.await.map_err(|_| anyhow!("the authority did not issue a certificate within 5 minutes"))?
     }
 
     async fn complete_order(&self) -> anyhow::Result<String> {
@@ -98,7 +99,7 @@ impl CertificateRequest<'_> {
                 status => bail!("the authority's authorization is {status:?}"),
             }
             let Some(mut challenge) = authorization.challenge(ChallengeType::TlsAlpn01) else {
-                bail!("the authority does not offer validation by tls-alpn-01");
+                bail!("the authority does not offer validation with tls-alpn-01");
             };
             let digest = challenge.key_authorization().digest();
             guards.push(self.resolver.respond_to_validation(self.name, digest.as_ref())?);
@@ -107,7 +108,8 @@ impl CertificateRequest<'_> {
         Ok(guards)
     }
 
-    /// Reads the failed challenge from the authorization: the order's own error has no detail.
+    /// Returns an error with the authority's reason, which it reads from the failed challenge: the order's own error
+    /// has no detail.
     async fn explain_refusal(&self, order: &mut Order, error: Option<Error>) -> anyhow::Error {
         let mut authorizations = order.authorizations();
         while let Some(Ok(mut authorization)) = authorizations.next().await {
@@ -142,11 +144,11 @@ impl CertificateRequest<'_> {
             return Ok(account);
         }
         // The operator accepts the terms by configuring the authority.
-        let new =
+        let new_account =
             NewAccount { contact: &contact, terms_of_service_agreed: true, only_return_existing: false };
         let external = settings.external_account.as_ref().map(external_key).transpose()?;
         let builder = Account::builder_with_http(http_client()?);
-        let created = builder.create(&new, settings.directory_url.clone(), external.as_ref()).await;
+        let created = builder.create(&new_account, settings.directory_url.clone(), external.as_ref()).await;
         let (account, credentials) = created.context("create an account with the authority")?;
         StoredAccount::new(settings, &credentials)?.write(self.layout)?;
         Ok(account)
@@ -167,7 +169,7 @@ fn external_key(external: &ExternalAccount) -> anyhow::Result<ExternalAccountKey
     Ok(ExternalAccountKey::new(external.key_id.clone(), &key))
 }
 
-/// `acme-account.json`.
+/// The content of `acme-account.json`.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct StoredAccount {

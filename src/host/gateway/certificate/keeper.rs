@@ -1,6 +1,6 @@
 //! Keeps the gateway's certificate current: from the operator's file, or from the authority.
 //!
-//! Invariant: after the start, the presented certificate is replaced only by a usable chain, and a trusted certificate
+//! Invariant: after startup, the presented certificate is replaced only by a usable chain, and a trusted certificate
 //! only by a trusted one. A failed request changes nothing.
 
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ use svc_http::vars::SSL_CERT_FILE;
 use svc_machine::id::MachineId;
 use svc_wire::host::{CertificateSource, HostCertificate};
 
-/// How often settings, file and schedule are checked.
+/// How often the settings, the operator's file and the schedule are checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// How often the presented chain is verified again: it expires, and the machine's clock may be corrected.
 const VERIFY_INTERVAL: Duration = Duration::from_secs(60);
@@ -49,14 +49,14 @@ pub struct CertificateKeeper {
     pin: SpkiPin,
     resolver: Arc<CertificateResolver>,
     verifier: ChainVerifier,
-    presented: Presented,
+    presented: PresentedChain,
     /// The content of the operator's file and the host name that were checked last.
     checked_file: Option<(Option<Vec<u8>>, Option<String>)>,
-    attempts: Attempts,
+    attempts: RequestSchedule,
     error: Option<String>,
     last_verification: Option<Verification>,
     /// An issued chain that could not be stored yet.
-    unstored: Option<String>,
+    unstored_chain: Option<String>,
 }
 
 /// A verification of the presented chain with this machine's roots.
@@ -66,7 +66,7 @@ struct Verification {
     is_trusted: bool,
 }
 
-struct Presented {
+struct PresentedChain {
     source: CertificateSource,
     chain: Chain,
     /// The directory of the authority that issued the chain, if known.
@@ -80,7 +80,7 @@ const DIRECTORY_LINE: &str = "Directory: ";
 const NOT_TRUSTED: &str = "is not trusted by this machine's roots, but the presented certificate is";
 
 /// The schedule of requests under the same settings.
-struct Attempts {
+struct RequestSchedule {
     /// The settings as JSON; a change resets the backoff.
     settings: Option<String>,
     delays: backon::ExponentialBackoff,
@@ -98,13 +98,16 @@ impl CertificateKeeper {
         let self_signed =
             Chain::from_pem(identity.cert_pem.as_bytes()).context("parse the self-signed certificate")?;
         let pin = identity.pin()?;
-        let attempts =
-            Attempts { settings: None, delays: schedule::retry_delays(config.first_retry), retry_at: None };
+        let attempts = RequestSchedule {
+            settings: None,
+            delays: schedule::retry_delays(config.first_retry),
+            retry_at: None,
+        };
         let mut keeper = Self {
             pin,
             resolver,
             verifier: ChainVerifier::new(SSL_CERT_FILE.from_process().map(PathBuf::from))?,
-            presented: Presented {
+            presented: PresentedChain {
                 source: CertificateSource::SelfSigned,
                 chain: self_signed,
                 directory: None,
@@ -113,7 +116,7 @@ impl CertificateKeeper {
             attempts,
             error: None,
             last_verification: None,
-            unstored: None,
+            unstored_chain: None,
             identity,
             config,
         };
@@ -127,7 +130,7 @@ impl CertificateKeeper {
         &self.resolver
     }
 
-    /// Runs until `stop`.
+    /// Keeps the certificate current until `stop` is cancelled.
     pub async fn run(mut self, stop: CancellationToken) {
         loop {
             tokio::select! {
@@ -204,7 +207,7 @@ impl CertificateKeeper {
 
     fn present(&mut self, source: CertificateSource, chain: Chain) {
         self.resolver.present(chain.clone());
-        self.presented = Presented { source, chain, directory: None };
+        self.presented = PresentedChain { source, chain, directory: None };
         self.last_verification = None;
     }
 
@@ -242,8 +245,8 @@ impl CertificateKeeper {
                 self.present(CertificateSource::File, chain);
                 self.error = None;
             }
-            Err(why) => {
-                let error = format!("GATEWAY_TLS_CERT_FILE: {} {why}", file.display());
+            Err(reason) => {
+                let error = format!("GATEWAY_TLS_CERT_FILE: {} {reason}", file.display());
                 if self.error.as_ref() != Some(&error) {
                     tracing::error!("{error}; still presenting the previous certificate");
                 }
@@ -281,14 +284,14 @@ impl CertificateKeeper {
                 let delay = self.attempts.next_delay();
                 self.attempts.schedule_retry(delay);
                 self.error = None;
-                self.unstored = Some(format!("{DIRECTORY_LINE}{}\n{pem}", acme.directory_url));
+                self.unstored_chain = Some(format!("{DIRECTORY_LINE}{}\n{pem}", acme.directory_url));
                 self.store_chain();
             }
             Err(error) => {
                 let at = self.attempts.schedule_retry(delay);
-                let why = untrusted_text::truncate_printable(&error_chain(&error));
-                tracing::warn!(name, error = why, next = %at, "certificate request failed; still presenting the previous certificate");
-                self.error = Some(why);
+                let reason = untrusted_text::truncate_printable(&error_chain(&error));
+                tracing::warn!(name, error = reason, next = %at, "certificate request failed; still presenting the previous certificate");
+                self.error = Some(reason);
             }
         }
     }
@@ -296,9 +299,9 @@ impl CertificateKeeper {
     /// Stores an issued chain, which is already presented. If it is not stored, the gateway requests another one after
     /// a restart.
     fn store_chain(&mut self) {
-        let Some(text) = &self.unstored else { return };
+        let Some(text) = &self.unstored_chain else { return };
         match fsx::write_atomic(&self.config.layout.tls_chain(), text.as_bytes(), 0o600) {
-            Ok(()) => self.unstored = None,
+            Ok(()) => self.unstored_chain = None,
             Err(error) => {
                 let error =
                     format!("the issued certificate cannot be stored: {}", chain::format_chain(&error));
@@ -312,9 +315,9 @@ impl CertificateKeeper {
         self.error = None;
     }
 
-    /// When the next certificate is requested; `None` means now.
+    /// The time at which the next certificate is requested; `None` means now.
     fn next_attempt(&self, name: &str, acme: &AcmeSettings) -> Option<Timestamp> {
-        let Presented { source, chain, directory } = &self.presented;
+        let PresentedChain { source, chain, directory } = &self.presented;
         let is_ours = *source == CertificateSource::Acme
             && directory.as_ref().is_none_or(|issuer| *issuer == acme.directory_url)
             && chain.check(self.pin, name, chain.not_before()).is_ok();
@@ -371,12 +374,12 @@ impl CertificateKeeper {
             next_attempt_at: requests.and_then(|(name, acme)| self.next_attempt(name, acme)).map(Into::into),
         };
         if let Err(error) = certificate::write(&self.config.layout, &current) {
-            tracing::warn!(%error, "cannot record the certificate");
+            tracing::warn!(%error, "recording the certificate's state failed");
         }
     }
 }
 
-impl Attempts {
+impl RequestSchedule {
     fn reset(&mut self, first_retry: Duration) {
         self.delays = schedule::retry_delays(first_retry);
         self.retry_at = None;

@@ -91,11 +91,11 @@ mod tests {
     }
 
     #[test]
-    fn retry_delays_double_up_to_hours() {
+    fn retry_delays_double_up_to_maximum() {
         let delays: Vec<_> = retry_delays(Duration::from_secs(120)).take(12).collect();
         for (number, delay) in delays.iter().enumerate() {
-            let least = Duration::from_secs(120 << number.min(20)).min(MAX_BASE_DELAY);
-            assert!(*delay >= least && *delay <= least * 2, "{number}: {delay:?}");
+            let minimum = Duration::from_secs(120 << number.min(20)).min(MAX_BASE_DELAY);
+            assert!(*delay >= minimum && *delay <= minimum * 2, "{number}: {delay:?}");
             assert!(SignedDuration::try_from(*delay).unwrap() <= MAX_RETRY_DELAY);
         }
     }

@@ -76,6 +76,6 @@ pub async fn connection_budget(client: &Client) -> Result<usize, DatabaseError> 
             &[],
         )
         .await?;
-    let free = usize::try_from(row.get::<_, i32>(0)).unwrap_or(0);
-    Ok(free.saturating_sub(RESERVED_CONNECTIONS).clamp(1, MAX_CONNECTIONS))
+    let available = usize::try_from(row.get::<_, i32>(0)).unwrap_or(0);
+    Ok(available.saturating_sub(RESERVED_CONNECTIONS).clamp(1, MAX_CONNECTIONS))
 }

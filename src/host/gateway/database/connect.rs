@@ -14,7 +14,7 @@ use svc_http::resolve;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const PING_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Errors of connecting to the database or querying it.
+/// An error while connecting to the database or querying it.
 #[derive(Debug, thiserror::Error)]
 pub enum DatabaseError {
     #[error("connect to the database")]

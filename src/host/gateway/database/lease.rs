@@ -1,4 +1,4 @@
-//! A slot on a connection, and the cleanup when a request is dropped before its response arrives.
+//! A lease on a connection, and the cleanup when a request is dropped before its response arrives.
 //!
 //! A dropped request cannot stop its statement: PostgreSQL continues to execute it, and statements queued behind it
 //! would wait. The connection is therefore removed from the pool immediately, its statements are cancelled until it is
@@ -21,13 +21,13 @@ const CANCEL_TIMEOUT: Duration = Duration::from_secs(2);
 const CANCEL_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 const MAX_CANCEL_ATTEMPTS: usize = 100;
 
-/// A slot on a connection, returned on drop. A drop between [`Self::begin`] and [`Self::settle`] abandons the
-/// connection.
+/// A share of a pipelined connection, returned on drop. A drop between [`Self::begin`] and [`Self::settle`] abandons
+/// the connection.
 pub struct Lease {
     pool: Arc<Pool>,
     connection: Arc<Connection>,
     has_begun: bool,
-    has_reserved: bool,
+    holds_reservation: bool,
     _permit: OwnedSemaphorePermit,
 }
 
@@ -42,7 +42,7 @@ impl std::ops::Deref for Lease {
 impl Lease {
     /// `connection` already counts this lease as in flight.
     pub(super) fn new(pool: Arc<Pool>, connection: Arc<Connection>, permit: OwnedSemaphorePermit) -> Self {
-        Self { pool, connection, has_begun: false, has_reserved: false, _permit: permit }
+        Self { pool, connection, has_begun: false, holds_reservation: false, _permit: permit }
     }
 
     /// Marks the start of work on the connection.
@@ -57,8 +57,8 @@ impl Lease {
 
     /// Reserves the connection; `false` when another lease has reserved it.
     pub(super) fn reserve(&mut self) -> bool {
-        self.has_reserved = self.connection.reserve();
-        self.has_reserved
+        self.holds_reservation = self.connection.reserve();
+        self.holds_reservation
     }
 
     pub(super) fn is_exclusive(&self) -> bool {
@@ -75,7 +75,7 @@ impl Drop for Lease {
             runtime.spawn(end_connection(self.pool.clone(), self.connection.clone()));
         }
         self.connection.leave();
-        if self.has_reserved {
+        if self.holds_reservation {
             self.connection.release();
         }
         self.pool.notify_freed();

@@ -1,4 +1,4 @@
-//! The outbox of changes: a table filled by triggers with one row for each statement that changed an app's table, in
+//! The outbox of changes: a table that triggers fill with one row for each statement that changed an app's table, in
 //! any session.
 //!
 //! Triggers cost time in each write, so an app's tables get them when a client first listens, and lose them after a
@@ -11,10 +11,10 @@ use tokio_postgres::{Client, GenericClient, Transaction};
 
 use super::connect::DatabaseError;
 use super::schema_lock;
-use crate::gateway::name::Name;
+use crate::gateway::name::SqlIdentifier;
 use svc_machine::epoch::Epoch;
 
-/// The notification channel for changes of other sessions.
+/// The notification channel for changes by other sessions.
 pub const CHANNEL: &str = "svc_changes";
 
 /// The position of an event is its transaction id. Arrays of more than 1000 ids are stored as NULL: the reader then
@@ -84,7 +84,7 @@ const DROP_TRIGGERS: &str = "
       FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid JOIN pg_namespace n ON n.oid = c.relnamespace
      WHERE n.nspname = $1 AND starts_with(t.tgname, 'svc_changes_')";
 
-/// Adopts the feed for this machine: after a restore the outbox contains events of another machine.
+/// Adopts the feed for this machine: deletes the events of another machine, which the outbox contains after a restore.
 ///
 /// # Errors
 /// A database error.
@@ -118,7 +118,10 @@ pub async fn adopt_feed(transaction: &Transaction<'_>, epoch: Epoch) -> Result<(
 ///
 /// # Errors
 /// A database error.
-pub async fn is_watched(client: &impl GenericClient, schema: &Name) -> Result<bool, tokio_postgres::Error> {
+pub async fn is_watched(
+    client: &impl GenericClient,
+    schema: &SqlIdentifier,
+) -> Result<bool, tokio_postgres::Error> {
     let sql = "SELECT EXISTS (SELECT FROM svc.watched WHERE schema_name = $1)";
     Ok(client.query_one(sql, &[&schema.as_str()]).await?.get(0))
 }
@@ -129,7 +132,7 @@ pub async fn is_watched(client: &impl GenericClient, schema: &Name) -> Result<bo
 /// A database error.
 pub async fn create_triggers(
     client: &impl GenericClient,
-    schema: &Name,
+    schema: &SqlIdentifier,
 ) -> Result<(), tokio_postgres::Error> {
     for row in client.query(CREATE_MISSING_TRIGGERS, &[&schema.as_str()]).await? {
         client.batch_execute(row.get(0)).await?;
@@ -152,7 +155,7 @@ async fn drop_triggers(client: &impl GenericClient, schema: &str) -> Result<(), 
 ///
 /// # Errors
 /// The database is unreachable, or a long write holds a table lock.
-pub async fn start_watching(client: &mut Client, schema: &Name) -> Result<(), DatabaseError> {
+pub async fn start_watching(client: &mut Client, schema: &SqlIdentifier) -> Result<(), DatabaseError> {
     let transaction = client.transaction().await?;
     transaction.batch_execute("SET LOCAL lock_timeout = '2s'").await?;
     schema_lock::lock_schemas(&transaction).await?;

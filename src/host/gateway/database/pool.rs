@@ -39,7 +39,7 @@ pub struct Pool {
     database: Arc<Database>,
     config: tokio_postgres::Config,
     budget: Arc<Budget>,
-    slots: Arc<Semaphore>,
+    lease_permits: Arc<Semaphore>,
     state: Mutex<PoolState>,
     /// Notified when a connection may have become available.
     freed: Notify,
@@ -77,7 +77,7 @@ impl std::fmt::Debug for Pool {
     }
 }
 
-/// The use of a pool.
+/// How many connections of a pool can be closed, and when the pool was last used.
 pub(super) struct PoolUsage {
     /// Number of connections that the pool could close.
     pub spare: usize,
@@ -91,7 +91,7 @@ impl Pool {
             database,
             config,
             budget,
-            slots: Arc::new(Semaphore::new(MAX_CONNECTIONS * MAX_PIPELINED)),
+            lease_permits: Arc::new(Semaphore::new(MAX_CONNECTIONS * MAX_PIPELINED)),
             state: Mutex::default(),
             freed: Notify::new(),
         });
@@ -99,14 +99,14 @@ impl Pool {
         pool
     }
 
-    /// Leases an idle connection, else a new one, else a slot on a busy connection.
+    /// Leases an idle connection, else a new one, else a share of a busy connection.
     ///
     /// # Errors
     /// No connection was available within five seconds, or the database is unreachable.
     pub async fn lease(self: &Arc<Self>) -> Result<Lease, PoolError> {
         let waited = tokio::time::timeout(LEASE_TIMEOUT, async {
-            let slot = self.slots.clone().acquire_owned().await.map_err(|_| PoolError::Timeout)?;
-            Ok(Lease::new(self.clone(), self.acquire_connection().await?, slot))
+            let permit = self.lease_permits.clone().acquire_owned().await.map_err(|_| PoolError::Timeout)?;
+            Ok(Lease::new(self.clone(), self.acquire_connection().await?, permit))
         });
         waited.await.unwrap_or(Err(PoolError::Timeout))
     }
@@ -144,9 +144,10 @@ impl Pool {
     /// Closes connections that have been idle for [`IDLE_TIMEOUT`].
     pub fn close_idle(&self) {
         let now = now_ms();
-        let idle = u64::try_from(IDLE_TIMEOUT.as_millis()).unwrap_or(u64::MAX);
+        let idle_timeout_ms = u64::try_from(IDLE_TIMEOUT.as_millis()).unwrap_or(u64::MAX);
         self.lock().connections.retain(|connection| {
-            connection.requests_in_flight() > 0 || now.saturating_sub(connection.last_activity_ms()) < idle
+            connection.requests_in_flight() > 0
+                || now.saturating_sub(connection.last_activity_ms()) < idle_timeout_ms
         });
     }
 
@@ -223,11 +224,12 @@ impl Pool {
         let mut state = self.lock();
         state.connections.retain(|connection| connection.is_usable());
         let now = now_ms();
-        let slow = u64::try_from(SLOW_THRESHOLD.as_millis()).unwrap_or(u64::MAX);
+        let slow_threshold_ms = u64::try_from(SLOW_THRESHOLD.as_millis()).unwrap_or(u64::MAX);
         // Fewer connections may each carry more statements.
         let max_in_flight = MAX_CONNECTIONS * MAX_PIPELINED / state.connections.len().max(1);
         let is_only = state.connections.len() + state.opening == 1;
-        let is_slow = |c: &Connection| !is_only && now.saturating_sub(c.last_activity_ms()) > slow;
+        let is_slow =
+            |c: &Connection| !is_only && now.saturating_sub(c.last_activity_ms()) > slow_threshold_ms;
         let is_full = |c: &Connection| c.requests_in_flight() >= max_in_flight || is_slow(c);
         let least_busy = state.connections.iter().filter(|c| !c.is_reserved()).min_by_key(|c| {
             let in_flight = c.requests_in_flight();
@@ -288,7 +290,7 @@ impl Pool {
         Ok(connection)
     }
 
-    /// A rejected login means that the role's password has changed, as after a restore.
+    /// Requests that the role's login be set up again if it was rejected: its password has changed, as after a restore.
     fn report_rejected_login(&self, error: &DatabaseError) {
         let DatabaseError::Connect(error) = error else { return };
         let rejections = [SqlState::INVALID_PASSWORD, SqlState::INVALID_AUTHORIZATION_SPECIFICATION];

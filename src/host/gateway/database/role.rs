@@ -8,7 +8,7 @@ use ring::rand::{SecureRandom, SystemRandom};
 use secrecy::{ExposeSecret, SecretString};
 use tokio_postgres::GenericClient;
 
-use crate::gateway::name::Name;
+use crate::gateway::name::SqlIdentifier;
 
 /// Generates a password.
 ///
@@ -28,7 +28,7 @@ pub fn generate_password() -> Result<SecretString, ring::error::Unspecified> {
 /// The database is unreachable or rejects a statement.
 pub async fn enable_login(
     client: &impl GenericClient,
-    role: &Name,
+    role: &SqlIdentifier,
     password: &SecretString,
     statement_timeout: Duration,
 ) -> Result<(), tokio_postgres::Error> {

@@ -1,4 +1,4 @@
-//! Serializes changes of schemas and roles.
+//! Serializes changes to schemas and roles.
 
 use tokio_postgres::{Error, Transaction};
 

@@ -28,12 +28,12 @@ struct LastRun {
     status: String,
     key: Option<String>,
     error: Option<String>,
-    held: Option<HeldBack>,
+    held: Option<HeldSnapshot>,
 }
 
 /// A complete snapshot that did not become the latest, because its database has shrunk.
 #[derive(Serialize, Deserialize)]
-struct HeldBack {
+struct HeldSnapshot {
     latest: String,
     loss: String,
 }
@@ -51,9 +51,10 @@ struct LastRunView {
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    held: Option<HeldBack>,
+    held: Option<HeldSnapshot>,
 }
 
+/// `GET /_svc/internal/backup`.
 pub async fn show(State(layout): State<Layout>) -> Result<Json<Value>, Problem> {
     Ok(Json(run_blocking(move || read_backup_status(&layout)).await?))
 }

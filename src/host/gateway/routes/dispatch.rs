@@ -37,6 +37,7 @@ use svc_http::problem::{Code, Problem};
 /// Maximum number of listed dispatches.
 const MAX_LISTED: usize = 200;
 
+/// `POST /api/dispatch`.
 pub async fn submit(
     State(dispatcher): State<Arc<Dispatcher>>,
     State(kernel): State<Arc<Kernel>>,
@@ -70,13 +71,15 @@ fn wants_json(headers: &HeaderMap) -> bool {
     accepted.contains("application/json") && !accepted.contains("text/event-stream")
 }
 
+/// `GET /api/dispatch`.
 pub async fn list(State(dispatcher): State<Arc<Dispatcher>>) -> Result<Json<Value>, Problem> {
     dispatcher.wait_until_ready().await?;
     let all = dispatcher.list();
-    let all: Vec<Value> = all.iter().take(MAX_LISTED).map(|dispatch| dispatch.to_json()).collect();
-    Ok(Json(json!({ "dispatches": all })))
+    let listed: Vec<Value> = all.iter().take(MAX_LISTED).map(|dispatch| dispatch.to_json()).collect();
+    Ok(Json(json!({ "dispatches": listed })))
 }
 
+/// `GET /api/dispatch/{id}`.
 pub async fn show(
     State(dispatcher): State<Arc<Dispatcher>>,
     PathParams(id): PathParams<String>,
@@ -85,13 +88,14 @@ pub async fn show(
     Ok(Json(dispatch_json(&dispatcher, &target)))
 }
 
+/// `GET /api/dispatch/{id}/events`: streams the events, after `Last-Event-ID` if given.
 pub async fn follow(
     State(dispatcher): State<Arc<Dispatcher>>,
     PathParams(id): PathParams<String>,
     headers: HeaderMap,
 ) -> Result<Response, Problem> {
-    let last = headers.get("last-event-id").filter(|value| !value.is_empty());
-    let last: Option<u64> = match last {
+    let last_event_id = headers.get("last-event-id").filter(|value| !value.is_empty());
+    let last_event: Option<u64> = match last_event_id {
         Some(value) => {
             let number = value.to_str().ok().and_then(|text| text.parse().ok());
             Some(
@@ -102,15 +106,16 @@ pub async fn follow(
         None => None,
     };
     let target = find_dispatch(&dispatcher, &id).await?;
-    let from = last.map_or(0, |last| last.saturating_add(1));
+    let from = last_event.map_or(0, |number| number.saturating_add(1));
     let read = target.log().read(from);
-    if last.is_some() && read.is_over && read.events.is_empty() {
+    if last_event.is_some() && read.is_over && read.events.is_empty() {
         // 204 stops a browser's EventSource from reconnecting.
         return Ok(StatusCode::NO_CONTENT.into_response());
     }
     Ok(stream_events(&dispatcher, target, from))
 }
 
+/// `DELETE /api/dispatch/{id}`.
 pub async fn cancel(
     State(dispatcher): State<Arc<Dispatcher>>,
     PathParams(id): PathParams<String>,
@@ -138,8 +143,8 @@ fn dispatch_json(dispatcher: &Dispatcher, target: &DispatchTarget) -> Value {
 }
 
 /// The status of a batch: it ends when all entries have ended, and succeeds if all have succeeded.
-fn overall_status(all: &[Arc<Dispatch>]) -> &'static str {
-    let phases: Vec<Phase> = all.iter().map(|dispatch| dispatch.phase()).collect();
+fn overall_status(dispatches: &[Arc<Dispatch>]) -> &'static str {
+    let phases: Vec<Phase> = dispatches.iter().map(|dispatch| dispatch.phase()).collect();
     let all_are = |phase| phases.iter().all(|each| *each == phase);
     if all_are(Phase::Queued) {
         "queued"
@@ -260,8 +265,9 @@ fn request_schema() -> Value {
 
 const EVENTS: DocumentedResponse = DocumentedResponse {
     status: 200,
-    about: "Server-sent events: accepted, running, started, text, toolStarted, toolEnded, warning, and finally result, \
-            which has the complete dispatch. Events of a batch have the index of their entry; the last one is done.",
+    about: "Server-sent events: `accepted`, `running`, `started`, `text`, `toolStarted`, `toolEnded`, `warning`, and \
+            finally `result`, which has the complete dispatch. Events of a batch have the index of their entry; the \
+            last event is `done`.",
     content: Content::Other("text/event-stream"),
 };
 
@@ -277,8 +283,8 @@ pub static DISPATCH: Endpoint = Endpoint {
         id: "dispatch",
         method: Method::POST,
         path: "/api/dispatch",
-        summary: "Submits one or several prompts to a coding agent of system/config.json, which works in the owner's \
-                  home. Idempotent by id. The dispatch continues without listeners.",
+        summary: "Submits one or several prompts to a coding agent configured in system/config.json, which works in \
+                  the owner's home. Idempotent by id. The dispatch continues without listeners.",
         credentials: OWNERS,
         parameters: &[],
         body: Some(request_schema),
@@ -286,7 +292,7 @@ pub static DISPATCH: Endpoint = Endpoint {
             EVENTS,
             documented_json(
                 202,
-                "Accepted; if the client accepts application/json but no events.",
+                "Accepted. Sent if the client accepts application/json but no events.",
                 response_schema,
             ),
         ],

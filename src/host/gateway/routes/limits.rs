@@ -35,6 +35,7 @@ use svc_http::usage::MAX_SENDER_CHARS;
 /// Maximum length of a time zone's name.
 const MAX_ZONE_CHARS: usize = 64;
 
+/// `GET /api/limits`.
 pub async fn show(
     State(kernel): State<Arc<Kernel>>,
     State(resolver): State<Arc<PrincipalResolver>>,
@@ -100,6 +101,7 @@ struct LimitsChange {
     time_zone: Option<String>,
 }
 
+/// `PUT /api/limits`: changes `system/config.json`, and records the change in the audit.
 pub async fn set(
     State(kernel): State<Arc<Kernel>>,
     State(resolver): State<Arc<PrincipalResolver>>,

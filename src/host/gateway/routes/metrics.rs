@@ -46,8 +46,8 @@ pub async fn render_metrics(
     UNWRITTEN_RECORD_BYTES.set([], records.unwritten_bytes() as f64);
     // Reads records and /proc, which blocks.
     let rendered = tokio::task::spawn_blocking(move || {
-        measure_backups(&layout.logs());
-        measure_checks(&layout);
+        set_backup_metrics(&layout.logs());
+        set_check_metrics(&layout);
         metrics.text()
     });
     match rendered.await {
@@ -56,8 +56,8 @@ pub async fn render_metrics(
     }
 }
 
-/// Sets the metrics of backups, and none before the first backup.
-fn measure_backups(logs: &Path) {
+/// Sets the metrics of backups, if there has been a backup.
+fn set_backup_metrics(logs: &Path) {
     #[derive(Deserialize)]
     struct Run {
         status: String,
@@ -76,8 +76,8 @@ fn measure_backups(logs: &Path) {
     }
 }
 
-/// Sets the metrics of each kind of check, and none before its first check.
-fn measure_checks(layout: &Layout) {
+/// Sets the metrics of each kind of check that has been run.
+fn set_check_metrics(layout: &Layout) {
     for &kind in CheckKind::ALL {
         if let Ok(Some(check)) = CheckRecord::last(layout, kind) {
             SNAPSHOT_CHECK_OK.set([kind.as_str()], f64::from(u8::from(check.status == Status::Success)));
@@ -86,5 +86,5 @@ fn measure_checks(layout: &Layout) {
     }
 }
 
-/// Number of runs searched for a successful one: ten days of hourly backups.
+/// Maximum number of runs searched for a successful one: ten days of hourly backups.
 const MAX_SEARCHED_RUNS: usize = 240;

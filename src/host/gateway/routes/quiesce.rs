@@ -24,7 +24,7 @@ async fn read_operation_id(headers: &HeaderMap, body: Body) -> Result<OperationI
     fields.finish(operation)
 }
 
-/// `POST /_svc/internal/quiesce`
+/// `POST /_svc/internal/quiesce`: stops the writers for an operation, and returns the progress.
 pub async fn quiesce(
     State(writers): State<Arc<Writers>>,
     headers: HeaderMap,
@@ -39,7 +39,7 @@ pub async fn quiesce(
     })))
 }
 
-/// `POST /_svc/internal/resume`
+/// `POST /_svc/internal/resume`: resumes the writers that were stopped for an operation.
 pub async fn resume(
     State(writers): State<Arc<Writers>>,
     headers: HeaderMap,
@@ -56,7 +56,7 @@ pub static QUIESCE: Endpoint = Endpoint {
         method: Method::POST,
         path: "/_svc/internal/quiesce",
         summary: "Stops all writers for an operation: dispatches end and are recorded, the bridge returns 503. \
-                  Repeated calls return the progress; the state survives a restart.",
+                  Repeated requests return the progress; the state survives a restart.",
         credentials: &[PLATFORM],
         parameters: &[],
         body: Some(|| request_object(&[("operationId", uuid())], &[])),

@@ -49,7 +49,7 @@ pub struct RecordView {
 #[derive(Default)]
 struct RecordFilter {
     exact: Vec<(&'static str, String)>,
-    below: Option<(&'static str, String)>,
+    path_prefix: Option<(&'static str, String)>,
     contains: Option<String>,
     since: Option<Timestamp>,
     until: Option<Timestamp>,
@@ -60,7 +60,7 @@ impl RecordFilter {
         let mut text = |name| query.optional_text(name, MAX_FILTER_CHARS);
         Self {
             exact: view.exact_members.iter().filter_map(|name| Some((*name, text(name)?))).collect(),
-            below: view
+            path_prefix: view
                 .path_member
                 .and_then(|name| Some((name, text(name)?.trim_end_matches('/').to_owned()))),
             contains: view.is_text.then(|| text("contains")).flatten(),
@@ -79,16 +79,16 @@ impl RecordFilter {
         }
         let is_in_time = self.until.is_none_or(|until| at.is_some_and(|at| at < until));
         let text = |name: &str| entry.get(name).and_then(Value::as_str);
-        // A gap may stand for lines that match.
+        // A gap may hide lines that match.
         let is_gap = entry.contains_key("gap");
         let is_equal = self.exact.iter().all(|(name, wanted)| text(name) == Some(wanted));
-        let is_below = self.below.as_ref().is_none_or(|(name, wanted)| {
+        let is_under_path = self.path_prefix.as_ref().is_none_or(|(name, wanted)| {
             let rest = text(name).and_then(|path| path.strip_prefix(&**wanted));
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/') || wanted.is_empty())
         });
         let is_contained =
             self.contains.as_ref().is_none_or(|part| text("text").is_some_and(|line| line.contains(part)));
-        if is_in_time && (is_gap || (is_equal && is_below && is_contained)) {
+        if is_in_time && (is_gap || (is_equal && is_under_path && is_contained)) {
             Verdict::Take
         } else {
             Verdict::Skip
@@ -174,13 +174,13 @@ pub async fn follow(
     let gone = || Problem::new(Code::Gone, "The events after this one are no longer available.");
     let tail = tail.ok_or_else(gone)?;
     let now = Instant::now();
-    let greeting =
+    let ready_event =
         format!("retry: {RETRY_DELAY_MS}\n{}event: ready\ndata: {{}}\n\n", id_line(tail.position()));
-    let listener = Listener {
+    let listener = RecordListener {
         tail: Some(tail),
         view,
         filter,
-        queued: VecDeque::from([Bytes::from(greeting)]),
+        queued: VecDeque::from([Bytes::from(ready_event)]),
         next_heartbeat: now + HEARTBEAT_INTERVAL,
         deadline: now + MAX_STREAM_DURATION,
         _permit: permit,
@@ -202,7 +202,8 @@ fn id_line(position: Option<TailPosition>) -> String {
     position.map(|position| format!("id: {position}\n")).unwrap_or_default()
 }
 
-struct Listener {
+/// The state of one stream of a record's new lines.
+struct RecordListener {
     /// `None` while its lines are being read.
     tail: Option<Tail>,
     view: &'static RecordView,
@@ -213,7 +214,7 @@ struct Listener {
     _permit: OwnedSemaphorePermit,
 }
 
-impl Listener {
+impl RecordListener {
     async fn next(&mut self) -> Option<Bytes> {
         loop {
             if let Some(chunk) = self.queued.pop_front() {

@@ -26,10 +26,14 @@ const SINCE: Parameter = Parameter {
     name: "since",
     location: ParameterLocation::Query,
     schema: time,
-    about: "At or after this time.",
+    about: "Lines at or after this time.",
 };
-const UNTIL: Parameter =
-    Parameter { name: "until", location: ParameterLocation::Query, schema: time, about: "Before this time." };
+const UNTIL: Parameter = Parameter {
+    name: "until",
+    location: ParameterLocation::Query,
+    schema: time,
+    about: "Lines before this time.",
+};
 const LIMIT: Parameter = Parameter {
     name: "limit",
     location: ParameterLocation::Query,
@@ -160,12 +164,12 @@ record!(
     "Ended dispatches",
     [
         filter_parameter("id", "The dispatch with this id."),
-        filter_parameter("senderId", "Of this user or channel."),
-        filter_parameter("conversationId", "Of this conversation."),
-        filter_parameter("model", "By this model."),
-        filter_parameter("agentName", "By this agent."),
-        filter_parameter("status", "success or error."),
-        filter_parameter("batchId", "Of this batch.")
+        filter_parameter("senderId", "Dispatches of this user or channel."),
+        filter_parameter("conversationId", "Dispatches of this conversation."),
+        filter_parameter("model", "Dispatches that used this model."),
+        filter_parameter("agentName", "Dispatches to this agent."),
+        filter_parameter("status", "`success` or `error`."),
+        filter_parameter("batchId", "Dispatches of this batch.")
     ],
     "interactions",
     "Interaction"
@@ -181,10 +185,10 @@ record!(
     "/api/audit",
     "Changes by agents to files in the home",
     [
-        filter_parameter("op", "write, delete or mkdir."),
-        filter_parameter("actor", "By this agent or part of the system."),
-        filter_parameter("agentName", "By this agent."),
-        filter_parameter("path", "This path and everything below it.")
+        filter_parameter("op", "`write`, `delete` or `mkdir`."),
+        filter_parameter("actor", "Changes by this agent or part of the system."),
+        filter_parameter("agentName", "Changes by this agent."),
+        filter_parameter("path", "Changes to this path and everything below it.")
     ],
     "entries",
     "AuditEntry"
@@ -227,12 +231,12 @@ record!(
     "followBackups",
     "/api/backups",
     "Backup runs",
-    [filter_parameter("status", "success or error.")],
+    [filter_parameter("status", "`success` or `error`.")],
     "backups",
     "Backup"
 );
 
-/// Later releases may add members to a line.
+/// Describes a line, which may have further members: later releases may add them.
 fn line_schema(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
     let mut line_schema = object(required, optional);
     line_schema["additionalProperties"] = true.into();

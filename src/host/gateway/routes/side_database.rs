@@ -1,6 +1,6 @@
 //! `/api/side-database`: the owner opens an earlier snapshot beside the database, and copies tables back from it.
 //!
-//! A request becomes a file that a unit consumes; the unit's state file is shown here.
+//! A request becomes a file that a unit consumes. `GET` shows the state file that the unit writes.
 
 use axum::Json;
 use axum::body::Body;

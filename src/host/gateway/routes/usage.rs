@@ -16,6 +16,7 @@ use svc_http::problem::{Code, Problem};
 use svc_http::usage as parameters;
 use svc_wire::usage::UsageReport;
 
+/// `GET /api/usage`.
 pub async fn report_usage(
     State(kernel): State<Arc<Kernel>>,
     RawQuery(query): RawQuery,

@@ -16,7 +16,7 @@ fn notes() -> Value {
 fn errors_of(change: impl FnOnce(&mut Value)) -> String {
     let mut value = notes();
     change(&mut value);
-    Manifest::from_value(&value).expect_err("an invalid manifest").to_string()
+    Manifest::from_value(&value).expect_err("the manifest should be rejected").to_string()
 }
 
 #[test]
@@ -73,7 +73,7 @@ fn other_type_for_built_in_column_is_rejected() {
 }
 
 #[test]
-fn column_lists_contain_only_names() {
+fn invalid_column_list_is_rejected() {
     for list in [json!(["title", 5]), json!([5]), json!([]), json!(vec!["title"; 33]), json!(5)] {
         let text = errors_of(|m| m["storage"]["tables"]["notes"]["indexes"] = json!([list]));
         assert!(text.contains("notes.indexes: each entry must be"), "{text}");

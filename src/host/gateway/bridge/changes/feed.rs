@@ -14,14 +14,14 @@ use super::read::{self, FeedHead};
 use crate::gateway::apps::Registry;
 use crate::gateway::database::outbox::{self, Retention};
 use crate::gateway::database::{Database, DatabaseError};
-use crate::gateway::name::Name;
+use crate::gateway::name::SqlIdentifier;
 use svc_http::problem::format_chain;
 
-/// Maximum open streams, of the owner and all apps.
+/// Maximum number of open streams of the owner and all apps together.
 const MAX_STREAMS: usize = 128;
-/// Maximum open streams of all apps together; the rest is reserved for the owner.
+/// Maximum number of open streams of all apps together; the rest is reserved for the owner.
 const MAX_APPS_STREAMS: usize = 96;
-/// Maximum open streams of one app.
+/// Maximum number of open streams of one app.
 const MAX_APP_STREAMS: usize = 16;
 /// Poll interval for changes that no notification announces, such as those settled by the end of a long transaction.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
@@ -59,7 +59,7 @@ impl Default for ChangeFeed {
 
 /// An open stream; counted until it is dropped.
 pub struct ChangeStream {
-    changes: Arc<ChangeFeed>,
+    feed: Arc<ChangeFeed>,
     /// The app that opened the stream; `None` for the owner.
     app: Option<String>,
     schemas: Vec<String>,
@@ -95,7 +95,7 @@ impl ChangeFeed {
             *streams_by_app.entry(app.to_owned()).or_default() += 1;
         }
         let (app, head) = (app.map(str::to_owned), self.head.subscribe());
-        Some(ChangeStream { changes: self.clone(), app, schemas: Vec::new(), head })
+        Some(ChangeStream { feed: self.clone(), app, schemas: Vec::new(), head })
     }
 
     fn streams_by_app(&self) -> std::sync::MutexGuard<'_, HashMap<String, usize>> {
@@ -112,26 +112,27 @@ impl ChangeStream {
         &self.schemas
     }
 
-    /// Follows another app. Its changes are complete from now on, and its triggers are created if necessary.
+    /// Follows another app, and creates the triggers of its tables if necessary. The stream has all of its changes from
+    /// now on.
     ///
     /// # Errors
     /// The database is unreachable, or a long write locks a table.
-    pub async fn follow(&mut self, database: &Database, schema: &Name) -> Result<(), DatabaseError> {
+    pub async fn follow(&mut self, database: &Database, schema: &SqlIdentifier) -> Result<(), DatabaseError> {
         if self.schemas.iter().any(|known| known == schema.as_str()) {
             return Ok(());
         }
-        let is_new = !self.changes.streams_by_schema().contains_key(schema.as_str());
+        let is_new = !self.feed.streams_by_schema().contains_key(schema.as_str());
         if is_new {
             let mut client = database.connect().await?;
             outbox::start_watching(&mut client, schema).await?;
         }
-        *self.changes.streams_by_schema().entry(schema.to_string()).or_default() += 1;
+        *self.feed.streams_by_schema().entry(schema.to_string()).or_default() += 1;
         self.schemas.push(schema.to_string());
         Ok(())
     }
 
     pub fn closing(&self) -> CancellationToken {
-        self.changes.closing.clone()
+        self.feed.closing.clone()
     }
 
     /// Reads the current head of the feed and publishes it to all streams.
@@ -140,18 +141,18 @@ impl ChangeStream {
     /// A database error.
     pub async fn refresh_head(&self, client: &Client) -> Result<FeedHead, DatabaseError> {
         let head = read::fetch_head(client).await?;
-        self.changes.publish(head);
+        self.feed.publish(head);
         Ok(head)
     }
 }
 
 impl Drop for ChangeStream {
     fn drop(&mut self) {
-        self.changes.open_streams.fetch_sub(1, Ordering::AcqRel);
+        self.feed.open_streams.fetch_sub(1, Ordering::AcqRel);
         if let Some(app) = &self.app {
-            decrement(&mut self.changes.streams_by_app(), app);
+            decrement(&mut self.feed.streams_by_app(), app);
         }
-        let mut streams_by_schema = self.changes.streams_by_schema();
+        let mut streams_by_schema = self.feed.streams_by_schema();
         self.schemas.iter().for_each(|schema| decrement(&mut streams_by_schema, schema));
     }
 }
@@ -175,20 +176,21 @@ impl ChangeFeed {
         });
     }
 
-    /// Polls the feed while streams are open and maintains the outbox, until `stop`. Events are kept for `keep`.
+    /// Polls the feed while streams are open, and deletes outbox events older than `max_event_age`, until `stop` is
+    /// cancelled.
     pub async fn run(
         self: Arc<Self>,
         database: Arc<Database>,
         apps: Arc<Registry>,
-        keep: Duration,
+        max_event_age: Duration,
         stop: CancellationToken,
     ) {
         let retention = Retention {
-            max_age_seconds: keep.as_secs_f64(),
+            max_age_seconds: max_event_age.as_secs_f64(),
             max_rows: MAX_OUTBOX_ROWS,
             unwatch_after_days: UNWATCH_AFTER_DAYS,
         };
-        let mut cleanup = tokio::time::interval(CLEANUP_INTERVAL.min(keep));
+        let mut cleanup = tokio::time::interval(CLEANUP_INTERVAL.min(max_event_age));
         cleanup.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut listener: Option<Client> = None;
         loop {
@@ -244,17 +246,17 @@ mod tests {
 
     #[test]
     fn open_stream_limits_apps_and_reserves_owner_share() {
-        let changes = Arc::new(ChangeFeed::default());
-        let open_all = |app: &str| std::iter::from_fn(|| changes.open_stream(Some(app))).collect::<Vec<_>>();
+        let feed = Arc::new(ChangeFeed::default());
+        let open_all = |app: &str| std::iter::from_fn(|| feed.open_stream(Some(app))).collect::<Vec<_>>();
         let greedy = open_all("greedy");
         assert_eq!(greedy.len(), 16);
         let others: Vec<_> = (0..10).flat_map(|n| open_all(&format!("app-{n}"))).collect();
         assert_eq!(greedy.len() + others.len(), 96);
-        let owners: Vec<_> = std::iter::from_fn(|| changes.open_stream(None)).collect();
+        let owners: Vec<_> = std::iter::from_fn(|| feed.open_stream(None)).collect();
         assert_eq!(owners.len(), 32);
         drop(greedy);
-        assert!(changes.open_stream(Some("greedy")).is_some());
+        assert!(feed.open_stream(Some("greedy")).is_some());
         drop((others, owners));
-        assert_eq!((changes.open_streams(), changes.streams_by_app().len()), (0, 0));
+        assert_eq!((feed.open_streams(), feed.streams_by_app().len()), (0, 0));
     }
 }

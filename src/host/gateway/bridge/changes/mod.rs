@@ -10,7 +10,7 @@ mod read;
 mod stream;
 
 pub use feed::ChangeFeed;
-pub use position::IdSecret;
+pub use position::EventIdSecret;
 #[cfg(feature = "fuzzing")]
-pub use position::{EventId, IdForm};
+pub use position::{EventId, EventIdFormat};
 pub use stream::stream_changes;

@@ -27,15 +27,15 @@ pub struct InvalidEventId;
 
 /// The machine's secret, from which each app's key is derived. It is constant within an epoch.
 #[derive(Clone)]
-pub struct IdSecret(hmac::Key);
+pub struct EventIdSecret(hmac::Key);
 
-impl fmt::Debug for IdSecret {
+impl fmt::Debug for EventIdSecret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("IdSecret(…)")
+        f.write_str("EventIdSecret(…)")
     }
 }
 
-impl IdSecret {
+impl EventIdSecret {
     /// Derives the secret from a secret of this machine.
     pub fn derive(machine_secret: &[u8]) -> Self {
         let key = hmac::Key::new(hmac::HMAC_SHA256, machine_secret);
@@ -46,15 +46,15 @@ impl IdSecret {
 
 /// The form of ids for one listener.
 #[derive(Debug)]
-pub enum IdForm {
+pub enum EventIdFormat {
     /// `<epoch>-<position>`, for the owner.
     Plain,
     /// The position, encrypted under the app's key.
     Sealed(Box<LessSafeKey>),
 }
 
-impl IdForm {
-    pub fn for_app(secret: &IdSecret, app: &str) -> Self {
+impl EventIdFormat {
+    pub fn for_app(secret: &EventIdSecret, app: &str) -> Self {
         let key = hmac::sign(&secret.0, app.as_bytes());
         let key = UnboundKey::new(&CHACHA20_POLY1305, key.as_ref()).expect("HMAC-SHA256 has 32 bytes");
         Self::Sealed(Box::new(LessSafeKey::new(key)))
@@ -118,22 +118,22 @@ mod tests {
 
     #[test]
     fn plain_id_round_trips() {
-        assert_eq!(IdForm::Plain.format(ID), "3-7421");
-        assert_eq!(IdForm::Plain.parse("3-7421", Epoch(3)), Ok(ID));
+        assert_eq!(EventIdFormat::Plain.format(ID), "3-7421");
+        assert_eq!(EventIdFormat::Plain.parse("3-7421", Epoch(3)), Ok(ID));
         for bad in ["", "-", "3", "3-", "-1", "3--1", "+3-1", "3-1x", "3-99999999999999999999", "3-1-1"] {
-            assert_eq!(IdForm::Plain.parse(bad, Epoch(3)), Err(InvalidEventId), "{bad:?}");
+            assert_eq!(EventIdFormat::Plain.parse(bad, Epoch(3)), Err(InvalidEventId), "{bad:?}");
         }
     }
 
     #[test]
     fn sealed_ids_are_opaque_and_per_app() {
-        let secret = IdSecret::derive(b"machine secret");
-        let (one, other) = (IdForm::for_app(&secret, "one"), IdForm::for_app(&secret, "other"));
+        let secret = EventIdSecret::derive(b"machine secret");
+        let (one, other) = (EventIdFormat::for_app(&secret, "one"), EventIdFormat::for_app(&secret, "other"));
         let (first, second) = (one.format(ID), one.format(ID));
         assert_ne!(first, second, "equal positions must be indistinguishable");
         assert!(!first.contains("7421"));
         // The ids stay valid after a restart.
-        let after_restart = IdForm::for_app(&IdSecret::derive(b"machine secret"), "one");
+        let after_restart = EventIdFormat::for_app(&EventIdSecret::derive(b"machine secret"), "one");
         assert_eq!(
             (after_restart.parse(&first, Epoch(3)), after_restart.parse(&second, Epoch(3))),
             (Ok(ID), Ok(ID))
@@ -148,6 +148,6 @@ mod tests {
             "the position of another epoch is not decrypted"
         );
         assert_eq!(other.parse(&first, Epoch(3)), Err(InvalidEventId));
-        assert_eq!(IdForm::Plain.parse(&first, Epoch(3)), Err(InvalidEventId));
+        assert_eq!(EventIdFormat::Plain.parse(&first, Epoch(3)), Err(InvalidEventId));
     }
 }

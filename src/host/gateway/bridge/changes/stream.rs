@@ -1,5 +1,6 @@
-//! One listener's stream of changes. It starts after `Last-Event-ID` or at the current position, and ends when the
-//! listener disconnects, its agent ends, the database fails, the gateway stops, or the time limit is reached.
+//! One listener's stream of changes. It starts after `Last-Event-ID` or at the current position. It ends when the
+//! listener disconnects, its agent's dispatch ends, the database fails, the gateway stops, or the time limit is
+//! reached.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -14,7 +15,7 @@ use http::HeaderMap;
 use tokio::time::Instant;
 
 use super::feed::ChangeStream;
-use super::position::{EventId, IdForm};
+use super::position::{EventId, EventIdFormat};
 use super::read::{self, ChangeEvent};
 use crate::gateway::auth::{Caller, Principal};
 use crate::gateway::bridge::handler::{default_app, require_access};
@@ -22,7 +23,7 @@ use crate::gateway::bridge::refusal;
 use crate::gateway::bridge::service::Bridge;
 use crate::gateway::database::DatabaseError;
 use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
-use crate::gateway::name::Name;
+use crate::gateway::name::SqlIdentifier;
 use svc_http::fields::Fields;
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::epoch::Epoch;
@@ -51,10 +52,10 @@ pub async fn stream_changes(
     let scope = resolve_scope(&bridge, &principal, app)?;
     // Plain ids reveal the write volume of all apps, so apps and agents do not get them.
     let app = app.filter(|_| matches!(principal, Principal::App { .. } | Principal::Agent { .. }));
-    let ids = app.map_or(IdForm::Plain, |app| IdForm::for_app(&bridge.change_ids, app));
+    let ids = app.map_or(EventIdFormat::Plain, |app| EventIdFormat::for_app(&bridge.change_ids, app));
     let last_event_id = parse_last_event_id(&headers, &ids, bridge.epoch)?;
     let app = app.map(str::to_owned);
-    let open = Listener::open(bridge.clone(), principal, app.as_deref(), scope, ids, last_event_id);
+    let open = ChangeListener::open(bridge.clone(), principal, app.as_deref(), scope, ids, last_event_id);
     let opened = tokio::time::timeout(DATABASE_TIMEOUT, open);
     let listener = opened.await.unwrap_or_else(|_| Err(refusal::database_unavailable()))?;
     Ok(events::stream_response(stream::unfold(listener, |mut listener| async move {
@@ -65,7 +66,7 @@ pub async fn stream_changes(
 
 /// One app by its schema, or all present and future apps.
 enum Scope {
-    One(Name),
+    One(SqlIdentifier),
     All,
 }
 
@@ -82,7 +83,7 @@ fn resolve_scope(bridge: &Bridge, principal: &Principal, app: Option<&str>) -> R
 
 fn parse_last_event_id(
     headers: &HeaderMap,
-    ids: &IdForm,
+    ids: &EventIdFormat,
     current: Epoch,
 ) -> Result<Option<EventId>, Problem> {
     let Some(value) = headers.get("last-event-id").filter(|value| !value.is_empty()) else { return Ok(None) };
@@ -91,25 +92,26 @@ fn parse_last_event_id(
     id.map(Some).ok_or_else(invalid)
 }
 
-struct Listener {
+/// The state of one stream of changes.
+struct ChangeListener {
     bridge: Arc<Bridge>,
     principal: Principal,
     stream: ChangeStream,
     scope: Scope,
-    ids: IdForm,
+    ids: EventIdFormat,
     position: i64,
     queued: VecDeque<Bytes>,
     next_heartbeat: Instant,
     deadline: Instant,
 }
 
-impl Listener {
+impl ChangeListener {
     async fn open(
         bridge: Arc<Bridge>,
         principal: Principal,
         app: Option<&str>,
         scope: Scope,
-        ids: IdForm,
+        ids: EventIdFormat,
         last_event_id: Option<EventId>,
     ) -> Result<Self, Problem> {
         let too_many = || Problem::new(Code::Unavailable, "Too many open streams.").retry_after(5);
@@ -132,8 +134,8 @@ impl Listener {
             refusal::database_unavailable()
         })??;
         let id = listener.event_id();
-        let greeting = format!("retry: {RETRY_DELAY_MS}\nid: {id}\nevent: ready\ndata: {{}}\n\n");
-        listener.queued.push_back(Bytes::from(greeting));
+        let ready_event = format!("retry: {RETRY_DELAY_MS}\nid: {id}\nevent: ready\ndata: {{}}\n\n");
+        listener.queued.push_back(Bytes::from(ready_event));
         Ok(listener)
     }
 
@@ -146,12 +148,12 @@ impl Listener {
             return Ok(Ok(()));
         };
         let floor = read::fetch_floor(&client, self.stream.schemas()).await?;
-        let is_known = id.epoch == self.bridge.epoch
+        let is_available = id.epoch == self.bridge.epoch
             && id.position <= head.settled
             && floor.is_some_and(|floor| id.position >= floor);
         self.position = id.position;
         let detail = "The changes after this event are no longer available; read the tables again.";
-        Ok(if is_known { Ok(()) } else { Err(Problem::new(Code::Gone, detail)) })
+        Ok(if is_available { Ok(()) } else { Err(Problem::new(Code::Gone, detail)) })
     }
 
     /// Follows all apps of the scope, including those registered after the stream was opened.

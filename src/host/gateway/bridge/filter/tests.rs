@@ -81,9 +81,9 @@ fn filter_bounds_depth_terms_and_in_values() {
         format!("{}{}{}", r#"{"not":"#.repeat(depth - 1), r#"{"c_integer":1}"#, "}".repeat(depth - 1))
     };
     assert!(filter_sql(&nested(5)).is_ok());
-    assert!(filter_sql(&nested(6)).expect_err("too deep").contains("deeper"));
+    assert!(filter_sql(&nested(6)).expect_err("depth 6 should be rejected").contains("levels deep"));
     let terms = |count: usize| json!({ "and": vec![json!({ "c_integer": 1 }); count] }).to_string();
     assert!(filter_sql(&terms(50)).is_ok());
-    assert!(filter_sql(&terms(51)).expect_err("too many").contains("at most 50"));
+    assert!(filter_sql(&terms(51)).expect_err("51 terms should be rejected").contains("at most 50"));
     assert!(filter_sql(&json!({ "c_integer": { "in": vec![1; 1001] } }).to_string()).is_err());
 }

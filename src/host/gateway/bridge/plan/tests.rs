@@ -30,7 +30,7 @@ fn plan_statements(table: &Table, request: &Value) -> Result<Vec<Sql>, String> {
             .collect::<Vec<_>>()
             .join("; ")
     };
-    let schema: Name = "app_n".parse().unwrap();
+    let schema: SqlIdentifier = "app_n".parse().unwrap();
     let mut statements = Vec::new();
     for call in calls {
         let planned = plan(&schema, table, &call.operation).map_err(join_errors)?;
@@ -125,10 +125,10 @@ fn data() -> BoxedStrategy<Value> {
 }
 
 fn write() -> BoxedStrategy<Value> {
-    let with_action = |action: &str, more: Value| {
+    let with_action = |action: &str, fields: Value| {
         let mut request = json!({ "action": action, "app": "n", "table": "things" });
-        if let (Some(request), Value::Object(more)) = (request.as_object_mut(), more) {
-            request.extend(more);
+        if let (Some(request), Value::Object(fields)) = (request.as_object_mut(), fields) {
+            request.extend(fields);
         }
         request
     };
@@ -161,7 +161,7 @@ fn request() -> BoxedStrategy<Value> {
             |(filter, order, columns, limit, after)| {
                 let order: Vec<Value> = order
                     .into_iter()
-                    .map(|(column, up)| json!({ "column": column, "direction": if up { "asc" } else { "desc" } }))
+                    .map(|(column, ascending)| json!({ "column": column, "direction": if ascending { "asc" } else { "desc" } }))
                     .collect();
                 let mut find = json!({ "action": "find", "app": "n", "table": "things", "filter": filter,
                     "columns": columns, "orderBy": order, "limit": limit, "count": "exact" });
@@ -289,8 +289,8 @@ proptest! {
         let _ = plan_statements(&table, &rows);
         let order = json!({ "action": "find", "app": "n", "table": "things", "orderBy": filter, "columns": filter });
         let _ = plan_statements(&table, &order);
-        let together = json!({ "action": "transaction", "app": "n", "operations": filter });
-        let _ = plan_statements(&table, &together);
+        let transaction = json!({ "action": "transaction", "app": "n", "operations": filter });
+        let _ = plan_statements(&table, &transaction);
     }
 
     #[test]
@@ -419,11 +419,11 @@ fn insert_many_groups_rows_by_columns() {
 }
 
 #[test]
-fn change_requires_filter_and_keeps_bound() {
+fn change_rejects_empty_filter_and_enforces_max_affected() {
     let table = table();
-    let first_sql = |action: &str, more: Value| {
+    let first_sql = |action: &str, fields: Value| {
         let mut request = json!({ "action": action, "app": "n", "table": "things" });
-        request.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        request.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
         plan_statements(&table, &request).map(|sql| sql[0].text.clone())
     };
     for filter in [json!({}), json!({ "and": [{}] }), json!({ "or": [{ "c_text": "a" }, {}] })] {

@@ -3,7 +3,7 @@
 use serde_json::value::RawValue;
 
 use super::{ChangePlan, ChangeTarget, FieldErrors, InsertGroup, Plan, TablePlanner, field_error};
-use crate::gateway::apps::{Column, Origin};
+use crate::gateway::apps::{Column, ColumnOrigin};
 use crate::gateway::bridge::fields::{Fields, array_elements};
 use crate::gateway::bridge::filter::{Filter, escape_segment};
 use crate::gateway::bridge::param::Param;
@@ -15,7 +15,8 @@ use svc_http::problem::FieldError;
 const MAX_INSERT_ROWS: usize = 1000;
 /// Maximum rows returned by a change.
 const MAX_RETURNED_ROWS: i64 = 1000;
-/// Maximum size by which the response of an insert may exceed its request: all column names, and expanded numbers.
+/// Maximum number of bytes by which the response to an insert may exceed its request, because it has all column names
+/// and expanded numbers.
 const MAX_ADDED_BYTES: usize = 4 * 1024 * 1024;
 /// Maximum errors in one response.
 const MAX_ERRORS: usize = 20;
@@ -134,7 +135,7 @@ impl<'t> TablePlanner<'_, 't> {
             Resolution::Merge => {
                 write.push("now()");
                 let is_updated =
-                    |column: &&&Column| column.origin == Origin::Declared && !target.contains(column);
+                    |column: &&&Column| column.origin == ColumnOrigin::Declared && !target.contains(column);
                 for column in given.iter().filter(is_updated) {
                     write.push(", ").push_name(&column.name).push(" = excluded.").push_name(&column.name);
                 }
@@ -300,7 +301,7 @@ impl<'t> TablePlanner<'_, 't> {
                 reject("is set by the database");
                 continue;
             }
-            if state == RowState::Existing && column.origin == Origin::BuiltIn {
+            if state == RowState::Existing && column.origin == ColumnOrigin::BuiltIn {
                 reject("cannot be changed");
                 continue;
             }

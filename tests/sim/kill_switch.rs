@@ -4,22 +4,22 @@ use std::sync::{Mutex, PoisonError};
 
 use tokio_util::sync::CancellationToken;
 
-use super::plan::Moment;
+use super::plan::KillPoint;
 
-/// The kill switch of a process; when armed, it kills the process at the n-th call of a kind.
+/// The kill switch of a process; when armed, it kills the process at the n-th call of one kind.
 #[derive(Debug, Default)]
-pub struct Switch {
+pub struct KillSwitch {
     dead: CancellationToken,
-    armed: Mutex<Option<(Moment, u8)>>,
+    armed: Mutex<Option<(KillPoint, u8)>>,
 }
 
-impl Switch {
+impl KillSwitch {
     pub fn kill(&self) {
         self.dead.cancel();
     }
 
-    pub fn arm(&self, moment: Moment, nth: u8) {
-        *self.armed.lock().unwrap_or_else(PoisonError::into_inner) = Some((moment, nth));
+    pub fn arm(&self, kill_point: KillPoint, nth: u8) {
+        *self.armed.lock().unwrap_or_else(PoisonError::into_inner) = Some((kill_point, nth));
     }
 
     pub fn disarm(&self) {
@@ -35,25 +35,25 @@ impl Switch {
         self.dead.clone()
     }
 
-    /// Runs work of the process. Returns `None` if the process dies before the end.
+    /// Runs work of the process. Returns `None` if the process is killed before the work ends.
     pub async fn run_while_alive<T>(&self, work: impl Future<Output = T>) -> Option<T> {
         tokio::select! {
             biased;
             () = self.dead.cancelled() => None,
-            done = work => Some(done),
+            result = work => Some(result),
         }
     }
 
     /// A point at which the process may be killed; if it is, the call never returns.
-    pub async fn reach(&self, moment: Moment) {
+    pub async fn reach(&self, kill_point: KillPoint) {
         {
             let mut armed = self.armed.lock().unwrap_or_else(PoisonError::into_inner);
             match &mut *armed {
-                Some((at, 0)) if *at == moment => {
+                Some((at, 0)) if *at == kill_point => {
                     *armed = None;
                     self.dead.cancel();
                 }
-                Some((at, left)) if *at == moment => *left -= 1,
+                Some((at, remaining)) if *at == kill_point => *remaining -= 1,
                 _ => {}
             }
         }

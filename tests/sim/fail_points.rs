@@ -1,4 +1,5 @@
-//! Every fail point in the source is enumerated, and every enumeration has a test that kills at each point.
+//! Checks that every fail point in the source is enumerated, and that every enumeration has a test that kills a process
+//! at each point.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +14,7 @@ use svc::host::update;
 use svc::platform::operations::{OperationKind, fail_point_names};
 use svc::platform::{key_change, rollouts, token_rotation};
 
-/// The enumerations, each with the test that kills at every one of its points.
+/// The enumerations, each with its name in the test that kills a process at each of its points, and the test's file.
 fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 19] {
     [
         (backup::FAILPOINTS, "svc::host::snapshots::backup::FAILPOINTS", "tests/vault/backup.rs"),
@@ -66,8 +67,8 @@ fn read_file(path: &str) -> String {
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-fn collect_sources(below: &Path, found: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(below).unwrap() {
+fn collect_sources(dir: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
             collect_sources(&path, found);
@@ -77,7 +78,7 @@ fn collect_sources(below: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Returns the names in calls of `failpoint::pass`; an expression instead of a name is returned as written.
+/// Returns the names in calls to `failpoint::pass`; an expression instead of a name is returned as written.
 fn failpoint_calls(text: &str) -> Vec<String> {
     let calls = text.split("failpoint::pass(").skip(1);
     calls.map(|call| call.split(')').next().unwrap_or_default().trim_matches('"').to_owned()).collect()
@@ -104,7 +105,7 @@ fn every_failpoint_in_the_source_is_enumerated() {
         }
     }
     for point in known {
-        assert!(found.iter().any(|name| name == point), "{point} is enumerated but never passed");
+        assert!(found.iter().any(|name| name == point), "{point} is enumerated but not in the source");
     }
     assert_eq!(failpoint_calls("x failpoint::pass(\"a.b\")?; failpoint::pass(&c)"), ["a.b", "&c"]);
 }
@@ -118,7 +119,7 @@ fn every_enumeration_has_a_kill_test() {
         let walked = text
             .split("\nasync fn ")
             .chain(text.split("\nfn "))
-            .any(|one| forms.iter().any(|form| one.contains(form)));
+            .any(|function| forms.iter().any(|form| function.contains(form)));
         assert!(walked && text.contains("return(kill)"), "{test} does not kill at each of {name}");
     }
     let kills = read_file("tests/platform/kills.rs");

@@ -1,4 +1,4 @@
-//! The gateway against its OpenAPI document: every route is called in every wrong way, and every declared code is
+//! The gateway against its OpenAPI document: every route gets each kind of invalid request, and every declared code is
 //! provoked.
 
 use kit::idp::{Idp, MintOptions};
@@ -21,18 +21,18 @@ const UNREACHABLE_DATABASE: &str = "postgres://postgres:hunter2-s3cret@127.0.0.1
 const ROW: &str = "0192d1f0-0000-7000-8000-000000000000";
 
 /// Codes that no request can provoke, with their operations (`*` for all).
-const EXCUSED: [(&str, &str); 1] = [
+const UNPROVOKABLE_CODES: [(&str, &str); 1] = [
     // An internal error that no request can cause.
     ("*", "internal"),
 ];
 
-struct World {
+struct TestGateway {
     host: Host,
     slug: String,
     idp: Idp,
 }
 
-impl World {
+impl TestGateway {
     async fn start(url: &str) -> Self {
         let (slug, idp) = (unique_name("notes"), Idp::start().unwrap());
         let mut machine = Machine::new(url).unwrap();
@@ -44,17 +44,17 @@ impl World {
         machine.write(&format!("home/svc/home/apps/{slug}/dist/index.html"), "<h1>notes").unwrap();
         let host = machine.start().unwrap();
         [ADMIN, "hunter2-s3cret"].into_iter().for_each(|secret| contract::gateway().register_secret(secret));
-        let world = Self { host, slug, idp };
+        let gateway = Self { host, slug, idp };
         // Creates a finished dispatch, whose id the paths contain.
-        let dispatched = world.dispatch(&json!({ "id": ROW, "prompt": "do it" })).await;
+        let dispatched = gateway.dispatch(&json!({ "id": ROW, "prompt": "do it" })).await;
         assert_eq!(dispatched.status, 202, "{dispatched:?}");
-        world
+        gateway
     }
 
     async fn with_app(url: &str) -> Self {
-        let world = Self::start(url).await;
-        world.host.wait_until_registered(&world.slug).await.unwrap();
-        world
+        let gateway = Self::start(url).await;
+        gateway.host.wait_until_registered(&gateway.slug).await.unwrap();
+        gateway
     }
 
     async fn send(&self, request: RequestBuilder) -> Reply {
@@ -111,7 +111,7 @@ impl World {
     }
 }
 
-impl ApiUnderTest for World {
+impl ApiUnderTest for TestGateway {
     const SCHEMA_IS_COMPLETE: bool = false;
 
     fn contract(&self) -> &'static Contract {
@@ -144,7 +144,8 @@ impl ApiUnderTest for World {
     fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential> {
         let (path, method) = (self.path(operation), &operation.method);
         let accepted = operation.credentials[0].name;
-        let refused = |what, request| WrongCredential { what, request, status: 401, code: "unauthorized" };
+        let unauthorized =
+            |what, request| WrongCredential { what, request, status: 401, code: "unauthorized" };
         let forbidden = |what, request| WrongCredential { what, request, status: 403, code: "forbidden" };
         let bare = || self.host.unsigned_request(method.clone(), &path);
         let signed = |change: fn(&mut Claims)| {
@@ -154,18 +155,18 @@ impl ApiUnderTest for World {
         };
         let forged = signer("k1").sign(&self.claims(accepted, method, &path));
         let mut all = vec![
-            refused("no credentials", bare()),
-            refused("a malformed proof", bare().header("x-svc-proof", "a.b.c")),
-            refused("a forged proof", bare().header("x-svc-proof", forged)),
-            refused("another machine's proof", signed(|claims| claims.aud = MachineId::new())),
-            refused(
+            unauthorized("no credentials", bare()),
+            unauthorized("a malformed proof", bare().header("x-svc-proof", "a.b.c")),
+            unauthorized("a forged proof", bare().header("x-svc-proof", forged)),
+            unauthorized("another machine's proof", signed(|claims| claims.aud = MachineId::new())),
+            unauthorized(
                 "an expired proof",
                 signed(|claims| (claims.iat, claims.exp) = (claims.iat - 300, claims.exp - 300)),
             ),
-            refused("an invalid token", bare().bearer_auth("svcu_wrong")),
-            refused("another scheme", bare().header("authorization", "Basic b3A6eA==")),
-            refused("only the admin's token", bare().bearer_auth(ADMIN)),
-            refused(
+            unauthorized("an invalid token", bare().bearer_auth("svcu_wrong")),
+            unauthorized("another scheme", bare().header("authorization", "Basic b3A6eA==")),
+            unauthorized("only the admin's token", bare().bearer_auth(ADMIN)),
+            unauthorized(
                 "an invalid token with a valid proof",
                 self.authorized_request(operation, &path).bearer_auth("x.y.z"),
             ),
@@ -233,10 +234,11 @@ async fn start_database() -> PgServer {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn document_is_complete_and_served_to_permitted_callers() {
-    let world = World::start(UNREACHABLE_DATABASE).await;
+    let gateway = TestGateway::start(UNREACHABLE_DATABASE).await;
     contract::assert_document_is_valid(contract::gateway());
     for caller in ["owner", "app", "admin"] {
-        let document = world.send(world.request_as(caller, &Method::GET, "/api/bridge/openapi.json")).await;
+        let document =
+            gateway.send(gateway.request_as(caller, &Method::GET, "/api/bridge/openapi.json")).await;
         assert_eq!((document.status, &document.body), (200, &description()), "{caller}");
     }
 }
@@ -244,19 +246,19 @@ async fn document_is_complete_and_served_to_permitted_callers() {
 #[tokio::test(flavor = "multi_thread")]
 async fn valid_call_of_every_route_matches_its_description() {
     let database = test_database().await.unwrap();
-    let world = World::with_app(&database.url()).await;
+    let gateway = TestGateway::with_app(&database.url()).await;
     let line = json!({ "timestamp": "2026-01-02T03:04:05.678Z", "status": "error", "stage": "dump", "key": null,
         "sizeBytes": null, "sha256": null, "durationMs": 5, "error": "x" });
-    world.host.machine.write("home/svc/home/system/logs/backup.jsonl", &format!("{line}\n")).unwrap();
+    gateway.host.machine.write("home/svc/home/system/logs/backup.jsonl", &format!("{line}\n")).unwrap();
     for operation in operations().filter(|operation| operation.id != "query") {
-        let response = world.send(valid_call(&world, operation)).await;
+        let response = gateway.send(valid_call(&gateway, operation)).await;
         assert!(response.status < 400, "{}: {response:?}", operation.id);
     }
-    let row = json!({ "action": "insert", "app": world.slug, "table": "notes", "data": { "id": ROW } });
-    assert_eq!(world.send(world.query(&row)).await.status, 201);
+    let row = json!({ "action": "insert", "app": gateway.slug, "table": "notes", "data": { "id": ROW } });
+    assert_eq!(gateway.send(gateway.query(&row)).await.status, 201);
     for schema in variants(&operation_named("query").body.unwrap()()) {
-        let body = valid_body(&world, operation_named("query"), &schema);
-        let response = world.send(world.query(&body)).await;
+        let body = valid_body(&gateway, operation_named("query"), &schema);
+        let response = gateway.send(gateway.query(&body)).await;
         assert!(response.status < 300, "{body}: {response:?}");
     }
 }
@@ -264,99 +266,106 @@ async fn valid_call_of_every_route_matches_its_description() {
 #[tokio::test(flavor = "multi_thread")]
 async fn every_documented_error_code_is_provoked() {
     let database = start_database().await;
-    let world = World::with_app(&database.url("svc")).await;
+    let gateway = TestGateway::with_app(&database.url("svc")).await;
     for operation in operations() {
-        assert_rejects_invalid_requests(&world, operation).await;
+        assert_rejects_invalid_requests(&gateway, operation).await;
     }
-    check_writers(&world).await;
-    check_names(&world).await;
-    check_dispatches(&world).await;
-    check_stored_state(&world, &database).await;
-    check_unverifiable_token(&world).await;
+    check_writers(&gateway).await;
+    check_names(&gateway).await;
+    check_dispatches(&gateway).await;
+    check_stored_state(&gateway, &database).await;
+    check_unverifiable_token(&gateway).await;
     database.kill9().await.unwrap();
-    check_without_database(&world, &["listSchemas"]).await;
-    let unconnected = World::start(UNREACHABLE_DATABASE).await;
+    check_without_database(&gateway, &["listSchemas"]).await;
+    let unconnected = TestGateway::start(UNREACHABLE_DATABASE).await;
     check_without_database(&unconnected, &[]).await;
     let all: Vec<&'static Operation> = operations().collect();
-    let unseen = contract::gateway().list_unprovoked_codes(&all, &EXCUSED, &[]);
-    assert!(unseen.is_empty(), "{unseen:#?}");
+    let unprovoked = contract::gateway().list_unprovoked_codes(&all, &UNPROVOKABLE_CODES, &[]);
+    assert!(unprovoked.is_empty(), "{unprovoked:#?}");
 }
 
 /// Checks that an operation cannot resume the writers that another has stopped.
-async fn check_writers(world: &World) {
+async fn check_writers(gateway: &TestGateway) {
     let post = |path: &str, operation: &str| {
-        world.request_as("platform", &Method::POST, path).json(&json!({ "operationId": operation }))
+        gateway.request_as("platform", &Method::POST, path).json(&json!({ "operationId": operation }))
     };
     let (quiesce, resume) = ("/_svc/internal/quiesce", "/_svc/internal/resume");
-    assert_eq!(world.send(post(quiesce, ROW)).await.status, 200);
+    assert_eq!(gateway.send(post(quiesce, ROW)).await.status, 200);
     let another = uuid::Uuid::now_v7().to_string();
-    world.send(post(resume, &another)).await.assert_problem(409, "invalid_state");
-    assert_eq!(world.send(post(resume, ROW)).await.status, 200);
+    gateway.send(post(resume, &another)).await.assert_problem(409, "invalid_state");
+    assert_eq!(gateway.send(post(resume, ROW)).await.status, 200);
 }
 
 /// Checks paths with unknown names or invalid text.
-async fn check_names(world: &World) {
+async fn check_names(gateway: &TestGateway) {
     for operation in operations().filter(|operation| operation.path.contains("{slug}")) {
-        let request = |slug: &str| world.authorized_request(operation, &world.path_of(operation, slug));
-        world.send(request("%ff")).await.assert_problem(400, "invalid_request");
+        let request = |slug: &str| gateway.authorized_request(operation, &gateway.path_of(operation, slug));
+        gateway.send(request("%ff")).await.assert_problem(400, "invalid_request");
         if operation.id == "getIcon" {
-            assert_eq!(world.send(request("unknown")).await.status, 200, "an icon is generated for any name");
+            assert_eq!(
+                gateway.send(request("unknown")).await.status,
+                200,
+                "an icon is generated for any name"
+            );
             continue;
         }
         for slug in ["unknown", "..%2f..", "%00", "NOTES"] {
-            world.send(request(slug)).await.assert_problem(404, "not_found");
+            gateway.send(request(slug)).await.assert_problem(404, "not_found");
         }
-        let other = world.request_as("app", &Method::GET, &world.path_of(operation, "another"));
-        world.send(other).await.assert_problem(403, "forbidden");
+        let other = gateway.request_as("app", &Method::GET, &gateway.path_of(operation, "another"));
+        gateway.send(other).await.assert_problem(403, "forbidden");
     }
     for path in ["/api", "/api/x", "/api/bridge/query/x", "/_svc/internal/other"] {
-        let response = world.send(world.host.unsigned_request(Method::GET, path)).await;
+        let response = gateway.send(gateway.host.unsigned_request(Method::GET, path)).await;
         response.assert_problem(401, "unauthorized");
     }
 }
 
 /// Checks refusals of dispatches, with a runner that accepts commands and never responds.
-async fn check_dispatches(world: &World) {
-    let _runner = world.host.machine.owner_socket("agent.sock").unwrap();
+async fn check_dispatches(gateway: &TestGateway) {
+    let _runner = gateway.host.machine.owner_socket("agent.sock").unwrap();
     let another = json!({ "id": ROW, "prompt": "another" });
-    world.dispatch(&another).await.assert_problem(422, "idempotency_mismatch");
+    gateway.dispatch(&another).await.assert_problem(422, "idempotency_mismatch");
     for operation in operations().filter(|operation| operation.path.contains("{id}")) {
         for id in ["unknown", "..%2f..", "%00"] {
             let path = operation.path.replace("{id}", id);
-            world.send(world.authorized_request(operation, &path)).await.assert_problem(404, "not_found");
+            gateway.send(gateway.authorized_request(operation, &path)).await.assert_problem(404, "not_found");
         }
         let path = operation.path.replace("{id}", "%ff");
-        world.send(world.authorized_request(operation, &path)).await.assert_problem(400, "invalid_request");
+        gateway
+            .send(gateway.authorized_request(operation, &path))
+            .await
+            .assert_problem(400, "invalid_request");
     }
     let batch =
         |sender: &str| json!({ "senderId": sender, "batch": vec![json!({ "prompt": "do it" }); 100] });
-    assert_eq!(world.dispatch(&batch("a")).await.status, 202);
-    world.dispatch(&batch("a")).await;
-    world.dispatch(&batch("a")).await.assert_problem(429, "rate_limited");
+    assert_eq!(gateway.dispatch(&batch("a")).await.status, 202);
+    gateway.dispatch(&batch("a")).await;
+    gateway.dispatch(&batch("a")).await.assert_problem(429, "rate_limited");
     let limited = json!({ "costLimits": { "daily": 0.4 } }).to_string();
-    world.host.machine.write("home/svc/home/system/config.json", &limited).unwrap();
+    gateway.host.machine.write("home/svc/home/system/config.json", &limited).unwrap();
     let one = json!({ "senderId": "b", "prompt": "do it" });
-    assert_eq!(world.dispatch(&one).await.status, 202);
-    world.dispatch(&one).await.assert_problem(429, "cost_limit_reached");
+    assert_eq!(gateway.dispatch(&one).await.status, 202);
+    gateway.dispatch(&one).await.assert_problem(429, "cost_limit_reached");
 }
 
 /// Checks refusals that depend on stored state.
-async fn check_stored_state(world: &World, database: &PgServer) {
-    let body = |action: &str, more: Value| {
-        let mut body = json!({ "action": action, "app": world.slug, "table": "notes" });
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+async fn check_stored_state(gateway: &TestGateway, database: &PgServer) {
+    let body = |action: &str, fields: Value| {
+        let mut body = json!({ "action": action, "app": gateway.slug, "table": "notes" });
+        body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
         body
     };
     let insert = body("insert", json!({ "data": { "title": "a-s3cret-value" } }));
     contract::gateway().register_secret("a-s3cret-value");
-    world.send(world.query(&insert)).await;
-    world.send(world.query(&insert)).await.assert_problem(409, "conflict");
+    gateway.send(gateway.query(&insert)).await;
+    gateway.send(gateway.query(&insert)).await.assert_problem(409, "conflict");
     let quota = json!({ "storage": { "appBytes": 1 } }).to_string();
-    world.host.machine.write("home/svc/home/system/config.json", &quota).unwrap();
+    gateway.host.machine.write("home/svc/home/system/config.json", &quota).unwrap();
     // Write admission reads settings that are at most a second old.
     tokio::time::sleep(std::time::Duration::from_millis(1100)).await;
-    let by_app = world.request_as("app", &Method::POST, "/api/bridge/query");
-    world.send(by_app.json(&insert)).await.assert_problem(507, "storage_quota_reached");
+    let by_app = gateway.request_as("app", &Method::POST, "/api/bridge/query");
+    gateway.send(by_app.json(&insert)).await.assert_problem(507, "storage_quota_reached");
     for (body, status, code) in [
         (body("get", json!({ "id": uuid::Uuid::now_v7() })), 404, "not_found"),
         (body("find", json!({ "app": "unknown" })), 404, "not_found"),
@@ -365,98 +374,98 @@ async fn check_stored_state(world: &World, database: &PgServer) {
         (body("find", json!({ "filter": { "passwd": "a-s3cret-value" } })), 400, "invalid_request"),
         (body("insert", json!({ "data": { "size": "a-s3cret-value" } })), 400, "invalid_request"),
     ] {
-        world.send(world.query(&body)).await.assert_problem(status, code);
+        gateway.send(gateway.query(&body)).await.assert_problem(status, code);
     }
     let path = "/api/bridge/query";
     let foreign = body("find", json!({ "app": "another" }));
-    let foreign = world.request_as("app", &Method::POST, path).json(&foreign);
-    world.send(foreign).await.assert_problem(403, "forbidden");
-    let mut unknown = world.claims("app", &Method::GET, path);
+    let foreign = gateway.request_as("app", &Method::POST, path).json(&foreign);
+    gateway.send(foreign).await.assert_problem(403, "forbidden");
+    let mut unknown = gateway.claims("app", &Method::GET, path);
     unknown.app = Some("unknown".into());
-    let unknown = world.host.machine.signer.sign(&unknown);
+    let unknown = gateway.host.machine.signer.sign(&unknown);
     let unknown =
-        || world.host.unsigned_request(Method::GET, "/api/bridge/schemas").header("x-svc-proof", &unknown);
-    world.send(unknown()).await.assert_problem(403, "forbidden");
+        || gateway.host.unsigned_request(Method::GET, "/api/bridge/schemas").header("x-svc-proof", &unknown);
+    gateway.send(unknown()).await.assert_problem(403, "forbidden");
     // The app is now installed, but cannot be registered.
-    world.host.machine.write("home/svc/home/apps/unknown/svc.json", "{").unwrap();
-    let is_listed = async || Ok(world.host.get("/api/apps").await?.1.to_string().contains("unknown"));
-    world.host.wait_until("the broken app is listed", is_listed).await.unwrap();
-    world.send(unknown()).await.assert_problem(404, "not_found");
-    let schema = format!("app_{}", world.slug.replace('-', "_"));
+    gateway.host.machine.write("home/svc/home/apps/unknown/svc.json", "{").unwrap();
+    let is_listed = async || Ok(gateway.host.get("/api/apps").await?.1.to_string().contains("unknown"));
+    gateway.host.wait_until("the broken app is listed", is_listed).await.unwrap();
+    gateway.send(unknown()).await.assert_problem(404, "not_found");
+    let schema = format!("app_{}", gateway.slug.replace('-', "_"));
     let mut admin = database.connect("svc").await.unwrap();
-    let held = admin.transaction().await.unwrap();
-    held.batch_execute(&format!("LOCK TABLE {schema}.notes IN ACCESS EXCLUSIVE MODE")).await.unwrap();
-    world.send(world.query(&body("find", json!({})))).await.assert_problem(504, "deadline_exceeded");
-    held.rollback().await.unwrap();
+    let lock = admin.transaction().await.unwrap();
+    lock.batch_execute(&format!("LOCK TABLE {schema}.notes IN ACCESS EXCLUSIVE MODE")).await.unwrap();
+    gateway.send(gateway.query(&body("find", json!({})))).await.assert_problem(504, "deadline_exceeded");
+    lock.rollback().await.unwrap();
 
-    let open = || world.request_as("owner", &Method::POST, "/api/side-database").json(&json!({}));
+    let open = || gateway.request_as("owner", &Method::POST, "/api/side-database").json(&json!({}));
     let copy = |table: &str| {
         let body = json!({ "tables": [table], "mode": "replace", "dryRun": true });
-        world.request_as("owner", &Method::POST, "/api/side-database/copy").json(&body)
+        gateway.request_as("owner", &Method::POST, "/api/side-database/copy").json(&body)
     };
-    let close = || world.request_as("owner", &Method::DELETE, "/api/side-database");
+    let close = || gateway.request_as("owner", &Method::DELETE, "/api/side-database");
     for again in [open(), copy("app_notes.notes"), close()] {
-        world.write_side_state("open");
-        assert_eq!(world.send(open()).await.status, 202);
-        world.send(again).await.assert_problem(409, "invalid_state");
+        gateway.write_side_state("open");
+        assert_eq!(gateway.send(open()).await.status, 202);
+        gateway.send(again).await.assert_problem(409, "invalid_state");
     }
-    let shown = world.host.unsigned_request(Method::GET, "/api/side-database");
-    let proof = world.host.machine.signer.sign(&world.claims("owner", &Method::GET, "/"));
-    let shown = world.send(shown.header("x-svc-proof", proof)).await;
+    let shown = gateway.host.unsigned_request(Method::GET, "/api/side-database");
+    let proof = gateway.host.machine.signer.sign(&gateway.claims("owner", &Method::GET, "/"));
+    let shown = gateway.send(shown.header("x-svc-proof", proof)).await;
     assert_eq!((&shown.body["pending"]["action"], &shown.body["status"]), (&"open".into(), &"open".into()));
-    world.send(copy("app_notes.other")).await.assert_problem(404, "not_found");
+    gateway.send(copy("app_notes.other")).await.assert_problem(404, "not_found");
     let both = json!({ "key": "system/db/snapshots/x.dump", "at": "2026-01-02T03:04:05Z" });
-    let both = world.request_as("owner", &Method::POST, "/api/side-database").json(&both);
-    world.send(both).await.assert_problem(400, "invalid_request");
+    let both = gateway.request_as("owner", &Method::POST, "/api/side-database").json(&both);
+    gateway.send(both).await.assert_problem(400, "invalid_request");
     let copied = copy("app_notes.notes");
-    world.write_side_state("closed");
-    world.send(copied).await.assert_problem(409, "invalid_state");
+    gateway.write_side_state("closed");
+    gateway.send(copied).await.assert_problem(409, "invalid_state");
 
     let changes = |app: &str| format!("/api/bridge/changes?app={app}");
-    let listen = |caller: &str, app: &str| world.request_as(caller, &Method::GET, &changes(app));
-    world.send(listen("owner", "unknown")).await.assert_problem(404, "not_found");
-    world.send(listen("app", "another")).await.assert_problem(403, "forbidden");
-    let after = |id: &str| listen("owner", &world.slug).header("last-event-id", id);
-    world.send(after("7-1")).await.assert_problem(410, "gone");
+    let listen = |caller: &str, app: &str| gateway.request_as(caller, &Method::GET, &changes(app));
+    gateway.send(listen("owner", "unknown")).await.assert_problem(404, "not_found");
+    gateway.send(listen("app", "another")).await.assert_problem(403, "forbidden");
+    let after = |id: &str| listen("owner", &gateway.slug).header("last-event-id", id);
+    gateway.send(after("7-1")).await.assert_problem(410, "gone");
     for bad in ["x", "1", "-", "1-x", "1-1-1", "99999999999999999999999-1"] {
-        world.send(after(bad)).await.assert_problem(400, "invalid_request");
+        gateway.send(after(bad)).await.assert_problem(400, "invalid_request");
     }
-    check_records(world).await;
+    check_records(gateway).await;
 }
 
 /// Checks unknown cursors and event ids of records, and invalid settings.
-async fn check_records(world: &World) {
+async fn check_records(gateway: &TestGateway) {
     for record in ["interactions", "audit", "activity", "storage", "backups"] {
-        let by = |path: &str| world.request_as("owner", &Method::GET, path);
-        world.send(by(&format!("/api/{record}?cursor=1-1-1"))).await.assert_problem(410, "gone");
-        let after = |id: &str| by(&format!("/api/{record}/changes")).header("last-event-id", id);
-        world.send(after("1-1-1")).await.assert_problem(410, "gone");
-        world.send(after("1-1-1_2-2-2")).await.assert_problem(410, "gone");
+        let as_owner = |path: &str| gateway.request_as("owner", &Method::GET, path);
+        gateway.send(as_owner(&format!("/api/{record}?cursor=1-1-1"))).await.assert_problem(410, "gone");
+        let after = |id: &str| as_owner(&format!("/api/{record}/changes")).header("last-event-id", id);
+        gateway.send(after("1-1-1")).await.assert_problem(410, "gone");
+        gateway.send(after("1-1-1_2-2-2")).await.assert_problem(410, "gone");
         for bad in ["x", "1", "--", "01-1-1", "1-1", "1-1-1-1", "99999999999999999999999-1-1"] {
-            world.send(after(bad)).await.assert_problem(400, "invalid_request");
-            let paged = world.send(by(&format!("/api/{record}?cursor={bad}"))).await;
+            gateway.send(after(bad)).await.assert_problem(400, "invalid_request");
+            let paged = gateway.send(as_owner(&format!("/api/{record}?cursor={bad}"))).await;
             paged.assert_problem(400, "invalid_request");
         }
     }
     let config = "home/svc/home/system/config.json";
-    world.host.machine.write(config, "[\"s3cret-config\"]").unwrap();
+    gateway.host.machine.write(config, "[\"s3cret-config\"]").unwrap();
     contract::gateway().register_secret("s3cret-config");
-    let set = world.request_as("owner", &Method::PUT, "/api/limits").json(&json!({ "daily": 1 }));
-    world.send(set).await.assert_problem(409, "conflict");
-    std::fs::remove_file(world.host.machine.path(config)).unwrap();
-    for wrong in [
+    let set = gateway.request_as("owner", &Method::PUT, "/api/limits").json(&json!({ "daily": 1 }));
+    gateway.send(set).await.assert_problem(409, "conflict");
+    std::fs::remove_file(gateway.host.machine.path(config)).unwrap();
+    for invalid_query in [
         "startDate=2026-13-01",
         "startDate=20260101",
         "groupBy=hour",
         "startDate=2026-02-02&endDate=2026-02-01",
     ] {
-        let request = world.request_as("owner", &Method::GET, &format!("/api/usage?{wrong}"));
-        world.send(request).await.assert_problem(400, "invalid_request");
+        let request = gateway.request_as("owner", &Method::GET, &format!("/api/usage?{invalid_query}"));
+        gateway.send(request).await.assert_problem(400, "invalid_request");
     }
 }
 
 /// Checks a token whose issuer is unreachable.
-async fn check_unverifiable_token(world: &World) {
+async fn check_unverifiable_token(gateway: &TestGateway) {
     let other = Idp::start().unwrap();
     let token = other.mint(USER, &MintOptions::default());
     let mut machine = Machine::new(UNREACHABLE_DATABASE).unwrap();
@@ -465,18 +474,20 @@ async fn check_unverifiable_token(world: &World) {
     let host = machine.start().unwrap();
     for operation in operations().filter(|operation| !operation.credentials.is_empty()) {
         let request =
-            host.unsigned_request(operation.method.clone(), &world.path(operation)).bearer_auth(&token);
-        world.send(request).await.assert_problem(503, "unavailable");
+            host.unsigned_request(operation.method.clone(), &gateway.path(operation)).bearer_auth(&token);
+        gateway.send(request).await.assert_problem(503, "unavailable");
     }
 }
 
-async fn check_without_database(world: &World, unaffected: &[&str]) {
+async fn check_without_database(gateway: &TestGateway, unaffected: &[&str]) {
     for operation in operations() {
-        let response = world.send(valid_call(world, operation)).await;
-        let needs = operation.codes().iter().any(|code| code.as_str() == "database_unavailable");
+        let response = gateway.send(valid_call(gateway, operation)).await;
+        let needs_database = operation.codes().iter().any(|code| code.as_str() == "database_unavailable");
         match operation.id {
             "ready" => assert_eq!(response.status, 503),
-            id if needs && !unaffected.contains(&id) => response.assert_problem(503, "database_unavailable"),
+            id if needs_database && !unaffected.contains(&id) => {
+                response.assert_problem(503, "database_unavailable")
+            }
             id => assert!(response.status < 400, "{id}: {response:?}"),
         }
     }

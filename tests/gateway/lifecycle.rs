@@ -1,4 +1,4 @@
-//! The gateway's start and shutdown, and the services that it forwards to.
+//! The gateway's startup and shutdown, and the services to which it forwards requests.
 
 use std::io::{Read, Write};
 
@@ -18,8 +18,8 @@ async fn superseded_machine_stops_and_refuses_to_start() -> Result<()> {
     assert_eq!(host.wait_for_exit().await?.code(), Some(0), "{}", host.log());
     let output = host.machine.run_to_end()?;
     assert_eq!(output.status.code(), Some(77));
-    let why = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(why.contains("superseded.json"), "{why}");
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(stderr.contains("superseded.json"), "{stderr}");
     Ok(())
 }
 
@@ -30,11 +30,11 @@ async fn invalid_configuration_lists_every_mistake() -> Result<()> {
     machine.env.remove("SVC_EPOCH");
     let output = machine.run_to_end()?;
     assert_eq!(output.status.code(), Some(78));
-    let why = String::from_utf8_lossy(&output.stderr).into_owned();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     for name in ["GATEWAY_LISTEN", "SVC_EPOCH", "DATABASE_URL"] {
-        assert!(why.contains(name), "{name} in {why}");
+        assert!(stderr.contains(name), "{name} in {stderr}");
     }
-    assert!(!why.contains("s3cret"), "{why}");
+    assert!(!stderr.contains("s3cret"), "{stderr}");
     Ok(())
 }
 
@@ -109,7 +109,7 @@ async fn shell_and_code_requests_lose_platform_headers() -> Result<()> {
         let sent =
             host.unsigned_request(Method::GET, path).header("x-svc-proof", host.proof(route)).send().await?;
         assert_eq!((sent.status(), sent.text().await?.as_str()), (StatusCode::OK, "hi"));
-        let seen = serving.join().expect("the upstream ends")?;
+        let seen = serving.join().expect("the upstream thread ends")?;
         assert!(seen.starts_with(&format!("get {path} http/1.1")), "{seen}");
         assert!(!seen.contains("x-svc-proof"), "{seen}");
     }
@@ -147,7 +147,7 @@ async fn websocket_is_proxied() -> Result<()> {
     let mut echo = [0_u8; 5];
     socket.read_exact(&mut echo).await?;
     assert_eq!(&echo, b"hello");
-    Ok(serving.join().expect("the upstream ends")?)
+    Ok(serving.join().expect("the upstream thread ends")?)
 }
 
 #[tokio::test]
@@ -188,12 +188,12 @@ async fn more_apps_than_connections_are_all_served() -> Result<()> {
         async move { host.query_data(&body).await }
     });
     futures_util::future::try_join_all(requests).await?;
-    let held = server
+    let connections = server
         .connect("svc")
         .await?
         .query_one("SELECT count(*) FROM pg_stat_activity WHERE usename LIKE 'app_app%'", &[])
         .await?;
-    assert!(held.get::<_, i64>(0) <= 4, "{} connections", held.get::<_, i64>(0));
+    assert!(connections.get::<_, i64>(0) <= 4, "{} connections", connections.get::<_, i64>(0));
     Ok(())
 }
 

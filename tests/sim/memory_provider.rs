@@ -1,7 +1,7 @@
 //! An in-memory provider: its state, its rules, and the faults of a plan.
 //!
 //! It replaces the adapter and the kit's simulator in most runs, because an HTTP exchange in a dev build costs as much
-//! as a whole step; with `Parts::Wire`, plans run through both.
+//! as a whole step; with `Backends::Wire`, plans run through both.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -16,7 +16,7 @@ use svc::provider::{
     ProviderError, Server, ServerId, ServerOrder, ServerPrices, ServerStatus, ServerTypeInfo,
 };
 
-use super::plan::{Call, CloudFault};
+use super::plan::{ProviderCall, ProviderFault};
 use super::violation::BrokenRule;
 
 /// The duration of an action at the provider.
@@ -34,18 +34,18 @@ pub struct OrderedServer {
     pub user_data: String,
 }
 
-pub struct Cloud {
-    state: Mutex<CloudState>,
-    broken: Option<BrokenRule>,
+pub struct InMemoryProvider {
+    state: Mutex<ProviderState>,
+    broken_rule: Option<BrokenRule>,
 }
 
 #[derive(Default)]
-struct CloudState {
-    next: i64,
+struct ProviderState {
+    last_id: i64,
     servers: BTreeMap<i64, Server>,
     actions: BTreeMap<i64, PendingAction>,
     created: Vec<OrderedServer>,
-    faults: Vec<(Call, CloudFault, u8)>,
+    faults: Vec<(ProviderCall, ProviderFault, u8)>,
     had_duplicate: bool,
 }
 
@@ -63,12 +63,12 @@ enum Effect {
     Type(ServerType),
 }
 
-impl Cloud {
-    pub fn new(broken: Option<BrokenRule>) -> Arc<Self> {
-        Arc::new(Self { state: Mutex::default(), broken })
+impl InMemoryProvider {
+    pub fn new(broken_rule: Option<BrokenRule>) -> Arc<Self> {
+        Arc::new(Self { state: Mutex::default(), broken_rule })
     }
 
-    pub fn add_fault(&self, call: Call, fault: CloudFault, times: u8) {
+    pub fn add_fault(&self, call: ProviderCall, fault: ProviderFault, times: u8) {
         self.state().faults.push((call, fault, times));
     }
 
@@ -99,24 +99,26 @@ impl Cloud {
         self.state().had_duplicate
     }
 
-    pub fn vanish(&self, name: &str) {
+    /// Removes a server without a request.
+    pub fn lose_server(&self, name: &str) {
         self.state().servers.retain(|_, server| server.name != name);
     }
 
-    fn state(&self) -> MutexGuard<'_, CloudState> {
+    fn state(&self) -> MutexGuard<'_, ProviderState> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.settle();
         state
     }
 
-    fn fault_of(&self, call: Call) -> Option<CloudFault> {
+    /// Returns the next fault for this kind of call, and counts it as used.
+    fn take_fault(&self, call: ProviderCall) -> Option<ProviderFault> {
         let mut state = self.state();
         // A duplicate name needs a retry after a lost response, which few plans contain.
-        if self.broken == Some(BrokenRule::ProviderAcceptsDuplicateNames)
-            && call == Call::Create
-            && state.next % 2 == 0
+        if self.broken_rule == Some(BrokenRule::ProviderAcceptsDuplicateNames)
+            && call == ProviderCall::Create
+            && state.last_id % 2 == 0
         {
-            return Some(CloudFault::LostReply);
+            return Some(ProviderFault::LostReply);
         }
         let at = state.faults.iter().position(|(known, _, _)| *known == call)?;
         let fault = state.faults[at].1;
@@ -127,22 +129,22 @@ impl Cloud {
         Some(fault)
     }
 
-    /// Whether the next list is incomplete.
+    /// Whether the next list of servers will be incomplete.
     fn is_partial(&self) -> bool {
-        let next = |state: &CloudState| {
-            state.faults.iter().find(|(call, _, _)| *call == Call::Read).map(|found| found.1)
+        let next = |state: &ProviderState| {
+            state.faults.iter().find(|(call, _, _)| *call == ProviderCall::Read).map(|found| found.1)
         };
-        next(&self.state()) == Some(CloudFault::Partial)
+        next(&self.state()) == Some(ProviderFault::Partial)
     }
 
     fn order(&self, order: &ServerOrder) -> Result<Server, ProviderError> {
-        let unique = self.broken != Some(BrokenRule::ProviderAcceptsDuplicateNames);
+        let must_be_unique = self.broken_rule != Some(BrokenRule::ProviderAcceptsDuplicateNames);
         let mut state = self.state();
-        if unique && state.servers.values().any(|server| server.name == order.name) {
+        if must_be_unique && state.servers.values().any(|server| server.name == order.name) {
             return Err(failure("create server", ErrorKind::Conflict, 409, "uniqueness_error"));
         }
-        state.next += 1;
-        let id = state.next;
+        state.last_id += 1;
+        let id = state.last_id;
         let server = Server {
             id: ServerId(id),
             name: order.name.clone(),
@@ -170,14 +172,14 @@ impl Cloud {
     async fn call_read<T>(
         &self,
         call: &'static str,
-        found: impl FnOnce(&CloudState) -> T,
+        found: impl FnOnce(&ProviderState) -> T,
     ) -> Result<T, ProviderError> {
-        match self.fault_of(Call::Read) {
-            Some(CloudFault::RateLimited) => {
+        match self.take_fault(ProviderCall::Read) {
+            Some(ProviderFault::RateLimited) => {
                 Err(failure(call, ErrorKind::Transient, 429, "rate_limit_exceeded"))
             }
-            Some(CloudFault::ServerError) => Err(failure(call, ErrorKind::Transient, 503, "")),
-            Some(CloudFault::Slow) => {
+            Some(ProviderFault::ServerError) => Err(failure(call, ErrorKind::Transient, 503, "")),
+            Some(ProviderFault::Slow) => {
                 tokio::time::sleep(SLOW_DELAY).await;
                 Ok(found(&self.state()))
             }
@@ -191,32 +193,32 @@ impl Cloud {
         id: ServerId,
         effect: Effect,
     ) -> Result<Action, ProviderError> {
-        let unclear =
+        let unclear_outcome =
             if matches!(effect, Effect::Type(_)) { ErrorKind::Ambiguous } else { ErrorKind::Transient };
-        let fault = self.fault_of(Call::Action);
+        let fault = self.take_fault(ProviderCall::Action);
         match fault {
-            Some(CloudFault::RateLimited) => {
+            Some(ProviderFault::RateLimited) => {
                 return Err(failure(call, ErrorKind::Transient, 429, "rate_limit_exceeded"));
             }
-            Some(CloudFault::ServerError) => return Err(failure(call, unclear, 503, "")),
-            Some(CloudFault::Refused) => {
+            Some(ProviderFault::ServerError) => return Err(failure(call, unclear_outcome, 503, "")),
+            Some(ProviderFault::Refused) => {
                 return Err(failure(call, ErrorKind::Refused, 422, "unsupported_error"));
             }
             _ => {}
         }
-        let begun = self.state().begin(call, id, effect, fault == Some(CloudFault::ActionError));
+        let started = self.state().begin(call, id, effect, fault == Some(ProviderFault::ActionError));
         match fault {
-            Some(CloudFault::Slow) => {
+            Some(ProviderFault::Slow) => {
                 tokio::time::sleep(SLOW_DELAY).await;
-                begun
+                started
             }
-            Some(CloudFault::LostReply) => Err(failure(call, unclear, 504, "")),
-            _ => begun,
+            Some(ProviderFault::LostReply) => Err(failure(call, unclear_outcome, 504, "")),
+            _ => started,
         }
     }
 }
 
-impl CloudState {
+impl ProviderState {
     /// Applies the actions that are due.
     fn settle(&mut self) {
         let now = Instant::now();
@@ -236,10 +238,10 @@ impl CloudState {
             }
             pending.action.status = ActionStatus::Success;
         }
-        let busy =
+        let is_busy =
             |id: i64| actions.values().any(|it| it.server == id && it.action.status == ActionStatus::Running);
         for (id, server) in servers {
-            server.locked = busy(*id);
+            server.locked = is_busy(*id);
         }
     }
 
@@ -265,9 +267,9 @@ impl CloudState {
                 return refused("invalid_server_type");
             }
         }
-        self.next += 1;
+        self.last_id += 1;
         let action =
-            Action { id: ActionId(self.next), command: call.to_owned(), status: ActionStatus::Running };
+            Action { id: ActionId(self.last_id), command: call.to_owned(), status: ActionStatus::Running };
         let pending = PendingAction {
             action: action.clone(),
             server: id.0,
@@ -275,7 +277,7 @@ impl CloudState {
             effect,
             fails,
         };
-        self.actions.insert(self.next, pending);
+        self.actions.insert(self.last_id, pending);
         Ok(action)
     }
 }
@@ -289,41 +291,41 @@ fn failure(call: &'static str, kind: ErrorKind, status: u16, code: &str) -> Prov
     ProviderError::new(call, kind, cause)
 }
 
-/// The provider of the processes: a shared cloud.
-pub struct SharedCloud(pub Arc<Cloud>);
+/// The provider that all processes of a run share.
+pub struct SharedProvider(pub Arc<InMemoryProvider>);
 
 #[async_trait]
-impl Provider for SharedCloud {
+impl Provider for SharedProvider {
     async fn create(&self, order: &ServerOrder) -> Result<CreatedServer, ProviderError> {
         const CALL: &str = "create server";
-        match self.0.fault_of(Call::Create) {
-            Some(CloudFault::RateLimited) => {
+        match self.0.take_fault(ProviderCall::Create) {
+            Some(ProviderFault::RateLimited) => {
                 Err(failure(CALL, ErrorKind::Transient, 429, "rate_limit_exceeded"))
             }
-            Some(CloudFault::ServerError) => Err(failure(CALL, ErrorKind::Ambiguous, 503, "")),
-            Some(CloudFault::Refused) => Err(failure(CALL, ErrorKind::Refused, 422, "unsupported_error")),
-            Some(CloudFault::NoCapacity) => {
+            Some(ProviderFault::ServerError) => Err(failure(CALL, ErrorKind::Ambiguous, 503, "")),
+            Some(ProviderFault::Refused) => Err(failure(CALL, ErrorKind::Refused, 422, "unsupported_error")),
+            Some(ProviderFault::NoCapacity) => {
                 Err(failure(CALL, ErrorKind::Account, 412, "resource_unavailable"))
             }
-            Some(CloudFault::LostReply) => {
+            Some(ProviderFault::LostReply) => {
                 let _ = self.0.order(order);
                 Err(failure(CALL, ErrorKind::Ambiguous, 504, ""))
             }
-            Some(CloudFault::Late) => {
-                let (cloud, order) = (Arc::clone(&self.0), order.clone());
+            Some(ProviderFault::Late) => {
+                let (provider, order) = (Arc::clone(&self.0), order.clone());
                 tokio::spawn(async move {
                     tokio::time::sleep(LATE_DELAY).await;
                     // Fails if another order has already taken the name.
-                    let _ = cloud.order(&order);
+                    let _ = provider.order(&order);
                 });
                 Err(failure(CALL, ErrorKind::Ambiguous, 504, ""))
             }
-            Some(CloudFault::Slow) => {
-                let made = self.0.create(order);
+            Some(ProviderFault::Slow) => {
+                let created = self.0.create(order);
                 tokio::time::sleep(SLOW_DELAY).await;
-                made
+                created
             }
-            Some(CloudFault::ActionError | CloudFault::Partial | CloudFault::Locked) | None => {
+            Some(ProviderFault::ActionError | ProviderFault::Partial | ProviderFault::Locked) | None => {
                 self.0.create(order)
             }
         }
@@ -331,7 +333,7 @@ impl Provider for SharedCloud {
 
     async fn find(&self, name: &str) -> Result<Option<Server>, ProviderError> {
         let finds_nothing = matches!(
-            self.0.broken,
+            self.0.broken_rule,
             Some(BrokenRule::ProviderAcceptsDuplicateNames | BrokenRule::ProviderDeletesNothing)
         );
         let named = |server: &&Server| server.name == name && !finds_nothing;
@@ -341,20 +343,22 @@ impl Provider for SharedCloud {
     async fn find_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError> {
         let (label, value) = selector.split_once('=').map_or((selector, None), |(l, v)| (l, Some(v)));
         let finds_nothing = matches!(
-            self.0.broken,
+            self.0.broken_rule,
             Some(BrokenRule::ProviderAcceptsDuplicateNames | BrokenRule::ProviderDeletesNothing)
         );
-        let chosen = |server: &&Server| {
+        let matches_selector = |server: &&Server| {
             let found = server.labels.get(label);
             !finds_nothing && found.is_some_and(|found| value.is_none_or(|value| value == found))
         };
-        let partial = self.0.is_partial();
-        let every_other = |(nth, _): &(usize, Server)| !partial || nth % 2 == 1;
+        let is_partial = self.0.is_partial();
+        let is_listed = |(nth, _): &(usize, Server)| !is_partial || nth % 2 == 1;
         let all: Vec<Server> = self
             .0
-            .call_read("list servers", |state| state.servers.values().filter(chosen).cloned().collect())
+            .call_read("list servers", |state| {
+                state.servers.values().filter(matches_selector).cloned().collect()
+            })
             .await?;
-        Ok(all.into_iter().enumerate().filter(every_other).map(|(_, server)| server).collect())
+        Ok(all.into_iter().enumerate().filter(is_listed).map(|(_, server)| server).collect())
     }
 
     async fn get(&self, id: ServerId) -> Result<Option<Server>, ProviderError> {
@@ -363,16 +367,16 @@ impl Provider for SharedCloud {
 
     async fn delete(&self, id: ServerId) -> Result<DeleteOutcome, ProviderError> {
         const CALL: &str = "delete server";
-        let fault = self.0.fault_of(Call::Delete);
+        let fault = self.0.take_fault(ProviderCall::Delete);
         match fault {
-            Some(CloudFault::RateLimited) => {
+            Some(ProviderFault::RateLimited) => {
                 return Err(failure(CALL, ErrorKind::Transient, 429, "rate_limit_exceeded"));
             }
-            Some(CloudFault::ServerError) => return Err(failure(CALL, ErrorKind::Transient, 503, "")),
-            Some(CloudFault::Locked) => return Err(failure(CALL, ErrorKind::Transient, 423, "locked")),
+            Some(ProviderFault::ServerError) => return Err(failure(CALL, ErrorKind::Transient, 503, "")),
+            Some(ProviderFault::Locked) => return Err(failure(CALL, ErrorKind::Transient, 423, "locked")),
             _ => {}
         }
-        if self.0.broken == Some(BrokenRule::ProviderDeletesNothing) {
+        if self.0.broken_rule == Some(BrokenRule::ProviderDeletesNothing) {
             return Ok(DeleteOutcome::Done);
         }
         let existed = {
@@ -383,8 +387,8 @@ impl Provider for SharedCloud {
             state.servers.remove(&id.0).is_some()
         };
         match fault {
-            Some(CloudFault::LostReply) => return Err(failure(CALL, ErrorKind::Transient, 504, "")),
-            Some(CloudFault::Slow) => tokio::time::sleep(SLOW_DELAY).await,
+            Some(ProviderFault::LostReply) => return Err(failure(CALL, ErrorKind::Transient, 504, "")),
+            Some(ProviderFault::Slow) => tokio::time::sleep(SLOW_DELAY).await,
             _ => {}
         }
         Ok(if existed { DeleteOutcome::Done } else { DeleteOutcome::WasAbsent })

@@ -1,4 +1,4 @@
-//! The parts of one run: processes, provider, store and hosts around a database, and the observations.
+//! One run: the processes, provider, store and hosts around a database, and the observations.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -25,24 +25,24 @@ use super::snapshot::DatabaseState;
 use super::store::{Store, StoreConnection};
 use super::violation::{BrokenRule, Violation};
 
-pub struct World<'a> {
+pub struct Simulation<'a> {
     pub database: &'a RunDatabase,
     pub provider: RunProvider,
     pub store: Arc<Store>,
     pub processes: Vec<Arc<Process>>,
     pub ledger: Ledger,
     pub rows: Rows,
-    pub broken: Option<BrokenRule>,
+    pub broken_rule: Option<BrokenRule>,
     /// Background requests and backups.
     pub tasks: JoinSet<()>,
     observations: Observations,
     hosts: Vec<Host>,
-    /// The process whose routes are checked next.
-    turn: usize,
+    /// The process whose routes were checked last.
+    last_checked_process: usize,
     pub counts: Counts,
 }
 
-/// Counts of the states that a run reached; a simulation that reaches none of them detects nothing.
+/// Counts of the states that a run reached; a run that reaches none of them detects nothing.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Counts {
     pub requests: u32,
@@ -58,20 +58,23 @@ pub struct Counts {
     pub restored: u32,
 }
 
-impl<'a> World<'a> {
+impl<'a> Simulation<'a> {
     pub async fn new(
         database: &'a RunDatabase,
         provider: RunProvider,
         objects: Option<Arc<dyn ObjectStore>>,
-        broken: Option<BrokenRule>,
+        broken_rule: Option<BrokenRule>,
     ) -> Result<Self> {
         database.clear().await?;
-        let store = Store::new(objects.unwrap_or_else(|| Arc::new(InMemory::new())), broken);
-        publish(&store).await?;
+        let store = Store::new(objects.unwrap_or_else(|| Arc::new(InMemory::new())), broken_rule);
+        publish_bundle(&store).await?;
         for (user, _) in SLOTS {
             let sql = "INSERT INTO sessions (token_hash, host, idp_user_id, expires_at) \
                        VALUES ($1, 'app', $2, now() + interval '1 day') ON CONFLICT DO NOTHING";
-            database.client.execute(sql, &[&Sha256::digest(cookie(database, user)).to_vec(), &user]).await?;
+            database
+                .client
+                .execute(sql, &[&Sha256::digest(session_cookie(database, user)).to_vec(), &user])
+                .await?;
         }
         let processes =
             (0..PROCESSES).map(|_| Arc::new(Process::start(database, provider.provider(), &store))).collect();
@@ -82,11 +85,11 @@ impl<'a> World<'a> {
             processes,
             ledger: Ledger::new(),
             rows: Rows::default(),
-            broken,
+            broken_rule,
             tasks: JoinSet::new(),
             observations: Observations::default(),
             hosts: Vec::new(),
-            turn: 0,
+            last_checked_process: 0,
             counts: Counts::default(),
         })
     }
@@ -110,10 +113,11 @@ impl<'a> World<'a> {
     pub async fn check_now(&mut self) -> Result<BTreeSet<Violation>> {
         // Servers and responses are read first: the database may be newer than them, but not older.
         let live = self.provider.machines_with_servers();
-        let known = check::CallerView::from_ledger(&self.ledger);
+        let caller_view = check::CallerView::from_ledger(&self.ledger);
         let database_state = DatabaseState::read(&self.database.client).await?;
         let fences = self.store.fences().await;
-        let mut found = check::check_always(&database_state, &mut self.observations, &self.ledger, &known);
+        let mut found =
+            check::check_always(&database_state, &mut self.observations, &self.ledger, &caller_view);
         found.extend(check::check_fences(&database_state, &live, &fences));
         found.extend(self.store.violations().await);
         let lost = self.rows.missing_rows(&self.provider.machines_with_servers());
@@ -130,19 +134,19 @@ impl<'a> World<'a> {
         Ok(found)
     }
 
-    /// Whether a request of a user without a running machine is persistently forwarded.
+    /// Whether requests of a user without a running machine are still forwarded after the time that a change may take.
     async fn is_misrouted(&mut self, database_state: &DatabaseState) -> Result<bool> {
-        self.turn = (self.turn + 1) % PROCESSES;
-        let process = Arc::clone(&self.processes[self.turn]);
+        self.last_checked_process = (self.last_checked_process + 1) % PROCESSES;
+        let process = Arc::clone(&self.processes[self.last_checked_process]);
         for user in users() {
-            let runs = |database_state: &DatabaseState| {
+            let has_running_machine = |database_state: &DatabaseState| {
                 database_state.machines.iter().any(|it| it.idp_user_id == user && it.is_running())
             };
             let mut routed = self.is_routed(&process, user).await;
-            self.counts.routed += u32::from(routed && runs(database_state));
+            self.counts.routed += u32::from(routed && has_running_machine(database_state));
             // A change must take effect within a second, but this computer may be busy.
             for _ in 0..60 {
-                if !routed || runs(&DatabaseState::read(&self.database.client).await?) {
+                if !routed || has_running_machine(&DatabaseState::read(&self.database.client).await?) {
                     routed = false;
                     break;
                 }
@@ -162,9 +166,9 @@ impl<'a> World<'a> {
             .uri("/")
             .header("host", "app.test")
             .header("accept", "application/json")
-            .header("cookie", format!("svc_session={}", cookie(self.database, user)))
+            .header("cookie", format!("svc_session={}", session_cookie(self.database, user)))
             .body(Body::empty())
-            .expect("a request");
+            .expect("the request is valid");
         process.send_public(request).await.is_some_and(|response| matches!(response.status, 502 | 504))
     }
 
@@ -184,29 +188,29 @@ impl<'a> World<'a> {
         self.counts.rows += u32::try_from(self.rows.acknowledged_count())?;
         self.counts.running +=
             database_state.machines.iter().filter(|machine| machine.is_running()).count() as u32;
-        let is_held = check::are_deletions_suspended(
+        let are_deletions_suspended = check::are_deletions_suspended(
             &database_state,
             &self.provider.machines_with_servers(),
             &self.ledger,
         );
         for host in self.hosts().to_vec() {
             let Some(machine) = database_state.machine(&host.machine) else { continue };
-            let right = Some((200, Some(!machine.is_active())));
+            let expected = Some((200, Some(!machine.is_active())));
             // A machine that may get its slot back is not notified that it is superseded; its writers remain stopped.
-            let is_kept = database_state.is_kept(machine) || is_held;
-            let waits = is_kept.then_some((200, Some(false)));
+            let is_kept = database_state.must_keep_server(machine) || are_deletions_suspended;
+            let expected_while_kept = is_kept.then_some((200, Some(false)));
             let mut response = None;
             // The reconciler soon detects that a deleted machine cannot get its slot back.
             for _ in 0..30 {
-                let beat = self.heartbeat(&host, 0).await;
-                response = beat.as_ref().map(|beat| (beat.status, beat.body["superseded"].as_bool()));
-                if response == right || (waits.is_some() && response == waits) {
+                let heartbeat = self.heartbeat(&host, 0).await;
+                response = heartbeat.as_ref().map(|reply| (reply.status, reply.body["superseded"].as_bool()));
+                if response == expected || (is_kept && response == expected_while_kept) {
                     break;
                 }
                 self.nudge();
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
-            if response != right && (waits.is_none() || response != waits) {
+            if response != expected && (!is_kept || response != expected_while_kept) {
                 self.ledger.log(format!("{} got the response {response:?}", host.server));
                 found.insert(Violation::HostNotNotified);
             }
@@ -238,7 +242,7 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    /// Stops all parts of the run.
+    /// Kills all processes and background tasks, and returns the counts.
     pub async fn finish(mut self) -> Counts {
         for process in &self.processes {
             process.switch.kill();
@@ -248,18 +252,18 @@ impl<'a> World<'a> {
     }
 }
 
-/// Each user once.
+/// The users, each once.
 fn users() -> BTreeSet<&'static str> {
     SLOTS.iter().map(|(user, _)| *user).collect()
 }
 
 /// Creates a session cookie as a router does.
-fn cookie(database: &RunDatabase, user: &str) -> String {
+fn session_cookie(database: &RunDatabase, user: &str) -> String {
     let claims = serde_json::json!({ "iss": "svc-session", "jti": user, "host": "app" });
     format!("svcs_{}", database.keys.borrow().app.current.sign_json(&claims))
 }
 
-async fn publish(store: &Arc<Store>) -> Result<()> {
+async fn publish_bundle(store: &Arc<Store>) -> Result<()> {
     let bucket = Bucket::new(Arc::new(StoreConnection { store: Arc::clone(store), switch: None }));
     let key = "system-bundles/v1/svc-host-bundle.tar.gz";
     bucket.put(&key.into(), "0123456789").await?;
