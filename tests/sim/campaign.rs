@@ -48,7 +48,8 @@ impl Fleet {
         for _ in 0..MAX_ATTEMPTS {
             let base_url = rng.pick(&self.base_urls.lock().unwrap_or_else(PoisonError::into_inner));
             let request_id = self.ledger.next_request_id();
-            let mut request = self.client.request(planned.method.clone(), format!("{base_url}{}", planned.path));
+            let mut request =
+                self.client.request(planned.method.clone(), format!("{base_url}{}", planned.path));
             request = request.bearer_auth(&planned.token).header("x-request-id", &request_id);
             if let Some(key) = &planned.key {
                 request = request.header("idempotency-key", key);

@@ -50,7 +50,9 @@ pub fn check_always(
         let running = machine.is_running();
         require(!running || registrations.contains(&machine.machine_id), Violation::RunningUnregistered);
         let needs_operation = machine.is_booting() || (machine.is_active() && machine.status == "resizing");
-        require(!needs_operation || database_state.has_running_operation(&machine.machine_id), Violation::MissingOperation,
+        require(
+            !needs_operation || database_state.has_running_operation(&machine.machine_id),
+            Violation::MissingOperation,
         );
         let ended = caller_view.ended.contains(&machine.machine_id)
             && !observations.is_reinstated(machine, database_state);
