@@ -99,7 +99,7 @@ pub struct Timing {
     pub last_backup_stall: Duration,
     /// Total time after which a final backup waits for an operator.
     pub last_backup_limit: Duration,
-    /// How long switching off a replaced server is retried after the shutdown timeout. Then the replacement continues:
+    /// How long powering off a replaced server is retried after the shutdown timeout. Then the replacement continues:
     /// the fence protects the data.
     pub power_off_retry: Duration,
     /// Retention of a replaced server after its successor's first healthy heartbeat.
@@ -118,7 +118,7 @@ pub struct Timing {
     pub resize_shutdown: Duration,
     /// Timeout for changing the server type after the shutdown. When it expires, the change is abandoned.
     pub resize_change: Duration,
-    /// Timeout for switching on a resized server; the same timeout applies to its first healthy heartbeat.
+    /// Timeout for powering on a resized server; the same timeout applies to its first healthy heartbeat.
     pub resize_health: Duration,
     /// Time without progress after which an operation fails.
     pub operation_deadline: Duration,

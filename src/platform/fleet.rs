@@ -132,7 +132,7 @@ fn is_booting(row: &FleetRow) -> bool {
 
 /// Why a machine needs attention, most severe first.
 fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust) -> Vec<String> {
-    // A machine that is switched off is expected to be silent and to make no backups.
+    // A machine that is powered off is expected to be silent and to make no backups.
     let is_running = row.status == "running" && row.powered_off_age.is_none();
     let is_reporting = matches!(Health::classify(row), Health::Healthy | Health::Unhealthy);
     let failing = |part: Option<&str>| is_reporting && part == Some("failing");
@@ -284,7 +284,7 @@ pub mod tests {
             (row.heartbeat_age, row.backup_age, row.powered_off_age) =
                 (Some(9000.0), Some(9000.0), Some(3000.0));
         };
-        assert_eq!(reasons_of(off), Vec::<String>::new(), "an operator has switched the server off");
+        assert_eq!(reasons_of(off), Vec::<String>::new(), "an operator has powered the server off");
         let long = |row: &mut FleetRow| {
             off(row);
             row.powered_off_age = Some(3601.0);

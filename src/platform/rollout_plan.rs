@@ -18,7 +18,7 @@ pub struct Member {
     pub machine: MachineId,
     pub batch: i32,
     pub state: MemberState,
-    /// Whether the machine holds its slot, is running, and has not been switched off.
+    /// Whether the machine holds its slot, is running, and has not been powered off.
     pub is_running: bool,
     /// Whether the host reports this release and itself as healthy.
     pub is_updated: bool,
@@ -117,7 +117,7 @@ pub fn next_effects(
         effects.push(RolloutEffect::Succeed);
         return effects;
     };
-    // The canary may have ended without the release, for instance because it was switched off.
+    // The canary may have ended without the release, for instance because it was powered off.
     let needs_canary = limits.canary > 0 && verification != VerificationState::Settled && !has_release;
     let mut remaining = if needs_canary { limits.canary } else { usize::MAX };
     let is_next = |member: &&Member| member.batch == next_batch && member.state == MemberState::Waiting;

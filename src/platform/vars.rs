@@ -193,13 +193,13 @@ svc_base::variables! {
         /// How long a final backup may take in total before the operation waits for an operator, regardless of
         /// progress.
         LAST_BACKUP_LIMIT_SECONDS: "seconds" = "43200";
-        /// How long switching off a replaced server is retried after the shutdown timeout. Then the replacement
+        /// How long powering off a replaced server is retried after the shutdown timeout. Then the replacement
         /// continues.
         POWER_OFF_RETRY_SECONDS: "seconds" = "120";
         /// How long a replaced server is kept after its successor's first healthy heartbeat. With 0, it is deleted
         /// immediately.
         PREDECESSOR_KEEP_SECONDS: "seconds" = "86400";
-        /// How long a deleted machine's server is kept, switched off, for `undelete`.
+        /// How long a deleted machine's server is kept, powered off, for `undelete`.
         DELETE_GRACE_SECONDS: "seconds" = "86400";
         /// How long a server of this installation without a known machine is kept after it was first seen. It is then
         /// deleted only if an operator has released it.
@@ -217,7 +217,7 @@ svc_base::variables! {
         /// Timeout for cutting the power and changing the server type after the shutdown. When it expires, the change
         /// is abandoned.
         RESIZE_CHANGE_SECONDS: "seconds" = "600";
-        /// Timeout for switching on the server; the same timeout applies to the host's first healthy heartbeat.
+        /// Timeout for powering on the server; the same timeout applies to the host's first healthy heartbeat.
         RESIZE_HEALTH_SECONDS: "seconds" = "600";
         /// How long a host may report nothing about a requested update. If it reports that the update is in progress,
         /// the limit is six times as long. Time during which the rollout is paused does not count.

@@ -223,7 +223,7 @@ async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
     );
     let refused =
         operation["log"].as_array().unwrap().iter().find(|line| line["outcome"] == "retry").unwrap();
-    let why = "the provider does not switch the server off: locked";
+    let why = "the provider does not power the server off: locked";
     assert_eq!(
         (&refused["step"], &refused["detail"]),
         (&json!("power_off_server"), &json!(why)),

@@ -149,7 +149,7 @@ async fn every_documented_error_code_is_provoked() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn valid_call_of_every_route_matches_its_description() -> Result<()> {
+async fn valid_request_to_every_route_matches_its_description() -> Result<()> {
     let setup = RouterSetup::start().await?;
     for id in ["listOwnSlots", "chooseSlot", "mintAppToken", "signOut"] {
         let response = setup.send(valid_call(&setup, operation(id))).await;

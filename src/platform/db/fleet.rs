@@ -46,7 +46,7 @@ pub struct FleetRow {
     /// The running operation, if it waits for an operator's decision.
     pub waiting_operation: Option<OperationId>,
     pub is_operation_waiting_for_account: bool,
-    /// Time since an operator ordered the server to be switched off.
+    /// Time since an operator ordered the server to be powered off.
     pub powered_off_age: Option<f64>,
     /// Time since the last rotation of the upgrade token.
     pub token_age: f64,

@@ -17,7 +17,7 @@ use svc_machine::name::{IdpUserId, Slot};
 pub struct ServerRetention {
     /// Period after a later machine of the slot was proven.
     pub replaced: Duration,
-    /// Period after the deletion or, if later, after the order to switch off the server: a deletion may first wait for an
+    /// Period after the deletion or, if later, after the order to power off the server: a deletion may first wait for an
     /// operator.
     pub deleted: Duration,
     /// Period for machines that never registered. If this database has lost the registration, the host sends a heartbeat

@@ -90,7 +90,7 @@ pub struct MachineRow {
     pub create_ordered_at: Option<Timestamp>,
     pub server_deleted_at: Option<Timestamp>,
     pub power_ordered_at: Option<Timestamp>,
-    /// When switching off the server of a replaced or deleted machine was ordered.
+    /// When powering off the server of a replaced or deleted machine was ordered.
     pub power_off_ordered_at: Option<Timestamp>,
     /// When the first healthy heartbeat after the registration arrived.
     pub proven_at: Option<Timestamp>,
@@ -108,7 +108,7 @@ pub struct MachineRow {
     /// `{stage, bytes, totalBytes, rows, totalRows}`.
     pub boot_progress: Option<Value>,
     pub preview_expires_at: Option<Timestamp>,
-    /// When an operator ordered the server to be switched off.
+    /// When an operator ordered the server to be powered off.
     pub powered_off_at: Option<Timestamp>,
     /// Problems that the host last reported for an operator: `[{code, detail}]`.
     pub attention: Value,
@@ -266,7 +266,7 @@ impl MachineRow {
         self.has_server() && self.discard_ordered_at.is_none()
     }
 
-    /// The server's power state, inferred from recorded orders to switch it off.
+    /// The server's power state, inferred from recorded orders to power it off.
     pub fn server_power(&self) -> ServerPower {
         let may_be_off = self.power_off_ordered_at.is_some() || self.powered_off_at.is_some();
         if may_be_off { ServerPower::MaybeOff } else { ServerPower::On }

@@ -6,7 +6,7 @@ use super::machine_row::ACTIVE;
 use super::{DbError, execute, query_opt};
 use svc_machine::id::MachineId;
 
-/// Records that the server is about to be switched on.
+/// Records that the server is about to be powered on.
 pub async fn record_power_on_order(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_ordered_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
@@ -50,7 +50,7 @@ pub async fn move_to_next_location(tx: &Transaction<'_>, id: MachineId) -> Resul
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Records the order to switch off the server of a machine that left its slot.
+/// Records the order to power off the server of a machine that left its slot.
 pub async fn record_power_off_order(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_off_ordered_at = coalesce(power_off_ordered_at, clock_timestamp()) \
                WHERE machine_id = $1";
@@ -72,7 +72,7 @@ pub async fn record_power_on(client: &impl GenericClient, id: MachineId) -> Resu
     execute(client, RECORD_POWER_ON, &[&id.0]).await.map(drop)
 }
 
-/// Records that an operator switches off the server: the router sends it no requests until it is on again.
+/// Records that an operator powers off the server: the router sends it no requests until it is on again.
 pub async fn mark_powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET powered_off_at = coalesce(powered_off_at, clock_timestamp()) \
                WHERE machine_id = $1";

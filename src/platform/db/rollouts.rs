@@ -321,7 +321,7 @@ pub async fn list_updated(
 }
 
 /// The updated machines that still run the release and serve: since its update, a machine may have been rolled back,
-/// updated again, replaced, deleted or switched off, or have failed. With `only`, at most that machine.
+/// updated again, replaced, deleted or powered off, or have failed. With `only`, at most that machine.
 pub async fn list_running_release(
     client: &impl GenericClient,
     rollout: &RolloutRow,

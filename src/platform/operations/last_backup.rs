@@ -1,6 +1,6 @@
 //! The step `last_backup`: the host of a replaced or deleted machine stops its writers and takes a final snapshot.
 //!
-//! The invariant: unless an operator accepts the loss, or the server is gone or already switched off, the step ends with
+//! The invariant: unless an operator accepts the loss, or the server is gone or already powered off, the step ends with
 //! a snapshot taken after the writers had stopped, or with a row that records the time since which data exists only on
 //! that server. If a reachable host cannot make the snapshot, the operation waits for an operator's decision; an
 //! unreachable host is skipped after a bounded time.

@@ -146,7 +146,7 @@ enum HolderDecision {
     /// The slot returned to the previous machine, or another one took it over: the operation's machine must not be
     /// created.
     FailMachine,
-    /// Another machine holds the slot: the operation's machine is not reinstated or switched on.
+    /// Another machine holds the slot: the operation's machine is not reinstated or powered on.
     EndOperation,
 }
 
@@ -201,13 +201,13 @@ fn needs_decision(kind: OperationKind, step: Step, subject: OperationSubject, na
     }
 }
 
-/// Whether the step may stop, switch off, create, fence or delete something that a later holder needs. The deletion
+/// Whether the step may stop, power off, create, fence or delete something that a later holder needs. The deletion
 /// of a kept server has its own check ([`is_holder_per_store`]).
 fn needs_holder_check(kind: OperationKind, step: Step) -> bool {
     match kind {
         OperationKind::Provision | OperationKind::Recover | OperationKind::Delete => true,
         OperationKind::Reinstate => step == Step::Fence,
-        // If a replaced machine were switched on, requests would be routed to it, but it could not be backed up.
+        // If a replaced machine were powered on, requests would be routed to it, but it could not be backed up.
         OperationKind::PowerOn | OperationKind::Reboot => step != Step::AwaitHeartbeat,
         OperationKind::RemoveServer | OperationKind::Resize | OperationKind::PowerOff => false,
     }

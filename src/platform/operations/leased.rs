@@ -59,12 +59,12 @@ impl LeasedOperation<'_> {
         self.write_under_lease(LeasedWrite::NextLocation(why.to_owned())).await
     }
 
-    /// Records, under the lease, that the server is about to be switched on.
+    /// Records, under the lease, that the server is about to be powered on.
     pub async fn record_power_on_order(&self) -> Result<(), StepError> {
         self.write_under_lease(LeasedWrite::PowerOrdered).await
     }
 
-    /// Records, under the lease, that the server of a machine that left its slot is about to be switched off.
+    /// Records, under the lease, that the server of a machine that left its slot is about to be powered off.
     pub async fn record_power_off_order(&self, machine: MachineId) -> Result<(), StepError> {
         self.write_under_lease(LeasedWrite::PowerOffOrdered(machine)).await
     }

@@ -52,11 +52,11 @@ pub async fn stop_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
     let Some(id) = machine.provider_server_id else { return Ok(server_missing()) };
-    let outcome = predecessor::switch_off(leased, ServerId(id), leased.step_age().await?).await?;
+    let outcome = predecessor::power_off(leased, ServerId(id), leased.step_age().await?).await?;
     Ok(outcome.unwrap_or_else(server_missing))
 }
 
-/// Restarts the server, or switches it on if it is off. If the process is killed in this step, the restart may be
+/// Restarts the server, or powers it on if it is off. If the process is killed in this step, the restart may be
 /// ordered twice.
 pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = load_machine_in_slot(leased).await?;
@@ -84,7 +84,7 @@ pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
 
 pub async fn await_heartbeat(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = load_machine_in_slot(leased).await?;
-    let record = StepRecord::PoweredOn { machine: machine.id };
+    let record = StepRecord::HealthyAfterPowerOn { machine: machine.id };
     if machine.registered_at.is_none() {
         return Ok(StepOutcome::Done { note: Some("the host never registered".into()), record });
     }

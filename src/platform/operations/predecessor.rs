@@ -1,7 +1,7 @@
 //! Finds the machine that an operation takes out of service: the slot's last registered machine or, in a deletion, the
 //! deleted machine itself. Also contains the steps that switch its server off and, if an operator chose that, delete it.
 //!
-//! The invariant: a server is switched off after the fence is set. It is deleted here only if a final backup exists
+//! The invariant: a server is powered off after the fence is set. It is deleted here only if a final backup exists
 //! or an operator accepted the loss; otherwise the reconciler deletes it after its successor is proven.
 
 use std::time::Duration;
@@ -50,7 +50,7 @@ pub(super) fn note_nothing_served(kind: OperationKind) -> &'static str {
     if kind == OperationKind::Delete { "the machine never served" } else { "no earlier machine has served" }
 }
 
-/// Switches off the server: requests a shutdown, then cuts the power.
+/// Powers off the server: requests a shutdown, then cuts the power.
 pub async fn power_off_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let outcome = try_power_off(leased).await?;
     let options = leased.operation.options;
@@ -83,18 +83,18 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
     let shutdown = timing.resize_shutdown;
     if age >= shutdown + timing.power_off_retry {
         return Ok(StepOutcome::done_with_note(
-            "the provider did not switch the server off; the fence protects the data",
+            "the provider did not power the server off; the fence protects the data",
         ));
     }
     leased.record_power_off_order(machine.id).await?;
-    match switch_off(leased, ServerId(id), age).await {
+    match power_off(leased, ServerId(id), age).await {
         Ok(Some(outcome)) => Ok(clear_absence(outcome, leased.facts())),
         Ok(None) => Ok(confirm_server_gone(leased, &machine)),
         // Retried only until the deadline above: a provider error must not block the slot's new machine.
         Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot switch a server off yet");
+            tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot power a server off yet");
             let code = Some(error.code()).filter(|code| !code.is_empty()).unwrap_or("no response");
-            let why = format!("the provider does not switch the server off: {code}");
+            let why = format!("the provider does not power the server off: {code}");
             Ok(StepOutcome::wait_for(resize::poll_interval(age).max(POLL_INTERVAL), "provider_error", why))
         }
     }
@@ -102,7 +102,7 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
 
 /// Requests a shutdown, or cuts the power if the shutdown is overdue. Returns `None` if the provider has no such
 /// server. The polling interval grows with the age of the step, because all machines share the provider's rate limit.
-pub(super) async fn switch_off(
+pub(super) async fn power_off(
     leased: &LeasedOperation<'_>,
     id: ServerId,
     age: Duration,

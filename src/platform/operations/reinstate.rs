@@ -1,7 +1,7 @@
-//! The steps that return a machine to its slot: its server is switched on, its writers resume, and its host adopts
+//! The steps that return a machine to its slot: its server is powered on, its writers resume, and its host adopts
 //! the new epoch from the response to its heartbeat.
 //!
-//! The invariant: no server is switched on while another process may still be switching it off, and a server whose host
+//! The invariant: no server is powered on while another process may still be powering it off, and a server whose host
 //! may still obey an earlier shutdown does not count as on.
 
 use std::time::Duration;
@@ -19,7 +19,7 @@ use svc_provider::{ProviderError, Server, ServerId, ServerStatus};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-pub async fn switch_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
+pub async fn power_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = leased.machine().await?;
     let session = leased.platform.db.session().await?;
     let is_slot_leased =
@@ -38,7 +38,10 @@ pub async fn switch_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
         });
     };
     if ensure_on(leased, &server).await? && !may_shut_down_late(leased, machine.power_off_ordered_at).await? {
-        return Ok(StepOutcome::Done { note: None, record: StepRecord::SwitchedOn { machine: machine.id } });
+        return Ok(StepOutcome::Done {
+            note: None,
+            record: StepRecord::ReinstatedServerOn { machine: machine.id },
+        });
     }
     Ok(StepOutcome::wait(POLL_INTERVAL))
 }
@@ -53,7 +56,7 @@ async fn may_shut_down_late(
     Ok(since < leased.platform.config.timing.resize_shutdown)
 }
 
-/// Returns whether the server is on. Switches it on if it is off.
+/// Returns whether the server is on. Powers it on if it is off.
 pub(super) async fn ensure_on(leased: &LeasedOperation<'_>, server: &Server) -> Result<bool, ProviderError> {
     match server.status {
         _ if server.locked => Ok(false),

@@ -1,6 +1,6 @@
 //! The steps of `resize`: shut down, power off, change the type, power on, wait for a healthy host.
 //!
-//! If a step fails before the server is on again, the operation continues with the step that switches it on, and the
+//! If a step fails before the server is on again, the operation continues with the step that powers it on, and the
 //! server's type then decides the outcome. The invariant: nothing here creates or deletes a server, and every step
 //! can restart after a kill, because it reads the server's state before it orders anything.
 
@@ -90,7 +90,7 @@ pub async fn change_type(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
         return Ok(StepOutcome::Abandon { why: "the provider's type change failed" });
     }
     if server.status != ServerStatus::Off {
-        return Ok(StepOutcome::Abandon { why: "another client switched the server on" });
+        return Ok(StepOutcome::Abandon { why: "another client powered the server on" });
     }
     match leased.platform.provider.change_type(server.id, &to).await {
         Ok(action) => Ok(wait_for_action(leased, action.id, age)),
@@ -165,7 +165,7 @@ pub async fn await_health(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
 /// How a resize continues after a step has failed, or while it waits.
 pub enum RetryDecision {
     Retry,
-    /// Continue with the step that switches the server on.
+    /// Continue with the step that powers the server on.
     Abandon,
     /// The server does not come back.
     Fail,

@@ -83,7 +83,7 @@ pub async fn run_current_step(
             wait_for(&leased, to, code, &why).await.map(|()| None)
         }
         Err(StepError::Lost) => Err(StepError::Lost),
-        // While the provider restricts the account, no server can be switched on. That is not a failure of the machine.
+        // While the provider restricts the account, no server can be powered on. That is not a failure of the machine.
         Err(error) if step == Step::PowerOn && as_account_error(&error).is_some() => {
             retry_step(&leased, step, &error).await.map(|()| None)
         }
@@ -168,7 +168,7 @@ async fn resolve_failed_resize(
     })
 }
 
-/// Skips the rest of the resize, and continues with the step that switches the server on.
+/// Skips the rest of the resize, and continues with the step that powers the server on.
 async fn abandon_resize(leased: &LeasedOperation<'_>, why: &str) -> Result<OperationRow, StepError> {
     let operation = leased.operation;
     tracing::warn!(operation = %operation.id, step = operation.step, why, "abandoning a resize");
@@ -345,8 +345,8 @@ async fn lock_machine_for_record(
         | StepRecord::LossAccepted { machine, .. }
         | StepRecord::ServerGone { machine }
         | StepRecord::Released { machine }
-        | StepRecord::SwitchedOn { machine }
-        | StepRecord::PoweredOn { machine } => *machine,
+        | StepRecord::ReinstatedServerOn { machine }
+        | StepRecord::HealthyAfterPowerOn { machine } => *machine,
     };
     db::machines::lock(tx, machine).await.map(drop)
 }
@@ -373,8 +373,8 @@ async fn write_record(
         }
         StepRecord::ServerGone { machine } => machine_changes::record_server_deleted(tx, machine).await,
         StepRecord::Released { machine } => machine_changes::release_server(tx, machine).await,
-        StepRecord::SwitchedOn { machine } => machine_server::record_power_on(tx, machine).await,
-        StepRecord::PoweredOn { machine } => machine_server::clear_powered_off(tx, machine).await,
+        StepRecord::ReinstatedServerOn { machine } => machine_server::record_power_on(tx, machine).await,
+        StepRecord::HealthyAfterPowerOn { machine } => machine_server::clear_powered_off(tx, machine).await,
     }
 }
 

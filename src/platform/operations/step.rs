@@ -33,7 +33,7 @@ pub enum StepOutcome {
     Wait { delay: Duration, facts: Option<Map<String, Value>> },
     /// The step runs again later. In the meantime the operation's error code and log show what it waits for.
     WaitFor { delay: Duration, code: &'static str, why: Cow<'static, str> },
-    /// The rest of the resize is skipped, and the operation continues with the step that switches the server on.
+    /// The rest of the resize is skipped, and the operation continues with the step that powers the server on.
     Abandon { why: &'static str },
     /// The operation ends here, and the event applies to the machine.
     End { event: Event, note: &'static str },
@@ -104,11 +104,11 @@ pub enum StepRecord {
         machine: MachineId,
     },
     /// The server of a reinstated machine is on.
-    SwitchedOn {
+    ReinstatedServerOn {
         machine: MachineId,
     },
-    /// A server that an operator had switched off is on, and its host is healthy.
-    PoweredOn {
+    /// A server that an operator had powered off is on, and its host is healthy.
+    HealthyAfterPowerOn {
         machine: MachineId,
     },
 }
@@ -203,7 +203,7 @@ pub async fn run(leased: &LeasedOperation<'_>, step: Step) -> Result<StepOutcome
         Step::ChangeType => Box::pin(resize::change_type(leased)),
         Step::PowerOn => Box::pin(resize::power_on(leased)),
         Step::AwaitHealth => Box::pin(resize::await_health(leased)),
-        Step::SwitchOn => Box::pin(reinstate::switch_on(leased)),
+        Step::SwitchOn => Box::pin(reinstate::power_on(leased)),
         Step::AwaitHost => Box::pin(reinstate::await_host(leased)),
         Step::StartServer => Box::pin(power::start_server(leased)),
         Step::StopServer => Box::pin(power::stop_server(leased)),

@@ -225,7 +225,7 @@ fn release_missing_finding(rollout: &RolloutRow, machine: &MachineRow) -> Rollou
     let version = &rollout.image_version;
     let what = format!(
         "none of the first machines still runs {version}: they were rolled back, updated again, replaced, deleted or \
-         switched off, or have failed"
+         powered off, or have failed"
     );
     let next = format!(
         "run `svcctl status MACHINE`; if the machine should run {version}, run `svc-update apply --version {version} \

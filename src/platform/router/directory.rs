@@ -1,7 +1,7 @@
 //! Maps users to their machines: an in-memory copy of the active rows of `user_machines`.
 //!
 //! The watcher replaces the whole table; requests read it. Invariant: an upstream exists exactly while its machine's row
-//! is active, `running` and not switched off, and has an endpoint; after that, the upstream is closed together with its
+//! is active, `running` and not powered off, and has an endpoint; after that, the upstream is closed together with its
 //! connections.
 
 use std::collections::HashMap;

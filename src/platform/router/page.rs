@@ -30,7 +30,7 @@ pub(super) fn wants_page(method: &Method, headers: &HeaderMap) -> bool {
 pub(super) enum UnavailableReason {
     NoMachine,
     NotRunning(Status),
-    /// An operator has switched off the machine.
+    /// An operator has powered off the machine.
     PoweredOff,
     /// The machine is `running`, but its route changed while the request was in flight.
     JustChanged,
@@ -70,8 +70,8 @@ impl UnavailableReason {
                 ("Your computer is changing", "This page will try again in a moment.")
             }
             Self::PoweredOff => (
-                "Your computer is switched off",
-                "Its files and its database are kept. Support can switch it on again.",
+                "Your computer is powered off",
+                "Its files and its database are kept. Support can power it on again.",
             ),
             Self::Unknown => {
                 ("Your computer cannot be found right now", "This page will try again in a moment.")

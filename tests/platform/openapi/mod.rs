@@ -349,7 +349,7 @@ async fn assert_reports_store_outage(platform: &TestPlatform) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn valid_call_of_every_route_matches_its_description() {
+async fn valid_request_to_every_route_matches_its_description() {
     let platform = TestPlatform::start(&[]).await;
     // Operations that end a machine come last.
     let mut all: Vec<&Operation> = operations().collect();
