@@ -438,7 +438,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     let other = rcgen::KeyPair::generate_for(&rcgen::PKCS_ED25519).unwrap().serialize_pem();
     let other = SigningKey::from_pem(other.as_bytes()).unwrap();
     fleet.publish_manifest(&other, "2126-01-02T03:04:05.000Z", None);
-    fleet.check_platform(&[], &[]).await.expect("bundle", "problem", "none of the keys that are trusted");
+    fleet.check_platform(&[], &[]).await.expect("bundle", "problem", "not signed by a key that is trusted");
 
     let changed =
         [("STORE_HOST_CREDENTIALS", "static"), ("PLATFORM_SECRET", "another-secret-of-32-characters-x")];

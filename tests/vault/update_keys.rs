@@ -67,7 +67,7 @@ fn read_reported(fixture: &UpdateFixture) -> Result<Value> {
 }
 
 fn assert_refused_by_key(result: &RunResult) {
-    assert!(result.stderr.contains("none of the keys that are trusted here"), "{}", result.stderr);
+    assert!(result.stderr.contains("not signed by a key that is trusted here"), "{}", result.stderr);
 }
 
 #[tokio::test]
@@ -161,7 +161,7 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
             "signed with an untrusted key",
             &[&new][..],
             key_set(6, &[&old, &new]),
-            "none of the keys that are trusted here",
+            "not signed by a key that is trusted here",
         ),
         ("no key", &[&old][..], key_set(6, &[]), "has no key"),
         ("a sequence in use", &[&old][..], key_set(5, &[&old, &new]), "use a higher sequence"),

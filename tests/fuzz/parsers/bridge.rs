@@ -220,7 +220,7 @@ fn check_any_filter(bytes: &[u8]) -> Result<(), String> {
     ] {
         match read_filter(&outer) {
             Some(Ok((nested, _))) if nested.text == expected && nested.params == statement.params => {}
-            Some(Err(why)) if why.contains("nested deeper") => {}
+            Some(Err(why)) if why.contains("levels deep") => {}
             other => return Err(format!("within {outer} it parses as {other:?}")),
         }
     }
