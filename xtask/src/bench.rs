@@ -1,14 +1,17 @@
 //! `cargo xtask bench`: selects the binary and replaces itself with the program of `tests/bench`, which measures it.
 //! The area `records` is measured by a separate program, which links the product; this module builds it.
 
-use std::path::PathBuf;
-use std::process::{ExitCode, Stdio};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use kit::fetch;
 use serde_json::Value;
 
 use crate::cargo;
+
+/// The area that a program of its own measures.
+const RECORDS: &str = "records";
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -27,6 +30,9 @@ pub struct Args {
     /// Fail if a target is missed
     #[arg(long)]
     strict: bool,
+    /// Measure this revision too, in turn, and fail if a figure got worse; built once in target/compare
+    #[arg(long, value_name = "REVISION", conflicts_with = "strict")]
+    compare: Option<String>,
 }
 
 pub fn run(args: Args) -> Result<ExitCode> {
@@ -37,6 +43,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
         bench.args(number.map(|number| [name.to_owned(), number.to_string()]).into_iter().flatten());
     }
     bench.args(args.strict.then_some("--strict"));
+    if let Some(revision) = &args.compare {
+        bench.arg("--baseline").arg(build_revision(revision, &args.area)?);
+    }
     cargo::become_program(bench)
 }
 
@@ -44,7 +53,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
 fn find_binary(area: &str, given: Option<PathBuf>) -> Result<PathBuf> {
     let path = match (given, area) {
         (Some(given), _) => given,
-        (None, "records") => build_bench_program("records")?,
+        (None, RECORDS) => build_bench_program(&cargo::root(), &fetch::target_dir())?,
         (None, _) => {
             let built = fetch::target_dir().join("dist/svc");
             ensure!(built.exists(), "{} does not exist: build it with `cargo xtask dist`", built.display());
@@ -54,10 +63,53 @@ fn find_binary(area: &str, given: Option<PathBuf>) -> Result<PathBuf> {
     path.canonicalize().with_context(|| format!("find {}", path.display()))
 }
 
-/// Builds a program of `tests/bench` with the shipped profile.
-fn build_bench_program(name: &str) -> Result<PathBuf> {
+/// Builds what the area measures, as it was at a revision, or returns an earlier build of it.
+fn build_revision(revision: &str, area: &str) -> Result<PathBuf> {
+    let root = cargo::root();
+    let commit =
+        git(&root, &["rev-parse", "--verify", "--end-of-options", &format!("{revision}^{{commit}}")])?;
+    let dir = fetch::target_dir().join("compare");
+    let program = if area == RECORDS { RECORDS } else { "svc" };
+    let kept = dir.join(format!("{program}-{commit}"));
+    if kept.exists() {
+        return Ok(kept);
+    }
+    println!("bench: building {program} of {revision} in {}", dir.display());
+    let (tree, target_dir) = (dir.join("tree"), dir.join("target"));
+    let tree_arg = tree.to_str().context("the target directory is not UTF-8")?;
+    if tree.join(".git").exists() {
+        git(&tree, &["checkout", "--quiet", "--force", "--detach", &commit])?;
+    } else {
+        git(&root, &["worktree", "add", "--quiet", "--force", "--detach", tree_arg, &commit])?;
+    }
+    let built = if area == RECORDS {
+        build_bench_program(&tree, &target_dir)?
+    } else {
+        let mut dist = cargo::command(&["xtask", "dist"]);
+        dist.current_dir(&tree).env("CARGO_TARGET_DIR", &target_dir);
+        cargo::succeed(dist)?;
+        target_dir.join("dist/svc")
+    };
+    // Renamed into place: an interrupted copy is not taken for a build.
+    let copied = dir.join(".copied");
+    std::fs::copy(&built, &copied).with_context(|| format!("copy {}", built.display()))?;
+    std::fs::rename(&copied, &kept)?;
+    Ok(kept)
+}
+
+fn git(dir: &Path, args: &[&str]) -> Result<String> {
+    let output = Command::new("git").args(args).current_dir(dir).output().context("start git")?;
+    let error = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "`git {}`: {}", args.join(" "), error.trim());
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+/// Builds the program of `tests/bench/records` with the shipped profile.
+fn build_bench_program(tree: &Path, target_dir: &Path) -> Result<PathBuf> {
+    let name = RECORDS;
     let args = ["build", "--release", "--no-default-features", "--package", "svc", "--bench", name];
     let mut build = cargo::command(&args);
+    build.current_dir(tree).env("CARGO_TARGET_DIR", target_dir);
     build.arg("--message-format=json-render-diagnostics").stderr(Stdio::inherit());
     let output = build.output().with_context(|| format!("build {name}"))?;
     ensure!(output.status.success(), "building {name} failed: {}", output.status);

@@ -83,6 +83,19 @@ pub enum Event {
 }
 
 impl State {
+    /// Says what the update does in this state, for a person.
+    pub fn describe(&self) -> &'static str {
+        match self {
+            Self::Preparing => "fetching and checking the release",
+            Self::TakingSnapshot => "backing up the database",
+            Self::Switching => "switching to the release",
+            Self::Activating => "restarting the services",
+            Self::Reverting { .. } => "rolling back",
+            Self::Restoring { .. } => "restarting the services of the previous release",
+            Self::Ended { .. } => "ended",
+        }
+    }
+
     pub fn has_ended(&self) -> bool {
         matches!(self, Self::Ended { .. })
     }

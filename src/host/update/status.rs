@@ -95,7 +95,12 @@ fn print_table(status: &Status) {
         println!("{marker} {:width$}  {created:24}  {digest}", row.version.as_str());
     }
     if let Some(update) = &status.update {
-        println!("\nin progress: from {} to {}, {:?}", update.plan.from, update.plan.to, update.state);
+        println!(
+            "\nin progress: from {} to {}, {}",
+            update.plan.from,
+            update.plan.to,
+            update.state.describe()
+        );
         if let Some(wait) = &update.waiting {
             println!("it {}", wait.describe());
         }

@@ -62,7 +62,7 @@ pub async fn handle(
 /// The problem of an alarm that cannot be released, because it is not a fuse.
 fn not_releasable(alarm: Alarm) -> Problem {
     let detail = format!(
-        "The alarm {} holds nothing back, so there is nothing to release: it ends {}. `svcctl fleet` shows what to do about it.",
+        "The alarm {} cannot be released: it ends {}. `svcctl fleet` shows what to do about it.",
         alarm.as_str(),
         alarm.ends_when()
     );

@@ -62,7 +62,7 @@ impl Tally {
         self.samples.entry((name, side)).or_default().push(value);
     }
 
-    fn samples_of(&self, name: &'static str, side: &'static str) -> &[f64] {
+    pub fn samples_of(&self, name: &'static str, side: &'static str) -> &[f64] {
         self.samples.get(&(name, side)).map_or(&[], Vec::as_slice)
     }
 
@@ -130,7 +130,7 @@ pub fn median(samples: &[f64]) -> Option<f64> {
 }
 
 /// Interpolates between two samples.
-fn quantile(samples: &[f64], q: f64) -> Option<f64> {
+pub fn quantile(samples: &[f64], q: f64) -> Option<f64> {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
     let last = sorted.len().checked_sub(1)?;

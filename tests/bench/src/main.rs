@@ -7,6 +7,7 @@ mod backup;
 mod bench_store;
 mod bridge;
 mod bundle;
+mod compare;
 mod connections;
 mod database;
 mod echo;
@@ -31,6 +32,7 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use tempfile::TempDir;
 
+use self::compare::{Build, Comparison, Verdict};
 use self::figures::{Spec, Tally};
 use self::report::Report;
 use kit::child;
@@ -98,6 +100,9 @@ struct Options {
     /// The measured binary; for records, the program that links the measured code
     #[arg(long, value_name = "PATH")]
     svc: PathBuf,
+    /// An earlier build: both are measured in turn, and a figure that got worse is a failure
+    #[arg(long, value_name = "PATH")]
+    baseline: Option<PathBuf>,
     /// Directory of `AREA.json`
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
@@ -108,12 +113,19 @@ struct Options {
 
 fn main() -> ExitCode {
     let options = Options::parse();
-    let measured = tokio::runtime::Runtime::new()
-        .context("start a runtime")
-        .and_then(|runtime| runtime.block_on(run(options.area, &options)));
-    match measured {
-        Ok(report) if options.strict && !report.all_hold() => ExitCode::FAILURE,
-        Ok(_) => ExitCode::SUCCESS,
+    // Fails if an earlier measurement in this process has installed the provider.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let succeeded = tokio::runtime::Runtime::new().context("start a runtime").and_then(|runtime| {
+        runtime.block_on(async {
+            match &options.baseline {
+                Some(baseline) => compare_builds(&options, baseline).await,
+                None => run(&options).await.map(|report| !options.strict || report.all_hold()),
+            }
+        })
+    });
+    match succeeded {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
         Err(error) => {
             eprintln!("bench: {error:#}");
             ExitCode::FAILURE
@@ -125,21 +137,10 @@ fn main() -> ExitCode {
 ///
 /// # Errors
 /// Fails if something could not be measured; a missed target is not an error.
-async fn run(area: Area, options: &Options) -> Result<Report> {
-    // Fails if an earlier measurement in this process has installed the provider.
-    let _ = rustls::crypto::ring::default_provider().install_default();
-    let svc = options.svc.display();
+async fn run(options: &Options) -> Result<Report> {
+    let (area, svc) = (options.area, options.svc.display());
     println!("bench {}: {svc}, {} rounds, {} s per load", area.name(), options.rounds, options.seconds);
-    let (specs, tally): (&[Spec], Tally) = match area {
-        Area::Footprint => (&footprint::ROWS, footprint::measure(options).await?),
-        Area::Router => (&router::ROWS, router::measure(options).await?),
-        Area::Bridge => (&bridge::ROWS, bridge::measure(options).await?),
-        Area::Bundle => (&bundle::ROWS, bundle::measure(options).await?),
-        Area::Backup => (&backup::ROWS, backup::measure(options).await?),
-        Area::Restore => (&restore::ROWS, restore::measure(options).await?),
-        Area::Records => (&records::ROWS, records::measure(options).await?),
-        Area::Hook => (&hook::ROWS, hook::measure(options).await?),
-    };
+    let (specs, tally) = measure(options).await?;
     let row = |spec: &Spec| tally.row(spec).with_context(|| format!("{} was not measured", spec.name));
     let rows = specs.iter().map(row).collect::<Result<_>>()?;
     let report = Report { area: area.name(), rounds: options.rounds, rows };
@@ -148,6 +149,55 @@ async fn run(area: Area, options: &Options) -> Result<Report> {
     report.write(&file)?;
     println!("{}", file.display());
     Ok(report)
+}
+
+/// Measures both builds in each round, prints their table, and returns whether no figure got worse.
+async fn compare_builds(options: &Options, baseline: &Path) -> Result<bool> {
+    let area = options.area.name();
+    println!(
+        "bench {area}: {} against {}, {} rounds",
+        options.svc.display(),
+        baseline.display(),
+        options.rounds
+    );
+    let mut comparison = Comparison::default();
+    let mut specs: &[Spec] = &[];
+    for round in 0..options.rounds {
+        let mut builds = [(Build::Baseline, baseline), (Build::Current, options.svc.as_path())];
+        // What runs first finds other caches than what runs second.
+        if round % 2 == 1 {
+            builds.reverse();
+        }
+        for (build, svc) in builds {
+            let one_round = Options { rounds: 1, svc: svc.to_owned(), ..options.clone() };
+            let (measured, tally) = measure(&one_round).await?;
+            specs = measured;
+            comparison.add(build, specs, &tally);
+        }
+    }
+    let rows = comparison.rows(specs);
+    print!("{}", report::comparison_table(&rows));
+    let count = |verdict| rows.iter().filter(|row| row.verdict == verdict).count();
+    let (worse, better) = (count(Verdict::Worse), count(Verdict::Better));
+    println!(
+        "{area}: {worse} worse, {better} better, {} the same; medians of {} rounds",
+        count(Verdict::Same),
+        options.rounds
+    );
+    Ok(worse == 0)
+}
+
+async fn measure(options: &Options) -> Result<(&'static [Spec], Tally)> {
+    Ok(match options.area {
+        Area::Footprint => (&footprint::ROWS, footprint::measure(options).await?),
+        Area::Router => (&router::ROWS, router::measure(options).await?),
+        Area::Bridge => (&bridge::ROWS, bridge::measure(options).await?),
+        Area::Bundle => (&bundle::ROWS, bundle::measure(options).await?),
+        Area::Backup => (&backup::ROWS, backup::measure(options).await?),
+        Area::Restore => (&restore::ROWS, restore::measure(options).await?),
+        Area::Records => (&records::ROWS, records::measure(options).await?),
+        Area::Hook => (&hook::ROWS, hook::measure(options).await?),
+    })
 }
 
 /// A temporary directory for sockets, logs and settings.

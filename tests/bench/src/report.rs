@@ -5,6 +5,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
+use super::compare::{ComparedRow, Verdict};
 use super::figures::{Figure, Row};
 
 #[derive(Debug, Clone, PartialEq)]
@@ -31,21 +32,7 @@ impl Report {
     pub fn table(&self) -> String {
         let mut lines = vec![HEAD.map(str::to_owned)];
         lines.extend(self.rows.iter().map(cells));
-        let width = |column: usize| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0);
-        let widths: Vec<usize> = (0..HEAD.len()).map(width).collect();
-        let mut text = String::new();
-        for line in &lines {
-            let padded = line.iter().zip(&widths).enumerate().map(|(column, (cell, width))| {
-                // Text is left-aligned, numbers are right-aligned.
-                if matches!(column, 1 | 3 | 5) {
-                    format!("{cell:>width$}")
-                } else {
-                    format!("{cell:<width$}")
-                }
-            });
-            text.push_str(padded.collect::<Vec<_>>().join("  ").trim_end());
-            text.push('\n');
-        }
+        let mut text = align(&lines, &[1, 3, 5]);
         let (met, all) = self.score();
         let rounds = self.rounds;
         text.push_str(&format!("{}: {met} of {all} targets hold; medians of {rounds} rounds\n", self.area));
@@ -66,6 +53,42 @@ impl Report {
         let text = serde_json::to_string_pretty(&self.json())? + "\n";
         std::fs::write(path, text).with_context(|| format!("write {}", path.display()))
     }
+}
+
+/// Renders the rows of a comparison with an earlier build.
+pub fn comparison_table(rows: &[ComparedRow]) -> String {
+    let mut lines = vec![["", "before", "now", "unit", "ratio", ""].map(str::to_owned)];
+    lines.extend(rows.iter().map(|row| {
+        let verdict = match row.verdict {
+            Verdict::Better => "better",
+            Verdict::Same => "",
+            Verdict::Worse => "WORSE",
+        };
+        [
+            row.name.to_owned(),
+            figure(row.baseline),
+            figure(row.current),
+            row.unit.to_owned(),
+            format!("{:.3}", row.ratio),
+            verdict.to_owned(),
+        ]
+    }));
+    align(&lines, &[1, 2, 4])
+}
+
+/// Aligns text to the left, and the columns of numbers to the right.
+fn align<const N: usize>(lines: &[[String; N]], numbers: &[usize]) -> String {
+    let width = |column: usize| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..N).map(width).collect();
+    let mut text = String::new();
+    for line in lines {
+        let padded = line.iter().zip(&widths).enumerate().map(|(column, (cell, width))| {
+            if numbers.contains(&column) { format!("{cell:>width$}") } else { format!("{cell:<width$}") }
+        });
+        text.push_str(padded.collect::<Vec<_>>().join("  ").trim_end());
+        text.push('\n');
+    }
+    text
 }
 
 fn row_json(row: &Row) -> Value {
@@ -150,6 +173,25 @@ mod tests {
         assert_eq!(lines[1], "requests/s   1500 ±10%  peer     1000 ±0%  1/s    1.50  ratio ≥ 1.1  yes");
         assert_eq!(lines[2], "idle memory   21.5 ±0%                     MiB          ≤ 20 MiB     NO");
         assert_eq!(lines[4], "test: 1 of 2 targets hold; medians of 3 rounds");
+    }
+
+    #[test]
+    fn comparison_shows_what_got_worse() {
+        let figure = |median| Figure { median, spread_percent: 1.0 };
+        let row = |name, current, verdict| ComparedRow {
+            name,
+            unit: "1/s",
+            baseline: figure(1000.0),
+            current: figure(current),
+            ratio: current / 1000.0,
+            verdict,
+        };
+        let table =
+            comparison_table(&[row("finds", 900.0, Verdict::Worse), row("inserts", 1001.0, Verdict::Same)]);
+        let lines: Vec<&str> = table.lines().collect();
+        assert_eq!(lines[0], "           before       now  unit  ratio");
+        assert_eq!(lines[1], "finds    1000 ±1%   900 ±1%  1/s   0.900  WORSE");
+        assert_eq!(lines[2], "inserts  1000 ±1%  1001 ±1%  1/s   1.001");
     }
 
     #[test]

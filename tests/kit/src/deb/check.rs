@@ -11,7 +11,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::chroot::Chroot;
-use super::{Options, build, is_in_path, sbom};
+use super::{Options, build, sbom};
+use crate::apt::is_in_path;
 use crate::child;
 use crate::net;
 use crate::story::{RouterTransport, Stack};

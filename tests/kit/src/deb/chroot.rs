@@ -103,7 +103,7 @@ fn build_archive() -> Result<PathBuf> {
 
 fn install_missing_tools() -> Result<()> {
     for (program, package) in TOOLS {
-        if super::is_in_path(program) {
+        if crate::apt::is_in_path(program) {
             continue;
         }
         let mut update = Command::new("apt-get");

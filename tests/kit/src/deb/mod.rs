@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
+use crate::apt::is_in_path;
 use crate::child;
 
 pub const PACKAGES: [&str; 2] = ["svc-platform", "svc-host"];
@@ -74,9 +75,4 @@ fn source_date_epoch(source: &Path) -> Result<String> {
     let mut git = Command::new("git");
     git.args(["log", "-1", "--format=%ct"]).current_dir(source);
     Ok(child::run(git, TIMEOUT).unwrap_or_else(|_| "0".to_owned()).trim().to_owned())
-}
-
-fn is_in_path(program: &str) -> bool {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }
