@@ -56,7 +56,7 @@ async fn only_current_proof_for_machine_and_owner_is_accepted() -> Result<()> {
         ("another machine", StatusCode::UNAUTHORIZED, |c| c.aud = MachineId::new()),
         ("another issuer", StatusCode::UNAUTHORIZED, |c| c.iss = "me".into()),
         ("another user", StatusCode::FORBIDDEN, |c| {
-            c.sub = "user_other".parse().expect("the user id is valid")
+            c.sub = "user_other".parse().expect("the user id is valid");
         }),
         ("route app without an app", StatusCode::UNAUTHORIZED, |c| c.route = Route::App),
         ("an internal proof for another route", StatusCode::FORBIDDEN, |c| {

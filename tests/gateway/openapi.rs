@@ -486,7 +486,7 @@ async fn check_without_database(gateway: &TestGateway, unaffected: &[&str]) {
         match operation.id {
             "ready" => assert_eq!(response.status, 503),
             id if needs_database && !unaffected.contains(&id) => {
-                response.assert_problem(503, "database_unavailable")
+                response.assert_problem(503, "database_unavailable");
             }
             id => assert!(response.status < 400, "{id}: {response:?}"),
         }

@@ -97,7 +97,7 @@ impl Simulation<'_> {
                 }
             }
             Action::PassTime { seconds, expire_leases } => {
-                self.database.pass_time(*seconds, *expire_leases).await?
+                self.database.pass_time(*seconds, *expire_leases).await?;
             }
             Action::WaitForOperations => self.wait_for_operations().await?,
             _ => {

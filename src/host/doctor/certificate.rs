@@ -89,7 +89,7 @@ mod tests {
         assert!(good.contains("by acme, until"), "{good}");
         assert!(findings_text(&json!({}), |_| ()).contains("HOST_DOMAIN"));
         let error = findings_text(&with_acme, |certificate| {
-            certificate.error = Some("the authority refused".to_owned())
+            certificate.error = Some("the authority refused".to_owned());
         });
         assert!(error.contains("the authority refused"), "{error}");
         assert!(

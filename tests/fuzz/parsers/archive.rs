@@ -293,10 +293,10 @@ fn archive_checks_detect_each_violation() {
             fs::write(dir.target_path().join("x"), vec![0; 200_001]).expect("write a file");
         }),
         ("a file next to the directory", |dir| {
-            fs::write(dir.root.path().join("x"), "").expect("write a file")
+            fs::write(dir.root.path().join("x"), "").expect("write a file");
         }),
         ("another file's content", |dir| {
-            fs::write(dir.root.path().join(OUTSIDE), "!").expect("write a file")
+            fs::write(dir.root.path().join(OUTSIDE), "!").expect("write a file");
         }),
     ];
     for (what, violate) in violations {
