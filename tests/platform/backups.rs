@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use svc::http::proof::Route;
 
-use super::internal_host::start_host;
+use super::fake_host::start_host;
 use super::stack::{BUCKET, DIGEST, Stack, heartbeat_of};
 
 #[tokio::test(flavor = "multi_thread")]

@@ -23,7 +23,7 @@ use crate::agents::dispatch::request::{
 use crate::agents::dispatch::state::{Dispatch, Phase};
 use crate::agents::dispatch::{DispatchTarget, Dispatcher};
 use crate::agents::kernel::Kernel;
-use crate::gateway::auth::{Caller, OWNERS, PrincipalResolver};
+use crate::gateway::auth::{Caller, OWNER_OR_ADMIN, PrincipalResolver};
 use crate::gateway::body;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
@@ -285,7 +285,7 @@ pub static DISPATCH: Endpoint = Endpoint {
         path: "/api/dispatch",
         summary: "Submits one or several prompts to a coding agent configured in system/config.json, which works in \
                   the owner's home. Idempotent by id. The dispatch continues without listeners.",
-        credentials: OWNERS,
+        credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: Some(request_schema),
         responses: &[
@@ -313,7 +313,7 @@ pub static LIST: Endpoint = Endpoint {
         method: Method::GET,
         path: "/api/dispatch",
         summary: "Queued, running and recently ended dispatches, the newest first.",
-        credentials: OWNERS,
+        credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: None,
         responses: &[documented_json(200, "At most 200.", || {
@@ -330,7 +330,7 @@ pub static SHOW: Endpoint = Endpoint {
         method: Method::GET,
         path: "/api/dispatch/{id}",
         summary: "A dispatch or a batch, and its result. The agent's text is kept for a limited time.",
-        credentials: OWNERS,
+        credentials: OWNER_OR_ADMIN,
         parameters: &[ID],
         body: None,
         responses: &[documented_json(200, "The dispatch.", response_schema)],
@@ -345,7 +345,7 @@ pub static FOLLOW: Endpoint = Endpoint {
         method: Method::GET,
         path: "/api/dispatch/{id}/events",
         summary: "The events of a dispatch or a batch, from the first to the last.",
-        credentials: OWNERS,
+        credentials: OWNER_OR_ADMIN,
         parameters: &[
             ID,
             Parameter {
@@ -371,7 +371,7 @@ pub static CANCEL: Endpoint = Endpoint {
         method: Method::DELETE,
         path: "/api/dispatch/{id}",
         summary: "Cancels a dispatch or a whole batch in any phase; costs incurred until then count.",
-        credentials: OWNERS,
+        credentials: OWNER_OR_ADMIN,
         parameters: &[ID],
         body: None,
         responses: &[documented_json(
