@@ -83,7 +83,7 @@ pub fn config(database: &str) -> PlatformConfig {
         ("PREDECESSOR_KEEP_SECONDS", "0"),
         ("DELETE_GRACE_SECONDS", "0"),
     ]);
-    let mut config = PlatformConfig::read(env).unwrap_or_else(|mistakes| panic!("{mistakes}"));
+    let mut config = PlatformConfig::read(env).unwrap_or_else(|error| panic!("{error}"));
     config.timing.poll_interval = Duration::from_millis(150);
     config.timing.lease_ttl = Duration::from_millis(800);
     config.timing.reconcile_interval = Duration::from_millis(400);

@@ -87,7 +87,7 @@ pub fn endpoints() -> impl Iterator<Item = &'static Endpoint> {
 
 const API: Api = Api {
     title: "svc gateway",
-    about: "A machine's API: for its owner, for its apps through the bridge, and for the platform.",
+    description: "A machine's API: for its owner, for its apps through the bridge, and for the platform.",
     version: env!("CARGO_PKG_VERSION"),
     schemas: &[
         ("App", apps::app_schema_json),
@@ -105,7 +105,7 @@ const API: Api = Api {
 
 /// The OpenAPI document of all routes.
 pub fn description() -> Value {
-    openapi::document(&API, endpoints().map(|endpoint| &endpoint.operation))
+    openapi::generate_document(&API, endpoints().map(|endpoint| &endpoint.operation))
 }
 
 static DESCRIPTION: Endpoint = Endpoint {

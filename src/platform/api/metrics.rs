@@ -38,7 +38,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         body: None,
         responses: &[DocumentedResponse {
             status: 200,
-            about: "All series.",
+            description: "All series.",
             content: Content::Other("text/plain"),
         }],
         problems: &[Code::DatabaseUnavailable],

@@ -6,34 +6,34 @@ use svc_http::openapi::{Credential, CredentialScheme};
 pub const OWNER: Credential = Credential {
     name: "owner",
     scheme: CredentialScheme::Bearer,
-    about: "A JWT from the configured issuer for this machine's owner. Through the platform's router, a browser's \
-            session works as well: the router replaces it with its own proof, x-svc-proof.",
+    description: "A JWT from the configured issuer for this machine's owner. Through the platform's router, a \
+                  browser's session works as well: the router replaces it with its own proof, x-svc-proof.",
 };
 pub const OWNER_PROCESS: Credential = Credential {
     name: "ownersProcess",
     scheme: CredentialScheme::Bearer,
-    about: "No token: a process of the owner's user, such as a terminal, on the machine's unix socket.",
+    description: "No token: a process of the owner's user, such as a terminal, on the machine's unix socket.",
 };
 pub const AGENT: Credential = Credential {
     name: "agent",
     scheme: CredentialScheme::Bearer,
-    about: "The token of a running agent (SVC_BRIDGE_TOKEN), on the agents' unix socket (SVC_BRIDGE_SOCKET).",
+    description: "The token of a running agent (SVC_BRIDGE_TOKEN), on the agents' unix socket (SVC_BRIDGE_SOCKET).",
 };
 pub const APP: Credential = Credential {
     name: "app",
     scheme: CredentialScheme::Bearer,
-    about: "An app's token, through the platform's router, which replaces it with a proof.",
+    description: "An app's token, through the platform's router, which replaces it with a proof.",
 };
 pub const ADMIN: Credential = Credential {
     name: "admin",
     scheme: CredentialScheme::Bearer,
-    about: "The machine's ADMIN_TOKEN, together with a proof.",
+    description: "The machine's ADMIN_TOKEN, together with a proof.",
 };
 pub const PLATFORM: Credential = Credential {
     name: "platform",
     scheme: CredentialScheme::Header("x-svc-proof"),
-    about: "A proof that the platform signs for this request. It names the route `internal`, the request's method and \
-            path, and a single-use id.",
+    description: "A proof that the platform signs for this request. It names the route `internal`, the request's \
+                  method and path, and a single-use id.",
 };
 
 /// The owner, and operators with `ADMIN_TOKEN`.

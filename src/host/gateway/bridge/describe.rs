@@ -71,19 +71,19 @@ pub static CHANGES: Endpoint = Endpoint {
                 name: "app",
                 location: ParameterLocation::Query,
                 schema: nul_free_text,
-                about: "Limits the stream to this app; an app always gets only its own changes.",
+                description: "Limits the stream to this app; an app always gets only its own changes.",
             },
             Parameter {
                 name: "Last-Event-ID",
                 location: ParameterLocation::Header,
                 schema: || text_matching("^([0-9]+-[0-9]+)?$"),
-                about: "Resumes after this event.",
+                description: "Resumes after this event.",
             },
         ],
         body: None,
         responses: &[DocumentedResponse {
             status: 200,
-            about: "Server-sent events, each a transaction.",
+            description: "Server-sent events, each a transaction.",
             content: Content::Other("text/event-stream"),
         }],
         problems: &[

@@ -265,9 +265,9 @@ fn request_schema() -> Value {
 
 const EVENTS: DocumentedResponse = DocumentedResponse {
     status: 200,
-    about: "Server-sent events: `accepted`, `running`, `started`, `text`, `toolStarted`, `toolEnded`, `warning`, and \
-            finally `result`, which has the complete dispatch. Events of a batch have the index of their entry; the \
-            last event is `done`.",
+    description: "Server-sent events: `accepted`, `running`, `started`, `text`, `toolStarted`, `toolEnded`, `warning`, \
+                  and finally `result`, which has the complete dispatch. Events of a batch have the index of their \
+                  entry; the last event is `done`.",
     content: Content::Other("text/event-stream"),
 };
 
@@ -275,7 +275,7 @@ const ID: Parameter = Parameter {
     name: "id",
     location: ParameterLocation::Path,
     schema: || text_matching(DispatchId::PATTERN),
-    about: "The id of a dispatch, a batch, or a batch entry: the batch's id, a dot and the entry's index.",
+    description: "The id of a dispatch, a batch, or a batch entry: the batch's id, a dot and the entry's index.",
 };
 
 pub static DISPATCH: Endpoint = Endpoint {
@@ -352,13 +352,17 @@ pub static FOLLOW: Endpoint = Endpoint {
                 name: "Last-Event-ID",
                 location: ParameterLocation::Header,
                 schema: || text_matching("^[0-9]{0,18}$"),
-                about: "Resumes after this event.",
+                description: "Resumes after this event.",
             },
         ],
         body: None,
         responses: &[
             EVENTS,
-            DocumentedResponse { status: 204, about: "That event was the last.", content: Content::Nothing },
+            DocumentedResponse {
+                status: 204,
+                description: "That event was the last.",
+                content: Content::Nothing,
+            },
         ],
         problems: &[Code::Forbidden, Code::Unavailable, Code::NotFound],
     },

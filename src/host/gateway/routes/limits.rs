@@ -234,7 +234,7 @@ pub static SHOW_LIMITS: Endpoint = Endpoint {
             name: "userId",
             location: ParameterLocation::Query,
             schema: || text_up_to(MAX_SENDER_CHARS),
-            about: "The user or channel; the default is the owner.",
+            description: "The user or channel; the default is the owner.",
         }],
         body: None,
         responses: &[documented_json(200, "The limits.", || schema_ref("Limits"))],

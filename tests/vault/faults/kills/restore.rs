@@ -163,13 +163,13 @@ async fn long_restores_survive_200_kills() -> Result<()> {
 async fn unexpected_database_content_is_detected() -> Result<()> {
     let (_store, old, machine) = old_and_new_machines().await?;
     let snapshot_hash = read_content_hash(&old.client().await?).await?.context("the content is NULL")?;
-    assert_eq!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Old);
+    assert_eq!(database_content(&machine, "svc", &snapshot_hash).await?, DatabaseContent::Old);
     machine.run(&RESTORE)?.expect(0);
-    assert_eq!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Snapshot);
+    assert_eq!(database_content(&machine, "svc", &snapshot_hash).await?, DatabaseContent::Snapshot);
     let client = machine.client().await?;
     for change in ["UPDATE kept SET id = 0 WHERE id = 1", "CREATE TABLE more (id int)"] {
         client.batch_execute(change).await?;
-        let content = database_content(&machine, "svc", &snapshot).await?;
+        let content = database_content(&machine, "svc", &snapshot_hash).await?;
         assert!(matches!(content, DatabaseContent::Other(_)), "{change}: {content:?}");
     }
     client
@@ -178,11 +178,11 @@ async fn unexpected_database_content_is_detected() -> Result<()> {
         )
         .await?;
     assert!(
-        matches!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Other(_)),
+        matches!(database_content(&machine, "svc", &snapshot_hash).await?, DatabaseContent::Other(_)),
         "the old database has different content"
     );
     assert!(
-        matches!(database_content(&machine, "svc_else", &snapshot).await?, DatabaseContent::Other(_)),
+        matches!(database_content(&machine, "svc_else", &snapshot_hash).await?, DatabaseContent::Other(_)),
         "the database does not exist"
     );
     Ok(())
