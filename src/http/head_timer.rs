@@ -105,8 +105,8 @@ pub struct HeadTimer {
 
 impl HeadTimer {
     fn start_sleep(&self, idle_deadline: Instant) -> HeadSleep {
-        // Bytes read so far belong to earlier requests. If a client pipelines, the start of this head may be among them;
-        // its timeout then starts at the next read.
+        // Bytes read so far belong to earlier requests. If a client pipelines, the start of this head may be among
+        // them; its timeout then starts at the next read.
         self.first_byte.reset();
         let sleep = Box::pin(tokio::time::sleep_until(idle_deadline));
         HeadSleep {

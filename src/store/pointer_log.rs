@@ -1,8 +1,8 @@
 //! Finds the newest entry of the pointer's log at a bounded cost.
 //!
-//! Any holder of the slot's store credentials can add any number of objects to the log, so it is never listed without a limit. If a
-//! listing does not end within a few names, single keys are probed: entries are consecutive except for a few gaps,
-//! which come from old releases and rebuilt pointers.
+//! Any holder of the slot's store credentials can add any number of objects to the log, so it is never listed without a
+//! limit. If a listing does not end within a few names, single keys are probed: entries are consecutive except for a
+//! few gaps, which come from old releases and rebuilt pointers.
 //!
 //! A result that is too low is safe: a `seq` with an existing entry cannot be claimed.
 
@@ -54,8 +54,8 @@ pub(super) async fn find_newest_entry(
 }
 
 /// Finds the lowest free `seq`, starting at `seq`, such that a reader of a pointer with this `seq` finds no higher
-/// entry. Also returns the last entry that was skipped. Any holder of the slot's store credentials can add unreadable entries at any
-/// distance, and a pointer below one of them would be unreadable as well.
+/// entry. Also returns the last entry that was skipped. Any holder of the slot's store credentials can add unreadable
+/// entries at any distance, and a pointer below one of them would be unreadable as well.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if there are too many entries to skip, or no `seq` remains.

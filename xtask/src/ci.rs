@@ -1,5 +1,5 @@
-//! `cargo xtask ci --rest`, the static checks: format, clippy, documentation and dependencies; `cargo xtask check`: quick checks for each
-//! edit. A failed check does not stop the others.
+//! `cargo xtask ci --rest`: the static checks (format, clippy, documentation and dependencies); `cargo xtask check`:
+//! quick checks for each edit. A failed check does not stop the others.
 
 use std::panic::resume_unwind;
 use std::process::{Command, ExitCode};

@@ -233,7 +233,7 @@ mod tests {
     use serde_json::json;
 
     use super::super::machine;
-    use super::super::tests::{MACHINE, plain_view, running_machine, with_copies};
+    use super::super::test_data::{MACHINE, plain_view, running_machine, with_copies};
 
     #[test]
     fn status_names_a_newer_snapshot_and_how_to_restore_it() {

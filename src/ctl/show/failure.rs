@@ -129,7 +129,7 @@ fn slot_arguments(machine: &MachineDetail) -> String {
 #[cfg(test)]
 mod tests {
     use crate::show::machine;
-    use crate::show::tests::{failed_machine, from_json, plain_view};
+    use crate::show::test_data::{failed_machine, from_json, plain_view};
 
     #[test]
     fn failed_reinstatement_advises_recovery() {

@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use super::tests::plain_view;
+use super::test_data::plain_view;
 use super::*;
 use svc_http::openapi::schema_of;
 use svc_http::usage::GroupBy;

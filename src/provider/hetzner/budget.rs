@@ -65,8 +65,8 @@ impl Budget {
     /// call counts as in flight until the permit is dropped.
     ///
     /// # Errors
-    /// [`Exhausted`] after the maximum wait. Without a shared budget, the permit is then granted even if the gate is still
-    /// closed.
+    /// [`Exhausted`] after the maximum wait. Without a shared budget, the permit is then granted even if the gate is
+    /// still closed.
     pub(super) async fn acquire(&self) -> Result<OwnedSemaphorePermit, Exhausted> {
         let permit =
             Arc::clone(&self.in_flight).acquire_owned().await.expect("the semaphore is never closed");
