@@ -31,7 +31,7 @@ pub async fn list_apps(
 }
 
 /// Lists the apps that are registered or have a folder, by slug; then all other errors: invalid folders, and invalid
-/// stored manifests and rejected registrations without a folder.
+/// stored manifests without a folder.
 fn apps_json(snapshot: &AppsSnapshot) -> Vec<Value> {
     let slugs: BTreeSet<&String> = snapshot.apps.keys().chain(snapshot.folders.keys()).collect();
     let mut list: Vec<Value> = slugs.iter().map(|slug| app_json(snapshot, slug)).collect();
