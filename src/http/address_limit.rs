@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::networks::Networks;
 
-/// Counts the connections of each client address.
+/// Counts the connections from each client address.
 #[derive(Debug)]
 pub struct AddressLimiter {
     max_per_address: usize,
@@ -15,7 +15,7 @@ pub struct AddressLimiter {
     counts: Mutex<HashMap<IpAddr, usize>>,
 }
 
-/// A counted connection of an address; released on drop.
+/// Permission for one connection. A counted one is released on drop.
 #[derive(Debug)]
 pub struct AddressPermit {
     /// `None` for an exempt address, which is not counted.
@@ -23,12 +23,12 @@ pub struct AddressPermit {
 }
 
 impl AddressLimiter {
-    /// Addresses in `exempt` and those of this machine have no limit.
+    /// Addresses in `exempt` and loopback addresses have no limit.
     pub fn new(max_per_address: usize, exempt: Networks) -> Arc<Self> {
         Arc::new(Self { max_per_address, exempt, counts: Mutex::default() })
     }
 
-    /// Counts a connection of an address; `None` if the address has reached its limit.
+    /// Counts a connection from an address; `None` if the address has reached its limit.
     pub fn admit(self: &Arc<Self>, address: IpAddr) -> Option<AddressPermit> {
         if address.to_canonical().is_loopback() || self.exempt.contains(address) {
             return Some(AddressPermit { counted: None });

@@ -96,7 +96,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for HeadStream<S> {
     }
 }
 
-/// hyper's timer for one connection. hyper creates or resets a sleep whenever it begins to wait for a head.
+/// hyper's timer for one connection. hyper creates or resets a sleep when it begins to wait for a head.
 #[derive(Debug, Clone)]
 pub struct HeadTimer {
     first_byte: Arc<FirstByte>,
@@ -105,14 +105,15 @@ pub struct HeadTimer {
 
 impl HeadTimer {
     fn start_sleep(&self, idle_deadline: Instant) -> HeadSleep {
-        // All bytes so far belong to earlier requests.
+        // Bytes read so far belong to earlier requests. If a client pipelines, the start of this head may be among
+        // them; its timeout then starts at the next read.
         self.first_byte.reset();
         let sleep = Box::pin(tokio::time::sleep_until(idle_deadline));
         HeadSleep {
             sleep,
             first_byte: self.first_byte.clone(),
             head_timeout: self.head_timeout,
-            has_head_begun: false,
+            has_head_started: false,
         }
     }
 }
@@ -130,7 +131,8 @@ impl rt::Timer for HeadTimer {
         Instant::now().into()
     }
 
-    /// hyper reuses the sleep of a connection's first request for the later ones.
+    /// hyper calls this only if the sleep of the previous head still exists. hyper 1.12 drops it when the head has been
+    /// parsed, and calls `sleep_until` for the next one.
     fn reset(&self, sleep: &mut Pin<Box<dyn rt::Sleep>>, new_deadline: std::time::Instant) {
         match sleep.as_mut().downcast_mut_pin::<HeadSleep>() {
             Some(sleep) => sleep.get_mut().restart(new_deadline.into()),
@@ -143,15 +145,15 @@ struct HeadSleep {
     sleep: Pin<Box<Sleep>>,
     first_byte: Arc<FirstByte>,
     head_timeout: Duration,
-    /// Whether the deadline is the head's instead of the idle connection's.
-    has_head_begun: bool,
+    /// Whether `sleep` ends at the head timeout rather than the idle timeout.
+    has_head_started: bool,
 }
 
 impl HeadSleep {
     /// Waits for the next head, until `idle_deadline`.
     fn restart(&mut self, idle_deadline: Instant) {
         self.first_byte.reset();
-        self.has_head_begun = false;
+        self.has_head_started = false;
         self.sleep.as_mut().reset(idle_deadline);
     }
 }
@@ -160,10 +162,10 @@ impl Future for HeadSleep {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        if !self.has_head_begun
+        if !self.has_head_started
             && let Some(first) = self.first_byte.get()
         {
-            self.has_head_begun = true;
+            self.has_head_started = true;
             let deadline = (first + self.head_timeout).min(self.sleep.deadline());
             self.sleep.as_mut().reset(deadline);
         }

@@ -95,25 +95,25 @@ pub const USER_ID: Parameter = Parameter {
     name: "userId",
     location: ParameterLocation::Query,
     schema: || text_up_to(MAX_SENDER_CHARS),
-    about: "Only this user or channel.",
+    description: "Only this user or channel.",
 };
 pub const START_DATE: Parameter = Parameter {
     name: "startDate",
     location: ParameterLocation::Query,
     schema: date_schema,
-    about: "The first day.",
+    description: "The first day.",
 };
 pub const END_DATE: Parameter = Parameter {
     name: "endDate",
     location: ParameterLocation::Query,
     schema: date_schema,
-    about: "The last day (inclusive).",
+    description: "The last day (inclusive).",
 };
 pub const GROUP_BY: Parameter = Parameter {
     name: "groupBy",
     location: ParameterLocation::Query,
     schema: || one_of(GroupBy::WORDS),
-    about: "Grouping of the entries; default: day.",
+    description: "Grouping of the entries; default: day.",
 };
 
 #[cfg(test)]

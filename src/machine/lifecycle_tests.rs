@@ -34,12 +34,12 @@ fn failed(cause: FailureCause) -> State {
     State::Failed { cause }
 }
 
-fn retired(was: State) -> State {
-    State::Retired { was: Box::new(was) }
+fn retired(previous: State) -> State {
+    State::Retired { previous: Box::new(previous) }
 }
 
-fn deleted(was: State) -> State {
-    State::Deleted { was: Box::new(was) }
+fn deleted(previous: State) -> State {
+    State::Deleted { previous: Box::new(previous) }
 }
 
 fn every_state() -> Vec<State> {
@@ -195,7 +195,7 @@ fn transition_is_total() {
 #[test]
 fn find_panics_detects_missing_transition() {
     let found = find_panics(|machine, event| match (&machine.state, event) {
-        (State::Retired { was }, Event::ServerGone) if **was == running() => panic!("unhandled"),
+        (State::Retired { previous }, Event::ServerGone) if **previous == running() => panic!("unhandled"),
         _ => transition(machine, event),
     });
     assert_eq!(found, vec![(retired(running()), Event::ServerGone)]);
@@ -335,13 +335,13 @@ fn missing_server_fails_machine_without_replacement() {
 fn found_server_waits_for_heartbeat() {
     let (gone, found) = (failed(FailureCause::ServerGone), failed(FailureCause::Reinstating));
     assert_moves(&gone, &Event::ServerFound, &found, &[]);
-    let retired = |was: &State| State::Retired { was: Box::new(was.clone()) };
-    let deleted = |was: &State| State::Deleted { was: Box::new(was.clone()) };
+    let retired = |previous: &State| State::Retired { previous: Box::new(previous.clone()) };
+    let deleted = |previous: &State| State::Deleted { previous: Box::new(previous.clone()) };
     assert_moves(&retired(&gone), &Event::ServerFound, &retired(&found), &[]);
     assert_moves(&deleted(&gone), &Event::ServerFound, &deleted(&found), &[]);
     for state in every_state().into_iter().filter(|state| *state != gone) {
         let inner = match &state {
-            State::Retired { was } | State::Deleted { was } => was,
+            State::Retired { previous } | State::Deleted { previous } => previous,
             other => other,
         };
         if *inner != gone {
@@ -392,7 +392,7 @@ fn provision_replaces_only_failed_machine() {
 fn heartbeat_heals_only_own_epoch() {
     let beat = |epoch| Event::HealthyHeartbeat { epoch, server_type: large() };
     let healed = State::Running { server_type: large() };
-    let heals = |state: &State| matches!(state, State::Failed { cause } if cause.is_healed_by_heartbeat());
+    let heals = |state: &State| matches!(state, State::Failed { cause } if cause.is_cleared_by_heartbeat());
     for state in every_state().into_iter().filter(heals) {
         assert_moves(&state, &beat(EPOCH), &healed, &[]);
         assert_unchanged(&state, &beat(Epoch(6)));
@@ -439,10 +439,10 @@ fn reinstated_machine_keeps_state_or_waits_for_host() {
         (failed(FailureCause::Operator), ServerPower::On, failed(FailureCause::Operator)),
         (failed(FailureCause::Operator), ServerPower::MaybeOff, failed(FailureCause::Operator)),
     ];
-    for (was, power, next) in cases {
+    for (previous, power, next) in cases {
         let event = Event::Reinstated { epoch, power };
-        assert_moves(&retired(was.clone()), &event, &next, &effects);
-        assert_moves(&deleted(was), &event, &next, &effects);
+        assert_moves(&retired(previous.clone()), &event, &next, &effects);
+        assert_moves(&deleted(previous), &event, &next, &effects);
     }
     let event = Event::Reinstated { epoch, power: ServerPower::On };
     for never_served in [State::Provisioning, State::Recovering] {

@@ -83,8 +83,8 @@ impl MachineRow {
     /// Whether the provider has reported its server as missing.
     pub fn is_server_known_gone(&self) -> bool {
         let mut state = &self.machine.state;
-        while let State::Retired { was } | State::Deleted { was } = state {
-            state = was;
+        while let State::Retired { previous } | State::Deleted { previous } = state {
+            state = previous;
         }
         self.removed || matches!(state, State::Failed { cause: FailureCause::ServerGone })
     }
@@ -281,8 +281,8 @@ impl LifecycleModel {
 
     fn reinstate_predecessor(&mut self, id: usize) {
         let Some(last) = self.find_reinstatable_machine(id) else { return };
-        let was = Box::new(self.machines[id].machine.state.clone());
-        self.machines[id].machine.state = State::Retired { was };
+        let previous = Box::new(self.machines[id].machine.state.clone());
+        self.machines[id].machine.state = State::Retired { previous };
         self.reinstate(last);
     }
 

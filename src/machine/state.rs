@@ -39,7 +39,7 @@ fn unknown_status(_: &str) -> String {
     must_be_one_of(Status::NAMES)
 }
 
-/// Why a machine is `failed`. [`FailureCause::is_healed_by_heartbeat`] says which causes end with a healthy heartbeat.
+/// Why a machine is `failed`. [`FailureCause::is_cleared_by_heartbeat`] says which causes a healthy heartbeat clears.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[derive(strum::EnumString, strum::IntoStaticStr, strum::VariantArray)]
@@ -75,7 +75,7 @@ impl FailureCause {
     pub const ALL: &'static [Self] = <Self as strum::VariantArray>::VARIANTS;
 
     /// Whether a healthy heartbeat of the machine's epoch makes the machine `running` again.
-    pub fn is_healed_by_heartbeat(self) -> bool {
+    pub fn is_cleared_by_heartbeat(self) -> bool {
         matches!(self, Self::Resize | Self::Reinstating)
     }
 
@@ -106,11 +106,11 @@ pub enum State {
     },
     /// Replaced by a later machine of its slot.
     Retired {
-        was: Box<State>,
+        previous: Box<State>,
     },
     /// Soft-deleted by an operator.
     Deleted {
-        was: Box<State>,
+        previous: Box<State>,
     },
 }
 

@@ -37,8 +37,8 @@ fn join_statuses(statuses: &[Status]) -> String {
 /// A [`Refusal`] if the state does not allow an operator's or a host's request.
 pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> {
     match &machine.state {
-        State::Deleted { was } => return transition_ended(was, event, Refusal::Gone),
-        State::Retired { was } => return transition_ended(was, event, Refusal::Superseded),
+        State::Deleted { previous } => return transition_ended(previous, event, Refusal::Gone),
+        State::Retired { previous } => return transition_ended(previous, event, Refusal::Superseded),
         _ => {}
     }
     match event {
@@ -87,7 +87,7 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
             _ => Outcome::Unchanged,
         }),
         Event::HealthyHeartbeat { epoch, server_type } => Ok(match machine.state {
-            State::Failed { cause } if cause.is_healed_by_heartbeat() && *epoch == machine.epoch => {
+            State::Failed { cause } if cause.is_cleared_by_heartbeat() && *epoch == machine.epoch => {
                 moved(State::Running { server_type: server_type.clone() }, vec![])
             }
             _ => Outcome::Unchanged,
@@ -112,7 +112,7 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
             ),
         }),
         Event::DeleteRequested => Ok(moved(
-            State::Deleted { was: Box::new(machine.state.clone()) },
+            State::Deleted { previous: Box::new(machine.state.clone()) },
             vec![
                 Effect::CancelOperation,
                 Effect::DeleteServer,
@@ -126,22 +126,22 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
 /// The result for a machine that was replaced or deleted. Late reports by the platform have no effect, and requests by
 /// operators or the host are refused, except that a machine can be reinstated, its server can be found again, and a
 /// replaced machine can be deleted with its successor.
-fn transition_ended(was: &State, event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
+fn transition_ended(previous: &State, event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
     match event {
-        Event::Reinstated { epoch, power } => apply_reinstatement(was, *epoch, *power, refusal),
-        Event::ServerFound => Ok(match apply_server_found(was) {
+        Event::Reinstated { epoch, power } => apply_reinstatement(previous, *epoch, *power, refusal),
+        Event::ServerFound => Ok(match apply_server_found(previous) {
             Outcome::Moved { next, effects } => {
-                let was = Box::new(next);
+                let previous = Box::new(next);
                 let ended = match refusal {
-                    Refusal::Superseded => State::Retired { was },
-                    _ => State::Deleted { was },
+                    Refusal::Superseded => State::Retired { previous },
+                    _ => State::Deleted { previous },
                 };
                 Outcome::Moved { next: ended, effects }
             }
             Outcome::Unchanged => Outcome::Unchanged,
         }),
         Event::SuccessorDeleted if refusal == Refusal::Superseded => {
-            Ok(moved(State::Deleted { was: Box::new(was.clone()) }, vec![Effect::DeleteServer]))
+            Ok(moved(State::Deleted { previous: Box::new(previous.clone()) }, vec![Effect::DeleteServer]))
         }
         Event::RegistrationExpired
         | Event::CreationFailed { .. }
@@ -162,17 +162,17 @@ fn transition_ended(was: &State, event: &Event, refusal: Refusal) -> Result<Outc
 /// Returns the slot to the machine, in the machine's previous state. If its server may be off or a resize was
 /// cancelled, the machine first waits for its host's heartbeat.
 fn apply_reinstatement(
-    was: &State,
+    previous: &State,
     epoch: Epoch,
     power: ServerPower,
     refusal: Refusal,
 ) -> Result<Outcome, Refusal> {
-    let next = match was {
+    let next = match previous {
         State::Running { server_type } if power == ServerPower::On => {
             State::Running { server_type: server_type.clone() }
         }
         State::Running { .. } | State::Resizing { .. } => State::Failed { cause: FailureCause::Reinstating },
-        State::Failed { cause } if cause.is_healed_by_heartbeat() => {
+        State::Failed { cause } if cause.is_cleared_by_heartbeat() => {
             State::Failed { cause: FailureCause::Reinstating }
         }
         State::Failed { cause } => State::Failed { cause: *cause },
@@ -208,7 +208,7 @@ fn apply_server_gone(machine: &Machine) -> Outcome {
         // A failure that a heartbeat would end becomes permanent once the server is missing. The server may still
         // exist and be off.
         State::Resizing { .. } => failed_while_off(FailureCause::ServerGone),
-        State::Failed { cause } if cause.is_healed_by_heartbeat() => {
+        State::Failed { cause } if cause.is_cleared_by_heartbeat() => {
             failed_while_off(FailureCause::ServerGone)
         }
         _ => Outcome::Unchanged,
@@ -261,7 +261,7 @@ fn failed_boot(cause: FailureCause) -> Outcome {
 
 fn replace(machine: &Machine, status: Status, restore: RestoreMode) -> Outcome {
     moved(
-        State::Retired { was: Box::new(machine.state.clone()) },
+        State::Retired { previous: Box::new(machine.state.clone()) },
         vec![
             Effect::CancelOperation,
             Effect::Replace { status, restore, epoch: machine.epoch.next() },

@@ -145,7 +145,9 @@ async fn write_state(
             written.failure = failure.as_ref();
         }
         // The machine has already left its slot: only the state in which it left is changed.
-        State::Retired { was: held } | State::Deleted { was: held } if has_already_left(before, next) => {
+        State::Retired { previous: held } | State::Deleted { previous: held }
+            if has_already_left(before, next) =>
+        {
             failure = to_failure(held, context);
             written.failure = failure.as_ref();
         }

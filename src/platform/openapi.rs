@@ -8,11 +8,11 @@ use serde_json::Value;
 use super::api::ENDPOINTS;
 use super::api::endpoint::OPERATOR;
 use super::router;
-use svc_http::openapi::{Api, document as build, schema_of};
+use svc_http::openapi::{Api, generate_document, schema_of};
 
 const API: Api = Api {
     title: "svc platform",
-    about: "The control plane: the machines of slots, their life cycle, and the requests of their hosts.",
+    description: "The control plane: the machines of slots, their life cycle, and the requests of their hosts.",
     version: env!("CARGO_PKG_VERSION"),
     schemas: &[
         ("Machine", schema_of::<svc_wire::machine::Machine>),
@@ -33,7 +33,7 @@ pub static JSON: LazyLock<Bytes> = LazyLock::new(|| document().to_string().into(
 pub fn document() -> Value {
     let control = ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
     let public = router::ROUTES.iter().map(|route| &route.operation);
-    let mut document = build(&API, control.chain(public));
+    let mut document = generate_document(&API, control.chain(public));
     for endpoint in ENDPOINTS {
         let Some(scopes) = endpoint.access.scopes() else { continue };
         let operation = &endpoint.operation;

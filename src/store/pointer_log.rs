@@ -1,8 +1,8 @@
 //! Finds the newest entry of the pointer's log at a bounded cost.
 //!
-//! Any session of the slot can add any number of objects to the log, so it is never listed without a limit. If a
-//! listing does not end within a few names, single keys are probed: entries are consecutive except for a few gaps,
-//! which come from old releases and rebuilt pointers.
+//! Any holder of the slot's store credentials can add any number of objects to the log, so it is never listed without a
+//! limit. If a listing does not end within a few names, single keys are probed: entries are consecutive except for a
+//! few gaps, which come from old releases and rebuilt pointers.
 //!
 //! A result that is too low is safe: a `seq` with an existing entry cannot be claimed.
 
@@ -34,7 +34,7 @@ pub(super) async fn find_newest_entry(
     let mut newest: Option<LogEntry> = None;
     for _ in 0..MAX_LISTINGS {
         let start = newest.as_ref().map_or(from, |(seq, _)| seq.saturating_add(1));
-        let (found, is_complete) = list_entries(bucket, slot, start, limit).await?;
+        let (found, is_complete) = find_highest_listed(bucket, slot, start, limit).await?;
         if is_complete {
             return Ok(found.or(newest));
         }
@@ -54,12 +54,12 @@ pub(super) async fn find_newest_entry(
 }
 
 /// Finds the lowest free `seq`, starting at `seq`, such that a reader of a pointer with this `seq` finds no higher
-/// entry. Also returns the last entry that was skipped. Any session of the slot can add unreadable entries at any
-/// distance, and a pointer below one of them would be unreadable as well.
+/// entry. Also returns the last entry that was skipped. Any holder of the slot's store credentials can add unreadable
+/// entries at any distance, and a pointer below one of them would be unreadable as well.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if there are too many entries to skip, or no `seq` remains.
-pub(super) async fn find_clear_seq(
+pub(super) async fn find_free_seq(
     bucket: &Bucket,
     slot: &SlotPrefix,
     seq: u64,
@@ -75,17 +75,17 @@ pub(super) async fn find_clear_seq(
         if names > MAX_SKIPPED {
             return Err(corrupt("it has too many entries above the pointer for a rebuild"));
         }
-        let Some(at) = key::entry_seq(&meta.location).filter(|at| *at >= seq) else { continue };
-        if at > seq.saturating_add(MAX_SEQ_AHEAD) {
+        let Some(entry_seq) = key::entry_seq(&meta.location).filter(|entry| *entry >= seq) else { continue };
+        if entry_seq > seq.saturating_add(MAX_SEQ_AHEAD) {
             break;
         }
-        (seq, skipped) = (at + 1, Some(at));
+        (seq, skipped) = (entry_seq + 1, Some(entry_seq));
     }
     if seq >= MAX_SEQ { Err(corrupt("no seq remains above its entries")) } else { Ok((seq, skipped)) }
 }
 
-/// Finds the highest entry among the first names from `start` on, and whether the listing is complete.
-async fn list_entries(
+/// Finds the highest entry among the first [`MAX_LISTED`] names from `start`, and whether the listing is complete.
+async fn find_highest_listed(
     bucket: &Bucket,
     slot: &SlotPrefix,
     start: u64,
@@ -118,11 +118,11 @@ async fn find_last_consecutive(
 ) -> Result<LogEntry, StoreError> {
     let (mut newest, mut step) = (known, 1);
     let mut missing = loop {
-        let at = newest.0.saturating_add(step);
-        if at > limit {
+        let candidate = newest.0.saturating_add(step);
+        if candidate > limit {
             break limit.saturating_add(1);
         }
-        let Some(found) = head_entry(bucket, slot, at).await? else { break at };
+        let Some(found) = head_entry(bucket, slot, candidate).await? else { break candidate };
         (newest, step) = (found, step * 2);
     };
     while missing - newest.0 > 1 {
@@ -201,20 +201,20 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn find_clear_seq_skips_every_entry_that_a_reader_finds() {
+    async fn find_free_seq_skips_every_entry_that_a_reader_finds() {
         let far = 3 * MAX_SEQ_AHEAD;
         let log = Log::with_entries([1, 2, 3, 600_000, 1_500_000, far]).await;
         for (seq, expected) in [(1, 1_500_001), (4, 1_500_001), (600_000, 1_500_001), (1_500_001, 1_500_001)]
         {
-            let (clear, skipped) = find_clear_seq(&log.bucket, &log.slot, seq).await.unwrap();
+            let (clear, skipped) = find_free_seq(&log.bucket, &log.slot, seq).await.unwrap();
             assert_eq!((clear, skipped), (expected, Some(1_500_000).filter(|_| seq != expected)), "{seq}");
             assert_eq!(log.find_newest(clear).await, None, "{seq}");
         }
         // `far` was outside the reader's range above, and is inside now.
-        let (clear, _) = find_clear_seq(&log.bucket, &log.slot, far - MAX_SEQ_AHEAD).await.unwrap();
+        let (clear, _) = find_free_seq(&log.bucket, &log.slot, far - MAX_SEQ_AHEAD).await.unwrap();
         assert_eq!(clear, far + 1);
         let last = Log::with_entries([MAX_SEQ - 1]).await;
-        let refused = find_clear_seq(&last.bucket, &last.slot, MAX_SEQ - 2).await.unwrap_err();
+        let refused = find_free_seq(&last.bucket, &last.slot, MAX_SEQ - 2).await.unwrap_err();
         assert!(matches!(refused, StoreError::Corrupt { .. }), "{refused}");
     }
 

@@ -149,7 +149,7 @@ async fn plan_rebuild(
     (snapshot, emptied_at): (Option<SnapshotRef>, Option<Timestamp>),
 ) -> Result<Option<Pointer>, RepairError> {
     let Some(next) = known.plan(snapshot.clone(), emptied_at) else { return Ok(None) };
-    let clear_seq = pointer_log::find_clear_seq(bucket, slot, next.seq).await;
+    let clear_seq = pointer_log::find_free_seq(bucket, slot, next.seq).await;
     let (seq, skipped) = clear_seq.map_err(|error| match error {
         StoreError::Corrupt { key, why } => RepairError::Unusable { key, why },
         error => error.into(),

@@ -8,11 +8,11 @@ use serde_json::{Value, json};
 /// One mutation. Its position is relative to the document's length, so that it applies to any document.
 #[derive(Debug, Clone)]
 pub enum Mutation {
-    Flip {
+    FlipBit {
         at: Index,
         bit: u8,
     },
-    Byte {
+    ReplaceByte {
         at: Index,
         byte: u8,
     },
@@ -77,13 +77,13 @@ impl Arbitrary for Mutation {
     fn arbitrary_with((): ()) -> Self::Strategy {
         let at = || any::<Index>();
         prop_oneof![
-            2 => (at(), 0..8u8).prop_map(|(at, bit)| Self::Flip { at, bit }),
-            2 => (at(), any::<u8>()).prop_map(|(at, byte)| Self::Byte { at, byte }),
+            2 => (at(), 0..8u8).prop_map(|(at, bit)| Self::FlipBit { at, bit }),
+            2 => (at(), any::<u8>()).prop_map(|(at, byte)| Self::ReplaceByte { at, byte }),
             3 => (at(), prop::sample::select(&FRAGMENTS[..])).prop_map(|(at, fragment)| Self::Insert { at, fragment }),
             1 => (at(), 1..40u8).prop_map(|(at, length)| Self::Remove { at, length }),
             1 => (at(), 1..40u8).prop_map(|(at, length)| Self::Duplicate { at, length }),
             1 => at().prop_map(|at| Self::Truncate { at }),
-            4 => (at(), field_values()).prop_map(|(at, value)| Self::ReplaceValue { at, value }),
+            4 => (at(), replacement_values()).prop_map(|(at, value)| Self::ReplaceValue { at, value }),
             1 => at().prop_map(|at| Self::RemoveField { at }),
         ]
         .boxed()
@@ -91,7 +91,7 @@ impl Arbitrary for Mutation {
 }
 
 /// Values that many fields must refuse.
-fn field_values() -> impl Strategy<Value = Value> {
+fn replacement_values() -> impl Strategy<Value = Value> {
     let fixed = vec![
         json!(null),
         json!(true),
@@ -132,9 +132,9 @@ fn apply(bytes: &mut Vec<u8>, mutation: &Mutation) {
         from..(from + usize::from(max)).min(length)
     };
     match mutation {
-        Mutation::Flip { at, bit } if length > 0 => bytes[at.index(length)] ^= 1 << bit,
-        Mutation::Byte { at, byte } if length > 0 => bytes[at.index(length)] = *byte,
-        Mutation::Flip { .. } | Mutation::Byte { .. } => {}
+        Mutation::FlipBit { at, bit } if length > 0 => bytes[at.index(length)] ^= 1 << bit,
+        Mutation::ReplaceByte { at, byte } if length > 0 => bytes[at.index(length)] = *byte,
+        Mutation::FlipBit { .. } | Mutation::ReplaceByte { .. } => {}
         Mutation::Insert { at, fragment } => {
             let at = at.index(length + 1);
             bytes.splice(at..at, fragment.iter().copied());
@@ -162,7 +162,7 @@ fn apply(bytes: &mut Vec<u8>, mutation: &Mutation) {
     }
 }
 
-/// Changes a JSON document. The closure receives the paths of all values, which always include the root.
+/// Changes a JSON document. The closure receives the JSON pointers of all values, which always include the root.
 fn edit_json(bytes: &mut Vec<u8>, change: impl FnOnce(&mut Value, &[String])) {
     let Ok(mut document) = serde_json::from_slice::<Value>(bytes) else { return };
     let mut paths = Vec::new();

@@ -23,9 +23,9 @@ fn agent_program(name: &str) -> Result<PathBuf> {
 fn spawn_and_wait_for_file(command: &mut Command, file: &Path) -> Result<OwnedChild> {
     let running =
         OwnedChild::spawn(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()))?;
-    let end = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(20);
     while !file.exists() {
-        ensure!(Instant::now() < end, "{} did not appear", file.display());
+        ensure!(Instant::now() < deadline, "{} did not appear", file.display());
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(running)
@@ -182,12 +182,12 @@ async fn long_records_match_actions_of_claude_code() -> Result<()> {
 #[ignore = "long: fetches Claude Code from npm"]
 async fn long_calls_with_disabled_hooks_are_recorded_as_a_gap() -> Result<()> {
     let program = agent_program("claude")?;
-    for (settings, root) in [(json!({ "disableAllHooks": true }), true), (json!({}), false)] {
+    for (settings, sets_root) in [(json!({ "disableAllHooks": true }), true), (json!({}), false)] {
         let (machine, _running) = prepare_machine(claude_script, |url, machine| {
             machine.write("home/svc/home/.claude/settings.json", &settings.to_string())?;
             let mut environment = json!({ "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "sk-ant-of-a-test",
                 "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1" });
-            if root {
+            if sets_root {
                 environment["SVC_ROOT"] = machine.path("").display().to_string().into();
             }
             let command = json!([program, "--allowedTools", "Write,Edit,Bash,Read"]);

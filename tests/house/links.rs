@@ -10,7 +10,7 @@ pub fn broken_links(files: &[File]) -> Vec<String> {
     let mut found = Vec::new();
     for page in files.iter().filter(|file| is_page(&file.path)) {
         for (number, target) in links(&page.text) {
-            if let Some(why) = broken_target(files, page, &target) {
+            if let Some(why) = find_target_error(files, page, &target) {
                 found.push(format_violation(&page.path, number, format!("{target}: {why}")));
             }
         }
@@ -78,7 +78,7 @@ fn links(text: &str) -> Vec<(usize, String)> {
     found
 }
 
-fn broken_target(files: &[File], page: &File, target: &str) -> Option<&'static str> {
+fn find_target_error(files: &[File], page: &File, target: &str) -> Option<&'static str> {
     let (path, anchor) = target.split_once('#').unwrap_or((target, ""));
     let path = if path.is_empty() { page.path.clone() } else { resolve(&page.path, path) };
     let file = files.iter().find(|file| file.path == path);

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use svc::http::proof::Route;
 
-use super::internal_host::start_host;
+use super::fake_host::start_host;
 use super::stack::{BUCKET, DIGEST, Stack, heartbeat_of};
 
 #[tokio::test(flavor = "multi_thread")]
@@ -166,7 +166,7 @@ async fn latest_snapshot_is_shown_without_listing_all() {
     for n in 0..3000 {
         stack.store.write(BUCKET, &format!("user_1/primary/system/db/snapshots/old-{n:04}.dump.json"), "{}");
     }
-    let listings = || {
+    let count_list_requests = || {
         let requests = stack.store.requests();
         let lists_snapshots = |query: &str| query.contains("list-type=2") && query.contains("snapshots");
         requests.iter().filter(|request| lists_snapshots(&request.query)).count()
@@ -180,9 +180,9 @@ async fn latest_snapshot_is_shown_without_listing_all() {
         "{listed}"
     );
     assert_eq!((listed["backups"].as_array().unwrap().len(), &listed["nextCursor"]), (1, &Value::Null));
-    assert_eq!(listings(), 0);
+    assert_eq!(count_list_requests(), 0);
 
-    let count_listings = async || {
+    let read_list_metric = async || {
         let text = stack.get(&process, "/metrics").await.text;
         let line = text.lines().find(|line| {
             line.starts_with("svc_store_calls_total{")
@@ -191,12 +191,12 @@ async fn latest_snapshot_is_shown_without_listing_all() {
         });
         line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).unwrap_or_default()
     };
-    let before = count_listings().await;
+    let before = read_list_metric().await;
     stack.store.clear_requests();
     assert_eq!(stack.get(&process, &format!("{path}?limit=5")).await.status, 200);
-    let listed = listings();
+    let listed = count_list_requests();
     assert!(listed >= 1, "{listed}");
-    assert!(count_listings().await >= before + listed as f64, "each listing is counted");
+    assert!(read_list_metric().await >= before + listed as f64, "each listing is counted");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -254,7 +254,7 @@ async fn snapshot_with_future_time_is_ignored() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn reported_texts_are_bounded_and_printable() {
+async fn reported_text_is_truncated_and_sanitized() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;

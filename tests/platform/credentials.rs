@@ -320,7 +320,7 @@ async fn static_mode_returns_the_platform_credentials() {
 async fn machine_in_its_final_backup_still_gets_credentials() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "30")]);
-    let old = super::internal_host::start_host(&stack, &process).await;
+    let old = super::fake_host::start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let is_called = || async { (!old.proofs.lock().unwrap().is_empty()).then_some(()) };

@@ -3,7 +3,7 @@
 
 use serde_json::{Value, json};
 
-use super::internal_host::start_host;
+use super::fake_host::start_host;
 use super::stack::{Process, Stack, provision_body};
 
 fn body_allowing_empty() -> Value {

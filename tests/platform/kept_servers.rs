@@ -4,7 +4,7 @@
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
 
-use super::internal_host::start_host;
+use super::fake_host::start_host;
 use super::stack::{BUCKET, Guest, Process, Stack, heartbeat_of};
 
 fn recovery_body() -> Value {
@@ -65,10 +65,10 @@ async fn cancelled_recovery_keeps_the_healthy_machine() {
     let failed = stack.post(&process, &path, &json!({"reason": "second thoughts"})).await;
     assert_eq!((failed.status, &failed.body["status"]), (200, &json!("failed")), "{failed:?}");
 
-    let back = wait_for_status(&stack, &process, &old.guest.machine, "running").await;
-    assert_eq!((&back["epoch"], &back["replacedBy"]), (&json!(3), &Value::Null), "{back}");
-    let resumed = || async { (old.call_count("POST", "/_svc/internal/resume") > 0).then_some(()) };
-    stack.eventually("the host's writers resume", resumed).await;
+    let resumed = wait_for_status(&stack, &process, &old.guest.machine, "running").await;
+    assert_eq!((&resumed["epoch"], &resumed["replacedBy"]), (&json!(3), &Value::Null), "{resumed}");
+    let is_resumed = || async { (old.call_count("POST", "/_svc/internal/resume") > 0).then_some(()) };
+    stack.eventually("the host's writers resume", is_resumed).await;
     let fenced = || async { (stack.pointer("user_1")["fenceEpoch"] == 3).then_some(()) };
     stack.eventually("the fence names the old machine", fenced).await;
     stack.assert_only_server(&old.guest.machine);
@@ -98,8 +98,8 @@ async fn failed_boot_powers_the_old_machine_on_again() {
     let report = report.bearer_auth(&new.registration_token);
     let report = stack.send(report.json(&json!({"stage": "restore", "message": "damaged"}))).await;
     assert_eq!(report.status, 202, "{report:?}");
-    let back = wait_for_status(&stack, &process, &old.machine, "failed").await;
-    assert_eq!(back["failure"]["cause"], "reinstating", "{back}");
+    let reinstated = wait_for_status(&stack, &process, &old.machine, "failed").await;
+    assert_eq!(reinstated["failure"]["cause"], "reinstating", "{reinstated}");
     let on = || async { (power_state(&stack, &old.machine) == Some(Power::Running)).then_some(()) };
     stack.eventually("the old server is on", on).await;
     send_heartbeats_until_running(&stack, &process, &old).await;
@@ -116,7 +116,7 @@ async fn failed_boot_powers_the_old_machine_on_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn expired_registration_gives_the_slot_back() {
+async fn expired_registration_reinstates_the_old_machine() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("REGISTRATION_TTL_SECONDS", "1")]);
     let old = stack.start_machine(&process, "user_1").await;
@@ -138,7 +138,11 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
     let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
     stack.register(&process, &new).await;
     tokio::time::sleep(std::time::Duration::from_secs(4)).await;
-    assert_eq!(power_state(&stack, &old.machine), Some(Power::Off), "the successor has not served yet");
+    assert_eq!(
+        power_state(&stack, &old.machine),
+        Some(Power::Off),
+        "the server was deleted before its successor served"
+    );
     let refused = stack.post(&process, &format!("/vps/{}/discard", old.machine), &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     let why = refused.body["detail"].as_str().unwrap();
@@ -177,7 +181,7 @@ async fn server_of_unreachable_host_is_kept_until_loss_accepted() {
     assert_eq!(
         power_state(&stack, &old.machine),
         Some(Power::Off),
-        "the server holds data that no snapshot contains"
+        "the server was deleted although no snapshot contains its data"
     );
 
     let path = format!("/vps/{}/discard", old.machine);
@@ -187,8 +191,8 @@ async fn server_of_unreachable_host_is_kept_until_loss_accepted() {
     // The provider refuses to delete the server, so the removal stays pending.
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
-    let ordered = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
-    assert_eq!((ordered.status, &ordered.body["alreadyOrdered"]), (202, &json!(false)), "{ordered:?}");
+    let requested = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
+    assert_eq!((requested.status, &requested.body["alreadyOrdered"]), (202, &json!(false)), "{requested:?}");
     let removal = || async {
         let again = stack.post(&process, &path, &json!({})).await;
         assert_eq!((again.status, &again.body["alreadyOrdered"]), (202, &json!(true)), "{again:?}");
@@ -223,7 +227,7 @@ async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
     );
     let refused =
         operation["log"].as_array().unwrap().iter().find(|line| line["outcome"] == "retry").unwrap();
-    let why = "the provider does not power the server off: locked";
+    let why = "the provider did not power the server off: locked";
     assert_eq!(
         (&refused["step"], &refused["detail"]),
         (&json!("power_off_server"), &json!(why)),
@@ -235,14 +239,17 @@ async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
         let operations = fetch_record(&stack, &process, &old.machine).await["operations"].clone();
         operations.as_array()?.iter().find(|operation| operation["kind"] == "remove_server").cloned()
     };
-    let removal = stack.eventually("the removal is attempted", removal).await;
+    let removal = stack.eventually("the removal is created", removal).await;
     let path = format!("/vps/operations/{}/abandon", id(&removal, "operationId"));
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
     // A call in flight ends when the lease expires, after 2 s.
     tokio::time::sleep(std::time::Duration::from_secs(2)).await;
     stack.provider.clear_faults();
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
-    assert!(power_state(&stack, &old.machine).is_some(), "an operator abandoned the removal");
+    assert!(
+        power_state(&stack, &old.machine).is_some(),
+        "the server was deleted although the removal was abandoned"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -284,7 +291,7 @@ async fn boot_progress_extends_the_registration_deadline() {
     let booting = fetch_record(&stack, &process, &guest.machine).await;
     assert_eq!((&booting["status"], &booting["bootProgress"]["bytes"]), (&json!("provisioning"), &json!(6)));
     let stuck = || async {
-        // Repeated figures are not progress.
+        // Repeating the same byte count is not progress.
         report_bytes(6).await;
         (stack.status(&process, &guest.machine).await == "failed").then_some(())
     };
@@ -292,7 +299,7 @@ async fn boot_progress_extends_the_registration_deadline() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_and_provision_refuse_a_lost_pointer() {
+async fn recovery_and_provisioning_refuse_a_lost_pointer() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
@@ -375,9 +382,9 @@ async fn start_machine_wrongly_marked_gone(settings: &[(&str, &str)]) -> (Stack,
     let old = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
     let client = stack.database.connect().await.unwrap();
-    let gone = "UPDATE user_machines SET status = 'failed', failure_cause = 'server_gone', \
+    let mark_gone = "UPDATE user_machines SET status = 'failed', failure_cause = 'server_gone', \
                 server_missing_since = now()";
-    client.execute(gone, &[]).await.unwrap();
+    client.execute(mark_gone, &[]).await.unwrap();
     (stack, process, old)
 }
 
@@ -439,10 +446,10 @@ async fn server_found_during_removal_is_kept() {
         fetch_record(&stack, &process, &old.machine).await["unsavedSince"].is_string().then_some(())
     };
     stack.eventually("the server is kept", kept).await;
-    let code = "SELECT error_code FROM operations WHERE kind = 'remove_server'";
-    let code: Option<String> = client.query_one(code, &[]).await.unwrap().get(0);
+    let query = "SELECT error_code FROM operations WHERE kind = 'remove_server'";
+    let code: Option<String> = client.query_one(query, &[]).await.unwrap().get(0);
     assert_eq!(code.as_deref(), Some("server_found"));
-    let back = stack.post(&process, &format!("{path}/undelete"), &json!({})).await;
-    assert_eq!(back.status, 202, "{back:?}");
+    let response = stack.post(&process, &format!("{path}/undelete"), &json!({})).await;
+    assert_eq!(response.status, 202, "{response:?}");
     send_heartbeats_until_running(&stack, &process, &old).await;
 }

@@ -9,7 +9,7 @@ use svc::config::Env;
 use svc::http::proof::ProofKeys;
 use svc::platform::config::PlatformConfig;
 
-use super::internal_host::{Host, start_host};
+use super::fake_host::{Host, start_host};
 use super::stack::{Process, Stack, heartbeat_of};
 
 const FAST: [(&str, &str); 2] = [("PROOF_KEY_ROTATE_SECONDS", "4"), ("PROOF_KEY_OVERLAP_SECONDS", "1")];

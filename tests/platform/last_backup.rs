@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use svc::clock::rfc3339_ms;
 use svc::http::proof::Route;
 
-use super::internal_host::{Host, start_host};
+use super::fake_host::{Host, start_host};
 use super::stack::{BUCKET, Process, Stack, heartbeat};
 
 const QUIESCE: &str = "/_svc/internal/quiesce";

@@ -21,7 +21,7 @@ use svc::platform::tokens::{Generation, Purpose, TokenMint};
 use svc::store::key::SlotPrefix;
 use tokio_postgres::Client;
 
-use super::internal_host::start_host;
+use super::fake_host::start_host;
 use super::stack::{ApiResponse, BUCKET, Guest, Process, SECRET, Stack, heartbeat_of};
 
 const OLD: u8 = 7;

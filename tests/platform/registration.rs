@@ -47,7 +47,7 @@ async fn wrong_or_foreign_registration_token_is_rejected() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unregistered_host_fails_its_machine_after_timeout() {
+async fn machine_fails_if_host_does_not_register_in_time() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("REGISTRATION_TTL_SECONDS", "1")]);
     let provisioned = stack.provision(&process, "user_1").await;

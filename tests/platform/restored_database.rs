@@ -8,7 +8,7 @@ use reqwest::Method;
 use serde_json::{Value, json};
 use tokio_postgres::Client;
 
-use super::internal_host::{Host, start_host};
+use super::fake_host::{Host, start_host};
 use super::stack::{Guest, Process, SECRET, Stack, heartbeat_of, provision_body, registration};
 
 const BACKUP: &str = "/_svc/internal/backup";

@@ -6,7 +6,7 @@ use std::time::Duration;
 use kit::provider::Power;
 use serde_json::{Value, json};
 
-use super::internal_host::{Host, start_host};
+use super::fake_host::{Host, start_host};
 use super::stack::{Process, Stack, heartbeat_of, provision_body};
 
 const BACKUP: &str = "/_svc/internal/backup";

@@ -7,7 +7,7 @@ use reqwest::Method;
 use serde_json::{Value, json};
 use svc::http::tls::Identity;
 
-use super::internal_host::start_host;
+use super::fake_host::start_host;
 use super::stack::{ApiResponse, Process, Stack, heartbeat_of, registration};
 use crate::gateway::host::Machine;
 

@@ -366,15 +366,15 @@ impl Simulation<'_> {
             if !database_state.operations.iter().any(|it| it.state == "running" && is_busy(&it.step)) {
                 return Ok(());
             }
-            self.nudge();
+            self.wake_workers();
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         Ok(())
     }
 
     /// Wakes the runner and the reconciler of every process.
-    pub fn nudge(&self) {
-        self.processes.iter().for_each(|process| process.nudge());
+    pub fn wake_workers(&self) {
+        self.processes.iter().for_each(|process| process.wake_workers());
     }
 
     /// Ends the faults, restarts every process that is not alive, and advances the time until no work remains or the
@@ -396,7 +396,7 @@ impl Simulation<'_> {
         // With a deliberately broken rule, the platform may never settle.
         let rounds = if self.broken_rule.is_some() { 100 } else { 400 };
         for round in 0..rounds {
-            self.nudge();
+            self.wake_workers();
             tokio::time::sleep(Duration::from_millis(30)).await;
             let database_state = DatabaseState::read(&self.database.client).await?;
             let live = self.provider.machines_with_servers();
@@ -453,7 +453,7 @@ async fn send_request(
     let request_id = ledger.next_request_id();
     let PlannedRequest { operation, method, path, token, body, key, .. } = planned;
     let request = build_request(method, path, token, body.as_ref(), &request_id, key.as_deref());
-    let response = process.api(request).await;
+    let response = process.send_api(request).await;
     let result =
         response.as_ref().map_or_else(|| "no response".to_owned(), |it| format!("{} {}", it.status, it.body));
     ledger.log(format!("p{process_index} {operation} {path} {}: {result}", key.as_deref().unwrap_or("")));

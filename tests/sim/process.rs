@@ -72,7 +72,7 @@ pub fn config(database: &str) -> PlatformConfig {
         ("SERVER_CHECK_SECONDS", "0"),
         ("CUSTOMER_VPS_ENABLED", "true"),
         ("CUSTOMER_VPS_IMAGE_VERSION", "v1"),
-        // No host listens at this port, so calls fail immediately.
+        // No host listens on this port, so calls fail immediately.
         ("CUSTOMER_VPS_HTTPS_PORT", "9"),
         ("PROVIDER_API_TOKEN", "token"),
         ("OBJECT_STORE_URL", "s3://fleet"),
@@ -83,7 +83,7 @@ pub fn config(database: &str) -> PlatformConfig {
         ("PREDECESSOR_KEEP_SECONDS", "0"),
         ("DELETE_GRACE_SECONDS", "0"),
     ]);
-    let mut config = PlatformConfig::read(env).unwrap_or_else(|mistakes| panic!("{mistakes}"));
+    let mut config = PlatformConfig::read(env).unwrap_or_else(|error| panic!("{error}"));
     config.timing.poll_interval = Duration::from_millis(150);
     config.timing.lease_ttl = Duration::from_millis(800);
     config.timing.reconcile_interval = Duration::from_millis(400);
@@ -154,13 +154,13 @@ impl Process {
         !self.switch.is_dead() && !self.platform.stop.is_cancelled()
     }
 
-    pub fn nudge(&self) {
+    pub fn wake_workers(&self) {
         self.platform.runner_wake.notify_one();
         self.platform.reconciler_wake.notify_one();
     }
 
     /// Sends a request to the API. Returns `None` if the process dies before it responds.
-    pub async fn api(&self, request: Request<Body>) -> Option<ApiResponse> {
+    pub async fn send_api(&self, request: Request<Body>) -> Option<ApiResponse> {
         self.switch.run_while_alive(send(self.api.clone(), request)).await
     }
 
@@ -169,11 +169,11 @@ impl Process {
         self.switch.run_while_alive(send(self.public.clone(), request)).await
     }
 
-    /// Stops the process as a signal does: the current steps end, and leases are released.
+    /// Shuts down gracefully, as on SIGTERM: the current steps finish and leases are released.
     pub async fn stop(&self) {
         self.platform.stop.cancel();
         self.tasks.close();
-        // A hanging process is killed, as a supervisor would do.
+        // A hung process is killed, as a supervisor would do.
         let _ = tokio::time::timeout(Duration::from_secs(2), self.tasks.wait()).await;
         self.switch.kill();
     }

@@ -207,7 +207,7 @@ impl<'a> Simulation<'a> {
                 if response == expected || (is_kept && response == expected_while_kept) {
                     break;
                 }
-                self.nudge();
+                self.wake_workers();
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
             if response != expected && (!is_kept || response != expected_while_kept) {

@@ -36,7 +36,7 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
         "restart svc-sync-agent.service",
         "restart svc-watch.service",
     ];
-    assert_eq!(fixture.service_calls()?[1..], expected_calls, "after the calls of the boot");
+    assert_eq!(fixture.service_calls()?[1..], expected_calls, "after the boot's calls");
     let requests = fixture.source.requests();
     assert!(
         requests
@@ -47,7 +47,7 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
     let request_count = requests.len();
     let again = fixture.apply(NEW_VERSION).await?.expect(0);
     assert!(again.stdout.contains("is current"), "{}", again.stdout);
-    assert_eq!(fixture.source.requests().len(), request_count, "the current release is not requested");
+    assert_eq!(fixture.source.requests().len(), request_count, "the current release was requested again");
 
     // Rolls back to the previous release, without an automatic update afterwards.
     fixture.run(&["rollback"], None).await?.expect(0);
@@ -68,20 +68,20 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
 }
 
 #[tokio::test]
-async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
+async fn invalid_or_unsuitable_release_is_refused() -> Result<()> {
     let fixture = UpdateFixture::new().await?;
     let good = PublishedRelease::new(NEW_VERSION, &[])?;
-    let end = format!("/{NEW_VERSION}/svc-host-bundle.tar.gz");
-    let refused = async |what: &str, failed_stage: &str, words: &str| -> Result<()> {
+    let archive_path = format!("/{NEW_VERSION}/svc-host-bundle.tar.gz");
+    let refused = async |what: &str, failed_stage: &str, expected_error: &str| -> Result<()> {
         let result = fixture.apply(NEW_VERSION).await?.expect(65);
-        assert!(result.stderr.contains(words), "{what}: {}", result.stderr);
+        assert!(result.stderr.contains(expected_error), "{what}: {}", result.stderr);
         let last = fixture.last_update()?;
         assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &failed_stage.into()), "{what}");
         fixture.assert_untouched().context(what.to_owned())
     };
     for suffix in [".json", ".json.sig"] {
         good.serve(&fixture.source)?;
-        fixture.source.put(&format!("{end}{suffix}"), None);
+        fixture.source.put(&format!("{archive_path}{suffix}"), None);
         refused(suffix, "manifest", "404").await?;
     }
     good.serve(&fixture.source)?;
@@ -90,17 +90,17 @@ async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
         bytes
     };
     let manifest = good.manifest.text()?.into_bytes();
-    fixture.source.put(&format!("{end}.json"), Some(flip(manifest, 30)));
+    fixture.source.put(&format!("{archive_path}.json"), Some(flip(manifest, 30)));
     refused("a bit of the manifest", "manifest", "does not match this manifest").await?;
     good.serve(&fixture.source)?;
     let signature = key()?.signature_line(good.manifest.text()?.as_bytes()).into_bytes();
-    fixture.source.put(&format!("{end}.json.sig"), Some(flip(signature, 40)));
+    fixture.source.put(&format!("{archive_path}.json.sig"), Some(flip(signature, 40)));
     refused("a bit of the signature", "manifest", "signature").await?;
     good.serve(&fixture.source)?;
-    fixture.source.put(&end, Some(flip(good.archive.clone(), good.archive.len() / 2)));
+    fixture.source.put(&archive_path, Some(flip(good.archive.clone(), good.archive.len() / 2)));
     refused("a bit of the archive", "download", "the archive is damaged").await?;
 
-    for (what, words, failed_stage, change) in [
+    for (what, expected_error, failed_stage, manifest) in [
         (
             "expired",
             "expired",
@@ -121,7 +121,7 @@ async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
         ),
         ("another size", "bytes", "download", Manifest { size_bytes: 7, ..good.manifest.clone() }),
         (
-            "needs more",
+            "newer min_version",
             "requires at least",
             "preflight",
             Manifest { min_version: Some("2026.1.1".to_owned()), ..good.manifest.clone() },
@@ -134,12 +134,13 @@ async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
         ),
     ] {
         good.serve(&fixture.source)?;
-        let text = change.text()?;
-        fixture.source.put(&format!("{end}.json"), Some(text.clone().into_bytes()));
-        fixture
-            .source
-            .put(&format!("{end}.json.sig"), Some(key()?.signature_line(text.as_bytes()).into_bytes()));
-        refused(what, failed_stage, words).await?;
+        let text = manifest.text()?;
+        fixture.source.put(&format!("{archive_path}.json"), Some(text.clone().into_bytes()));
+        fixture.source.put(
+            &format!("{archive_path}.json.sig"),
+            Some(key()?.signature_line(text.as_bytes()).into_bytes()),
+        );
+        refused(what, failed_stage, expected_error).await?;
     }
     fixture.run(&["apply", "--version", NEW_VERSION, "--allow-downgrade"], None).await?.expect(0);
     fixture.assert_running(NEW_VERSION)
@@ -190,7 +191,7 @@ async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
     fixture.assert_running(OLD_VERSION)?;
     assert!(
         !fixture.machine.path("opt/svc/releases").join(NEW_VERSION).exists(),
-        "a failed release must be removed"
+        "the failed release was not removed"
     );
     Ok(())
 }
@@ -204,7 +205,7 @@ async fn boot_does_not_change_the_current_release() -> Result<()> {
     let request_count = fixture.source.requests().len();
     fixture.run(&["boot"], None).await?.expect(0);
     fixture.assert_running(NEW_VERSION)?;
-    assert_eq!(fixture.source.requests().len(), request_count, "the release of user-data was fetched");
+    assert_eq!(fixture.source.requests().len(), request_count, "the release named in user-data was fetched");
 
     fixture.run(&["rollback"], Some("update.activating=return(kill)")).await?.expect_killed();
     let refused = fixture.run(&["boot"], None).await?.expect(75);
@@ -223,10 +224,10 @@ async fn units_stop_with_their_release() -> Result<()> {
     fixture.assert_running(OLD_VERSION)?;
     let service_calls = fixture.service_calls()?;
     let new = ["stop svc-2026.1.0.service", "daemon-reload", "restart svc-gateway.service"];
-    assert_eq!(service_calls[2..5], new, "after the calls of the boot and the snapshot");
+    assert_eq!(service_calls[2..5], new, "after the calls of the boot and of the snapshot");
     let rollback_start = service_calls
         .iter()
-        .position(|word| word == "stop svc-2026.2.0.service")
+        .position(|call| call == "stop svc-2026.2.0.service")
         .context("the removed unit was not stopped")?;
     assert_eq!(
         service_calls[rollback_start + 1],
@@ -234,13 +235,13 @@ async fn units_stop_with_their_release() -> Result<()> {
         "the unit file exists until the unit is stopped: {service_calls:?}"
     );
     for calls in [&service_calls[..rollback_start], &service_calls[rollback_start..]] {
-        assert!(calls.iter().any(|word| word == "restart svc-shell.service"), "{service_calls:?}");
+        assert!(calls.iter().any(|call| call == "restart svc-shell.service"), "{service_calls:?}");
         assert!(
-            calls.iter().any(|word| word == "try-restart --no-block svc-code.service"),
+            calls.iter().any(|call| call == "try-restart --no-block svc-code.service"),
             "{service_calls:?}"
         );
     }
-    assert!(!service_calls.iter().any(|word| word == "restart svc-code.service"), "{service_calls:?}");
+    assert!(!service_calls.iter().any(|call| call == "restart svc-code.service"), "{service_calls:?}");
     Ok(())
 }
 
@@ -258,14 +259,14 @@ async fn release_without_a_required_part_is_never_current() -> Result<()> {
         fixture.assert_untouched()?;
         fs::remove_dir(&part_dir)?;
     }
-    // The owner's code-server is optional.
+    // code-server is optional.
     fs::create_dir_all(current.join("runtime/code-server"))?;
     fixture.apply(NEW_VERSION).await?.expect(0);
     fixture.assert_running(NEW_VERSION)
 }
 
 #[tokio::test]
-async fn release_that_removes_a_part_needs_an_allowance() -> Result<()> {
+async fn release_that_removes_a_part_requires_allow_removal() -> Result<()> {
     let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
     let current = fixture.machine.path("opt/svc/releases").join(OLD_VERSION);
     let path = current.join("release.json");
@@ -281,7 +282,7 @@ async fn release_that_removes_a_part_needs_an_allowance() -> Result<()> {
     let last = fixture.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &"preflight".into()));
     fixture.assert_untouched()?;
-    // A signed manifest that removes only one of them, for every machine.
+    // This signed manifest permits the removal of only one of them.
     let mut removing = PublishedRelease::new(NEW_VERSION, &[])?;
     removing.manifest.removes = vec!["code-server".to_owned()];
     removing.serve(&fixture.source)?;
@@ -298,7 +299,7 @@ async fn release_that_removes_a_part_needs_an_allowance() -> Result<()> {
 }
 
 #[tokio::test]
-async fn signed_manifest_removes_a_part_on_every_machine() -> Result<()> {
+async fn signed_manifest_permits_removal_of_a_part() -> Result<()> {
     let mut removing = PublishedRelease::new(NEW_VERSION, &[])?;
     removing.manifest.removes = vec!["code-server".to_owned(), "never-installed".to_owned()];
     let fixture = UpdateFixture::with_release(&removing).await?;
@@ -315,15 +316,15 @@ async fn signed_manifest_removes_a_part_on_every_machine() -> Result<()> {
 
 /// The log belongs to the gateway's user, who could not append to a file that root owns.
 #[tokio::test]
-async fn outcome_is_logged_in_a_file_of_the_directory_owner() -> Result<()> {
-    const GATEWAY: u32 = 4940;
+async fn activity_log_belongs_to_the_directory_owner() -> Result<()> {
+    const GATEWAY_UID: u32 = 4940;
     let published = PublishedRelease::new(NEW_VERSION, &[])?;
     let fixture = UpdateFixture::with_release(&published).await?;
     let logs = fixture.machine.path("home/svc/home/system/logs");
     fs::create_dir_all(&logs)?;
     let is_root = nix::unistd::geteuid().is_root();
     if is_root {
-        std::os::unix::fs::chown(&logs, Some(GATEWAY), Some(GATEWAY))?;
+        std::os::unix::fs::chown(&logs, Some(GATEWAY_UID), Some(GATEWAY_UID))?;
     }
     fixture.source.put(&format!("/{NEW_VERSION}/svc-host-bundle.tar.gz.json"), None);
     fixture.apply(NEW_VERSION).await?.expect(65);
@@ -337,13 +338,13 @@ async fn outcome_is_logged_in_a_file_of_the_directory_owner() -> Result<()> {
     if is_root {
         use std::os::unix::fs::MetadataExt;
         let meta = fs::metadata(logs.join("activity.log"))?;
-        assert_eq!((meta.uid(), meta.gid(), meta.mode() & 0o777), (GATEWAY, GATEWAY, 0o640));
+        assert_eq!((meta.uid(), meta.gid(), meta.mode() & 0o777), (GATEWAY_UID, GATEWAY_UID, 0o640));
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn apply_without_a_request_does_nothing() -> Result<()> {
+async fn apply_without_valid_request_changes_nothing() -> Result<()> {
     let fixture = UpdateFixture::new().await?;
     fixture.run(&["apply", "--request"], None).await?.expect(0);
     fixture.run(&["resume"], None).await?.expect(0);
@@ -378,8 +379,8 @@ async fn assert_completed_after_kills(
         anyhow::Ok(())
     };
     let all: Vec<_> = points.iter().map(|point| kill_and_complete((*point).to_owned())).collect();
-    let ends: Vec<Result<()>> = futures_util::stream::iter(all).buffer_unordered(4).collect().await;
-    ends.into_iter().collect()
+    let results: Vec<Result<()>> = futures_util::stream::iter(all).buffer_unordered(4).collect().await;
+    results.into_iter().collect()
 }
 
 #[tokio::test]
@@ -395,7 +396,7 @@ async fn update_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
         ["update.downloading", "update.unpacked", "update.verified", "update.synced", "update.renamed"];
     points.extend(shared);
     points.extend(["update.switched", "update.linked"]);
-    points.extend(["update.units_announced", "update.units_written", "update.units_recorded"]);
+    points.extend(["update.units_planned", "update.units_written", "update.units_recorded"]);
     assert_completed_after_kills(&points, &good, NEW_VERSION, "updated").await
 }
 
@@ -405,7 +406,7 @@ async fn rollback_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
     for point in svc::host::update::ROLLBACK_FAILPOINTS {
         points.push(point);
     }
-    points.extend(["update.restarted", "update.ended", "update.outcome_told", "update.request_done"]);
+    points.extend(["update.restarted", "update.ended", "update.outcome_recorded", "update.request_done"]);
     assert_completed_after_kills(&points, &broken_release()?, OLD_VERSION, "rolled_back").await
 }
 
@@ -424,11 +425,12 @@ async fn repeatedly_killed_update_is_abandoned() -> Result<()> {
 }
 
 #[tokio::test]
-async fn failed_step_leaves_a_healthy_release() -> Result<()> {
+async fn failed_step_keeps_the_old_release_running() -> Result<()> {
     let good = PublishedRelease::new(NEW_VERSION, &[])?;
-    let before_switch = ["update.opened", "update.believed", "update.unpacked", "update.tried"];
+    let before_switch =
+        ["update.opened", "update.manifest_verified", "update.unpacked", "update.smoke_tested"];
     let after_switch =
-        ["update.prepared", "update.activating", "update.reloaded", "update.restarted", "update.well"];
+        ["update.prepared", "update.activating", "update.reloaded", "update.restarted", "update.healthy"];
     for point in before_switch.iter().chain(&after_switch) {
         let fixture = UpdateFixture::with_release(&good).await?;
         let error = format!("{point}=1*return(error)");

@@ -197,7 +197,7 @@ async fn adoption_killed_at_any_step_is_finished_by_the_next_run() -> Result<()>
         fixture.request_update(NEW_VERSION)?;
         let kill = format!("{point}=return(kill)");
         fixture.run(&["apply", "--request"], Some(&kill)).await?.expect_killed();
-        let is_adopted = KEY_FAILPOINTS[1..].contains(&point) || point == "update.outcome_told";
+        let is_adopted = KEY_FAILPOINTS[1..].contains(&point) || point == "update.outcome_recorded";
         let current = if is_adopted { expected_keys("1", &[new]) } else { expected_keys("", &[old]) };
         assert_eq!(
             read_trusted(&fixture)?,
@@ -215,11 +215,11 @@ async fn adoption_killed_at_any_step_is_finished_by_the_next_run() -> Result<()>
         anyhow::Ok(())
     };
     let points = KEY_FAILPOINTS.iter().copied().chain([
-        "update.believed",
+        "update.manifest_verified",
         "update.activating",
-        "update.well",
+        "update.healthy",
         "update.ended",
-        "update.outcome_told",
+        "update.outcome_recorded",
     ]);
     let all: Vec<_> = points.map(check_point).collect();
     let ends: Vec<Result<()>> = futures_util::stream::iter(all).buffer_unordered(4).collect().await;

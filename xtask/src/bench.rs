@@ -87,7 +87,7 @@ fn build_revision(revision: &str, area: &str) -> Result<PathBuf> {
     } else {
         let mut dist = cargo::command(&["xtask", "dist"]);
         dist.current_dir(&tree).env("CARGO_TARGET_DIR", &target_dir);
-        cargo::succeed(dist)?;
+        cargo::run_checked(dist)?;
         target_dir.join("dist/svc")
     };
     // Renamed into place: an interrupted copy is not taken for a build.

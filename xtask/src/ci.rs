@@ -1,5 +1,5 @@
-//! `cargo xtask ci --rest`: format, clippy, documentation and dependencies; `cargo xtask check`: quick checks for each
-//! edit. A failed check does not stop the others.
+//! `cargo xtask ci --rest`: the static checks (format, clippy, documentation and dependencies); `cargo xtask check`:
+//! quick checks for each edit. A failed check does not stop the others.
 
 use std::panic::resume_unwind;
 use std::process::{Command, ExitCode};
@@ -22,7 +22,7 @@ type Check = (&'static str, fn() -> Result<Outcome>);
 
 const FORMAT: Check = ("fmt", || run_cargo(&["fmt", "--all", "--check"]));
 
-const REST_CHECKS: [&[Check]; 5] = [
+const STATIC_CHECKS: [&[Check]; 5] = [
     &[FORMAT],
     &[("clippy", || {
         run_cargo(&["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"])
@@ -51,8 +51,8 @@ const QUICK_CHECKS: [&[Check]; 3] = [
     &[("house", || run_tests(&["--package", "house"]))],
 ];
 
-pub fn run_rest() -> Result<ExitCode> {
-    run("ci --rest", &REST_CHECKS)
+pub fn run_static_checks() -> Result<ExitCode> {
+    run("ci --rest", &STATIC_CHECKS)
 }
 
 pub fn run_quick() -> Result<ExitCode> {
@@ -155,7 +155,7 @@ fn check_advisories() -> Result<Outcome> {
     bail!("cargo deny check advisories: {}", output.status)
 }
 
-/// Returns cargo-deny from the path, or installs it once into `target/tools`.
+/// Returns cargo-deny from `PATH`, or installs it into `target/tools`.
 fn cargo_deny() -> Result<Command> {
     if cargo::has_subcommand("deny") {
         return Ok(cargo::command(&["deny", "--workspace"]));

@@ -127,7 +127,7 @@ fn main() -> ExitCode {
         Command::Dist => dist::build().map(|_| ExitCode::SUCCESS),
         Command::Deb { check, svc } => deb(check, svc),
         Command::Check => ci::run_quick(),
-        Command::Ci { .. } => ci::run_rest(),
+        Command::Ci { .. } => ci::run_static_checks(),
     };
     result.unwrap_or_else(|error| {
         eprintln!("xtask: {error:#}");

@@ -79,7 +79,7 @@ families! {
          and routes are stale.";
     RETENTION_DELETED: Counters<1> = "svc_retention_deleted_total", ["table"], on Platform,
         "Rows that the reconciler deleted after their retention period, by table.";
-    OPERATIONS_UNKNOWN: Gauges<0> = "svc_operations_unknown", [], on Platform,
+    OPERATIONS_UNSUPPORTED: Gauges<0> = "svc_operations_unknown", [], on Platform,
         "Operations in progress whose kind or step this release does not support. A process of a newer \
          release runs them.";
     ALARMS: Gauges<1> = "svc_alarms", ["alarm"], on Platform,

@@ -143,7 +143,7 @@ fn risk_cell(copies: &Copies) -> Cell {
 fn format_cost(copies: &Copies, exposed: u64) -> String {
     match copies.newest_snapshot_at {
         Some(_) => format!("{} of changes", format_span(exposed)),
-        None => format!("all of its data, {} old: there is no snapshot", format_span(exposed)),
+        None => format!("all of its data ({} old): there is no snapshot", format_span(exposed)),
     }
 }
 
@@ -233,14 +233,14 @@ mod tests {
     use serde_json::json;
 
     use super::super::machine;
-    use super::super::tests::{MACHINE, plain, running, with_copies};
+    use super::super::test_data::{MACHINE, plain_view, running_machine, with_copies};
 
     #[test]
     fn status_names_a_newer_snapshot_and_how_to_restore_it() {
         let key = "system/db/snapshots/2026-11-21T11-55-00.000Z-1.dump";
         let copies = json!({"live": null, "kept": [], "newestSnapshotAt": "2026-11-21T09:51:00.000Z", "exposedSeconds": null,
             "newerSnapshot": {"takenAt": "2026-11-21T11:55:00.000Z", "machineId": MACHINE, "key": key}});
-        let shown = machine::details(&plain(), &with_copies(running(), copies));
+        let shown = machine::details(&plain_view(), &with_copies(running_machine(), copies));
         let line = shown.lines().find(|line| line.starts_with("newer one")).unwrap();
         assert!(
             line.contains("stored but not the latest") && line.contains(&format!("--snapshot {key}`")),
@@ -248,7 +248,7 @@ mod tests {
         );
         let copies = json!({"live": null, "kept": [], "newestSnapshotAt": "2026-11-21T09:51:00.000Z", "exposedSeconds": null,
             "newerSnapshot": {"takenAt": "2026-11-21T11:55:00.000Z", "machineId": MACHINE, "key": key}});
-        let at_risk = machine::data_at_risk(&plain(), &with_copies(running(), copies));
+        let at_risk = machine::data_at_risk(&plain_view(), &with_copies(running_machine(), copies));
         assert!(
             at_risk.contains(&format!("{key} of ")) && at_risk.contains("asks which of them to restore"),
             "{at_risk}"

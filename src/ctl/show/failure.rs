@@ -129,15 +129,15 @@ fn slot_arguments(machine: &MachineDetail) -> String {
 #[cfg(test)]
 mod tests {
     use crate::show::machine;
-    use crate::show::tests::{failed, plain, read};
+    use crate::show::test_data::{failed_machine, from_json, plain_view};
 
     #[test]
     fn failed_reinstatement_advises_recovery() {
-        let mut machine = failed();
+        let mut machine = failed_machine();
         machine["failure"]["cause"] = "reinstating".into();
         machine["operations"][0]["kind"] = "reinstate".into();
         machine["operations"][0]["errorCode"] = "database_behind_store".into();
-        let text = machine::details(&plain(), &read(machine));
+        let text = machine::details(&plain_view(), &from_json(machine));
         assert!(!text.contains("being powered on") && text.contains("--accept-loss"), "{text}");
     }
 }

@@ -119,4 +119,6 @@ pub fn compact(value: Option<&Value>) -> String {
 #[cfg(test)]
 mod older_platform_tests;
 #[cfg(test)]
+mod test_data;
+#[cfg(test)]
 mod tests;

@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use super::tests::plain;
+use super::test_data::plain_view;
 use super::*;
 use svc_http::openapi::schema_of;
 use svc_http::usage::GroupBy;
@@ -245,26 +245,26 @@ fn machines_of_older_platforms_are_shown() {
         .essential_within("/operations/0", OPERATION_FIELDS)
         .essential_within("/copies", COPIES_FIELDS)
         .assert_shown(&schema_of::<MachineDetail>(), |it: MachineDetail| {
-            machine::details(&plain(), &it) + &machine::data_at_risk(&plain(), &it)
+            machine::details(&plain_view(), &it) + &machine::data_at_risk(&plain_view(), &it)
         });
     Example::new(json!({"machines": [machine()], "nextCursor": "c"}))
         .essential(&["/machines"])
         .essential_within("/machines/0", MACHINE_FIELDS)
-        .assert_shown(&schema_of::<MachinePage>(), |it: MachinePage| machine::list(&plain(), &it));
+        .assert_shown(&schema_of::<MachinePage>(), |it: MachinePage| machine::list(&plain_view(), &it));
     Example::new(merge(machine(), json!({"operationId": ID, "alreadyOrdered": true})))
         .essential(MACHINE_FIELDS)
         .assert_shown(&schema_of::<DiscardedMachine>(), |it: DiscardedMachine| {
-            machine::discarded(&plain(), &it)
+            machine::discarded(&plain_view(), &it)
         });
     Example::new(operation())
         .essential(OPERATION_FIELDS)
-        .assert_shown(&schema_of::<Operation>(), |it: Operation| operation::details(&plain(), &it));
+        .assert_shown(&schema_of::<Operation>(), |it: Operation| operation::details(&plain_view(), &it));
 }
 
 #[test]
 fn changes_of_older_platforms_are_shown() {
     fn shown<T: Into<accepted_change::AcceptedChange>>(it: T) -> String {
-        accepted_change::show(&plain(), &it.into())
+        accepted_change::show(&plain_view(), &it.into())
     }
     let slot = json!({"machineId": ID, "slot": "primary", "kind": "customer", "status": "running", "epoch": 3,
         "operationId": ID});
@@ -337,7 +337,7 @@ fn fleets_of_older_platforms_are_shown() {
         .essential(&["/bundleKeys/keys/0/isConfigured", "/bundleKeys/keys/0/trusting"])
         .essential(&["/bundleKeys/keys/0/notTrusting"])
         .essential_within("/rollout", ROLLOUT_FIELDS)
-        .assert_shown(&schema_of::<Fleet>(), |it: Fleet| fleet::show(&plain(), &it));
+        .assert_shown(&schema_of::<Fleet>(), |it: Fleet| fleet::show(&plain_view(), &it));
     Example::new(alarm())
         .essential(&["/alarm"])
         .assert_shown(&schema_of::<Alarm>(), |it: Alarm| fleet::show_released(&it));
@@ -350,11 +350,11 @@ fn rollouts_of_older_platforms_are_shown() {
     Example::new(merge(rollout(), json!({"machines": [member]})))
         .essential(ROLLOUT_FIELDS)
         .essential(&["/machines/0/machineId", "/machines/0/state"])
-        .assert_shown(&schema_of::<Rollout>(), |it: Rollout| deploy::show(&plain(), &it));
+        .assert_shown(&schema_of::<Rollout>(), |it: Rollout| deploy::show(&plain_view(), &it));
     Example::new(json!({"rollouts": [rollout()]}))
         .essential(&["/rollouts"])
         .essential_within("/rollouts/0", ROLLOUT_FIELDS)
-        .assert_shown(&schema_of::<RolloutList>(), |it: RolloutList| deploy::list(&plain(), &it));
+        .assert_shown(&schema_of::<RolloutList>(), |it: RolloutList| deploy::list(&plain_view(), &it));
 }
 
 #[test]
@@ -364,8 +364,8 @@ fn snapshots_of_older_platforms_are_shown() {
     Example::new(json!({"latest": "k", "backups": [backup], "nextCursor": "c"}))
         .essential(&["/backups", "/backups/0/key"])
         .assert_shown(&schema_of::<BackupPage>(), |it: BackupPage| {
-            backup::list(&plain(), &it)
-                + &it.backups.iter().map(|backup| backup::details(&plain(), backup)).collect::<String>()
+            backup::list(&plain_view(), &it)
+                + &it.backups.iter().map(|backup| backup::details(&plain_view(), backup)).collect::<String>()
         });
     let slot = crate::args::SlotTarget { user: "user_1".parse().unwrap(), slot: "primary".parse().unwrap() };
     let inspection = json!({"idpUserId": "user_1", "slot": "primary", "state": "unsound", "problem": "p",
@@ -375,12 +375,14 @@ fn snapshots_of_older_platforms_are_shown() {
         .essential_within("/current", POINTER_FIELDS)
         .essential_within("/rebuilt", POINTER_FIELDS)
         .assert_shown(&schema_of::<PointerInspection>(), |it: PointerInspection| {
-            pointer::inspection(&plain(), &slot, &it)
+            pointer::inspection(&plain_view(), &slot, &it)
         });
     Example::new(json!({"idpUserId": "user_1", "slot": "primary", "pointer": pointer()}))
         .essential(&["/pointer"])
         .essential_within("/pointer", POINTER_FIELDS)
-        .assert_shown(&schema_of::<RebuiltPointer>(), |it: RebuiltPointer| pointer::rebuilt(&plain(), &it));
+        .assert_shown(&schema_of::<RebuiltPointer>(), |it: RebuiltPointer| {
+            pointer::rebuilt(&plain_view(), &it)
+        });
 }
 
 #[test]
@@ -389,26 +391,30 @@ fn other_resources_of_older_platforms_are_shown() {
         "currentPeriodEnd": AT, "test": true});
     Example::new(json!({"slots": [subscription], "nextCursor": "user_1/primary"}))
         .essential(&["/slots", "/slots/0/idpUserId", "/slots/0/slot", "/slots/0/status"])
-        .assert_shown(&schema_of::<SubscriptionList>(), |it: SubscriptionList| slot::page(&plain(), &it));
+        .assert_shown(&schema_of::<SubscriptionList>(), |it: SubscriptionList| {
+            slot::page(&plain_view(), &it)
+        });
     Example::new(json!({"operators": [operator()]}))
         .essential(&["/operators"])
         .essential_within("/operators/0", OPERATOR_FIELDS)
         .assert_shown(&schema_of::<OperatorList>(), |it: OperatorList| {
-            operator::list(&plain(), &it.operators)
+            operator::list(&plain_view(), &it.operators)
         });
     Example::new(json!({"operator": operator(), "tokenId": ID, "token": "svco_x"}))
         .essential(&["/operator", "/token"])
         .essential_within("/operator", OPERATOR_FIELDS)
-        .assert_shown(&schema_of::<IssuedToken>(), |it: IssuedToken| operator::issued(&plain(), &it, None));
+        .assert_shown(&schema_of::<IssuedToken>(), |it: IssuedToken| {
+            operator::issued(&plain_view(), &it, None)
+        });
     Example::new(json!({"name": "ada", "scopes": ["read"], "expiresAt": AT}))
         .essential(&["/name"])
-        .assert_shown(&schema_of::<WhoAmI>(), |it: WhoAmI| operator::who_am_i(&plain(), &it));
+        .assert_shown(&schema_of::<WhoAmI>(), |it: WhoAmI| operator::who_am_i(&plain_view(), &it));
     let entry = json!({"auditId": ID, "at": AT, "actor": "ada", "action": "fail", "target": "t",
         "before": {"status": "running"}, "after": {"status": "failed"}, "requestId": "r"});
     Example::new(json!({"entries": [entry], "nextCursor": "c"}))
         .essential(&["/entries", "/entries/0/auditId", "/entries/0/at"])
         .assert_shown(&schema_of::<AuditPage>(), |it: AuditPage| {
-            audit::list(&plain(), &serde_json::from_value(json!(it)).unwrap())
+            audit::list(&plain_view(), &serde_json::from_value(json!(it)).unwrap())
         });
     let entry = json!({"date": "2026-11-01", "model": "m", "userId": "u", "cost": 1.5, "tokensIn": 1,
         "tokensOut": 2, "dispatches": 3});
@@ -418,6 +424,6 @@ fn other_resources_of_older_platforms_are_shown() {
         .essential(&["/totalCost", "/totalTokensIn", "/totalTokensOut", "/totalDispatches", "/entries"])
         .essential_within("/entries/0", &["/date", "/cost", "/tokensIn", "/tokensOut", "/dispatches"])
         .assert_shown(&schema_of::<UsageReport>(), |it: UsageReport| {
-            usage::show(&plain(), GroupBy::User, &it)
+            usage::show(&plain_view(), GroupBy::User, &it)
         });
 }

@@ -2,86 +2,31 @@
 
 use serde_json::{Value, json};
 
+use super::test_data::{
+    MACHINE, OTHER, failed_machine, from_json, operation, plain_view, running_machine, with_copies,
+};
 use super::*;
 use svc_wire::change::{DeletedMachine, RecoveredMachine};
-use svc_wire::machine::MachineDetail;
-
-pub(super) const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
-const OTHER: &str = "019a0000-0000-7000-8000-000000000002";
-
-pub(super) fn plain() -> View {
-    View { now: "2026-11-21T12:00:00Z".parse().unwrap(), colours: false, width: None }
-}
-
-pub(super) fn read<T: serde::de::DeserializeOwned>(value: Value) -> T {
-    serde_json::from_value(value).unwrap()
-}
-
-pub(super) fn running() -> Value {
-    json!({
-        "machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada", "kind": "customer",
-        "status": "running", "failure": null, "epoch": 2, "restoreMode": "required", "serverType": "cpx22",
-        "location": "nbg1", "imageVersion": "2026.11.1", "providerServerId": "4711", "publicIpv4": "203.0.113.9",
-        "httpsPort": 443, "registeredAt": "2026-11-20T10:00:09.100Z", "heartbeatAt": "2026-11-21T11:59:48.000Z",
-        "health": {"gateway": "ok", "database": "failing"},
-        "lastBackup": {"status": "success", "key": "system/db/snapshots/2026-11-21T11-05-00.000Z-2.dump",
-                       "takenAt": "2026-11-21T11:05:00.000Z", "sizeBytes": 1_363_148},
-        "lastUpdate": {"version": "2026.11.1", "outcome": "updated", "stage": "done", "at": "2026-11-21T10:00:00.000Z"},
-        "boot": {"stage": "register", "at": "2026-11-20T10:00:08.000Z", "stages": [
-            {"stage": "database", "at": "2026-11-20T10:00:01.000Z"}, {"stage": "bundle", "at": "2026-11-20T10:00:04.200Z"},
-            {"stage": "register", "at": "2026-11-20T10:00:08.000Z"}]},
-        "replacedBy": null, "retiredAt": null, "deletedAt": null, "createdAt": "2026-11-20T10:00:00.000Z",
-        "updatedAt": "2026-11-20T10:00:09.100Z",
-        "operations": [operation("recover", "succeeded")],
-    })
-}
-
-pub(super) fn failed() -> Value {
-    let mut machine = running();
-    machine["machineId"] = OTHER.into();
-    machine["handle"] = "grace".into();
-    machine["slot"] = "second".into();
-    machine["status"] = "failed".into();
-    machine["failure"] = json!({"cause": "boot_reported", "stage": "restore",
-        "message": "svc-restore: exit status: 69: the SHA-256 of x.dump differs from its record: nothing was restored"});
-    machine["heartbeatAt"] = Value::Null;
-    machine["health"] = Value::Null;
-    machine["lastBackup"] = Value::Null;
-    machine["registeredAt"] = Value::Null;
-    machine["operations"] = json!([operation("provision", "failed")]);
-    machine
-}
-
-fn operation(kind: &str, state: &str) -> Value {
-    let entry = |at: &str, step: &str, outcome: &str, detail: Value| json!({"at": at, "step": step, "outcome": outcome, "detail": detail});
-    json!({
-        "operationId": OTHER, "machineId": MACHINE, "kind": kind, "state": state, "step": "await_registration",
-        "attempts": 1, "errorCode": if state == "failed" { json!("provisioning_error") } else { Value::Null },
-        "createdAt": "2026-11-20T10:00:00.000Z", "updatedAt": "2026-11-20T10:00:09.100Z",
-        "endedAt": if state == "running" { Value::Null } else { json!("2026-11-20T10:00:09.100Z") },
-        "log": [
-            entry("2026-11-20T10:00:00.050Z", "fence", "done", Value::Null),
-            entry("2026-11-20T10:00:00.400Z", "create_server", "retry", json!("the provider is busy")),
-            entry("2026-11-20T10:00:12.900Z", "create_server", "done", Value::Null),
-        ],
-    })
-}
 
 #[test]
 fn list_shows_machines() {
-    let mut stale = running();
+    let mut stale = running_machine();
     stale["heartbeatAt"] = "2026-11-21T11:00:00Z".into();
     stale["lastBackup"] = json!({"status": "error", "error": "the store cannot be reached"});
-    let page = read(json!({"machines": [running(), failed(), stale], "nextCursor": "abc"}));
-    insta::assert_snapshot!(machine::list(&plain(), &page));
-    assert_eq!(machine::list(&plain(), &read(json!({"machines": [], "nextCursor": null}))), "no machines\n");
+    let page =
+        from_json(json!({"machines": [running_machine(), failed_machine(), stale], "nextCursor": "abc"}));
+    insta::assert_snapshot!(machine::list(&plain_view(), &page));
+    assert_eq!(
+        machine::list(&plain_view(), &from_json(json!({"machines": [], "nextCursor": null}))),
+        "no machines\n"
+    );
 }
 
 /// A host's or the provider's text may have several lines and control characters.
 #[test]
-fn text_of_several_lines_stays_in_one_row() {
+fn multiline_text_stays_in_one_row() {
     let text = "no space left\n  next: delete\r\nsomething\u{1b}[2J";
-    let mut failing = running();
+    let mut failing = running_machine();
     failing["lastBackup"] = json!({"status": "error", "error": text});
     failing["failure"] = json!({"cause": "boot_reported", "stage": "restore", "message": text});
     failing["attention"] = json!([{"code": "snapshot_held", "detail": text}]);
@@ -89,22 +34,22 @@ fn text_of_several_lines_stays_in_one_row() {
     failing["operations"][0]["state"] = "waiting".into();
     failing["operations"][0]["question"] = json!({"code": "last_backup_missing", "detail": text});
     let flat = "no space left; next: delete; something\u{FFFD}[2J";
-    let page = read(json!({"machines": [failing.clone(), running()], "nextCursor": null}));
-    let listed = machine::list(&plain(), &page);
+    let page = from_json(json!({"machines": [failing.clone(), running_machine()], "nextCursor": null}));
+    let listed = machine::list(&plain_view(), &page);
     assert_eq!(listed.lines().count(), 3, "{listed}");
     assert!(listed.contains(flat), "{listed}");
-    let shown = machine::details(&plain(), &read(failing));
+    let shown = machine::details(&plain_view(), &from_json(failing));
     assert!(!shown.contains('\u{1b}') && !shown.contains("\n  next: delete"), "{shown}");
     assert_eq!(shown.matches(flat).count(), 5, "{shown}");
 }
 
 #[test]
 fn unreadable_pointer_shows_how_to_rebuild_it() {
-    let mut machine = running();
+    let mut machine = running_machine();
     machine["slot"] = "second".into();
     let error = "user_1/second/system/db/latest in the object store is not readable: EOF";
     machine["lastBackup"] = json!({"status": "error", "error": error});
-    let shown = machine::details(&plain(), &read(machine));
+    let shown = machine::details(&plain_view(), &from_json(machine));
     assert!(
         shown.contains(
             "next         the snapshot pointer cannot be used: `svcctl pointer show user_1 --slot second`"
@@ -116,15 +61,15 @@ fn unreadable_pointer_shows_how_to_rebuild_it() {
 
 #[test]
 fn running_machine_shows_all_fields() {
-    insta::assert_snapshot!(machine::details(&plain(), &read(running())));
+    insta::assert_snapshot!(machine::details(&plain_view(), &from_json(running_machine())));
 }
 
 #[test]
 fn rolled_back_update_shows_reason_and_advice() {
-    let mut machine = running();
+    let mut machine = running_machine();
     machine["lastUpdate"] = json!({"version": "2026.11.2", "outcome": "rolled_back", "stage": "health",
         "error": "the gateway was not ready", "at": "2026-11-21T11:55:00.000Z"});
-    let shown = machine::details(&plain(), &read(machine));
+    let shown = machine::details(&plain_view(), &from_json(machine));
     for line in [
         "update       2026.11.2 rolled_back at health: the gateway was not ready; 2026-11-21 11:55:00 UTC, 5 min ago",
         "next         `svc-update status` on its host",
@@ -135,12 +80,12 @@ fn rolled_back_update_shows_reason_and_advice() {
 
 #[test]
 fn failed_machine_shows_advice() {
-    insta::assert_snapshot!(machine::details(&plain(), &read(failed())));
+    insta::assert_snapshot!(machine::details(&plain_view(), &from_json(failed_machine())));
 }
 
 #[test]
 fn running_operation_shows_its_log() {
-    insta::assert_snapshot!(operation::details(&plain(), &read(operation("resize", "running"))));
+    insta::assert_snapshot!(operation::details(&plain_view(), &from_json(operation("resize", "running"))));
 }
 
 #[test]
@@ -149,21 +94,21 @@ fn repeated_and_omitted_log_entries_are_counted() {
     long["log"][1]["repeats"] = 4319.into();
     long["log"][1]["repeatedAt"] = "2026-11-20T11:00:00.400Z".into();
     long["logOmitted"] = 7.into();
-    let shown = operation::details(&plain(), &read(long.clone()));
+    let shown = operation::details(&plain_view(), &from_json(long.clone()));
     assert!(shown.contains("(7 older entries are not shown)"), "{shown}");
     assert!(shown.contains("the provider is busy  (repeated 4319 times, last at 3600.4 s)"), "{shown}");
 
     long["log"][1]["repeats"] = 1.into();
     long["logOmitted"] = 1.into();
-    let shown = operation::details(&plain(), &read(long.clone()));
+    let shown = operation::details(&plain_view(), &from_json(long.clone()));
     assert!(
         shown.contains("(1 older entry is not shown)") && shown.contains("(repeated 1 time, last"),
         "{shown}"
     );
 
-    // Older platforms send no sequence numbers: the position counts.
+    // Older platforms send no sequence numbers, so the position in the log is used.
     let after = |value: &Value, seen| {
-        let operation: svc_wire::operation::Operation = read(value.clone());
+        let operation: svc_wire::operation::Operation = from_json(value.clone());
         let (lines, last) = operation::lines_after(&operation, seen);
         (lines.len(), last)
     };
@@ -175,32 +120,27 @@ fn repeated_and_omitted_log_entries_are_counted() {
     assert_eq!(after(&long, 97), (0, 97));
 }
 
-pub(super) fn with_copies(mut machine: Value, copies: Value) -> MachineDetail {
-    machine["copies"] = copies;
-    read(machine)
-}
-
 #[test]
 fn status_shows_copies_of_a_healthy_machine() {
     let machine = with_copies(
-        running(),
+        running_machine(),
         json!({"live": {"machineId": MACHINE, "providerServerId": "4711"}, "newestSnapshotAt": "2026-11-21T11:51:00.000Z",
                "exposedSeconds": 540, "kept": [
             {"machineId": OTHER, "providerServerId": "4700", "reason": "replaced", "until": "2026-11-22T10:00:00.000Z",
              "unsavedSince": null}]}),
     );
-    insta::assert_snapshot!(machine::details(&plain(), &machine));
+    insta::assert_snapshot!(machine::details(&plain_view(), &machine));
 }
 
 #[test]
-fn status_shows_unsaved_changes_and_end_of_kept_servers() {
+fn status_shows_unsaved_changes_and_expiry_of_kept_servers() {
     let kept = |reason: &str, until: Value, unsaved: Value| json!({"machineId": OTHER, "providerServerId": "4700", "reason": reason, "until": until, "unsavedSince": unsaved});
     let shown = |live: Value, kept: Value| {
         let copies = json!({"live": live, "kept": [kept], "newestSnapshotAt": null, "exposedSeconds": null});
         let slot_exit_times = serde_json::from_value(json!({OTHER: "2026-11-21T11:00:00.000Z"})).unwrap();
         let shown = machine::details_with_slot_exit_times(
-            &plain(),
-            &with_copies(running(), copies),
+            &plain_view(),
+            &with_copies(running_machine(), copies),
             &slot_exit_times,
         );
         shown.lines().find(|line| line.starts_with("kept server")).unwrap().to_owned()
@@ -229,15 +169,15 @@ fn status_shows_unsaved_changes_and_end_of_kept_servers() {
 #[test]
 fn status_without_snapshot_shows_all_data_at_risk() {
     let machine = with_copies(
-        running(),
+        running_machine(),
         json!({"live": {"machineId": MACHINE, "providerServerId": "4711"}, "kept": [], "newestSnapshotAt": null,
                "exposedSeconds": 180}),
     );
-    let shown = machine::details(&plain(), &machine);
+    let shown = machine::details(&plain_view(), &machine);
     for line in [
         "live server  4711\n",
         "snapshot     none known\n",
-        "at risk      losing the live server now would cost all of its data, 3 min old: there is no snapshot\n",
+        "at risk      losing the live server now would cost all of its data (3 min old): there is no snapshot\n",
     ] {
         assert!(shown.contains(line), "{line}: {shown}");
     }
@@ -245,7 +185,7 @@ fn status_without_snapshot_shows_all_data_at_risk() {
 
 #[test]
 fn status_of_recovery_shows_boot_progress_and_question() {
-    let mut machine = running();
+    let mut machine = running_machine();
     machine["status"] = "recovering".into();
     machine["registeredAt"] = Value::Null;
     machine["heartbeatAt"] = Value::Null;
@@ -264,16 +204,16 @@ fn status_of_recovery_shows_boot_progress_and_question() {
     machine["operations"] = json!([waiting]);
     let copies = json!({"live": null, "newestSnapshotAt": "2026-11-21T11:05:00.000Z", "exposedSeconds": null, "kept": [
         {"machineId": OTHER, "providerServerId": "4700", "reason": "replaced", "until": null, "unsavedSince": null}]});
-    insta::assert_snapshot!(machine::details(&plain(), &with_copies(machine, copies)));
+    insta::assert_snapshot!(machine::details(&plain_view(), &with_copies(machine, copies)));
 }
 
 #[test]
 fn failed_machine_advice_depends_on_the_cause() {
     let advice = |cause: &str| {
-        let mut machine = running();
+        let mut machine = running_machine();
         machine["status"] = "failed".into();
         machine["failure"] = json!({"cause": cause, "stage": null, "message": null});
-        let shown = machine::details(&plain(), &read(machine));
+        let shown = machine::details(&plain_view(), &from_json(machine));
         shown.lines().find(|line| line.starts_with("next")).unwrap_or_default().to_owned()
     };
     assert!(advice("operator").contains(&format!("`svcctl resume {MACHINE}`")));
@@ -284,10 +224,10 @@ fn failed_machine_advice_depends_on_the_cause() {
 #[test]
 fn failed_restore_advice_depends_on_the_code() {
     let next = |slot: &str, message: &str| {
-        let mut machine = failed();
+        let mut machine = failed_machine();
         machine["slot"] = slot.into();
         machine["failure"]["message"] = message.into();
-        let shown = machine::details(&plain(), &read(machine));
+        let shown = machine::details(&plain_view(), &from_json(machine));
         shown.lines().find(|line| line.starts_with("next")).unwrap_or_default().to_owned()
     };
     let damaged = next("primary", "the SHA-256 of x.dump differs from its record: nothing was restored");
@@ -299,7 +239,7 @@ fn failed_restore_advice_depends_on_the_code() {
     ] {
         assert!(damaged.contains(&command), "{command}: {damaged}");
     }
-    assert!(!damaged.contains("`svcctl recover user_1`"), "the failed command is advised again: {damaged}");
+    assert!(!damaged.contains("`svcctl recover user_1`"), "the advice repeats the failed command: {damaged}");
     let full = next("second", "svc-restore: code no_space: /var/lib/svc: 5 of 9 bytes");
     assert!(full.contains("next         `svcctl recover user_1 --slot second --server-type TYPE`"), "{full}");
     let newer = next("primary", "svc-restore: code newer_postgres: x was taken with PostgreSQL 17");
@@ -309,25 +249,27 @@ fn failed_restore_advice_depends_on_the_code() {
 }
 
 #[test]
-fn failed_restore_advises_while_the_old_machine_has_the_slot() {
-    let mut machine = failed();
+fn failed_restore_shows_advice_while_old_machine_holds_slot() {
+    let mut machine = failed_machine();
     machine["replacedBy"] = MACHINE.into();
     machine["retiredAt"] = "2026-11-21T11:50:00.000Z".into();
     let copies = |live: &str| {
         json!({"live": {"machineId": live, "providerServerId": "4711"}, "kept": [],
         "newestSnapshotAt": null, "exposedSeconds": 5})
     };
-    let shown = machine::details(&plain(), &with_copies(machine.clone(), copies(MACHINE)));
+    let shown = machine::details(&plain_view(), &with_copies(machine.clone(), copies(MACHINE)));
     assert!(shown.contains("--snapshot KEY"), "{shown}");
-    let later =
-        machine::details(&plain(), &with_copies(machine, copies("019a0000-0000-7000-8000-000000000009")));
+    let later = machine::details(
+        &plain_view(),
+        &with_copies(machine, copies("019a0000-0000-7000-8000-000000000009")),
+    );
     assert!(!later.contains("--snapshot KEY"), "{later}");
 }
 
 #[test]
 fn status_shows_lost_and_reported_copies() {
     let lines = |machine: Value, copies: Value| {
-        let shown = machine::details(&plain(), &with_copies(machine, copies));
+        let shown = machine::details(&plain_view(), &with_copies(machine, copies));
         let is_copy = |line: &&str| {
             ["live server", "kept server", "snapshot"].iter().any(|name| line.starts_with(name))
         };
@@ -341,7 +283,7 @@ fn status_shows_lost_and_reported_copies() {
     let mut discarded = kept.clone();
     discarded["missingSince"] = Value::Null;
     discarded["until"] = "2026-11-21T11:59:59.000Z".into();
-    let mut gone = running();
+    let mut gone = running_machine();
     gone["status"] = "failed".into();
     gone["failure"] = json!({"cause": "server_gone", "stage": null, "message": null});
     let shown = lines(
@@ -370,10 +312,13 @@ fn accepted_deletion_shows_snapshot_age_and_undo() {
     let deletion = |until: Value| {
         let deletion = json!({"machineId": MACHINE, "kind": "customer", "status": "running", "deletedAt": "2026-11-21T12:00:00.000Z",
             "newestSnapshotAt": "2026-11-21T11:51:00.000Z", "undeletableUntil": until, "operationId": OTHER});
-        read::<DeletedMachine>(deletion).into()
+        from_json::<DeletedMachine>(deletion).into()
     };
-    insta::assert_snapshot!(accepted_change::show(&plain(), &deletion(json!("2026-11-22T12:00:00.000Z"))));
-    let immediate = accepted_change::show(&plain(), &deletion(Value::Null));
+    insta::assert_snapshot!(accepted_change::show(
+        &plain_view(),
+        &deletion(json!("2026-11-22T12:00:00.000Z"))
+    ));
+    let immediate = accepted_change::show(&plain_view(), &deletion(Value::Null));
     assert!(
         immediate.contains("until its server is off; then the server is deleted permanently"),
         "{immediate}"
@@ -385,9 +330,9 @@ fn status_of_immediate_deletion_has_no_kept_server() {
     let copies = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": [
         {"machineId": MACHINE, "providerServerId": "4711", "reason": "deleted", "until": null, "unsavedSince": null,
          "deletedBy": OTHER}]});
-    let mut deleted = running();
+    let mut deleted = running_machine();
     deleted["deletedAt"] = "2026-11-21T11:59:00.000Z".into();
-    let shown = machine::details(&plain(), &with_copies(deleted, copies));
+    let shown = machine::details(&plain_view(), &with_copies(deleted, copies));
     let line = shown.lines().find(|line| line.starts_with("old server")).unwrap();
     assert!(line.contains(&format!("deleted as soon as operation {OTHER}")), "{line}");
     assert!(line.contains(&format!("`svcctl operation abandon {OTHER}`")), "{line}");
@@ -396,12 +341,12 @@ fn status_of_immediate_deletion_has_no_kept_server() {
 
 #[test]
 fn deletion_of_machine_that_never_served_has_no_undo() {
-    let deletion = read::<DeletedMachine>(
+    let deletion = from_json::<DeletedMachine>(
         json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "second", "handle": "ada",
         "kind": "customer", "status": "provisioning", "registeredAt": null, "deletedAt": "2026-11-21T12:00:00.000Z",
         "newestSnapshotAt": null, "undeletableUntil": null, "operationId": OTHER, "alsoDeleted": null}),
     );
-    let shown = accepted_change::show(&plain(), &deletion.into());
+    let shown = accepted_change::show(&plain_view(), &deletion.into());
     let undo =
         "none: it never served; `svcctl provision user_1 --slot second --handle ada` creates a new machine";
     assert!(shown.contains(undo), "{shown}");
@@ -409,11 +354,11 @@ fn deletion_of_machine_that_never_served_has_no_undo() {
 
 #[test]
 fn accepted_recovery_shows_undo() {
-    let accepted = read::<RecoveredMachine>(
+    let accepted = from_json::<RecoveredMachine>(
         json!({"oldMachineId": OTHER, "machineId": MACHINE, "slot": "primary", "status": "recovering",
         "epoch": 3, "operationId": OTHER}),
     );
-    let shown = accepted_change::show(&plain(), &accepted.into());
+    let shown = accepted_change::show(&plain_view(), &accepted.into());
     let undo = format!("undo       `svcctl operation abandon {OTHER}` until the new machine has registered");
     assert!(shown.contains(&undo), "{shown}");
 }
@@ -421,7 +366,7 @@ fn accepted_recovery_shows_undo() {
 #[test]
 fn fleet_shows_machines_that_need_attention() {
     let fleet = |attention: Value| {
-        read(json!({
+        from_json(json!({
             "totals": {"machines": 12, "byStatus": {"failed": 1, "provisioning": 0, "running": 11},
                        "byImageVersion": {"2026.11.1": 8, "2026.10.4": 4},
                        "byHealth": {"healthy": 10, "silent": 1, "unhealthy": 0, "unknown": 1}},
@@ -442,8 +387,8 @@ fn fleet_shows_machines_that_need_attention() {
         {"machineId": MACHINE, "idpUserId": "user_7", "slot": "second", "handle": "gil", "status": "running", "reasons": ["pointer_unusable"]},
         {"machineId": MACHINE, "idpUserId": "user_3", "slot": "primary", "handle": "bob", "status": "running", "reasons": ["update_rolled_back"]},
     ]);
-    insta::assert_snapshot!(fleet::show(&plain(), &fleet(attention)));
-    assert!(fleet::show(&plain(), &fleet(json!([]))).ends_with("no machine needs attention\n"));
+    insta::assert_snapshot!(fleet::show(&plain_view(), &fleet(attention)));
+    assert!(fleet::show(&plain_view(), &fleet(json!([]))).ends_with("no machine needs attention\n"));
 }
 
 fn rollout(state: &str, why: Option<&str>) -> Value {
@@ -458,8 +403,8 @@ fn rollout(state: &str, why: Option<&str>) -> Value {
 #[test]
 fn list_shows_rollouts() {
     let all = [rollout("running", None), rollout("stopped", Some("the canary failed"))];
-    insta::assert_snapshot!(deploy::list(&plain(), &read(json!({"rollouts": all}))));
-    assert_eq!(deploy::list(&plain(), &read(json!({"rollouts": []}))), "no rollouts\n");
+    insta::assert_snapshot!(deploy::list(&plain_view(), &from_json(json!({"rollouts": all}))));
+    assert_eq!(deploy::list(&plain_view(), &from_json(json!({"rollouts": []}))), "no rollouts\n");
 }
 
 #[test]
@@ -469,28 +414,33 @@ fn list_shows_backups() {
         "verifiedAt": "2026-11-21T11:05:01.000Z", "epoch": 2, "machineId": MACHINE, "latest": latest})
     };
     let page = json!({"latest": "b", "backups": [backup("system/db/snapshots/b-2.dump", true), backup("system/db/snapshots/a-1.dump", false)], "nextCursor": null});
-    insta::assert_snapshot!(backup::list(&plain(), &read(page)));
+    insta::assert_snapshot!(backup::list(&plain_view(), &from_json(page)));
 }
 
 #[test]
 fn list_shows_slots() {
-    let rows: Vec<svc_wire::slot::Subscription> = read(json!([
+    let rows: Vec<svc_wire::slot::Subscription> = from_json(json!([
         {"idpUserId": "user_1", "slot": "primary", "plan": "max", "status": "active", "currentPeriodEnd": "2026-12-01T00:00:00.000Z"},
         {"idpUserId": "user_1", "slot": "second", "plan": "starter", "status": "inactive", "currentPeriodEnd": null},
     ]));
-    insta::assert_snapshot!(slot::list(&plain(), &rows));
+    insta::assert_snapshot!(slot::list(&plain_view(), &rows));
 }
 
 #[test]
 fn only_a_terminal_gets_colours_and_width() {
-    let page = read(json!({"machines": [running(), failed()], "nextCursor": null}));
-    let narrow = View { width: Some(80), ..plain() };
+    let page = from_json(json!({"machines": [running_machine(), failed_machine()], "nextCursor": null}));
+    let narrow = View { width: Some(80), ..plain_view() };
     let shown = machine::list(&narrow, &page);
     assert!(shown.lines().all(|line| line.chars().count() <= 80), "{shown}");
-    let coloured = machine::list(&View { colours: true, ..plain() }, &page);
+    let coloured = machine::list(&View { colours: true, ..plain_view() }, &page);
     assert!(coloured.contains("\x1b["), "{coloured}");
-    for shown in [machine::list(&plain(), &page), machine::details(&plain(), &read(failed()))] {
+    for shown in
+        [machine::list(&plain_view(), &page), machine::details(&plain_view(), &from_json(failed_machine()))]
+    {
         assert!(!shown.contains('\x1b'), "{shown}");
     }
-    assert!(machine::details(&View { colours: true, ..plain() }, &read(failed())).contains("\x1b[31m"));
+    assert!(
+        machine::details(&View { colours: true, ..plain_view() }, &from_json(failed_machine()))
+            .contains("\x1b[31m")
+    );
 }

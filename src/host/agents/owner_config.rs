@@ -12,7 +12,7 @@ use std::path::Path;
 use nix::fcntl::OFlag;
 use serde::Deserialize;
 
-use super::adapters::settings::{AgentFile, AgentSettings, DispatchFile, Price};
+use super::adapters::settings::{AgentEntry, AgentSettings, DispatchSection, Price};
 use super::config_names::check_names;
 use crate::records::calendar::Calendar;
 use crate::records::limits::Limits;
@@ -56,8 +56,8 @@ impl StorageQuotas {
 struct ConfigFile {
     cost_limits: CostLimits,
     storage: StorageQuotas,
-    agents: BTreeMap<String, AgentFile>,
-    dispatch: DispatchFile,
+    agents: BTreeMap<String, AgentEntry>,
+    dispatch: DispatchSection,
     prices: BTreeMap<String, Price>,
 }
 

@@ -14,6 +14,10 @@ pub struct Endpoint {
 }
 
 /// Describes a JSON response.
-pub const fn documented_json(status: u16, about: &'static str, schema: fn() -> Value) -> DocumentedResponse {
-    DocumentedResponse { status, about, content: Content::Json(schema) }
+pub const fn documented_json(
+    status: u16,
+    description: &'static str,
+    schema: fn() -> Value,
+) -> DocumentedResponse {
+    DocumentedResponse { status, description, content: Content::Json(schema) }
 }

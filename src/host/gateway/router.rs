@@ -12,7 +12,7 @@ use axum::{Extension, Json, Router};
 use http::Method;
 use serde_json::{Value, json};
 
-use super::auth::{AGENT, AuthFailure, Authentication, CALLERS, Ingress, OWNERS, admit};
+use super::auth::{AGENT, ALL_EXCEPT_PLATFORM, AuthFailure, Authentication, Ingress, OWNER_OR_ADMIN, admit};
 use super::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use super::identify::identify;
 use super::routes::{
@@ -87,7 +87,7 @@ pub fn endpoints() -> impl Iterator<Item = &'static Endpoint> {
 
 const API: Api = Api {
     title: "svc gateway",
-    about: "A machine's API: for its owner, for its apps through the bridge, and for the platform.",
+    description: "A machine's API: for its owner, for its apps through the bridge, and for the platform.",
     version: env!("CARGO_PKG_VERSION"),
     schemas: &[
         ("App", apps::app_schema_json),
@@ -105,7 +105,7 @@ const API: Api = Api {
 
 /// The OpenAPI document of all routes.
 pub fn description() -> Value {
-    openapi::document(&API, endpoints().map(|endpoint| &endpoint.operation))
+    openapi::generate_document(&API, endpoints().map(|endpoint| &endpoint.operation))
 }
 
 static DESCRIPTION: Endpoint = Endpoint {
@@ -114,7 +114,7 @@ static DESCRIPTION: Endpoint = Endpoint {
         method: Method::GET,
         path: "/api/bridge/openapi.json",
         summary: "This document.",
-        credentials: CALLERS,
+        credentials: ALL_EXCEPT_PLATFORM,
         parameters: &[],
         body: None,
         responses: &[documented_json(200, "OpenAPI 3.1.", || json!({ "type": "object" }))],
@@ -129,7 +129,7 @@ async fn describe() -> Json<Value> {
 
 /// Builds the router of one listener.
 pub fn router(gateway: &Gateway, ingress: Ingress) -> Router {
-    let admit_owners = from_fn(|request, next| admit(OWNERS, request, next));
+    let admit_owners = from_fn(|request, next| admit(OWNER_OR_ADMIN, request, next));
     let shell = Router::new().fallback(proxy::proxy_to_shell).layer(admit_owners);
     let (listener, metrics_router) = match ingress {
         Ingress::Public => (Listener::Gateway, Router::new()),

@@ -1,5 +1,5 @@
 //! The epoch of this machine: the one it was provisioned with, or a higher one that the platform assigned in a
-//! heartbeat, after a recovery was undone and the old machine was raised past its fence.
+//! heartbeat, after a recovery was undone and the old machine's epoch was raised above the slot's fence.
 //!
 //! Invariant: the epoch never decreases, unless its file becomes unreadable or invalid.
 
@@ -61,7 +61,11 @@ mod tests {
         raise(&layout, Epoch(3), Epoch(5)).unwrap();
         raise(&layout, Epoch(3), Epoch(4)).unwrap();
         assert_eq!(current(&layout, Epoch(3)), Epoch(5));
-        assert_eq!(current(&layout, Epoch(7)), Epoch(7), "a machine that was provisioned later");
+        assert_eq!(
+            current(&layout, Epoch(7)),
+            Epoch(7),
+            "the provisioned epoch is higher than the raised one"
+        );
         fsx::write_atomic(&layout.raised_epoch(), b"{", 0o644).unwrap();
         assert_eq!(current(&layout, Epoch(3)), Epoch(3));
     }

@@ -61,7 +61,7 @@ impl Server {
     }
 
     /// # Errors
-    /// [`ConnectError`], within 10 s.
+    /// [`ConnectError`], within 10 s after the name lookups, which take up to 5 s for each host name.
     pub async fn connect(&self, database: &str, application: &str) -> Result<Client, ConnectError> {
         let mut config = self.config.clone();
         config.dbname(database).application_name(application).connect_timeout(CONNECT_TIMEOUT);

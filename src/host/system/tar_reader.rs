@@ -36,11 +36,11 @@ pub struct TarLimits {
     /// Bytes of one path or link.
     pub name_bytes: usize,
     /// Bytes of all paths and links.
-    pub all_name_bytes: u64,
+    pub max_total_name_bytes: u64,
     /// Bytes of one file.
     pub file_bytes: u64,
     /// Bytes of all files.
-    pub all_file_bytes: u64,
+    pub max_total_file_bytes: u64,
 }
 
 /// Reason why the rest of an archive is not read.
@@ -148,12 +148,18 @@ impl<'a, R: Read> TarReader<'a, R> {
             return Err(TarError::refused(path, "it exceeds the size limit for a file"));
         }
         self.file_bytes = self.file_bytes.saturating_add(size);
-        if self.file_bytes > limits.all_file_bytes {
-            return Err(TarError::LimitExceeded { what: "bytes in files", limit: limits.all_file_bytes });
+        if self.file_bytes > limits.max_total_file_bytes {
+            return Err(TarError::LimitExceeded {
+                what: "bytes in files",
+                limit: limits.max_total_file_bytes,
+            });
         }
         self.name_bytes += (path.as_os_str().len() + link.as_os_str().len()) as u64;
-        if self.name_bytes > limits.all_name_bytes {
-            return Err(TarError::LimitExceeded { what: "bytes in names", limit: limits.all_name_bytes });
+        if self.name_bytes > limits.max_total_name_bytes {
+            return Err(TarError::LimitExceeded {
+                what: "bytes in names",
+                limit: limits.max_total_name_bytes,
+            });
         }
         Ok(())
     }

@@ -39,11 +39,11 @@ pub const FAILPOINTS: &[&str] = &[
     "update.renamed",
     "update.switched",
     "update.linked",
-    "update.units_announced",
+    "update.units_planned",
     "update.units_written",
     "update.units_recorded",
-    "update.password_made",
-    "update.password_told",
+    "update.password_created",
+    "update.password_recorded",
 ];
 
 /// Reason why a boot failed. The boot can be repeated.

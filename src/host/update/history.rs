@@ -62,7 +62,7 @@ impl HistoryEntry {
 pub fn record(layout: &Layout, entry: &HistoryEntry) -> Result<(), HistoryError> {
     let line = serde_json::to_string(entry).expect("plain fields are JSON");
     fsx::write_atomic(&layout.last_update(), line.as_bytes(), 0o644)?;
-    failpoint::pass("update.outcome_told")?;
+    failpoint::pass("update.outcome_recorded")?;
     let mut entries = read_history(layout)?;
     if entries.iter().any(|known| known.id == entry.id) {
         return Ok(());

@@ -49,7 +49,7 @@ pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError
     let wanted = list_release_files(layout, version)?;
     let installed = read_installed_files(layout)?;
     write_record(layout, installed.iter().chain(wanted.keys()).cloned().collect())?;
-    failpoint::pass("update.units_announced")?;
+    failpoint::pass("update.units_planned")?;
     let dirs: BTreeSet<PathBuf> =
         installed.iter().chain(wanted.keys()).filter_map(|path| Some(path.parent()?.to_owned())).collect();
     for dir in dirs {

@@ -17,7 +17,7 @@ use tokio::sync::mpsc;
 use crate::system::tar_reader::EntryKind;
 use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, quote_path};
 
-/// Number of chunks between the download and the unpacker; each can have a few hundred KiB.
+/// Number of chunks between the download and the unpacker; each can be a few hundred KiB.
 const CHUNK_QUEUE_CAPACITY: usize = 2;
 const MAX_PATH_BYTES: usize = 1024;
 
@@ -35,9 +35,9 @@ impl UnpackLimits {
         TarLimits {
             entries: self.entries,
             name_bytes: MAX_PATH_BYTES,
-            all_name_bytes: 64 << 20,
+            max_total_name_bytes: 64 << 20,
             file_bytes: self.bytes,
-            all_file_bytes: self.bytes,
+            max_total_file_bytes: self.bytes,
         }
     }
 }
@@ -131,7 +131,7 @@ impl Tree<'_> {
     fn add(&mut self, mut entry: TarEntry<'_, impl Read>) -> Result<(), UnpackError> {
         let refuse = |why| Err(UnpackError::Refused { path: quote_path(&entry.path), why });
         let Some(path) = relative_path(&entry.path) else {
-            return refuse("its path leaves the release");
+            return refuse("its path escapes the release directory");
         };
         if entry.mode & 0o7000 != 0 {
             return refuse("it has a setuid, setgid or sticky bit");
@@ -181,7 +181,7 @@ impl Tree<'_> {
     fn create_link(&mut self, path: &Path, target: &Path) -> Result<(), UnpackError> {
         let refuse = |why| Err(UnpackError::Refused { path: quote_path(path), why });
         if !stays_inside(path, target) {
-            return refuse("it is a link that leaves the release");
+            return refuse("it is a link that escapes the release directory");
         }
         self.create_parent(path)?;
         std::os::unix::fs::symlink(target, self.root.join(path))
@@ -198,7 +198,7 @@ impl Tree<'_> {
             let refuse = |why| UnpackError::Refused { path: quote_path(link), why };
             let end = fs::canonicalize(self.root.join(link)).map_err(|_| refuse("it is a dangling link"))?;
             if !end.starts_with(&root) {
-                return Err(refuse("it is a link that leaves the release"));
+                return Err(refuse("it is a link that escapes the release directory"));
             }
         }
         Ok(())
@@ -218,7 +218,7 @@ fn copy_content(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), 
     }
 }
 
-/// Returns the path without `./`; `None` if it is absolute or leaves the directory.
+/// Returns the path without `./`; `None` if it is absolute or escapes the directory.
 fn relative_path(path: &Path) -> Option<PathBuf> {
     let mut clean = PathBuf::new();
     for part in path.components() {

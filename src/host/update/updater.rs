@@ -182,7 +182,7 @@ impl<S: Services> Updater<S> {
         if journal.plan.kind == UpdateKind::Apply {
             let verified = self.fetch_manifest(&journal.plan.to).await?;
             journal.key_set = self.next_key_set(&verified)?;
-            failpoint::pass("update.believed").map_err(failed(Stage::Manifest))?;
+            failpoint::pass("update.manifest_verified").map_err(failed(Stage::Manifest))?;
             let candidate = Candidate::new(&self.layout, &journal.plan.from, verified.manifest());
             policy::check_release(&candidate, &journal.plan.allow).map_err(refused(Stage::Preflight))?;
             self.fetch_bundle(&journal.plan.to, &verified).await?;
@@ -191,7 +191,7 @@ impl<S: Services> Updater<S> {
                 .map_err(refused(Stage::Preflight))?;
         }
         smoke_test::run(&self.layout.release(&journal.plan.to)).await.map_err(refused(Stage::Trial))?;
-        failpoint::pass("update.tried").map_err(failed(Stage::Trial))
+        failpoint::pass("update.smoke_tested").map_err(failed(Stage::Trial))
     }
 
     async fn fetch_manifest(&self, version: &ImageVersion) -> Result<VerifiedManifest, StepError> {
@@ -302,7 +302,7 @@ impl<S: Services> Updater<S> {
         health::wait_until_healthy(&self.services, &names, &gateway_probe, self.health_timeout)
             .await
             .map_err(unhealthy)?;
-        failpoint::pass("update.well").map_err(failed(Stage::Health))
+        failpoint::pass("update.healthy").map_err(failed(Stage::Health))
     }
 
     /// Stops units that this release does not have, before their files are removed.

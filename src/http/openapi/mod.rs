@@ -21,7 +21,7 @@ use super::problem::Code;
 pub struct Credential {
     pub name: &'static str,
     pub scheme: CredentialScheme,
-    pub about: &'static str,
+    pub description: &'static str,
 }
 
 /// The location of a credential in a request.
@@ -70,14 +70,14 @@ pub struct Parameter {
     pub name: &'static str,
     pub location: ParameterLocation,
     pub schema: Schema,
-    pub about: &'static str,
+    pub description: &'static str,
 }
 
 /// A successful response.
 #[derive(Debug, Clone, Copy)]
 pub struct DocumentedResponse {
     pub status: u16,
-    pub about: &'static str,
+    pub description: &'static str,
     pub content: Content,
 }
 
@@ -92,7 +92,7 @@ pub enum Content {
 /// The part of a document about the whole API.
 pub struct Api {
     pub title: &'static str,
-    pub about: &'static str,
+    pub description: &'static str,
     pub version: &'static str,
     /// Schemas that other schemas reference with [`schema_ref`].
     pub schemas: &'static [(&'static str, Schema)],
@@ -127,11 +127,11 @@ impl Operation {
         codes
     }
 
-    fn document(&self) -> Value {
+    fn to_openapi(&self) -> Value {
         let mut responses: Map<String, Value> = self
             .responses
             .iter()
-            .map(|response| (response.status.to_string(), response.document()))
+            .map(|response| (response.status.to_string(), response.to_openapi()))
             .collect();
         let mut by_status: BTreeMap<u16, Vec<&str>> = BTreeMap::new();
         for code in self.codes() {
@@ -147,7 +147,7 @@ impl Operation {
             "security": self.credentials.iter().map(|credential| json!({ credential.name: [] })).collect::<Vec<_>>(),
         });
         if !self.parameters.is_empty() {
-            operation["parameters"] = self.parameters.iter().map(Parameter::document).collect();
+            operation["parameters"] = self.parameters.iter().map(Parameter::to_openapi).collect();
         }
         if let Some(body) = self.body {
             operation["requestBody"] =
@@ -158,23 +158,23 @@ impl Operation {
 }
 
 impl Credential {
-    fn document(&self) -> Value {
+    fn to_openapi(&self) -> Value {
         match self.scheme {
             CredentialScheme::Bearer | CredentialScheme::ScopedBearer => {
-                json!({ "type": "http", "scheme": "bearer", "description": self.about })
+                json!({ "type": "http", "scheme": "bearer", "description": self.description })
             }
             CredentialScheme::Header(name) => {
-                json!({ "type": "apiKey", "in": "header", "name": name, "description": self.about })
+                json!({ "type": "apiKey", "in": "header", "name": name, "description": self.description })
             }
             CredentialScheme::Cookie(name) => {
-                json!({ "type": "apiKey", "in": "cookie", "name": name, "description": self.about })
+                json!({ "type": "apiKey", "in": "cookie", "name": name, "description": self.description })
             }
         }
     }
 }
 
 impl Parameter {
-    fn document(&self) -> Value {
+    fn to_openapi(&self) -> Value {
         let location = match self.location {
             ParameterLocation::Path => "path",
             ParameterLocation::Query | ParameterLocation::RequiredQuery => "query",
@@ -184,15 +184,15 @@ impl Parameter {
             "name": self.name,
             "in": location,
             "required": matches!(self.location, ParameterLocation::Path | ParameterLocation::RequiredQuery),
-            "description": self.about,
+            "description": self.description,
             "schema": (self.schema)(),
         })
     }
 }
 
 impl DocumentedResponse {
-    fn document(&self) -> Value {
-        let mut response = json!({ "description": self.about });
+    fn to_openapi(&self) -> Value {
+        let mut response = json!({ "description": self.description });
         match self.content {
             Content::Nothing => {}
             Content::Json(schema) => {
@@ -224,7 +224,7 @@ fn problem_response(status: u16, codes: &[&str]) -> Value {
 }
 
 fn header_components() -> Value {
-    let header = |about: &str, schema: Value| json!({ "description": about, "schema": schema });
+    let header = |description: &str, schema: Value| json!({ "description": description, "schema": schema });
     json!({
         "RequestId": header("The same as the problem's requestId; log lines with this id have the details.", text()),
         "WwwAuthenticate": header("Bearer", text()),
@@ -251,22 +251,24 @@ fn problem_schema() -> Value {
 }
 
 /// Generates the document for these operations.
-pub fn document<'o>(api: &Api, operations: impl IntoIterator<Item = &'o Operation>) -> Value {
+pub fn generate_document<'o>(api: &Api, operations: impl IntoIterator<Item = &'o Operation>) -> Value {
     let mut paths: Map<String, Value> = Map::new();
     let mut credentials: BTreeMap<&str, &Credential> = BTreeMap::new();
     for operation in operations {
         credentials.extend(operation.credentials.iter().map(|credential| (credential.name, credential)));
         let path = paths.entry(operation.path.replace("{*", "{")).or_insert_with(|| json!({}));
-        path[operation.method.as_str().to_ascii_lowercase()] = operation.document();
+        path[operation.method.as_str().to_ascii_lowercase()] = operation.to_openapi();
     }
     let mut schemas: Map<String, Value> =
         api.schemas.iter().map(|(name, schema)| ((*name).to_owned(), schema())).collect();
     schemas.insert("Problem".to_owned(), problem_schema());
-    let schemes: Map<String, Value> =
-        credentials.into_iter().map(|(name, credential)| (name.to_owned(), credential.document())).collect();
+    let schemes: Map<String, Value> = credentials
+        .into_iter()
+        .map(|(name, credential)| (name.to_owned(), credential.to_openapi()))
+        .collect();
     json!({
         "openapi": "3.1.0",
-        "info": { "title": api.title, "description": api.about, "version": api.version },
+        "info": { "title": api.title, "description": api.description, "version": api.version },
         "paths": paths,
         "components": { "schemas": schemas, "headers": header_components(), "securitySchemes": schemes },
     })
@@ -277,7 +279,7 @@ mod tests {
     use super::*;
 
     const OPERATOR: Credential =
-        Credential { name: "operator", scheme: CredentialScheme::Bearer, about: "PLATFORM_SECRET" };
+        Credential { name: "operator", scheme: CredentialScheme::Bearer, description: "PLATFORM_SECRET" };
 
     fn rename_thing_operation() -> Operation {
         Operation {
@@ -290,12 +292,12 @@ mod tests {
                 name: "id",
                 location: ParameterLocation::Path,
                 schema: uuid,
-                about: "The thing.",
+                description: "The thing.",
             }],
             body: Some(|| object(&[("name", text())], &[])),
             responses: &[DocumentedResponse {
                 status: 202,
-                about: "The thing will be renamed.",
+                description: "The thing will be renamed.",
                 content: Content::Json(|| schema_ref("Thing")),
             }],
             problems: &[Code::InvalidState, Code::Unauthorized],
@@ -306,11 +308,11 @@ mod tests {
     fn document_contains_derived_problems() {
         let api = Api {
             title: "t",
-            about: "a",
+            description: "a",
             version: "1",
             schemas: &[("Thing", || object(&[], &[("x", count())]))],
         };
-        let document = document(&api, [&rename_thing_operation()]);
+        let document = generate_document(&api, [&rename_thing_operation()]);
         let operation = &document["paths"]["/things/{id}"]["post"];
         assert_eq!(operation["security"], json!([{ "operator": [] }]));
         assert_eq!(operation["parameters"][0]["required"], true);

@@ -207,7 +207,7 @@ fn detects_server_that_outlives_machine() {
     model.provision(0);
     model.cloud.create(0);
     model.pointers[0].fence_epoch = 1;
-    model.machines[0].machine.state = State::Deleted { was: Box::new(State::Provisioning) };
+    model.machines[0].machine.state = State::Deleted { previous: Box::new(State::Provisioning) };
     model.operations.clear();
     assert!(check_settled(&model).contains(&Violation::Orphan));
 }

@@ -83,7 +83,7 @@ pub static RELEASE: Endpoint = Endpoint {
                 name: "alarm",
                 location: ParameterLocation::Path,
                 schema: text,
-                about: "The alarm's name, as listed by the fleet route.",
+                description: "The alarm's name, as listed by the fleet route.",
             },
             IDEMPOTENCY_KEY,
         ],

@@ -62,8 +62,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
     serve: || get(handle),
 };
 
-const fn filter_parameter(name: &'static str, schema: fn() -> Value, about: &'static str) -> Parameter {
-    Parameter { name, location: ParameterLocation::Query, schema, about }
+const fn filter_parameter(name: &'static str, schema: fn() -> Value, description: &'static str) -> Parameter {
+    Parameter { name, location: ParameterLocation::Query, schema, description }
 }
 
 fn filter_schema() -> Value {

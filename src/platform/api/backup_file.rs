@@ -76,5 +76,5 @@ const NAME: Parameter = Parameter {
     name: "name",
     location: ParameterLocation::Path,
     schema: || text_matching("^[^/]+\\.dump$"),
-    about: "The last part of the snapshot's key.",
+    description: "The last part of the snapshot's key.",
 };

@@ -119,12 +119,12 @@ const LATEST: Parameter = Parameter {
     name: "latest",
     location: ParameterLocation::Query,
     schema: boolean,
-    about: "true: list only the snapshot that the pointer names.",
+    description: "true: list only the snapshot that the pointer names.",
 };
 
 const LIMIT: Parameter = Parameter {
     name: "limit",
     location: ParameterLocation::Query,
     schema: || json!({ "type": "integer", "minimum": 1, "maximum": MAX_PAGE_SIZE, "default": DEFAULT_PAGE_SIZE }),
-    about: "Page size.",
+    description: "Page size.",
 };

@@ -66,7 +66,7 @@ const VERSION: Parameter = Parameter {
     name: "version",
     location: ParameterLocation::Path,
     schema: text,
-    about: "The image version.",
+    description: "The image version.",
 };
 const FILE: Parameter = Parameter {
     name: "file",
@@ -79,5 +79,5 @@ const FILE: Parameter = Parameter {
                 .map(String::as_str),
         )
     },
-    about: "The archive, its checksum, its manifest or the manifest's signature.",
+    description: "The archive, its checksum, its manifest or the manifest's signature.",
 };

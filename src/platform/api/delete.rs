@@ -162,13 +162,14 @@ const NOW: Parameter = Parameter {
     name: "now",
     location: ParameterLocation::Query,
     schema: boolean,
-    about: "true: the server is deleted as soon as the final backup has been taken, and undelete is not possible.",
+    description: "true: the server is deleted as soon as the final backup has been taken, and undelete is not \
+                  possible.",
 };
 const ACCEPT_LOSS: Parameter = Parameter {
     name: "acceptLoss",
     location: ParameterLocation::Query,
     schema: boolean,
-    about: "true: if no final backup can be taken, data that no snapshot contains may be lost.",
+    description: "true: if no final backup can be taken, data that no snapshot contains may be lost.",
 };
 
 pub static ENDPOINT: Endpoint = Endpoint {

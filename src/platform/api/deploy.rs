@@ -408,7 +408,7 @@ pub static SHOW: Endpoint = Endpoint {
 };
 
 const ROLLOUT_ID: Parameter =
-    Parameter { name: "id", location: ParameterLocation::Path, schema: uuid, about: "The rollout." };
+    Parameter { name: "id", location: ParameterLocation::Path, schema: uuid, description: "The rollout." };
 
 const ROLLOUT_RESPONSE: DocumentedResponse = documented_json(200, "The rollout.", || schema_ref("Rollout"));
 

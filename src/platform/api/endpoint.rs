@@ -36,7 +36,8 @@ fn with_access(endpoint: &Endpoint) -> MethodRouter<Arc<Platform>> {
 pub const OPERATOR: Credential = Credential {
     name: "operator",
     scheme: CredentialScheme::ScopedBearer,
-    about: "The token of a named operator (svco_…) with one of the listed scopes, or PLATFORM_SECRET, which has all scopes",
+    description: "The token of a named operator (svco_…) with one of the listed scopes, or PLATFORM_SECRET, which \
+                  has all scopes",
 };
 
 pub const READ: &[Scope] = &[Scope::Read];
@@ -50,36 +51,40 @@ pub const READ_OR_ADMIN: &[Scope] = &[Scope::Read, Scope::Admin];
 pub const HOST: Credential = Credential {
     name: "host",
     scheme: CredentialScheme::Bearer,
-    about: "The UPGRADE_TOKEN of a machine, while it holds its slot",
+    description: "The UPGRADE_TOKEN of a machine, while it holds its slot",
 };
 pub const REGISTRATION: Credential = Credential {
     name: "registration",
     scheme: CredentialScheme::Bearer,
-    about: "The single-use registration token of a machine",
+    description: "The single-use registration token of a machine",
 };
 
 pub const MACHINE_ID: Parameter =
-    Parameter { name: "id", location: ParameterLocation::Path, schema: uuid, about: "The machine." };
+    Parameter { name: "id", location: ParameterLocation::Path, schema: uuid, description: "The machine." };
 pub const IDEMPOTENCY_KEY: Parameter = Parameter {
     name: "Idempotency-Key",
     location: ParameterLocation::Header,
     schema: || text_matching("^[ -~]{1,255}$"),
-    about: "A repeated request with the same key and body gets the response to the first one.",
+    description: "A repeated request with the same key and body gets the response to the first one.",
 };
 pub const PREFER: Parameter = Parameter {
     name: "Prefer",
     location: ParameterLocation::Header,
     schema: nul_free_text,
-    about: "wait=N: respond when the operation has ended, or after N seconds, at most 60 (RFC 7240).",
+    description: "wait=N: respond when the operation has ended, or after N seconds, at most 60 (RFC 7240).",
 };
 pub const CURSOR: Parameter = Parameter {
     name: "cursor",
     location: ParameterLocation::Query,
     schema: nul_free_text,
-    about: "The nextCursor of the previous page.",
+    description: "The nextCursor of the previous page.",
 };
 
 /// Describes a JSON response.
-pub const fn documented_json(status: u16, about: &'static str, schema: fn() -> Value) -> DocumentedResponse {
-    DocumentedResponse { status, about, content: Content::Json(schema) }
+pub const fn documented_json(
+    status: u16,
+    description: &'static str,
+    schema: fn() -> Value,
+) -> DocumentedResponse {
+    DocumentedResponse { status, description, content: Content::Json(schema) }
 }

@@ -15,7 +15,7 @@ use svc_provider::{ServerId, ServerStatus};
 /// Returns a machine with a healthy host to service after its resize failed or its deletion was undone. Records the
 /// server type that the provider reports. If this fails, it is retried at the next heartbeat.
 pub async fn resume_healthy_machine(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
-    let is_healable = machine.failure.as_ref().is_some_and(|failure| failure.cause.is_healed_by_heartbeat());
+    let is_healable = machine.failure.as_ref().is_some_and(|failure| failure.cause.is_cleared_by_heartbeat());
     if !machine.is_active() || machine.status != Status::Failed || !is_healable || epoch != machine.epoch {
         return;
     }

@@ -67,8 +67,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
     serve: || get(handle),
 };
 
-const fn filter_parameter(name: &'static str, schema: fn() -> Value, about: &'static str) -> Parameter {
-    Parameter { name, location: ParameterLocation::Query, schema, about }
+const fn filter_parameter(name: &'static str, schema: fn() -> Value, description: &'static str) -> Parameter {
+    Parameter { name, location: ParameterLocation::Query, schema, description }
 }
 
 const STATUS: Parameter = filter_parameter("status", status, "Only machines with this status.");

@@ -11,7 +11,7 @@ use http::{Method, header};
 use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, METRICS, OPERATOR};
 use crate::context::Platform;
-use crate::measure;
+use crate::fleet_metrics;
 use svc_base::metrics::{MEDIA_TYPE, MetricsHandle};
 use svc_http::openapi::{Content, DocumentedResponse, Operation};
 use svc_http::problem::{Code, Problem};
@@ -22,7 +22,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     ApiCall::read(request).await?.authenticate_operator(&platform).await?;
-    measure::collect(&platform).await;
+    fleet_metrics::collect(&platform).await;
     Ok(([(header::CONTENT_TYPE, MEDIA_TYPE)], metrics.text()).into_response())
 }
 
@@ -38,7 +38,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         body: None,
         responses: &[DocumentedResponse {
             status: 200,
-            about: "All series.",
+            description: "All series.",
             content: Content::Other("text/plain"),
         }],
         problems: &[Code::DatabaseUnavailable],

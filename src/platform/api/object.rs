@@ -18,15 +18,15 @@ use svc_store::Bucket;
 pub const RESPONSES: [DocumentedResponse; 3] = [
     DocumentedResponse {
         status: 200,
-        about: "The file.",
+        description: "The file.",
         content: Content::Other("application/octet-stream"),
     },
     DocumentedResponse {
         status: 206,
-        about: "A range of the file.",
+        description: "A range of the file.",
         content: Content::Other("application/octet-stream"),
     },
-    DocumentedResponse { status: 304, about: "The file has not changed.", content: Content::Nothing },
+    DocumentedResponse { status: 304, description: "The file has not changed.", content: Content::Nothing },
 ];
 
 /// Responds with the object, or with its requested range.

@@ -43,7 +43,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             name: "id",
             location: ParameterLocation::Path,
             schema: uuid,
-            about: "The operation.",
+            description: "The operation.",
         }],
         body: None,
         responses: &[documented_json(200, "The operation.", || schema_ref("Operation"))],

@@ -39,7 +39,7 @@ use svc_store::snapshot;
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 
 const ID: Parameter =
-    Parameter { name: "id", location: ParameterLocation::Path, schema: uuid, about: "The operation." };
+    Parameter { name: "id", location: ParameterLocation::Path, schema: uuid, description: "The operation." };
 
 enum Decision {
     /// Runs the waiting step again, because its conditions may have changed.

@@ -277,7 +277,7 @@ const NAME: Parameter = Parameter {
     name: "operator",
     location: ParameterLocation::Path,
     schema: || text_matching(OperatorName::PATTERN),
-    about: "The operator's name.",
+    description: "The operator's name.",
 };
 
 pub static ADD: Endpoint = Endpoint {

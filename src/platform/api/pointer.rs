@@ -338,19 +338,19 @@ const USER: Parameter = Parameter {
     name: "idpUserId",
     location: ParameterLocation::RequiredQuery,
     schema: idp_user_id,
-    about: "The slot's user.",
+    description: "The slot's user.",
 };
 const SLOT: Parameter = Parameter {
     name: "slot",
     location: ParameterLocation::Query,
     schema: slot_name,
-    about: "The slot; default `primary`.",
+    description: "The slot; default `primary`.",
 };
 const SNAPSHOT_KEY: Parameter = Parameter {
     name: "snapshotKey",
     location: ParameterLocation::Query,
     schema: || text_matching(SnapshotKey::PATTERN),
-    about: "The snapshot that a rebuild would name; default: the newest complete one of the highest epoch.",
+    description: "The snapshot that a rebuild would name; default: the newest complete one of the highest epoch.",
 };
 
 pub static SHOW: Endpoint = Endpoint {

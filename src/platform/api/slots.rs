@@ -138,7 +138,7 @@ pub static LIST: Endpoint = Endpoint {
                 name: "idpUserId",
                 location: ParameterLocation::Query,
                 schema: idp_user_id,
-                about: "Only subscriptions of this user.",
+                description: "Only subscriptions of this user.",
             },
             Parameter { schema: cursor_schema, ..CURSOR },
         ],

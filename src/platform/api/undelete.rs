@@ -103,7 +103,7 @@ pub async fn reinstate(
     let highest = db::machines::find_highest_epoch(tx, &machine.user, &machine.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: machine.server_power() };
     // A machine that had failed before its deletion stays failed for the same reason.
-    let failure = machine.failure.as_ref().filter(|failure| !failure.cause.is_healed_by_heartbeat());
+    let failure = machine.failure.as_ref().filter(|failure| !failure.cause.is_cleared_by_heartbeat());
     let earlier = failure.and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
     let undone = ("reinstate", "its deletion was undone; its next healthy heartbeat returns it to service");
     let context = EventContext { failure: earlier.or(Some(undone)), ..EventContext::default() };

@@ -221,9 +221,9 @@ impl MachineRow {
     fn state(&self) -> State {
         let state_in_slot = self.state_in_slot();
         if self.deleted_at.is_some() {
-            State::Deleted { was: Box::new(state_in_slot) }
+            State::Deleted { previous: Box::new(state_in_slot) }
         } else if self.retired_at.is_some() {
-            State::Retired { was: Box::new(state_in_slot) }
+            State::Retired { previous: Box::new(state_in_slot) }
         } else {
             state_in_slot
         }

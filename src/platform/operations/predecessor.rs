@@ -94,7 +94,7 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
         Err(error) => {
             tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot power a server off yet");
             let code = Some(error.code()).filter(|code| !code.is_empty()).unwrap_or("no response");
-            let why = format!("the provider does not power the server off: {code}");
+            let why = format!("the provider did not power the server off: {code}");
             Ok(StepOutcome::wait_for(resize::poll_interval(age).max(POLL_INTERVAL), "provider_error", why))
         }
     }

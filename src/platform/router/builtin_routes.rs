@@ -18,13 +18,13 @@ use svc_machine::state::Status;
 const SESSION: Credential = Credential {
     name: "session",
     scheme: CredentialScheme::Cookie("svc_session"),
-    about: "A browser's session (svc_code_session on CODE_HOST; with the prefix __Host- over HTTPS), or the identity \
-            provider's cookie __session.",
+    description: "A browser's session (svc_code_session on CODE_HOST; with the prefix __Host- over HTTPS), or the \
+                  identity provider's cookie __session.",
 };
 const USER: Credential = Credential {
     name: "user",
     scheme: CredentialScheme::Bearer,
-    about: "The identity provider's session JWT",
+    description: "The identity provider's session JWT",
 };
 const USER_CREDENTIALS: &[Credential] = &[SESSION, USER];
 
@@ -60,7 +60,7 @@ pub static CHOOSE_SLOT: BuiltinRoute = BuiltinRoute {
             documented_json(200, "The slot is chosen.", || object(&[("slot", slot_name_schema())], &[])),
             DocumentedResponse {
                 status: 303,
-                about: "Redirect to the slot, after a form.",
+                description: "Redirect to the slot, after a form.",
                 content: Content::Nothing,
             },
         ],
@@ -92,7 +92,7 @@ pub static CHOOSE_ACCOUNT: BuiltinRoute = BuiltinRoute {
         }),
         responses: &[DocumentedResponse {
             status: 303,
-            about: "Redirect to `returnTo`, a path of this host, with the chosen account.",
+            description: "Redirect to `returnTo`, a path of this host, with the chosen account.",
             content: Content::Nothing,
         }],
         problems: &[Code::Forbidden, Code::RateLimited, Code::Unavailable, Code::DatabaseUnavailable],
@@ -130,7 +130,7 @@ pub static SIGN_OUT: BuiltinRoute = BuiltinRoute {
         body: None,
         responses: &[DocumentedResponse {
             status: 204,
-            about: "The sessions have ended.",
+            description: "The sessions have ended.",
             content: Content::Nothing,
         }],
         problems: &[
@@ -158,13 +158,13 @@ pub static ISSUE_CODE: BuiltinRoute = BuiltinRoute {
                 name: "state",
                 location: ParameterLocation::RequiredQuery,
                 schema: nul_free_text,
-                about: "The nonce that the browser holds on CODE_HOST.",
+                description: "The nonce that the browser holds on CODE_HOST.",
             },
             Parameter {
                 name: "return_to",
                 location: ParameterLocation::Query,
                 schema: nul_free_text,
-                about: "The final path on CODE_HOST; URLs of other hosts are ignored.",
+                description: "The final path on CODE_HOST; URLs of other hosts are ignored.",
             },
         ],
         body: None,
@@ -186,7 +186,7 @@ pub static REDEEM_CODE: BuiltinRoute = BuiltinRoute {
             name: "code",
             location: ParameterLocation::RequiredQuery,
             schema: nul_free_text,
-            about: "The single-use code.",
+            description: "The single-use code.",
         }],
         body: None,
         responses: &[SIGN_IN_REDIRECT],
@@ -198,12 +198,16 @@ pub static REDEEM_CODE: BuiltinRoute = BuiltinRoute {
 
 const SIGN_IN_REDIRECT: DocumentedResponse = DocumentedResponse {
     status: 302,
-    about: "Redirect of a browser to the next step of the sign-in, or to the requested page.",
+    description: "Redirect of a browser to the next step of the sign-in, or to the requested page.",
     content: Content::Nothing,
 };
 
-const fn documented_json(status: u16, about: &'static str, schema: fn() -> Value) -> DocumentedResponse {
-    DocumentedResponse { status, about, content: Content::Json(schema) }
+const fn documented_json(
+    status: u16,
+    description: &'static str,
+    schema: fn() -> Value,
+) -> DocumentedResponse {
+    DocumentedResponse { status, description, content: Content::Json(schema) }
 }
 
 fn slot_name_schema() -> Value {

@@ -65,8 +65,8 @@ impl Budget {
     /// call counts as in flight until the permit is dropped.
     ///
     /// # Errors
-    /// [`Exhausted`] after the maximum wait. Without a shared budget, the permit is granted then, although the gate is
-    /// closed.
+    /// [`Exhausted`] after the maximum wait. Without a shared budget, the permit is then granted even if the gate is
+    /// still closed.
     pub(super) async fn acquire(&self) -> Result<OwnedSemaphorePermit, Exhausted> {
         let permit =
             Arc::clone(&self.in_flight).acquire_owned().await.expect("the semaphore is never closed");
@@ -114,15 +114,17 @@ impl Budget {
         Ok(())
     }
 
-    /// Updates the budget from the response to an exchange of duration `took`. If the budget is empty, closes the gate
-    /// until one call has been refilled.
-    pub(super) fn update(&self, headers: &HeaderMap, took: Duration) {
-        let (Some(limit), Some(remaining), Some(reset)) =
-            (number(headers, "ratelimit-limit"), number(headers, "ratelimit-remaining"), reset_in(headers))
-        else {
+    /// Updates the budget from the headers of a response that took `elapsed` to arrive. If the budget is empty, closes
+    /// the gate until one call has been refilled.
+    pub(super) fn update(&self, headers: &HeaderMap, elapsed: Duration) {
+        let (Some(limit), Some(remaining), Some(reset)) = (
+            parse_number_header(headers, "ratelimit-limit"),
+            parse_number_header(headers, "ratelimit-remaining"),
+            reset_in(headers),
+        ) else {
             return;
         };
-        let per_second = min_refill_rate(limit.saturating_sub(remaining), reset + took);
+        let per_second = min_refill_rate(limit.saturating_sub(remaining), reset + elapsed);
         let at = std::time::Instant::now();
         self.state().observed =
             Some(ObservedBudget { remaining: remaining as f64, capacity: limit as f64, per_second, at });
@@ -166,7 +168,7 @@ impl Budget {
 }
 
 /// Returns a lower bound on the refill rate, from the used calls and the time until all are refilled, counted from the
-/// start of the exchange. The provider rounds the remaining budget down, so up to one call fewer has been used. Its
+/// start of the exchange. The provider rounds the remaining budget down, so `used` may be up to one call too high. Its
 /// reset time counts from the response, and is rounded up to a second.
 fn min_refill_rate(used: u64, refill_time: Duration) -> Option<f64> {
     (used >= MIN_USED_CALLS && !refill_time.is_zero()).then(|| (used - 1) as f64 / refill_time.as_secs_f64())
@@ -177,14 +179,15 @@ fn jitter() -> f64 {
     f64::from(uuid::Uuid::new_v4().as_bytes()[0]) / 256.0
 }
 
-fn number(headers: &HeaderMap, name: &str) -> Option<u64> {
+fn parse_number_header(headers: &HeaderMap, name: &str) -> Option<u64> {
     headers.get(name)?.to_str().ok()?.trim().parse().ok()
 }
 
 /// Returns the time until `RateLimit-Reset`, a Unix time in seconds. The time counts from the response's `Date`,
 /// because the local clock may be wrong.
 fn reset_in(headers: &HeaderMap) -> Option<Duration> {
-    let reset = UNIX_EPOCH.checked_add(Duration::from_secs(number(headers, "ratelimit-reset")?))?;
+    let reset =
+        UNIX_EPOCH.checked_add(Duration::from_secs(parse_number_header(headers, "ratelimit-reset")?))?;
     let date = headers.get(DATE).and_then(|date| rfc2822::parse(date.to_str().ok()?).ok());
     let now = date.map_or_else(SystemTime::now, |date| date.timestamp().into());
     Some(reset.duration_since(now).unwrap_or_default().min(MAX_RESET))
@@ -240,7 +243,10 @@ mod tests {
                     // It also rounds the remaining budget down.
                     let shown = used.ceil() as u64;
                     let derived_rate = min_refill_rate(shown, refill_time).unwrap();
-                    assert!(derived_rate <= rate, "{derived_rate} instead of {rate} of {used} at {fraction}");
+                    assert!(
+                        derived_rate <= rate,
+                        "derived rate {derived_rate} exceeds {rate} (used {used}, fraction {fraction})"
+                    );
                 }
             }
         }

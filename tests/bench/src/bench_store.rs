@@ -59,8 +59,8 @@ impl BenchStore {
         Ok(self.pointer()?.map_or(0, |pointer| pointer.seq))
     }
 
-    /// Verifies the snapshot of a backup before which the pointer's `seq` was `previous_seq`: the pointer has advanced
-    /// by one, the dump has the recorded size, and every row is recorded.
+    /// Verifies the snapshot of the backup that just ran; `previous_seq` is the pointer's `seq` before it. The pointer
+    /// has advanced by one, the dump has the recorded size, and the recorded row counts are those of the database.
     pub fn verify_snapshot(&self, previous_seq: u64, scale: u32) -> Result<Snapshot> {
         let pointer = self.pointer()?.context("there is no pointer")?;
         let expected_seq = previous_seq + 1;

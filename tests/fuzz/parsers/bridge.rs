@@ -10,7 +10,7 @@ use svc::host::gateway::bridge_fuzzing::{
 
 use super::Target;
 
-/// The names in statements other than those of columns.
+/// Names in statements that are not columns.
 const FIXED_NAMES: [&str; 11] = ["t", "b", "json", "#", "app_n", "hit", "done", "row", "h", "d", "count"];
 /// Maximum size of a statement's text, which contains no values.
 const MAX_STATEMENT_BYTES: usize = 256 * 1024;
@@ -21,7 +21,7 @@ const MAX_OPERATIONS: usize = 50;
 fn check_statement(statement: &Statement) -> Result<(), String> {
     let Statement { text, params, .. } = statement;
     if text.len() > MAX_STATEMENT_BYTES {
-        return Err(format!("a statement of {} bytes", text.len()));
+        return Err(format!("the statement has {} bytes, more than {MAX_STATEMENT_BYTES}", text.len()));
     }
     let columns = columns();
     let mut unquoted = String::new();
@@ -38,13 +38,14 @@ fn check_statement(statement: &Statement) -> Result<(), String> {
         }
     }
     if [";", "--", "/*"].iter().any(|terminator| unquoted.contains(terminator)) {
-        return Err(format!("more than one statement: {text}"));
+        return Err(format!("a statement terminator or a comment outside quotes: {text}"));
     }
     let mut placeholders = BTreeSet::new();
     for after in unquoted.split('$').skip(1) {
         let digits: String = after.chars().take_while(char::is_ascii_digit).collect();
-        let number =
-            digits.parse::<usize>().map_err(|_| format!("a placeholder without a number: {text}"))?;
+        let number = digits
+            .parse::<usize>()
+            .map_err(|_| format!("the statement has a placeholder without a number: {text}"))?;
         placeholders.insert(number);
     }
     if placeholders.iter().copied().eq(1..=*params) {
@@ -139,22 +140,22 @@ fn check_any_request(bytes: &[u8]) -> Result<(), String> {
             return if response.len() <= limit {
                 Ok(())
             } else {
-                Err(format!("a refusal of {} bytes", response.len()))
+                Err(format!("the error response has {} bytes, more than {limit}", response.len()))
             };
         }
     };
     if request.operations > MAX_OPERATIONS {
-        return Err(format!("{} operations", request.operations));
+        return Err(format!("accepted {} operations, more than {MAX_OPERATIONS}", request.operations));
     }
     for statement in &request.statements {
         check_statement(statement)?;
-        let Some(sent) = statement.sent_bytes else {
-            return Err(format!("cannot be sent: {}", statement.text));
+        let Some(encoded) = statement.encoded_bytes else {
+            return Err(format!("a parameter cannot be encoded: {}", statement.text));
         };
         // The parameters are about as large as the input: base64 and numbers shrink, times and UUIDs have a fixed
         // length.
-        if sent > 1024 + 16 * bytes.len() {
-            return Err(format!("{sent} bytes of parameters for {}", bytes.len()));
+        if encoded > 1024 + 16 * bytes.len() {
+            return Err(format!("the parameters have {encoded} bytes, for an input of {}", bytes.len()));
         }
     }
     Ok(())
@@ -194,12 +195,12 @@ fn check_any_filter(bytes: &[u8]) -> Result<(), String> {
     let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
     let Some(Ok((statement, fingerprint))) = read_filter(text) else { return Ok(()) };
     check_statement(&statement)?;
-    if statement.sent_bytes.is_none() {
-        return Err(format!("cannot be sent: {}", statement.text));
+    if statement.encoded_bytes.is_none() {
+        return Err(format!("a parameter cannot be encoded: {}", statement.text));
     }
     // A filter has at most 50 terms, and a list is one parameter.
     if statement.params > 50 {
-        return Err(format!("{} parameters", statement.params));
+        return Err(format!("the statement has {} parameters, more than 50", statement.params));
     }
     let is_empty = statement.text == "TRUE";
     if is_empty != fingerprint.is_empty() {
@@ -207,7 +208,7 @@ fn check_any_filter(bytes: &[u8]) -> Result<(), String> {
     }
     let reparsed = read_filter(&format!(" {text}\n"));
     if reparsed != Some(Ok((statement.clone(), fingerprint))) {
-        return Err(format!("with surrounding spaces it parses as {reparsed:?}"));
+        return Err(format!("with surrounding whitespace it parses as {reparsed:?}"));
     }
     if is_empty {
         return Ok(());
@@ -273,8 +274,8 @@ fn check_any_cursor(bytes: &[u8]) -> Result<(), String> {
         let Ok((keys, condition)) = read_cursor(order, FINGERPRINT, text) else { continue };
         accepted += 1;
         check_statement(&condition)?;
-        if condition.sent_bytes.is_none() || keys.iter().flatten().any(|key| key.contains('\0')) {
-            return Err("a value that PostgreSQL refuses".to_owned());
+        if condition.encoded_bytes.is_none() || keys.iter().flatten().any(|key| key.contains('\0')) {
+            return Err("accepted a value that PostgreSQL refuses".to_owned());
         }
         let encoded = write_cursor(order, FINGERPRINT, keys.clone()).ok_or("it cannot be encoded again")?;
         let decoded = read_cursor(order, FINGERPRINT, &encoded)?;

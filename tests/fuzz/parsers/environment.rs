@@ -38,7 +38,9 @@ fn check_any_file(bytes: &[u8]) -> Result<(), String> {
     let pairs = match parse_env_file(text) {
         Ok(pairs) => pairs,
         Err(line) if (1..=text.lines().count()).contains(&line) => return Ok(()),
-        Err(line) => return Err(format!("line {line} of {} is reported", text.lines().count())),
+        Err(line) => {
+            return Err(format!("reported line {line} of a file with {} lines", text.lines().count()));
+        }
     };
     let is_name_char = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let is_name =
@@ -66,7 +68,7 @@ fn check_valid_file(bytes: &[u8]) -> Result<(), String> {
     if pairs.len() == lines { Ok(()) } else { Err(format!("{} of {lines} lines were parsed", pairs.len())) }
 }
 
-/// Part of every secret variable; no error may contain it.
+/// Part of the value of every secret variable; no error may contain it.
 const SECRET: &str = "hunter2-hunter2";
 
 pub fn boot_env() -> Target {
@@ -79,7 +81,7 @@ pub fn boot_env() -> Target {
     }
 }
 
-/// The three files of a machine in one document, as `platform/userdata.rs` writes them.
+/// Three of the env files that `platform/userdata.rs` writes (host, store and boot), in one document.
 fn boot_envs() -> impl Strategy<Value = Vec<u8>> {
     let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
     let (slot, handle, version) = ("[a-z][a-z0-9-]{0,31}", "[a-z][a-z0-9-]{1,38}", "[0-9]{1,4}\\.[0-9]{1,3}");
@@ -108,13 +110,13 @@ fn boot_envs() -> impl Strategy<Value = Vec<u8>> {
     )
 }
 
-/// The settings that an applet reads from the files at startup, and its error message.
-struct Startup {
+/// The identity that an applet reads from the files at startup, and everything that it would print.
+struct StartupResult {
     identity: Option<Identity>,
-    output: Option<String>,
+    printed: Option<String>,
 }
 
-fn read_settings(bytes: &[u8]) -> Startup {
+fn read_settings(bytes: &[u8]) -> StartupResult {
     let dir = tempfile::tempdir().expect("create a temporary directory");
     let path = dir.path().join("host.env");
     std::fs::write(&path, bytes).expect("write a file");
@@ -128,15 +130,15 @@ fn read_settings(bytes: &[u8]) -> Startup {
     let database_error = database.as_ref().and_then(|url| url.config().err()).map(|error| error.to_string());
     let shown = format!("{identity:?} {version:?} {store:?} {database:?}");
     let all = identity.clone().zip(version).zip(platform).zip(store).zip(database).zip(keys);
-    let output = env.finish(all).err().map(|error| error.to_string());
-    let output = [output, database_error].into_iter().flatten().reduce(|one, other| one + &other);
-    // Anything that a log would show counts as output.
-    let output = if shown.contains(SECRET) { Some(shown) } else { output };
-    Startup { identity, output }
+    let printed = env.finish(all).err().map(|error| error.to_string());
+    let printed = [printed, database_error].into_iter().flatten().reduce(|one, other| one + &other);
+    // Anything that a log would show counts as printed.
+    let printed = if shown.contains(SECRET) { Some(shown) } else { printed };
+    StartupResult { identity, printed }
 }
 
-/// Whether the secret is in a place that logs may show, such as the files' names or the store's address.
-fn is_misplaced(bytes: &[u8]) -> bool {
+/// Whether the secret is in a place that logs may show, such as a variable's name or the store's address.
+fn has_misplaced_secret(bytes: &[u8]) -> bool {
     let secrets = ["UPGRADE_TOKEN", "AWS_SECRET_ACCESS_KEY", "DATABASE_URL", "REGISTRATION_TOKEN"];
     let pairs = std::str::from_utf8(bytes).ok().and_then(|text| parse_env_file(text).ok());
     pairs.into_iter().flatten().any(|(name, value)| {
@@ -145,12 +147,12 @@ fn is_misplaced(bytes: &[u8]) -> bool {
 }
 
 fn check_any_boot(bytes: &[u8]) -> Result<(), String> {
-    if is_misplaced(bytes) {
+    if has_misplaced_secret(bytes) {
         return Ok(());
     }
-    let Startup { identity, output } = read_settings(bytes);
-    if let Some(output) = output.filter(|output| output.contains(SECRET)) {
-        return Err(format!("a secret is printed: {output}"));
+    let StartupResult { identity, printed } = read_settings(bytes);
+    if let Some(printed) = printed.filter(|printed| printed.contains(SECRET)) {
+        return Err(format!("a secret is printed: {printed}"));
     }
     let Some(identity) = identity else { return Ok(()) };
     let slot = SlotPrefix::new(&identity.user, &identity.slot);
@@ -160,9 +162,9 @@ fn check_any_boot(bytes: &[u8]) -> Result<(), String> {
 }
 
 fn check_valid_boot(bytes: &[u8]) -> Result<(), String> {
-    let Startup { identity, output } = read_settings(bytes);
-    if let Some(output) = output {
-        return Err(output);
+    let StartupResult { identity, printed } = read_settings(bytes);
+    if let Some(printed) = printed {
+        return Err(printed);
     }
     let identity = identity.ok_or("neither a result nor an error")?;
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;

@@ -9,8 +9,13 @@ use svc::host::system::tar_reader::{TarLimits, TarReader};
 use super::Target;
 use super::archive::{hostile_archive, is_valid_release_path, valid_release, with_valid_checksums};
 
-const LIMITS: TarLimits =
-    TarLimits { entries: 16, name_bytes: 200, all_name_bytes: 600, file_bytes: 4_000, all_file_bytes: 8_000 };
+const LIMITS: TarLimits = TarLimits {
+    entries: 16,
+    name_bytes: 200,
+    max_total_name_bytes: 600,
+    file_bytes: 4_000,
+    max_total_file_bytes: 8_000,
+};
 
 pub fn target() -> Target {
     let valid = prop_oneof![1 => valid_release().boxed(), 4 => hostile_archive().boxed()].boxed();
@@ -52,7 +57,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
         let Some(found) = read_entries(&tar, LIMITS)? else { continue };
         let paths: HashSet<_> = found.iter().map(|(path, _)| path).collect();
         let sum: u64 = found.iter().map(|(_, size)| size).sum();
-        if found.len() > LIMITS.entries || sum > LIMITS.all_file_bytes {
+        if found.len() > LIMITS.entries || sum > LIMITS.max_total_file_bytes {
             return Err(format!("{} entries of {sum} bytes exceed the limits", found.len()));
         }
         if paths.len() != found.len() {
@@ -73,8 +78,12 @@ fn check_valid(bytes: &[u8]) -> Result<(), String> {
         }
         wanted.push((path, entry.size()));
     }
-    let larger_limits =
-        TarLimits { all_name_bytes: 10_000, file_bytes: 1 << 20, all_file_bytes: 1 << 20, ..LIMITS };
+    let larger_limits = TarLimits {
+        max_total_name_bytes: 10_000,
+        file_bytes: 1 << 20,
+        max_total_file_bytes: 1 << 20,
+        ..LIMITS
+    };
     match read_entries(bytes, larger_limits)? {
         Some(found) if found == wanted => Ok(()),
         found => Err(format!("{found:?} instead of {wanted:?}")),

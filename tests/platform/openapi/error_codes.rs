@@ -7,7 +7,7 @@ use reqwest::{Method, RequestBuilder};
 use serde_json::{Value, json};
 use svc::http::openapi::Operation;
 
-use super::super::internal_host;
+use super::super::fake_host;
 use super::super::stack::{BUCKET, Process, SECRET, Stack, provision_body};
 use super::{TestPlatform, assert_rejects_invalid_ids, operations};
 use crate::contract::{ApiUnderTest, assert_rejects_invalid_requests, valid_call};
@@ -311,7 +311,7 @@ async fn provoke_usage_errors(tester: &mut RefusalTester<'_>) {
         |machine: &str| platform.operator_call(Method::GET, &format!("/vps/{machine}/usage"), &Value::Null);
     tester.send(usage_call(&platform.booting.machine), 409, "invalid_state").await;
     tester.send(usage_call(&platform.running.machine), 502, "host_unreachable").await;
-    let host = internal_host::start_host_for(&platform.stack, &platform.process, "user_usage").await;
+    let host = fake_host::start_host_for(&platform.stack, &platform.process, "user_usage").await;
     for (status, body, refused, code) in [
         (403, "", 502, "host_refused"),
         (503, "", 503, "unavailable"),

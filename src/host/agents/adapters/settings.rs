@@ -103,11 +103,13 @@ impl Default for AgentSettings {
 }
 
 impl AgentSettings {
+    /// Checks the agents and applies the defaults.
+    ///
     /// # Errors
     /// A description of the mistake in the file, which quotes no value.
     pub fn validate(
-        agents: BTreeMap<String, AgentFile>,
-        dispatch: DispatchFile,
+        agents: BTreeMap<String, AgentEntry>,
+        dispatch: DispatchSection,
         prices: BTreeMap<String, Price>,
     ) -> Result<Self, String> {
         let named = agents.into_iter().map(|(name, agent)| Ok((name.clone(), agent.validate(&name)?)));
@@ -127,9 +129,9 @@ impl AgentSettings {
         Ok(Self { agents, default_agent, concurrency, prices })
     }
 
-    /// The cost of a run: as reported by its program, or else by the price of the reported model or of the requested
-    /// one, which may be an alias of it; `None` if no price is known. If a free model was requested and another one
-    /// ran, the run is not free.
+    /// The cost of a run. Its sources, in order: the cost that the program reported; the price of the model that it
+    /// reported; the price of the requested model, which may be an alias. `None` if no price is known. The price of a
+    /// free requested model is not used if the program reported a model.
     pub fn cost(&self, outcome: &Outcome, requested: Option<&str>) -> Option<Dollars> {
         let price = |model: Option<&str>| self.prices.get(model?);
         let requested_price = || price(requested).filter(|price| outcome.model.is_none() || !price.is_free());
@@ -152,7 +154,7 @@ impl AgentSettings {
 /// An agent, as written in the file.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct AgentFile {
+pub struct AgentEntry {
     adapter: AdapterKind,
     command: Vec<String>,
     model: Option<String>,
@@ -166,12 +168,12 @@ pub struct AgentFile {
 /// `dispatch`, as written in the file.
 #[derive(Deserialize, Default)]
 #[serde(rename_all = "camelCase", default)]
-pub struct DispatchFile {
+pub struct DispatchSection {
     default_agent: Option<String>,
     concurrency: Option<usize>,
 }
 
-impl AgentFile {
+impl AgentEntry {
     fn validate(self, name: &str) -> Result<Agent, String> {
         if name.is_empty()
             || name.chars().count() > MAX_AGENT_NAME_CHARS

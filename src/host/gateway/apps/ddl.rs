@@ -32,7 +32,7 @@ pub enum SchemaChange {
 pub struct RegistrationPlan {
     pub changes: Vec<SchemaChange>,
     /// Parts of the manifest that the registration does not apply, as text.
-    pub not_done: Vec<String>,
+    pub unapplied_changes: Vec<String>,
     /// The resulting tables: a column that already has another type keeps it, and is left out if manifests have no such
     /// type.
     pub tables: Vec<Table>,
@@ -51,11 +51,12 @@ pub fn plan_registration(
     for (name, columns) in &existing.tables {
         match wanted.iter().find(|table| table.name.as_str() == name) {
             None => {
-                plan.not_done.push(format!("table {name} is no longer declared; it is left unchanged"));
+                plan.unapplied_changes
+                    .push(format!("table {name} is no longer declared; it is left unchanged"));
             }
             Some(table) => {
                 let undeclared = columns.keys().filter(|column| table.column(column).is_none());
-                plan.not_done.extend(
+                plan.unapplied_changes.extend(
                     undeclared
                         .map(|c| format!("column {name}.{c} is no longer declared; it is left unchanged")),
                 );
@@ -143,7 +144,7 @@ impl RegistrationPlan {
             let (table, name) = (&table.name, &column.name);
             let declared = column.kind.name();
             let actual = kind.map_or(typname, |kind| kind.name());
-            self.not_done
+            self.unapplied_changes
                 .push(format!("column {table}.{name} stays {actual}; the manifest declares {declared}"));
         }
         kind.map(|kind| Column { kind, ..column.clone() })
@@ -223,7 +224,7 @@ mod tests {
         CREATE INDEX "ix_t_j_189f4003" ON "app_n"."t" USING gin ("j");
         CREATE UNIQUE INDEX "uq_t_a_ca978112" ON "app_n"."t" ("a")
         "#);
-        assert_eq!(plan.not_done, Vec::<String>::new());
+        assert_eq!(plan.unapplied_changes, Vec::<String>::new());
     }
 
     #[test]
@@ -239,8 +240,8 @@ mod tests {
         for forbidden in ["DROP", "ALTER COLUMN", "CREATE TABLE", "DELETE FROM"] {
             assert!(!text.contains(forbidden), "{text}");
         }
-        assert_eq!(plan.not_done.len(), 3, "{:?}", plan.not_done);
-        assert!(plan.not_done[0].contains("t.a stays integer"), "{:?}", plan.not_done);
+        assert_eq!(plan.unapplied_changes.len(), 3, "{:?}", plan.unapplied_changes);
+        assert!(plan.unapplied_changes[0].contains("t.a stays integer"), "{:?}", plan.unapplied_changes);
         assert_eq!(plan.tables[0].column("a").unwrap().kind, ColumnType::Integer);
     }
 
@@ -261,7 +262,7 @@ mod tests {
             ["ix", "uq"].map(|prefix| index_name(prefix, &wanted[0], &["a".parse().unwrap()])).into();
         let plan = plan_registration(&schema(), &wanted, &columns);
         assert_eq!(plan.changes.len(), 1, "{}", sql(&plan));
-        assert!(plan.not_done.is_empty());
+        assert!(plan.unapplied_changes.is_empty());
     }
 
     #[test]

@@ -54,7 +54,7 @@ pub static FOLDER: Endpoint = Endpoint {
         body: None,
         responses: &[DocumentedResponse {
             status: 308,
-            about: "To /apps/{slug}/.",
+            description: "To /apps/{slug}/.",
             content: Content::Nothing,
         }],
         problems: PAGE_PROBLEMS,
@@ -90,7 +90,7 @@ pub static PAGE: Endpoint = Endpoint {
                 name: "path",
                 location: ParameterLocation::Path,
                 schema: text,
-                about: "The rest of the path, including slashes.",
+                description: "The rest of the path, including slashes.",
             },
         ],
         body: None,
@@ -100,10 +100,14 @@ pub static PAGE: Endpoint = Endpoint {
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
 };
 
-const SLUG: Parameter =
-    Parameter { name: "slug", location: ParameterLocation::Path, schema: text, about: "The app's slug." };
+const SLUG: Parameter = Parameter {
+    name: "slug",
+    location: ParameterLocation::Path,
+    schema: text,
+    description: "The app's slug.",
+};
 const NOT_MODIFIED: DocumentedResponse =
-    DocumentedResponse { status: 304, about: "Not modified.", content: Content::Nothing };
+    DocumentedResponse { status: 304, description: "Not modified.", content: Content::Nothing };
 const PAGE_RESPONSES: &[DocumentedResponse] = &[
     file_response(200, "The file."),
     file_response(206, "The range in `Range`."),
@@ -114,8 +118,8 @@ const PAGE_RESPONSES: &[DocumentedResponse] = &[
 const PAGE_PROBLEMS: &[Code] = &[Code::Forbidden, Code::NotFound, Code::Unavailable];
 
 /// Describes a response with a file of any media type.
-const fn file_response(status: u16, about: &'static str) -> DocumentedResponse {
-    DocumentedResponse { status, about, content: Content::Other("*/*") }
+const fn file_response(status: u16, description: &'static str) -> DocumentedResponse {
+    DocumentedResponse { status, description, content: Content::Other("*/*") }
 }
 
 /// The JSON schema of an app in the list.

@@ -30,7 +30,8 @@ pub async fn list_apps(
     Json(json!({ "apps": apps }))
 }
 
-/// Lists the apps that are registered or have a folder, by slug; then the other folders with errors.
+/// Lists the apps that are registered or have a folder, by slug; then all other errors: invalid folders, and invalid
+/// stored manifests without a folder.
 fn apps_json(snapshot: &AppsSnapshot) -> Vec<Value> {
     let slugs: BTreeSet<&String> = snapshot.apps.keys().chain(snapshot.folders.keys()).collect();
     let mut list: Vec<Value> = slugs.iter().map(|slug| app_json(snapshot, slug)).collect();
@@ -38,8 +39,8 @@ fn apps_json(snapshot: &AppsSnapshot) -> Vec<Value> {
         .errors
         .iter()
         .filter(|(_, error)| error.slug.as_ref().is_none_or(|slug| !slugs.contains(slug)));
-    list.extend(other_errors.map(|(folder, error)| {
-        json!({ "slug": error.slug, "folder": folder, "status": "error", "error": error.message })
+    list.extend(other_errors.map(|(key, error)| {
+        json!({ "slug": error.slug, "folder": key, "status": "error", "error": error.message })
     }));
     list
 }
@@ -69,6 +70,6 @@ fn app_json(snapshot: &AppsSnapshot, slug: &str) -> Value {
         "tables": registered.map_or_else(Vec::new, |app| app.tables.keys().collect()),
         "status": status,
         "error": error.map(|error| error.message.as_str()),
-        "notDone": registered.map_or(&[][..], |app| app.not_done.as_slice()),
+        "notDone": registered.map_or(&[][..], |app| app.unapplied_changes.as_slice()),
     })
 }

@@ -19,7 +19,7 @@ use crate::gateway::name::{Slug, SqlIdentifier};
 #[derive(Debug)]
 pub struct RegistrationResult {
     pub tables: Vec<Table>,
-    pub not_done: Vec<String>,
+    pub unapplied_changes: Vec<String>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -71,7 +71,7 @@ pub async fn register(
             SchemaChange::Required(sql) => transaction.batch_execute(&sql).await?,
             SchemaChange::IfRowsSatisfy { sql, skip_message } => {
                 if !try_statement(&mut transaction, &sql).await? {
-                    plan.not_done.push(skip_message);
+                    plan.unapplied_changes.push(skip_message);
                 }
             }
         }
@@ -79,9 +79,9 @@ pub async fn register(
     if database::outbox::is_watched(&transaction, &schema).await? {
         database::outbox::create_triggers(&transaction, &schema).await?;
     }
-    store_manifest(&transaction, manifest, &plan.not_done).await?;
+    store_manifest(&transaction, manifest, &plan.unapplied_changes).await?;
     transaction.commit().await?;
-    Ok(RegistrationResult { tables: plan.tables, not_done: plan.not_done })
+    Ok(RegistrationResult { tables: plan.tables, unapplied_changes: plan.unapplied_changes })
 }
 
 /// Creates the schema; an existing one must belong to this app.
@@ -167,7 +167,7 @@ async fn try_statement(transaction: &mut Transaction<'_>, sql: &str) -> Result<b
 async fn store_manifest(
     transaction: &Transaction<'_>,
     manifest: &Manifest,
-    not_done: &[String],
+    unapplied_changes: &[String],
 ) -> Result<(), tokio_postgres::Error> {
     let slug = &manifest.slug;
     transaction
@@ -176,7 +176,12 @@ async fn store_manifest(
              ON CONFLICT (slug) DO UPDATE
                 SET manifest = excluded.manifest, not_done = excluded.not_done, updated_at = now()
               WHERE (apps.manifest, apps.not_done) IS DISTINCT FROM (excluded.manifest, excluded.not_done)",
-            &[&slug.as_str(), &slug.schema().as_str(), &manifest.to_value(), &serde_json::json!(not_done)],
+            &[
+                &slug.as_str(),
+                &slug.schema().as_str(),
+                &manifest.to_value(),
+                &serde_json::json!(unapplied_changes),
+            ],
         )
         .await?;
     Ok(())

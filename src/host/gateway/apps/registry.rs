@@ -19,7 +19,7 @@ pub struct App {
     pub tables: BTreeMap<String, Table>,
     pub pool: Arc<Pool>,
     /// Parts of the manifest that the last registration could not apply.
-    pub not_done: Vec<String>,
+    pub unapplied_changes: Vec<String>,
 }
 
 /// Why the current manifest of an app is not registered.

@@ -238,13 +238,16 @@ impl Supervisor {
         let timeout = self.context.statement_timeout;
         match register::register(client, &manifest, &password, timeout).await {
             Ok(result) => {
-                result.not_done.iter().for_each(|part| tracing::warn!(app = %slug, "not applied: {part}"));
+                result
+                    .unapplied_changes
+                    .iter()
+                    .for_each(|part| tracing::warn!(app = %slug, "not applied: {part}"));
                 tracing::info!(app = %slug, tables = result.tables.len(), "registered");
                 let tables: BTreeMap<_, _> =
                     result.tables.into_iter().map(|table| (table.name.to_string(), table)).collect();
                 let pool = self.get_or_create_pool(&slug, &password);
                 let schema = slug.schema();
-                let app = App { manifest, schema, tables, pool, not_done: result.not_done };
+                let app = App { manifest, schema, tables, pool, unapplied_changes: result.unapplied_changes };
                 self.snapshot.apps.insert(slug.to_string(), Arc::new(app));
                 Ok(())
             }

@@ -6,52 +6,53 @@ use svc_http::openapi::{Credential, CredentialScheme};
 pub const OWNER: Credential = Credential {
     name: "owner",
     scheme: CredentialScheme::Bearer,
-    about: "A JWT from the configured issuer for this machine's owner. Through the platform's router, a browser's \
-            session works as well: the router replaces it with its own proof, x-svc-proof.",
+    description: "A JWT from the configured issuer for this machine's owner. Through the platform's router, a \
+                  browser's session works as well: the router replaces it with its own proof, x-svc-proof.",
 };
-pub const OWNERS_PROCESS: Credential = Credential {
+pub const OWNER_PROCESS: Credential = Credential {
     name: "ownersProcess",
     scheme: CredentialScheme::Bearer,
-    about: "No token: a process of the owner's user, such as a terminal, on the machine's unix socket.",
+    description: "No token: a process of the owner's user, such as a terminal, on the machine's unix socket.",
 };
 pub const AGENT: Credential = Credential {
     name: "agent",
     scheme: CredentialScheme::Bearer,
-    about: "The token of a running agent (SVC_BRIDGE_TOKEN), on the agents' unix socket (SVC_BRIDGE_SOCKET).",
+    description: "The token of a running agent (SVC_BRIDGE_TOKEN), on the agents' unix socket (SVC_BRIDGE_SOCKET).",
 };
 pub const APP: Credential = Credential {
     name: "app",
     scheme: CredentialScheme::Bearer,
-    about: "An app's token, through the platform's router, which replaces it with a proof.",
+    description: "An app's token, through the platform's router, which replaces it with a proof.",
 };
 pub const ADMIN: Credential = Credential {
     name: "admin",
     scheme: CredentialScheme::Bearer,
-    about: "The machine's ADMIN_TOKEN, together with a proof.",
+    description: "The machine's ADMIN_TOKEN, together with a proof.",
 };
 pub const PLATFORM: Credential = Credential {
     name: "platform",
     scheme: CredentialScheme::Header("x-svc-proof"),
-    about: "A proof from the platform for this request: route `internal`, its method, its path and a single-use id.",
+    description: "A proof that the platform signs for this request. It names the route `internal`, the request's \
+                  method and path, and a single-use id.",
 };
 
-/// The owner and the machine's administrators.
-pub const OWNERS: &[Credential] = &[OWNER, ADMIN];
+/// The owner, and operators with `ADMIN_TOKEN`.
+pub const OWNER_OR_ADMIN: &[Credential] = &[OWNER, ADMIN];
 /// Callers that may read the owner's records.
-pub const READERS: &[Credential] = &[OWNER, OWNERS_PROCESS, ADMIN];
+pub const READERS: &[Credential] = &[OWNER, OWNER_PROCESS, ADMIN];
 /// [`READERS`], and the platform on behalf of its operators.
-pub const READERS_AND_PLATFORM: &[Credential] = &[OWNER, OWNERS_PROCESS, ADMIN, PLATFORM];
-/// Callers that may load pages of apps.
-pub const VIEWERS: &[Credential] = &[OWNER, OWNERS_PROCESS, APP, ADMIN];
+pub const READERS_AND_PLATFORM: &[Credential] = &[OWNER, OWNER_PROCESS, ADMIN, PLATFORM];
+/// Callers that may load app pages.
+pub const VIEWERS: &[Credential] = &[OWNER, OWNER_PROCESS, APP, ADMIN];
 /// All callers except the platform.
-pub const CALLERS: &[Credential] = &[OWNER, OWNERS_PROCESS, AGENT, APP, ADMIN];
+pub const ALL_EXCEPT_PLATFORM: &[Credential] = &[OWNER, OWNER_PROCESS, AGENT, APP, ADMIN];
 
 impl Principal {
     /// The credential of this principal.
     pub fn credential(&self) -> Credential {
         match self {
             Self::Owner { .. } => OWNER,
-            Self::OwnersProcess { .. } => OWNERS_PROCESS,
+            Self::OwnerProcess { .. } => OWNER_PROCESS,
             Self::Agent { .. } => AGENT,
             Self::App { .. } => APP,
             Self::Admin => ADMIN,

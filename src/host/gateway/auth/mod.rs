@@ -11,7 +11,9 @@ mod replay;
 mod resolve;
 
 pub use admit::{Caller, admit};
-pub use credential::{AGENT, CALLERS, OWNERS, PLATFORM, READERS, READERS_AND_PLATFORM, VIEWERS};
+pub use credential::{
+    AGENT, ALL_EXCEPT_PLATFORM, OWNER_OR_ADMIN, PLATFORM, READERS, READERS_AND_PLATFORM, VIEWERS,
+};
 pub use resolve::PrincipalResolver;
 
 use std::sync::Arc;
@@ -26,7 +28,7 @@ pub enum Principal {
     Owner { sub: IdpUserId },
     /// A process of the owner's user on this machine, such as a terminal, without the owner's proof: it may read and
     /// use the bridge, but not change limits or start dispatches.
-    OwnersProcess { sub: IdpUserId },
+    OwnerProcess { sub: IdpUserId },
     /// An agent running for a dispatch: it may use the bridge for these apps.
     Agent { dispatch: String, apps: Arc<[String]> },
     /// An app, by its slug: it may use its own tables and load its own pages.

@@ -17,7 +17,7 @@ pub enum Peer {
     /// A process of root or of the gateway's user: svcctl, the doctor, the machine's services.
     Machine,
     /// A process of the owner's user: a terminal, the editor, the shell.
-    OwnersProcess,
+    OwnerProcess,
     /// A process started by a dispatched agent, including all descendants.
     Agent,
     /// A process of any other user.
@@ -44,7 +44,7 @@ impl PeerClassifier {
             return Peer::Machine;
         }
         if fs::metadata(&self.owners_dir).is_ok_and(|meta| meta.uid() == uid) {
-            return if self.is_agent(pid) { Peer::Agent } else { Peer::OwnersProcess };
+            return if self.is_agent(pid) { Peer::Agent } else { Peer::OwnerProcess };
         }
         Peer::Untrusted
     }
@@ -92,7 +92,7 @@ mod tests {
             assert_eq!(classify(0, Some(8)), Peer::Machine);
             return;
         }
-        assert_eq!(classify(owner, Some(7)), Peer::OwnersProcess);
+        assert_eq!(classify(owner, Some(7)), Peer::OwnerProcess);
         for pid in [Some(8), Some(9), None] {
             assert_eq!(classify(owner, pid), Peer::Agent, "{pid:?}");
         }

@@ -278,7 +278,7 @@ impl PrincipalResolver {
                 let credentials = head.extensions.get::<ConnectInfo<PeerCredentials>>();
                 match self.peers.classify(credentials.map(|ConnectInfo(credentials)| *credentials)) {
                     Peer::Machine => owner(sub),
-                    Peer::OwnersProcess => Principal::OwnersProcess { sub: sub.clone() },
+                    Peer::OwnerProcess => Principal::OwnerProcess { sub: sub.clone() },
                     Peer::Agent => return Err(AuthFailure::AgentWithoutToken),
                     Peer::Untrusted => return Err(AuthFailure::UntrustedPeer),
                 }

@@ -5,7 +5,7 @@ use http::Method;
 use serde_json::{Value, json};
 
 use super::request::{ACTIONS, ActionShape, MAX_OPERATIONS};
-use crate::gateway::auth::CALLERS;
+use crate::gateway::auth::ALL_EXCEPT_PLATFORM;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, count,
@@ -22,7 +22,7 @@ pub static QUERY: Endpoint = Endpoint {
         method: Method::POST,
         path: "/api/bridge/query",
         summary: "Reads or writes the tables of an app.",
-        credentials: CALLERS,
+        credentials: ALL_EXCEPT_PLATFORM,
         parameters: &[],
         body: Some(|| json!({ "oneOf": ACTIONS.iter().map(request_schema).collect::<Vec<_>>() })),
         responses: &[
@@ -48,7 +48,7 @@ pub static SCHEMAS: Endpoint = Endpoint {
         method: Method::GET,
         path: "/api/bridge/schemas",
         summary: "Lists the tables and columns of all apps; an app gets only its own.",
-        credentials: CALLERS,
+        credentials: ALL_EXCEPT_PLATFORM,
         parameters: &[],
         body: None,
         responses: &[documented_json(200, "The apps' schemas.", || {
@@ -65,25 +65,25 @@ pub static CHANGES: Endpoint = Endpoint {
         method: Method::GET,
         path: "/api/bridge/changes",
         summary: "A stream of the changes in the tables of one app or of all apps.",
-        credentials: CALLERS,
+        credentials: ALL_EXCEPT_PLATFORM,
         parameters: &[
             Parameter {
                 name: "app",
                 location: ParameterLocation::Query,
                 schema: nul_free_text,
-                about: "Limits the stream to this app; an app always gets only its own changes.",
+                description: "Limits the stream to this app; an app always gets only its own changes.",
             },
             Parameter {
                 name: "Last-Event-ID",
                 location: ParameterLocation::Header,
                 schema: || text_matching("^([0-9]+-[0-9]+)?$"),
-                about: "Resumes after this event.",
+                description: "Resumes after this event.",
             },
         ],
         body: None,
         responses: &[DocumentedResponse {
             status: 200,
-            about: "Server-sent events, each a transaction.",
+            description: "Server-sent events, each a transaction.",
             content: Content::Other("text/event-stream"),
         }],
         problems: &[

@@ -34,7 +34,7 @@ pub struct Statement {
     pub text: String,
     pub params: usize,
     /// Encoded size of the parameters; `None` if one cannot be encoded.
-    pub sent_bytes: Option<usize>,
+    pub encoded_bytes: Option<usize>,
 }
 
 impl Statement {
@@ -44,7 +44,7 @@ impl Statement {
         Self {
             text: sql.text.clone(),
             params: sql.params.len(),
-            sent_bytes: can_encode.then_some(bytes.len()),
+            encoded_bytes: can_encode.then_some(bytes.len()),
         }
     }
 }

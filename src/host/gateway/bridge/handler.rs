@@ -134,7 +134,7 @@ pub(super) fn require_access(principal: &Principal, app: &str) -> Result<(), Pro
         Principal::App { .. }
         | Principal::Agent { .. }
         | Principal::Owner { .. }
-        | Principal::OwnersProcess { .. }
+        | Principal::OwnerProcess { .. }
         | Principal::Admin => Ok(()),
         Principal::Platform => Err(Problem::new(Code::Forbidden, "The platform does not use the bridge.")),
     }
@@ -151,10 +151,9 @@ pub(super) fn default_app(principal: &Principal) -> Result<Option<&str>, Problem
             [only] => Ok(Some(only)),
             _ => Err(Problem::field("app", format!("is required: one of {}", apps.join(", ")))),
         },
-        Principal::Owner { .. }
-        | Principal::OwnersProcess { .. }
-        | Principal::Admin
-        | Principal::Platform => Ok(None),
+        Principal::Owner { .. } | Principal::OwnerProcess { .. } | Principal::Admin | Principal::Platform => {
+            Ok(None)
+        }
     }
 }
 

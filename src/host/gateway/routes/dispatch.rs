@@ -23,7 +23,7 @@ use crate::agents::dispatch::request::{
 use crate::agents::dispatch::state::{Dispatch, Phase};
 use crate::agents::dispatch::{DispatchTarget, Dispatcher};
 use crate::agents::kernel::Kernel;
-use crate::gateway::auth::{Caller, OWNERS, PrincipalResolver};
+use crate::gateway::auth::{Caller, OWNER_OR_ADMIN, PrincipalResolver};
 use crate::gateway::body;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
@@ -265,9 +265,9 @@ fn request_schema() -> Value {
 
 const EVENTS: DocumentedResponse = DocumentedResponse {
     status: 200,
-    about: "Server-sent events: `accepted`, `running`, `started`, `text`, `toolStarted`, `toolEnded`, `warning`, and \
-            finally `result`, which has the complete dispatch. Events of a batch have the index of their entry; the \
-            last event is `done`.",
+    description: "Server-sent events: `accepted`, `running`, `started`, `text`, `toolStarted`, `toolEnded`, `warning`, \
+                  and finally `result`, which has the complete dispatch. Events of a batch have the index of their \
+                  entry; the last event is `done`.",
     content: Content::Other("text/event-stream"),
 };
 
@@ -275,7 +275,7 @@ const ID: Parameter = Parameter {
     name: "id",
     location: ParameterLocation::Path,
     schema: || text_matching(DispatchId::PATTERN),
-    about: "The id of a dispatch, a batch, or a batch entry: the batch's id, a dot and the entry's index.",
+    description: "The id of a dispatch, a batch, or a batch entry: the batch's id, a dot and the entry's index.",
 };
 
 pub static DISPATCH: Endpoint = Endpoint {
@@ -285,7 +285,7 @@ pub static DISPATCH: Endpoint = Endpoint {
         path: "/api/dispatch",
         summary: "Submits one or several prompts to a coding agent configured in system/config.json, which works in \
                   the owner's home. Idempotent by id. The dispatch continues without listeners.",
-        credentials: OWNERS,
+        credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: Some(request_schema),
         responses: &[
@@ -313,7 +313,7 @@ pub static LIST: Endpoint = Endpoint {
         method: Method::GET,
         path: "/api/dispatch",
         summary: "Queued, running and recently ended dispatches, the newest first.",
-        credentials: OWNERS,
+        credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: None,
         responses: &[documented_json(200, "At most 200.", || {
@@ -330,7 +330,7 @@ pub static SHOW: Endpoint = Endpoint {
         method: Method::GET,
         path: "/api/dispatch/{id}",
         summary: "A dispatch or a batch, and its result. The agent's text is kept for a limited time.",
-        credentials: OWNERS,
+        credentials: OWNER_OR_ADMIN,
         parameters: &[ID],
         body: None,
         responses: &[documented_json(200, "The dispatch.", response_schema)],
@@ -345,20 +345,24 @@ pub static FOLLOW: Endpoint = Endpoint {
         method: Method::GET,
         path: "/api/dispatch/{id}/events",
         summary: "The events of a dispatch or a batch, from the first to the last.",
-        credentials: OWNERS,
+        credentials: OWNER_OR_ADMIN,
         parameters: &[
             ID,
             Parameter {
                 name: "Last-Event-ID",
                 location: ParameterLocation::Header,
                 schema: || text_matching("^[0-9]{0,18}$"),
-                about: "Resumes after this event.",
+                description: "Resumes after this event.",
             },
         ],
         body: None,
         responses: &[
             EVENTS,
-            DocumentedResponse { status: 204, about: "That event was the last.", content: Content::Nothing },
+            DocumentedResponse {
+                status: 204,
+                description: "That event was the last.",
+                content: Content::Nothing,
+            },
         ],
         problems: &[Code::Forbidden, Code::Unavailable, Code::NotFound],
     },
@@ -371,7 +375,7 @@ pub static CANCEL: Endpoint = Endpoint {
         method: Method::DELETE,
         path: "/api/dispatch/{id}",
         summary: "Cancels a dispatch or a whole batch in any phase; costs incurred until then count.",
-        credentials: OWNERS,
+        credentials: OWNER_OR_ADMIN,
         parameters: &[ID],
         body: None,
         responses: &[documented_json(

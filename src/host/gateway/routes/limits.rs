@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use crate::agents::kernel::Kernel;
 use crate::agents::owner_config;
 use crate::agents::owner_config::Settings;
-use crate::gateway::auth::{Caller, OWNERS, Principal, PrincipalResolver, READERS};
+use crate::gateway::auth::{Caller, OWNER_OR_ADMIN, Principal, PrincipalResolver, READERS};
 use crate::gateway::body;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::records::calendar::Calendar;
@@ -51,7 +51,7 @@ pub async fn show(
 /// The default sender id of a caller's dispatches.
 pub fn default_sender_id(resolver: &PrincipalResolver, caller: &Principal) -> String {
     match caller {
-        Principal::Owner { sub } | Principal::OwnersProcess { sub } => sub.as_str().to_owned(),
+        Principal::Owner { sub } | Principal::OwnerProcess { sub } => sub.as_str().to_owned(),
         Principal::App { slug } => format!("app:{slug}"),
         Principal::Platform | Principal::Admin | Principal::Agent { .. } => {
             resolver.owner().as_str().to_owned()
@@ -234,7 +234,7 @@ pub static SHOW_LIMITS: Endpoint = Endpoint {
             name: "userId",
             location: ParameterLocation::Query,
             schema: || text_up_to(MAX_SENDER_CHARS),
-            about: "The user or channel; the default is the owner.",
+            description: "The user or channel; the default is the owner.",
         }],
         body: None,
         responses: &[documented_json(200, "The limits.", || schema_ref("Limits"))],
@@ -249,7 +249,7 @@ pub static SET_LIMITS: Endpoint = Endpoint {
         method: Method::PUT,
         path: "/api/limits",
         summary: "Changes the limits, which apply to each user separately. Omitted fields keep their values.",
-        credentials: OWNERS,
+        credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: Some(|| {
             let amount = || json!({ "type": "number", "minimum": 0, "maximum": 1_000_000_000 });

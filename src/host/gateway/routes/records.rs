@@ -18,39 +18,44 @@ use svc_http::openapi::{
 };
 use svc_http::problem::{Code, Problem};
 
-const fn filter_parameter(name: &'static str, about: &'static str) -> Parameter {
-    Parameter { name, location: ParameterLocation::Query, schema: || text_up_to(MAX_FILTER_CHARS), about }
+const fn filter_parameter(name: &'static str, description: &'static str) -> Parameter {
+    Parameter {
+        name,
+        location: ParameterLocation::Query,
+        schema: || text_up_to(MAX_FILTER_CHARS),
+        description,
+    }
 }
 
 const SINCE: Parameter = Parameter {
     name: "since",
     location: ParameterLocation::Query,
     schema: time,
-    about: "Lines at or after this time.",
+    description: "Lines at or after this time.",
 };
 const UNTIL: Parameter = Parameter {
     name: "until",
     location: ParameterLocation::Query,
     schema: time,
-    about: "Lines before this time.",
+    description: "Lines before this time.",
 };
 const LIMIT: Parameter = Parameter {
     name: "limit",
     location: ParameterLocation::Query,
     schema: || json!({ "type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT }),
-    about: "Maximum number of lines.",
+    description: "Maximum number of lines.",
 };
 const CURSOR: Parameter = Parameter {
     name: "cursor",
     location: ParameterLocation::Query,
     schema: || text_matching(POSITION_PATTERN),
-    about: "The `nextCursor` of the previous page.",
+    description: "The `nextCursor` of the previous page.",
 };
 const LAST_EVENT_ID: Parameter = Parameter {
     name: "Last-Event-ID",
     location: ParameterLocation::Header,
     schema: || text_matching(POSITIONS_PATTERN),
-    about: "Resumes after this event.",
+    description: "Resumes after this event.",
 };
 const POSITION_PATTERN: &str = "^(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}$";
 /// At most two positions.
@@ -59,7 +64,7 @@ const POSITIONS_PATTERN: &str =
 
 const EVENTS: DocumentedResponse = DocumentedResponse {
     status: 200,
-    about: "Server-sent events, one for each line.",
+    description: "Server-sent events, one for each line.",
     content: Content::Other("text/event-stream"),
 };
 

@@ -9,7 +9,7 @@ use axum::response::{IntoResponse, Response};
 use http::{HeaderMap, Method, StatusCode};
 use serde_json::{Value, json};
 
-use crate::gateway::auth::OWNERS;
+use crate::gateway::auth::OWNER_OR_ADMIN;
 use crate::gateway::body;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::snapshots::side_database;
@@ -132,7 +132,7 @@ pub static SHOW: Endpoint = Endpoint {
         method: Method::GET,
         path: "/api/side-database",
         summary: "The snapshot open beside the database, its tables, and the result of the last copy.",
-        credentials: OWNERS,
+        credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: None,
         responses: &[documented_json(200, "The state.", || schema_ref("SideDatabase"))],
@@ -148,7 +148,7 @@ pub static OPEN: Endpoint = Endpoint {
         path: "/api/side-database",
         summary: "Loads a snapshot beside the database: the one with this key, else the last one taken at or before \
                   this time, else the last one.",
-        credentials: OWNERS,
+        credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: Some(|| request_object(&[], &[("key", text_matching(SnapshotKey::PATTERN)), ("at", time())])),
         responses: &[documented_json(202, "The request is accepted.", accepted_schema)],
@@ -164,7 +164,7 @@ pub static COPY: Endpoint = Endpoint {
         path: "/api/side-database/copy",
         summary: "Copies rows of these tables back. Mode missing restores missing rows; overwrite also restores rows \
                   that differ; replace restores the whole table. A snapshot of the current data is taken first.",
-        credentials: OWNERS,
+        credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: Some(|| {
             let mut tables = array(text_up_to(200));
@@ -185,7 +185,7 @@ pub static CLOSE: Endpoint = Endpoint {
         method: Method::DELETE,
         path: "/api/side-database",
         summary: "Drops the side database.",
-        credentials: OWNERS,
+        credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: None,
         responses: &[documented_json(202, "The request is accepted.", accepted_schema)],

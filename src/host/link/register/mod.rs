@@ -36,7 +36,7 @@ use svc_wire::registration::{BootStageName, Registration};
 
 /// Fail points of a registration.
 pub const FAILPOINTS: &[&str] =
-    &["register.begin", "register.ready", "register.written", "register.answered"];
+    &["register.begin", "register.ready", "register.written", "register.accepted"];
 
 #[derive(clap::Parser)]
 #[command(
@@ -175,7 +175,7 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
     let platform = RegistrationClient::new(&config.platform, &config.token).or_exit(Exit::Config)?;
     let response =
         platform.register(state.request_text(), config.platform_timeout).await.map_err(to_failure)?;
-    failpoint::pass("register.answered").or_exit(Exit::Internal)?;
+    failpoint::pass("register.accepted").or_exit(Exit::Internal)?;
     state.mark_registered(layout).or_exit(Exit::Internal)?;
     tracing::info!(status = %response.status, epoch = %response.epoch, "registered");
     Ok(())

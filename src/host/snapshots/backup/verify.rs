@@ -24,7 +24,7 @@ use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
 use svc_store::snapshots;
 
 /// Fail points of a run.
-pub const FAILPOINTS: &[&str] = &["verify.begin", "verify.read", "verify.noted", "verify.recorded"];
+pub const FAILPOINTS: &[&str] = &["verify.begin", "verify.read", "verify.read_recorded", "verify.recorded"];
 
 /// The snapshots to read.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -173,7 +173,7 @@ async fn verify_all(
             Ok(side) => {
                 failpoint::pass("verify.read")?;
                 read_times.record_read(settings, &key)?;
-                failpoint::pass("verify.noted")?;
+                failpoint::pass("verify.read_recorded")?;
                 results.intact += 1;
                 results.bytes += side.size_bytes;
                 tracing::info!(key, bytes = side.size_bytes, "a snapshot is intact");

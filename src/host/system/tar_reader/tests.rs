@@ -5,9 +5,9 @@ use super::*;
 const LIMITS: TarLimits = TarLimits {
     entries: 20,
     name_bytes: 1000,
-    all_name_bytes: 4000,
+    max_total_name_bytes: 4000,
     file_bytes: 10_000,
-    all_file_bytes: 15_000,
+    max_total_file_bytes: 15_000,
 };
 
 /// Builds an entry from a header and a body, which need not match.

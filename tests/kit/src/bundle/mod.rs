@@ -177,7 +177,7 @@ pub fn build(options: &Options) -> Result<Bundle> {
 
 /// Refuses a key set that hosts would refuse: one of its keys must sign the bundle.
 fn check_key_set(set: &KeySet, signing: &[SigningKey]) -> Result<()> {
-    ensure!(set.sequence > 0, "the sequence of the trusted keys starts at 1");
+    ensure!(set.sequence > 0, "the sequence number of the trusted keys must be at least 1");
     ensure!(
         signing.iter().any(|key| set.keys.contains(&key.public_key_base64())),
         "none of the trusted keys signs this bundle: hosts would refuse the set\n  \
@@ -195,7 +195,7 @@ fn check_removals(removes: &[String], components: &[Component]) -> Result<()> {
         );
         ensure!(
             !REQUIRED_PARTS.contains(&part.as_str()),
-            "hosts refuse every release without {part}: it cannot be removed"
+            "hosts refuse an update that drops {part}: it cannot be removed"
         );
     }
     Ok(())

@@ -18,13 +18,13 @@ enum DatabaseContent {
     Old,
     /// Exactly the content of the snapshot.
     Snapshot,
-    /// Sessions are refused: a swap was in progress.
+    /// Connections are refused: a swap was in progress.
     Closed,
     Other(String),
 }
 
-/// A hash of the snapshot's rows.
-const CONTENT: &str = "SELECT (SELECT md5(string_agg(id::text, ',' ORDER BY id)) FROM kept) || \
+/// Computes a hash of the snapshot's rows.
+const CONTENT_HASH_QUERY: &str = "SELECT (SELECT md5(string_agg(id::text, ',' ORDER BY id)) FROM kept) || \
      (SELECT md5(string_agg(md5(bytes), '' ORDER BY bytes)) FROM noise)";
 
 async fn tables(client: &tokio_postgres::Client) -> Result<Vec<String>> {
@@ -33,7 +33,7 @@ async fn tables(client: &tokio_postgres::Client) -> Result<Vec<String>> {
     Ok(client.query(query, &[]).await?.iter().map(|row| row.get(0)).collect())
 }
 
-async fn database_content(machine: &Machine, database: &str, snapshot: &str) -> Result<DatabaseContent> {
+async fn database_content(machine: &Machine, database: &str, snapshot_hash: &str) -> Result<DatabaseContent> {
     let admin = machine.postgres().connect("postgres").await?;
     let sql = "SELECT datallowconn FROM pg_database WHERE datname = $1";
     let Some(row) = admin.query_opt(sql, &[&database]).await? else {
@@ -54,21 +54,21 @@ async fn database_content(machine: &Machine, database: &str, snapshot: &str) -> 
             DatabaseContent::Other(format!("local has {rows:?}"))
         });
     }
-    if tables == ["kept", "noise"] && read_content(&client).await?.as_deref() == Some(snapshot) {
+    if tables == ["kept", "noise"] && read_content_hash(&client).await?.as_deref() == Some(snapshot_hash) {
         return Ok(DatabaseContent::Snapshot);
     }
     Ok(DatabaseContent::Other(format!("{tables:?}")))
 }
 
-async fn read_content(client: &tokio_postgres::Client) -> Result<Option<String>> {
-    Ok(client.query_one(CONTENT, &[]).await?.get(0))
+async fn read_content_hash(client: &tokio_postgres::Client) -> Result<Option<String>> {
+    Ok(client.query_one(CONTENT_HASH_QUERY, &[]).await?.get(0))
 }
 
 struct Campaign {
     machine: Machine,
     killer: Killer,
-    /// The result of [`CONTENT`] for the snapshot.
-    snapshot: String,
+    /// The hash of the snapshot's rows.
+    snapshot_hash: String,
     restored: u64,
 }
 
@@ -76,13 +76,15 @@ impl Campaign {
     /// Checks the state after a kill: without the marker, the name `svc` refers to the old database or to the complete
     /// new database.
     async fn check_state(&self) -> Result<()> {
-        let marker = self.machine.has_marker();
-        let database_content = database_content(&self.machine, "svc", &self.snapshot).await?;
-        match (&database_content, marker) {
+        let has_marker = self.machine.has_marker();
+        let database_content = database_content(&self.machine, "svc", &self.snapshot_hash).await?;
+        match (&database_content, has_marker) {
             (DatabaseContent::Snapshot, _) | (DatabaseContent::Old | DatabaseContent::Closed, false) => {
                 Ok(())
             }
-            _ => anyhow::bail!("the marker is {marker}, but the database contains {database_content:?}"),
+            _ => {
+                anyhow::bail!("marker present: {has_marker}, but the database contains {database_content:?}")
+            }
         }
     }
 
@@ -90,14 +92,15 @@ impl Campaign {
     async fn complete_restore(&mut self) -> Result<()> {
         let result = self.killer.complete_run(|| self.machine.spawn(&RESTORE, &[])).await?;
         ensure!(self.machine.has_marker(), "the gate is closed: {}", result.stderr);
-        let content = database_content(&self.machine, "svc", &self.snapshot).await?;
+        let content = database_content(&self.machine, "svc", &self.snapshot_hash).await?;
         ensure!(content == DatabaseContent::Snapshot, "{content:?}\n{}", result.stderr);
         let mut old = 0;
         for name in self.machine.databases().await? {
             ensure!(!name.starts_with("svc_restore_"), "{name} remains");
             if name.starts_with("svc_before_") {
                 old += u32::from(
-                    database_content(&self.machine, &name, &self.snapshot).await? == DatabaseContent::Old,
+                    database_content(&self.machine, &name, &self.snapshot_hash).await?
+                        == DatabaseContent::Old,
                 );
             }
         }
@@ -121,11 +124,12 @@ impl Campaign {
 
 async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     let (store, old, machine) = old_and_new_machines().await?;
-    let snapshot = read_content(&old.client().await?).await?.context("the content is NULL")?;
+    let snapshot_hash = read_content_hash(&old.client().await?).await?.context("the content is NULL")?;
     drop(old);
     let mut checker = SnapshotChecker::new(&store);
     checker.check()?;
-    let mut campaign = Campaign { machine, killer: Killer::new("restores", seed), snapshot, restored: 0 };
+    let mut campaign =
+        Campaign { machine, killer: Killer::new("restores", seed), snapshot_hash, restored: 0 };
     let result = async {
         campaign.complete_restore().await?;
         while campaign.killer.kills < kills {
@@ -133,7 +137,7 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
         }
         // A restore never writes to the store.
         checker.check()?;
-        ensure!((checker.complete_count(), checker.seq()) == (1, 1), "a restore has written");
+        ensure!((checker.complete_count(), checker.seq()) == (1, 1), "a restore wrote to the store");
         anyhow::Ok(())
     };
     let result = result.await;
@@ -158,14 +162,14 @@ async fn long_restores_survive_200_kills() -> Result<()> {
 #[tokio::test]
 async fn unexpected_database_content_is_detected() -> Result<()> {
     let (_store, old, machine) = old_and_new_machines().await?;
-    let snapshot = read_content(&old.client().await?).await?.context("the content is NULL")?;
-    assert_eq!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Old);
+    let snapshot_hash = read_content_hash(&old.client().await?).await?.context("the content is NULL")?;
+    assert_eq!(database_content(&machine, "svc", &snapshot_hash).await?, DatabaseContent::Old);
     machine.run(&RESTORE)?.expect(0);
-    assert_eq!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Snapshot);
+    assert_eq!(database_content(&machine, "svc", &snapshot_hash).await?, DatabaseContent::Snapshot);
     let client = machine.client().await?;
     for change in ["UPDATE kept SET id = 0 WHERE id = 1", "CREATE TABLE more (id int)"] {
         client.batch_execute(change).await?;
-        let content = database_content(&machine, "svc", &snapshot).await?;
+        let content = database_content(&machine, "svc", &snapshot_hash).await?;
         assert!(matches!(content, DatabaseContent::Other(_)), "{change}: {content:?}");
     }
     client
@@ -174,11 +178,11 @@ async fn unexpected_database_content_is_detected() -> Result<()> {
         )
         .await?;
     assert!(
-        matches!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Other(_)),
+        matches!(database_content(&machine, "svc", &snapshot_hash).await?, DatabaseContent::Other(_)),
         "the old database has different content"
     );
     assert!(
-        matches!(database_content(&machine, "svc_else", &snapshot).await?, DatabaseContent::Other(_)),
+        matches!(database_content(&machine, "svc_else", &snapshot_hash).await?, DatabaseContent::Other(_)),
         "the database does not exist"
     );
     Ok(())

@@ -193,7 +193,7 @@ async fn recreate_missing(
             results.clear();
         }
         end?;
-        failpoint::pass("side.made")?;
+        failpoint::pass("side.recreated")?;
     }
     dependents.add(live, results).await.map_err(query("add the dependents of the tables"))?;
     Ok(failpoint::pass("side.dependents")?)

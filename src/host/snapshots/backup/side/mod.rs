@@ -45,12 +45,12 @@ pub const FAILPOINTS: &[&str] = &[
     "side.renamed",
     "side.opened",
     "side.saved",
-    "side.made",
+    "side.recreated",
     "side.dependents",
     "side.fetched",
     "side.copied",
     "side.committed",
-    "side.told",
+    "side.recorded",
     "side.dropped",
 ];
 
@@ -347,7 +347,7 @@ async fn copy_back(settings: &BackupSettings, copy: &TableCopy, request_id: &str
         tables,
     });
     state.write(&settings.layout)?;
-    failpoint::pass("side.told")?;
+    failpoint::pass("side.recorded")?;
     end
 }
 

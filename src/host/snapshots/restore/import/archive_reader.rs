@@ -35,9 +35,9 @@ fn tar_limits(archive_bytes: u64) -> TarLimits {
     TarLimits {
         entries: 4_000_000,
         name_bytes: 16 * 1024,
-        all_name_bytes: 256 << 20,
+        max_total_name_bytes: 256 << 20,
         file_bytes: archive_bytes,
-        all_file_bytes: archive_bytes,
+        max_total_file_bytes: archive_bytes,
     }
 }
 

@@ -1,7 +1,7 @@
-//! Collects the metrics of the whole installation from the database, and those of this process's connection pools, when
+//! Collects the metrics of the whole fleet from the database, and those of this process's connection pools, when
 //! `/metrics` is read.
 //!
-//! Invariant: if the database is unavailable, only the installation's metrics are missing; the scrape still succeeds.
+//! Invariant: if the database is unavailable, only the fleet's metrics are missing; the scrape still succeeds.
 
 use std::time::Duration;
 
@@ -15,23 +15,23 @@ use super::operations::supported_steps;
 use super::{certificates, ended_machines, fleet};
 use svc_base::metrics::{
     ALARMS, BACKUP_AGE, FLEET_READ_AT, MACHINES, MACHINES_BY_CERTIFICATE, MACHINES_BY_HEALTH,
-    MACHINES_NEEDING_ATTENTION, OPERATIONS_IN_PROGRESS, OPERATIONS_OVERDUE, OPERATIONS_UNKNOWN,
+    MACHINES_NEEDING_ATTENTION, OPERATIONS_IN_PROGRESS, OPERATIONS_OVERDUE, OPERATIONS_UNSUPPORTED,
     POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, SLOTS_WITHOUT_BACKUP, intern_label,
 };
 use svc_http::problem::format_chain;
 use svc_machine::operation::OperationKind;
 
 /// Shorter than a scraper's usual timeout of ten seconds.
-const MEASURE_TIMEOUT: Duration = Duration::from_secs(4);
+const COLLECT_TIMEOUT: Duration = Duration::from_secs(4);
 /// Age from which a running operation counts as overdue.
 const OVERDUE_AGE: Duration = Duration::from_secs(1800);
 
-/// Collects the metrics that are only measured for a scrape.
+/// Collects the metrics that are updated only for a scrape.
 pub async fn collect(platform: &Platform) {
-    measure_pools(&[&platform.db, &platform.host_db, &platform.report_db]);
+    collect_pool_metrics(&[&platform.db, &platform.host_db, &platform.report_db]);
     match tokio::time::timeout(
-        MEASURE_TIMEOUT,
-        measure_installation(
+        COLLECT_TIMEOUT,
+        collect_fleet_metrics(
             &platform.report_db,
             platform.config.timing.tokens.rotate,
             &platform.config.trust,
@@ -40,12 +40,12 @@ pub async fn collect(platform: &Platform) {
     .await
     {
         Ok(Ok(())) => FLEET_READ_AT.set_to_now([]),
-        Ok(Err(error)) => tracing::warn!(error = %format_chain(&error), "cannot measure the fleet"),
-        Err(_) => tracing::warn!("measuring the fleet timed out"),
+        Ok(Err(error)) => tracing::warn!(error = %format_chain(&error), "cannot collect the fleet metrics"),
+        Err(_) => tracing::warn!("collecting the fleet metrics timed out"),
     }
 }
 
-fn measure_pools(pools: &[&Db]) {
+fn collect_pool_metrics(pools: &[&Db]) {
     let statuses: Vec<_> = pools.iter().map(|db| db.pool().status()).collect();
     let sum = |field: fn(&Status) -> usize| statuses.iter().map(field).sum::<usize>() as f64;
     POOL_CONNECTIONS.set(["open"], sum(|status| status.size));
@@ -54,7 +54,7 @@ fn measure_pools(pools: &[&Db]) {
     POOL_WAITING.set([], sum(|status| status.waiting));
 }
 
-async fn measure_installation(db: &Db, token_rotation: Duration, trust: &HostTrust) -> Result<(), DbError> {
+async fn collect_fleet_metrics(db: &Db, token_rotation: Duration, trust: &HostTrust) -> Result<(), DbError> {
     let session = db.session().await?;
     let rows = db::fleet::list_active_machines(&session).await?;
     let mut summary = fleet::summarize(&rows, token_rotation, trust);
@@ -89,14 +89,15 @@ async fn measure_installation(db: &Db, token_rotation: Duration, trust: &HostTru
         let is_active = alarms.iter().any(|row| row.alarm == alarm.as_str());
         ALARMS.set([alarm.as_str()], f64::from(u8::from(is_active)));
     }
-    OPERATIONS_UNKNOWN.set([], db::operations::count_unsupported(&session, &supported_steps()).await? as f64);
+    OPERATIONS_UNSUPPORTED
+        .set([], db::operations::count_unsupported(&session, &supported_steps()).await? as f64);
     if let Some(remaining) = db::budget::load_remaining(&session).await? {
         PROVIDER_BUDGET.set([], remaining);
     }
     Ok(())
 }
 
-/// A missing age is exported as NaN.
+/// A missing age is NaN: without a value, the gauge would keep the age of an earlier scrape.
 fn seconds_or_nan(age: Option<u64>) -> f64 {
     age.map_or(f64::NAN, |seconds| seconds as f64)
 }
