@@ -127,11 +127,11 @@ impl Operation {
         codes
     }
 
-    fn to_openapi(&self) -> Value {
+    fn generate_openapi(&self) -> Value {
         let mut responses: Map<String, Value> = self
             .responses
             .iter()
-            .map(|response| (response.status.to_string(), response.to_openapi()))
+            .map(|response| (response.status.to_string(), response.generate_openapi()))
             .collect();
         let mut by_status: BTreeMap<u16, Vec<&str>> = BTreeMap::new();
         for code in self.codes() {
@@ -147,7 +147,7 @@ impl Operation {
             "security": self.credentials.iter().map(|credential| json!({ credential.name: [] })).collect::<Vec<_>>(),
         });
         if !self.parameters.is_empty() {
-            operation["parameters"] = self.parameters.iter().map(Parameter::to_openapi).collect();
+            operation["parameters"] = self.parameters.iter().map(Parameter::generate_openapi).collect();
         }
         if let Some(body) = self.body {
             operation["requestBody"] =
@@ -158,7 +158,7 @@ impl Operation {
 }
 
 impl Credential {
-    fn to_openapi(&self) -> Value {
+    fn generate_openapi(&self) -> Value {
         match self.scheme {
             CredentialScheme::Bearer | CredentialScheme::ScopedBearer => {
                 json!({ "type": "http", "scheme": "bearer", "description": self.description })
@@ -174,7 +174,7 @@ impl Credential {
 }
 
 impl Parameter {
-    fn to_openapi(&self) -> Value {
+    fn generate_openapi(&self) -> Value {
         let location = match self.location {
             ParameterLocation::Path => "path",
             ParameterLocation::Query | ParameterLocation::RequiredQuery => "query",
@@ -191,7 +191,7 @@ impl Parameter {
 }
 
 impl DocumentedResponse {
-    fn to_openapi(&self) -> Value {
+    fn generate_openapi(&self) -> Value {
         let mut response = json!({ "description": self.description });
         match self.content {
             Content::Nothing => {}
@@ -257,14 +257,14 @@ pub fn generate_document<'o>(api: &Api, operations: impl IntoIterator<Item = &'o
     for operation in operations {
         credentials.extend(operation.credentials.iter().map(|credential| (credential.name, credential)));
         let path = paths.entry(operation.path.replace("{*", "{")).or_insert_with(|| json!({}));
-        path[operation.method.as_str().to_ascii_lowercase()] = operation.to_openapi();
+        path[operation.method.as_str().to_ascii_lowercase()] = operation.generate_openapi();
     }
     let mut schemas: Map<String, Value> =
         api.schemas.iter().map(|(name, schema)| ((*name).to_owned(), schema())).collect();
     schemas.insert("Problem".to_owned(), problem_schema());
     let schemes: Map<String, Value> = credentials
         .into_iter()
-        .map(|(name, credential)| (name.to_owned(), credential.to_openapi()))
+        .map(|(name, credential)| (name.to_owned(), credential.generate_openapi()))
         .collect();
     json!({
         "openapi": "3.1.0",
