@@ -8,7 +8,7 @@ svc_base::variables! {
         /// with it.
         PLATFORM_SECRET: "text" = required;
         /// Keys that `bundle publish` expects hosts to trust: those of the platform's variable of this name.
-        BUNDLE_PUBLIC_KEYS: "list, separated by commas" = unset;
+        BUNDLE_PUBLIC_KEYS: "comma-separated list" = unset;
         /// Number of that key set.
         BUNDLE_KEYS_SEQUENCE: "number" = "0";
         /// The owner's session for `verify-rollout --app-url`, a JWT of the identity provider or a browser's

@@ -75,7 +75,7 @@ svc_base::variables! {
         /// The identity provider's issuer; passed on to hosts.
         IDP_ISSUER: "text" = required;
         /// Accepted audiences; passed on to hosts.
-        IDP_AUDIENCE: "list, separated by commas" = required;
+        IDP_AUDIENCE: "comma-separated list" = required;
         /// URL of the identity provider's keys; passed on to hosts.
         IDP_JWKS_URL: "URL" = derived "`<issuer>/.well-known/jwks.json`";
         /// URL of the sign-in page, to which the router redirects browsers that are not signed in.
@@ -112,7 +112,7 @@ svc_base::variables! {
         /// Key of that account. Every host gets it.
         ACME_EAB_HMAC_KEY: "base64url" = unset;
         /// Ed25519 keys whose signature on a bundle's manifest hosts trust: base64 of the raw 32 bytes.
-        BUNDLE_PUBLIC_KEYS: "list, separated by commas" = unset;
+        BUNDLE_PUBLIC_KEYS: "comma-separated list" = unset;
         /// Sequence number of the key set in `BUNDLE_PUBLIC_KEYS`, with which new hosts start: the `--keys-sequence`
         /// of the last release that contained the set. See [Rotate the keys of
         /// releases](../operating/keys.md#rotate-the-keys-of-releases).
@@ -121,7 +121,7 @@ svc_base::variables! {
         /// networks. Loopback, multicast and unspecified addresses are refused. If unset, every address is accepted.
         PLATFORM_EGRESS_CIDRS: "1 to 32 addresses or CIDRs, separated by commas" = unset;
         /// Container image of the hosts' database.
-        SVC_POSTGRES_IMAGE: "name of an image" = derived "`docker.io/library/postgres:16`";
+        SVC_POSTGRES_IMAGE: "image name" = derived "`docker.io/library/postgres:16`";
         /// Whether provisioning requires a subscription.
         BILLING_ENFORCEMENT: "flag" = "true";
         /// Whether confirmations are required: a request that provisions a new customer must confirm the monthly cost and
@@ -160,7 +160,7 @@ svc_base::variables! {
         /// example `hel1,fsn1`.
         PROVIDER_FALLBACK_LOCATIONS: "at most 8 locations, separated by commas" = unset;
         /// Image of new servers.
-        PROVIDER_IMAGE: "name of an image" = "debian-12";
+        PROVIDER_IMAGE: "image name" = "debian-12";
         /// How long after an unanswered create request its server may still appear.
         PROVIDER_AMBIGUOUS_WAIT_SECONDS: "seconds" = "60";
     }

@@ -1,7 +1,7 @@
 //! The variables of a host.
 
 svc_base::variables! {
-    "host.provisioned", in "`host.env`", by ["programs of the host"] {
+    "host.provisioned", in "`host.env`", by ["all host programs"] {
         /// Id of this machine.
         SVC_MACHINE_ID: "UUID" = required, in "`host.env`, `update.env`";
         /// The owner's id at the identity provider.
@@ -18,14 +18,15 @@ svc_base::variables! {
         UPGRADE_TOKEN: "text" = required;
         /// The platform's initial public keys. Heartbeats deliver later keys.
         SVC_PROOF_KEYS: "JWK set" = required, by ["svc-gateway", "svc-sync-agent"];
-        /// The machine's host name, for its certificate. Heartbeats deliver later names, and the authority.
+        /// The machine's host name, for its certificate. Heartbeats deliver later
+        /// names and the certificate authority's settings.
         SVC_HOST_NAME: "host name" = unset, by ["svc-gateway", "svcctl"];
         /// The identity provider's issuer.
         IDP_ISSUER: "text" = unset, by ["svc-gateway"];
         /// Accepted audiences.
-        IDP_AUDIENCE: "list, separated by commas" = derived "**required** with `IDP_ISSUER`",
+        IDP_AUDIENCE: "comma-separated list" = derived "**required** with `IDP_ISSUER`",
             by ["svc-gateway"];
-        /// The identity provider's keys.
+        /// URL of the identity provider's JWK set. Requires `IDP_ISSUER`.
         IDP_JWKS_URL: "URL" = derived "`<issuer>/.well-known/jwks.json`", by ["svc-gateway"];
         /// The local database. `svc-update boot` appends it, with a password that it generates on the
         /// machine.
@@ -33,7 +34,7 @@ svc_base::variables! {
         /// The requested release.
         SVC_IMAGE_VERSION: "version" = required,
             in "`host.env`, `boot.env`", by ["svc-update", "svc-register", "svc-sync-agent"];
-        /// Token for the single registration and for reports during the boot.
+        /// Token for the machine's one-time registration and for its boot reports.
         REGISTRATION_TOKEN: "text" = required, in "`boot.env`", by ["svc-register", "svc-restore"];
         /// URL of the first release's bundle.
         SVC_HOST_BUNDLE_URL: "URL" = required, in "`update.env`", by ["svc-update"];
@@ -41,11 +42,11 @@ svc_base::variables! {
         SVC_BUNDLE_SHA256: "64 hexadecimal digits" = required,
             in "`update.env`", by ["svc-update", "svc-register"];
         /// Container image of the database, if it is not the default.
-        SVC_POSTGRES_IMAGE: "name of an image" = derived "that of the unit",
+        SVC_POSTGRES_IMAGE: "image name" = derived "the unit's image",
             in "`update.env`", by ["svc-postgres.service"];
-        /// Ed25519 keys whose signature on a bundle's manifest is trusted. An update that brings a later set
-        /// writes this variable and the next. The process environment does not count.
-        SVC_BUNDLE_PUBLIC_KEYS: "list, separated by commas" = unset, in "`update.env`", by ["svc-update"];
+        /// Ed25519 keys whose signature on a bundle's manifest is trusted. An update with a later key
+        /// set writes this variable and `SVC_BUNDLE_KEYS_SEQUENCE`. The process environment is ignored.
+        SVC_BUNDLE_PUBLIC_KEYS: "comma-separated list" = unset, in "`update.env`", by ["svc-update"];
         /// Sequence number of that key set.
         SVC_BUNDLE_KEYS_SEQUENCE: "number" = "0", in "`update.env`", by ["svc-update"];
         /// Password of the database's container. `svc-update boot` generates it on the machine. It is not
@@ -53,18 +54,19 @@ svc_base::variables! {
         POSTGRES_PASSWORD: "text" = unset, in "`postgres.env`", by ["svc-update", "svc-postgres.service"];
         /// The snapshot to restore.
         SVC_RESTORE_SNAPSHOT: "key" = derived "the latest", in "`boot.env`", by ["svc-restore"];
-        /// `empty`: start without a snapshot if it is confirmed that there is none.
+        /// `empty`: start without a snapshot after confirming that there is none.
         SVC_RESTORE_MODE: "`required` or `empty`" = required, in "`boot.env`", by ["svc-restore"];
     }
 
     "host.settings", in "process environment or the files above", by ["svc-gateway"] {
-        /// Root of all paths of a host, so that many hosts can share one machine.
-        SVC_ROOT: "path" = "/", in "process environment", by ["programs of the host"];
+        /// Root of all paths of a host, so that several hosts can share one machine.
+        SVC_ROOT: "path" = "/", in "process environment", by ["all host programs"];
         /// Address of the gateway.
         GATEWAY_LISTEN: "address and port" = "0.0.0.0:443",
             by ["svc-gateway", "svc-register", "svc-sync-agent", "svc-update"];
-        /// Directory of the PostgreSQL 16 client tools. If there are none, those in the container `svc-postgres` are
-        /// used. Programs that run as root read this variable only from their own environment.
+        /// Directory of the PostgreSQL 16 client tools. If the release's runtime has none, the tools in the
+        /// container `svc-postgres` are used. Programs that run as root read this variable only from their own
+        /// environment.
         SVC_PG_BIN_DIR: "path" = derived "the release's runtime", by ["svc-db-backup", "svc-restore"];
         /// How long a release may take to become healthy before `svc-update` rolls back.
         SVC_UPDATE_HEALTH_SECONDS: "seconds" = "180",
@@ -76,16 +78,17 @@ svc_base::variables! {
         /// Program to use in place of `systemctl`, for a `SVC_ROOT` that no systemd manages.
         SVC_SYSTEMCTL: "path" = derived "`systemctl`, where systemd runs", in "process environment",
             by ["svc-update", "svc-restore", "svcctl"];
-        /// An operator's credential on the host, in addition to a proof or on the gateway's socket. The
+        /// An operator's credential on the host, accepted together with a proof, or on the gateway's socket. The
         /// gateway ignores a shorter one and logs an error.
         ADMIN_TOKEN: "text of at least 32 characters" = unset;
-        /// PEM file with a certificate chain for the machine's name and its key, in place of the authority's. The
+        /// PEM file with a certificate chain for the machine's name and its key, in place of the certificate
+        /// authority's. The
         /// gateway reads it again when it changes. See [Machine
         /// certificates](../operating/certificates.md#certificates-from-files).
         GATEWAY_TLS_CERT_FILE: "path" = unset;
-        /// First backoff after a failed request for a certificate. It doubles, up to 6 hours.
+        /// Initial backoff after a failed request for a certificate. It doubles, up to 6 hours.
         ACME_RETRY_SECONDS: "seconds, at least 1" = "120";
-        /// Timeout of one statement of an app.
+        /// Timeout of an app's SQL statement.
         BRIDGE_STATEMENT_TIMEOUT_MS: "milliseconds, at least 1" = "10000";
         /// How long a listener to changes may be disconnected and still resume.
         BRIDGE_CHANGES_KEEP_SECONDS: "seconds, at least 1" = "3600";
@@ -95,10 +98,10 @@ svc_base::variables! {
         /// How long a restore, a drill or a check retries an unreachable store or database, counted from the last
         /// progress.
         RESTORE_STORE_DEADLINE_SECONDS: "seconds" = "300", by ["svc-restore", "svc-db-backup"];
-        /// First backoff after a failed hourly backup. It doubles, up to 15 minutes, until the next hourly
+        /// Initial backoff after a failed hourly backup. It doubles, up to 15 minutes, until the next hourly
         /// run is near.
         BACKUP_RETRY_SECONDS: "seconds, at least 1" = "120", by ["svc-db-backup"];
-        /// Each snapshot is read again within this many days.
+        /// Maximum time between two verifications of a snapshot.
         VERIFY_WITHIN_DAYS: "days, at least 1" = "30", by ["svc-db-backup"];
         /// How long the registration waits for the gateway to be ready.
         REGISTER_GATEWAY_DEADLINE_SECONDS: "seconds" = "120", by ["svc-register"];
@@ -106,7 +109,7 @@ svc_base::variables! {
         REGISTER_PLATFORM_DEADLINE_SECONDS: "seconds" = "120", by ["svc-register"];
         /// Interval of heartbeats to the platform.
         HEARTBEAT_SECONDS: "seconds, at least 1" = "30", by ["svc-sync-agent"];
-        /// Interval of checks whether the content of `system/vps-meta.json` has changed.
+        /// Interval between checks for changes to the content of `system/vps-meta.json`.
         VPS_META_SECONDS: "seconds, at least 1" = "300", by ["svc-sync-agent"];
         /// Maximum time between two writes of `system/vps-meta.json`.
         VPS_META_AT_LEAST_SECONDS: "seconds, at least 1" = "86400", by ["svc-sync-agent"];
