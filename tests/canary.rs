@@ -92,7 +92,7 @@ fn scan_all(
 async fn provoke_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> {
     let mut refused = Vec::new();
     let client = reqwest::Client::builder().timeout(Duration::from_secs(20)).no_proxy().build()?;
-    let owner = stack.owner();
+    let owner = stack.owner_token();
     detector.register("session JWT", &owner);
 
     // Acts as a browser: requests an app's page with the identity provider's cookie, which opens a session.
@@ -225,7 +225,7 @@ fn accepts_connections(url: &str) -> bool {
 
 /// Checks that a request keeps its id from the router through the host and back.
 async fn check_request_id(stack: &Stack) -> Result<()> {
-    let request = stack.web.request(Method::GET, "/api/apps").bearer_auth(stack.owner());
+    let request = stack.web.request(Method::GET, "/api/apps").bearer_auth(stack.owner_token());
     let response = request.header("x-request-id", REQUEST_ID).send().await?;
     ensure!(response.status().is_success(), "{}", response.status());
     ensure!(response.headers()["x-request-id"] == REQUEST_ID, "the response has a different id");

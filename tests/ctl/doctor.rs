@@ -8,7 +8,7 @@ use std::time::Duration;
 use kit::bundle::{self, Manifest, SigningKey};
 use kit::ca::Ca;
 use kit::s3::{Fault, Rule};
-use kit::story::{CONFIRMED, RouterTransport, Stack, eventually};
+use kit::story::{CONFIRM_FLAGS, RouterTransport, Stack, eventually};
 use serde_json::Value;
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
@@ -74,7 +74,7 @@ impl Fleet {
         let built = bundle::build_minimal(svc, "story-1", &dir.path().join("out")).unwrap();
         svcctl(&["bundle", "publish", built.dir.to_str().unwrap(), "--image-version", "story-1"]).await;
         let provision = ["--json", "provision", "user_story", "--handle", "ada", "--wait=200"];
-        let run = svcctl(&[&provision[..], &CONFIRMED].concat()).await;
+        let run = svcctl(&[&provision[..], &CONFIRM_FLAGS].concat()).await;
         let machine: Value = run.json().unwrap();
         let server = format!("svc-{}", machine["machineId"].as_str().unwrap());
         let disk = stack.provider.disk(&server).unwrap();

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use kit::bundle;
-use kit::story::{CONFIRMED, RouterTransport, Stack};
+use kit::story::{CONFIRM_FLAGS, RouterTransport, Stack};
 use serde_json::Value;
 
 /// An operator's `svcctl`, with a running stack.
@@ -68,7 +68,7 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
     );
     assert_contains(&operator.run(0, &["list"]).await, &["no machines"]);
     let provision = ["provision", "user_1", "--handle", "ada", "--wait=200"];
-    let printed = operator.run(0, &[&provision[..], &CONFIRMED].concat()).await;
+    let printed = operator.run(0, &[&provision[..], &CONFIRM_FLAGS].concat()).await;
     assert_contains(&printed, &["warning: a recovery was not exercised on a test slot"]);
     let audit = operator.json(&["audit", "--action", "provision"]).await;
     let confirmed = &audit["entries"][0]["after"]["confirmed"];
@@ -177,7 +177,7 @@ async fn failed_boot_shows_its_stage_and_the_host_message() {
     let broken = [("FAILPOINTS", "restore.begin=return(error)")];
     operator.0.provider.set_next_server_env(&broken).unwrap();
     let provision = ["provision", "user_1", "--handle", "ada", "--wait=200"];
-    let printed = operator.run(69, &[&provision[..], &CONFIRMED].concat()).await;
+    let printed = operator.run(69, &[&provision[..], &CONFIRM_FLAGS].concat()).await;
     assert_contains(
         &printed,
         &["boot: restore", "boot_reported at restore", "injected failure at restore.begin", "next: "],

@@ -73,7 +73,7 @@ async fn release_is_verified_on_the_host_and_from_outside() {
         "icons",
     ];
     let on_host = fleet.verify_on_host(&["--strict"]).await;
-    let outside = fleet.verify_from_outside(&fleet.stack.owner()).await;
+    let outside = fleet.verify_from_outside(&fleet.stack.owner_token()).await;
     for check in checks {
         on_host.expect(check, "ok", "");
         outside.expect(check, "ok", "");
@@ -129,7 +129,7 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     elsewhere.expect("vps-database", "problem", "this machine's own database is on 127.0.0.1:1");
     fs::write(&settings, before).unwrap();
 
-    let other_user = fleet.verify_from_outside(&fleet.stack.session("user_other")).await;
+    let other_user = fleet.verify_from_outside(&fleet.stack.session_token("user_other")).await;
     other_user.expect("shell", "problem", "503");
     let forged = fleet.verify_from_outside("not.a.token").await;
     forged.expect("gateway-health", "problem", "401");
@@ -187,7 +187,7 @@ async fn rollout_waits_for_operator_if_release_fails_checks() {
 
 async fn expect_on_host_and_outside(fleet: &Fleet, check: &str, part: &str) {
     fleet.verify_on_host(&[]).await.expect(check, "problem", part);
-    fleet.verify_from_outside(&fleet.stack.owner()).await.expect(check, "problem", part);
+    fleet.verify_from_outside(&fleet.stack.owner_token()).await.expect(check, "problem", part);
 }
 
 #[tokio::test]

@@ -74,12 +74,12 @@ for try in 1 2 3 4 5 6 7 8; do
     [ "$recorded" = 1 ] && { [ "${audited:-0}" -ge 4 ] || [ "${late:-0}" -ge "$try" ]; } && break
     sleep 1
   done
-  [ "$recorded" = 1 ] || fail "no interaction"
+  [ "$recorded" = 1 ] || fail "dispatch $id has ${recorded:-0} records with its cost in interactions-*.jsonl; expected 1"
   [ "${audited:-0}" -ge 4 ] && break
-  [ "${late:-0}" -ge "$try" ] || fail "audit.jsonl has $(cat $audit)"
+  [ "${late:-0}" -ge "$try" ] || fail "dispatch $id: expected 4 audited paths or $try recorded gaps, found ${audited:-0} and ${late:-0}: $(cat $audit)"
 done
-[ "$audited" -ge 4 ] || fail "after $try dispatches, audit.jsonl has $(cat $audit)"
+[ "$audited" -ge 4 ] || fail "none of $try dispatches has 4 audited paths: $(cat $audit)"
 as_svc sh -c "echo x >>$home/system/logs/audit.jsonl" 2>/dev/null && fail "svc may write the audit"
 failed=$(systemctl --failed --plain --no-legend | grep svc- || true)
-[ -z "$failed" ] || fail "$failed"
+[ -z "$failed" ] || fail "failed units: $failed"
 echo "one dispatch as svc in its own unit, \$0.125, $audited paths audited in dispatch $try, no process left"

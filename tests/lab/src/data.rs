@@ -92,8 +92,8 @@ pub async fn restore_side_database(stack: &Stack, machine: &MachineRecord) -> Re
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let delete =
         json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
-    stack.web.call_bridge(&stack.owner(), &delete).await?;
-    ensure!(stack.web.titles(&stack.owner()).await?.is_empty(), "some rows were not deleted");
+    stack.web.call_bridge(&stack.owner_token(), &delete).await?;
+    ensure!(stack.web.titles(&stack.owner_token()).await?.is_empty(), "some rows were not deleted");
     send_side_request(stack, Method::POST, "", json!({})).await?;
     let opened = wait_for_status(stack, "open").await?;
     let tables = opened["tables"].to_string();
@@ -101,7 +101,7 @@ pub async fn restore_side_database(stack: &Stack, machine: &MachineRecord) -> Re
     send_side_request(stack, Method::POST, "/copy", json!({"tables": [NOTES]})).await?;
     let copied = wait_for_status(stack, "open").await?["lastCopy"].clone();
     ensure!(copied.get("error").is_none_or(Value::is_null), "{copied}");
-    let restored = stack.web.titles(&stack.owner()).await?;
+    let restored = stack.web.titles(&stack.owner_token()).await?;
     ensure!(restored == rows, "there were {rows:?}, now {restored:?}");
     send_side_request(stack, Method::DELETE, "", Value::Null).await?;
     wait_for_status(stack, "closed").await?;
@@ -112,7 +112,8 @@ pub async fn restore_side_database(stack: &Stack, machine: &MachineRecord) -> Re
 }
 
 async fn send_side_request(stack: &Stack, method: Method, path: &str, body: Value) -> Result<()> {
-    let request = stack.web.request(method, &format!("/api/side-database{path}")).bearer_auth(stack.owner());
+    let request =
+        stack.web.request(method, &format!("/api/side-database{path}")).bearer_auth(stack.owner_token());
     let request = if body.is_null() { request } else { request.json(&body) };
     let response = request.send().await?;
     let (status, body) = (response.status(), response.text().await?);
@@ -123,7 +124,7 @@ async fn send_side_request(stack: &Stack, method: Method, path: &str, body: Valu
 /// Waits until nothing is pending and the side database has this status.
 async fn wait_for_status(stack: &Stack, status: &str) -> Result<Value> {
     eventually(&format!("the side database is {status}"), BOOT_TIMEOUT + Duration::from_secs(60), || async {
-        let request = stack.web.request(Method::GET, "/api/side-database").bearer_auth(stack.owner());
+        let request = stack.web.request(Method::GET, "/api/side-database").bearer_auth(stack.owner_token());
         let state: Value = request.send().await?.error_for_status()?.json().await?;
         ensure!(state["status"] != "failed", "{state}");
         ensure!(state["status"] == status && state["pending"].is_null(), "the side database is {state}");
@@ -144,14 +145,14 @@ pub async fn export_and_import(stack: &Stack, machine: &MachineRecord) -> Result
     vm.run("rm -r /home/svc/home/projects", SHORT_TIMEOUT).await?.success()?;
     let delete =
         json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
-    stack.web.call_bridge(&stack.owner(), &delete).await?;
+    stack.web.call_bridge(&stack.owner_token(), &delete).await?;
     let import = vm
         .run("/opt/svc/bin/svc-restore import /var/backups/ada.tar", LONG_TIMEOUT)
         .await?
         .success()
         .context("import")?;
     let restored = eventually("the rows are restored", BOOT_TIMEOUT, || async {
-        let restored = stack.web.titles(&stack.owner()).await?;
+        let restored = stack.web.titles(&stack.owner_token()).await?;
         ensure!(restored == rows, "there were {rows:?}, now {restored:?}");
         Ok(restored)
     })

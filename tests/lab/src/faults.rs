@@ -26,7 +26,7 @@ PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime
 /// Kills the database's container: the gateway keeps running, and serves again as soon as the database does.
 pub async fn kill_database(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    let before = stack.web.titles(&stack.owner()).await?;
+    let before = stack.web.titles(&stack.owner_token()).await?;
     let gateway = vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()?;
     vm.run("podman kill --signal KILL svc-postgres", SHORT_TIMEOUT).await?.success()?;
     let killed = Instant::now();
@@ -72,7 +72,7 @@ pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     ensure!(vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway, "the gateway was restarted");
     let lost: Vec<&String> = accepted.iter().filter(|title| !after.contains(title)).collect();
     ensure!(lost.is_empty(), "acknowledged and lost: {lost:?}");
-    let owner = stack.owner();
+    let owner = stack.owner_token();
     eventually("a row can be added again", BOOT_TIMEOUT, || stack.web.insert(&owner, AFTER_TITLE)).await?;
     for title in &accepted {
         delete_note(stack, title).await?;
@@ -95,7 +95,7 @@ async fn insert_large(stack: &Stack, title: &str) -> Result<Option<String>> {
     let response = stack
         .web
         .request(reqwest::Method::POST, "/api/bridge/query")
-        .bearer_auth(stack.owner())
+        .bearer_auth(stack.owner_token())
         .json(&call)
         .send()
         .await?;
@@ -156,7 +156,7 @@ pub async fn cut_power_during_backup(stack: &Stack, machine: &MachineRecord) -> 
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let before = verified_pointer(stack)?;
     vm.run(CREATE_LARGE_TABLE, LONG_TIMEOUT).await?.success().context("create a large table")?;
-    let rows = stack.web.titles(&stack.owner()).await?;
+    let rows = stack.web.titles(&stack.owner_token()).await?;
     let dumping = "systemctl start --no-block svc-db-backup.service; for n in $(seq 600); do pgrep -x pg_dump && exit 0; sleep 0.1; done; exit 1";
     vm.run(dumping, LONG_TIMEOUT).await?.success().context("wait for pg_dump")?;
     stack.provider.kill_server(&machine.server).await?;
@@ -188,14 +188,14 @@ pub(super) fn verified_pointer(stack: &Stack) -> Result<Value> {
 
 /// Waits until the machine serves its owner; returns the titles of all notes.
 pub async fn wait_until_served(stack: &Stack) -> Result<Vec<String>> {
-    let owner = stack.owner();
+    let owner = stack.owner_token();
     eventually("the owner is served", BOOT_TIMEOUT, || stack.web.titles(&owner)).await
 }
 
 async fn delete_note(stack: &Stack, title: &str) -> Result<()> {
     let filter = json!({"title": title});
     let call = json!({"action": "delete", "app": "notes", "table": "notes", "filter": filter});
-    let deleted = stack.web.call_bridge(&stack.owner(), &call).await?;
+    let deleted = stack.web.call_bridge(&stack.owner_token(), &call).await?;
     if deleted["affected"] != 1 {
         bail!("{} rows with title {title}", deleted["affected"]);
     }

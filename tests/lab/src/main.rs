@@ -114,8 +114,8 @@ async fn run_all(
     let (image, accel) =
         report.step("image", build_image(steps.iter().any(|step| step.name == "full-release"))).await?;
     let settings = MachineSettings { image, accel, dir: machines.to_owned(), sockets: sockets.to_owned() };
-    let backend = HostBackend::Machines(settings);
-    let stack = Stack::start_on(svc, sockets, RouterTransport::Tls, backend, &[]);
+    let backend = HostBackend::VirtualMachines(settings);
+    let stack = Stack::start_with_backend(svc, sockets, RouterTransport::Tls, backend, &[]);
     let stack = report.step("stack", stack).await?;
     let result = run_steps(report, steps, &stack).await;
     if result.is_err() {

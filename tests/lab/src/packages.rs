@@ -124,7 +124,7 @@ async fn check_container(vm: &Machine) -> Result<String> {
 /// both; its removal stops everything that it started, and keeps the owner's data.
 pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    let before = stack.web.titles(&stack.owner()).await?;
+    let before = stack.web.titles(&stack.owner_token()).await?;
     vm.run(REMOVE_RELEASE_AND_UNITS, LONG_TIMEOUT).await?.success().context("remove release and units")?;
     vm.upload(&build_package(stack, "svc-host").await?, "/var/tmp/svc-host.deb", LONG_TIMEOUT).await?;
     let output = vm.run("dpkg -i /var/tmp/svc-host.deb", LONG_TIMEOUT).await?.success()?;

@@ -10,7 +10,7 @@ use super::{invariants, release};
 use kit::bundle;
 use kit::pg::PgBinaries;
 use kit::s3::{Fault, Rule};
-use kit::story::{CONFIRMED, HANDLE, IMAGE_VERSION, MachineRecord, Stack, Timeouts, USER, eventually};
+use kit::story::{CONFIRM_FLAGS, HANDLE, IMAGE_VERSION, MachineRecord, Stack, Timeouts, USER, eventually};
 pub use kit::story::{
     backup, check_owner_gets_503, check_restored_rows, delete, insert_and_find, insert_later_row,
 };
@@ -47,7 +47,7 @@ pub async fn publish_as(stack: &Stack, version: &str, svc: &Path, parts: BundleP
 
 pub async fn provision(stack: &Stack) -> Result<(MachineRecord, String)> {
     let args = ["--json", "provision", USER, "--handle", HANDLE, "--wait=800"];
-    let run = stack.svcctl(&[&args[..], &CONFIRMED].concat()).await?.success()?;
+    let run = stack.svcctl(&[&args[..], &CONFIRM_FLAGS].concat()).await?.success()?;
     let machine = MachineRecord::read(&run.stdout)?;
     ensure!(machine.status == "running" && machine.epoch == 1, "the machine is {machine:?}");
     Ok((machine.clone(), format!("machine {} is running at {}", machine.id, machine.ip)))
@@ -59,7 +59,7 @@ pub async fn reboot(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     let timeout = Duration::from_secs(60);
     let (boot, marker) =
         (vm.run(BOOT_ID, timeout).await?.success()?, vm.run(MARKER, timeout).await?.success()?);
-    let before = stack.web.titles(&stack.owner()).await?;
+    let before = stack.web.titles(&stack.owner_token()).await?;
     // SSH disconnects before it can return a status.
     vm.run("systemctl reboot", timeout).await.ok();
     let started = std::time::Instant::now();
@@ -69,7 +69,7 @@ pub async fn reboot(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
         Ok(())
     })
     .await?;
-    let owner = stack.owner();
+    let owner = stack.owner_token();
     let after = eventually("the rows after the reboot", BOOT_TIMEOUT, || stack.web.titles(&owner)).await?;
     let seconds = started.elapsed().as_secs_f64();
     ensure!(after == before, "there were {before:?}, now {after:?}");
@@ -160,12 +160,12 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     let size = "nproc; awk '/MemTotal/ {print int($2 / 1024)}' /proc/meminfo";
     let (same, small) =
         (vm.run(&identity, timeout).await?.success()?, vm.run(size, timeout).await?.success()?);
-    let before = stack.web.titles(&stack.owner()).await?;
+    let before = stack.web.titles(&stack.owner_token()).await?;
     stack.svcctl(&["slot", "set", USER, "--plan", "builder"]).await?.success()?;
     let run = stack.svcctl(&["--json", "resize", HANDLE, "cpx32", "--yes", "--wait=800"]).await?.success()?;
     let record: serde_json::Value = run.json()?;
     ensure!(record["status"] == "running" && record["serverType"] == "cpx32", "the record is {record}");
-    let owner = stack.owner();
+    let owner = stack.owner_token();
     let after = eventually("the rows after the resize", BOOT_TIMEOUT, || stack.web.titles(&owner)).await?;
     ensure!(after == before, "there were {before:?}, now {after:?}");
     let large = vm.run(size, timeout).await?.success()?;

@@ -22,7 +22,7 @@ const FULL_VERSION: &str = "story-5";
 
 /// Deploys a release with a rollout: canary, health check, record.
 pub async fn deploy_update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
-    let before = stack.web.titles(&stack.owner()).await?;
+    let before = stack.web.titles(&stack.owner_token()).await?;
     publish_as(stack, SECOND_VERSION, &stack.svc, release::small_options).await?;
     let started = Instant::now();
     let args = ["--json", "deploy", "start", SECOND_VERSION, "--no-verify", "--yes", "--wait=800"];
@@ -42,7 +42,7 @@ pub async fn deploy_update(stack: &Stack, machine: &MachineRecord) -> Result<(()
 /// Cuts the power while the services of the new release start: the next boot completes the update.
 pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    let before = stack.web.titles(&stack.owner()).await?;
+    let before = stack.web.titles(&stack.owner_token()).await?;
     let previous = current_release(stack, machine).await?;
     publish_as(stack, CUT_VERSION, &stack.svc, release::small_options).await?;
     let run =
@@ -139,7 +139,7 @@ pub async fn deploy_full_release(stack: &Stack, machine: &MachineRecord) -> Resu
     ensure!(rollout["state"] == "succeeded", "the rollout is {rollout}");
     ensure!(rollout["verification"]["passed"] == true, "the platform did not verify the release: {rollout}");
     let seconds = started.elapsed().as_secs_f64();
-    let owner = stack.owner();
+    let owner = stack.owner_token();
     let page = |web, path| get_page(web, path, &owner);
     let shell = eventually("the shell", BOOT_TIMEOUT, || page(&stack.web, "/")).await?;
     ensure!(shell.contains("<script"), "the shell is {shell}");

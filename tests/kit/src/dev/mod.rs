@@ -17,7 +17,7 @@ pub use self::instance_dir::{AlreadyRunning, DevLock};
 use crate::bundle;
 use crate::child;
 use crate::story::first_machine::MachineRecord;
-use crate::story::stack::{CONFIRMED, HANDLE, IMAGE_VERSION, RouterTransport, Stack, USER, eventually};
+use crate::story::stack::{CONFIRM_FLAGS, HANDLE, IMAGE_VERSION, RouterTransport, Stack, USER, eventually};
 
 /// The router loads a new machine within a second.
 const ROUTE_TIMEOUT: Duration = Duration::from_secs(20);
@@ -83,9 +83,9 @@ pub(crate) async fn provision(stack: &Stack, bundle: Option<&Path>) -> Result<Ma
     let dir = dir.display().to_string();
     stack.svcctl(&["bundle", "publish", &dir, "--image-version", &version]).await?.success()?;
     let args = ["--json", "provision", USER, "--handle", HANDLE, "--image-version", &version, "--wait=200"];
-    let args = [&args[..], &CONFIRMED].concat();
+    let args = [&args[..], &CONFIRM_FLAGS].concat();
     let machine = MachineRecord::read(&stack.svcctl(&args).await?.success()?.stdout)?;
-    let owner = stack.owner();
+    let owner = stack.owner_token();
     eventually("the owner reaches the machine", ROUTE_TIMEOUT, || async {
         let apps = stack.web.get("/api/apps", Some(&owner), "application/json").await?;
         ensure!(apps.status.is_success(), "GET /api/apps: {}: {}", apps.status, apps.excerpt());

@@ -12,7 +12,7 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use super::slot::BUCKET;
-use super::stack::{CONFIRMED, HANDLE, IMAGE_VERSION, Stack, USER, eventually};
+use super::stack::{CONFIRM_FLAGS, HANDLE, IMAGE_VERSION, Stack, USER, eventually};
 use super::web;
 use crate::bundle;
 use crate::child;
@@ -70,7 +70,7 @@ pub async fn publish(stack: &Stack) -> Result<((), String)> {
 
 pub async fn provision(stack: &Stack) -> Result<(MachineRecord, String)> {
     let args = ["--json", "provision", USER, "--handle", HANDLE, "--wait=200"];
-    let run = stack.svcctl(&[&args[..], &CONFIRMED].concat()).await?.success()?;
+    let run = stack.svcctl(&[&args[..], &CONFIRM_FLAGS].concat()).await?.success()?;
     let machine = MachineRecord::read(&run.stdout)?;
     ensure!(machine.status == "running", "the machine is {}", machine.status);
     ensure!(machine.epoch == 1, "the first machine has epoch {}", machine.epoch);
@@ -122,7 +122,7 @@ async fn check_single_registration(stack: &Stack, machine: &MachineRecord, disk:
 }
 
 pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
-    let owner = stack.owner();
+    let owner = stack.owner_token();
     for title in TITLES {
         // The router loads a new machine within a second.
         let insert = || stack.web.insert(&owner, title);
@@ -137,7 +137,8 @@ pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
     ensure!(found == TITLES, "found {found:?}");
     let anonymous = stack.web.get("/api/apps", None, "application/json").await?;
     ensure!(anonymous.status == StatusCode::UNAUTHORIZED, "without identity: {}", anonymous.status);
-    let other = stack.web.get("/api/apps", Some(&stack.session("user_other")), "application/json").await?;
+    let other =
+        stack.web.get("/api/apps", Some(&stack.session_token("user_other")), "application/json").await?;
     ensure!(other.status == StatusCode::SERVICE_UNAVAILABLE, "a user without a machine: {}", other.status);
     Ok(((), format!("{} rows inserted and found through the app host", found.len())))
 }
@@ -243,7 +244,7 @@ async fn read_record(stack: &Stack) -> Result<serde_json::Value> {
 async fn check_running_release(stack: &Stack, machine: &MachineRecord, version: &str) -> Result<()> {
     let current = std::fs::read_link(stack.provider.disk(&machine.server)?.join("opt/svc/current"))?;
     ensure!(current.ends_with(version), "the current release is {}", current.display());
-    let owner = stack.owner();
+    let owner = stack.owner_token();
     let found =
         eventually("the rows are found", Duration::from_secs(10), || stack.web.titles(&owner)).await?;
     ensure!(found == TITLES, "found {found:?}");
@@ -287,7 +288,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
         after.disk_gb
     );
     ensure!(std::fs::metadata(&marker)?.modified()? == restored, "the machine was restored again");
-    let owner = stack.owner();
+    let owner = stack.owner_token();
     let found = eventually("the rows are found", Duration::from_secs(5), || stack.web.titles(&owner)).await?;
     ensure!(found == TITLES, "found {found:?}");
     let from = before.server_type;
@@ -304,7 +305,7 @@ async fn list_dump(stack: &Stack, dump: &[u8]) -> Result<String> {
 }
 
 pub async fn insert_later_row(stack: &Stack) -> Result<((), String)> {
-    let owner = stack.owner();
+    let owner = stack.owner_token();
     stack.web.insert(&owner, LATER_TITLE).await?;
     let found = stack.web.titles(&owner).await?;
     ensure!(found.len() == TITLES.len() + 1, "found {found:?}");

@@ -30,7 +30,7 @@ pub use self::recovery::{
 pub use self::report::{Report, Step, StepFailed};
 pub use self::slot::BUCKET;
 pub use self::stack::{
-    CONFIRMED, HANDLE, HostBackend, IMAGE_VERSION, RouterTransport, Stack, USER, eventually,
+    CONFIRM_FLAGS, HANDLE, HostBackend, IMAGE_VERSION, RouterTransport, Stack, USER, eventually,
 };
 pub use self::web::WebClient;
 use crate::child;

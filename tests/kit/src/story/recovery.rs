@@ -15,7 +15,7 @@ pub async fn lose_machine(stack: &Stack, first: &MachineRecord) -> Result<((), S
     stack.provider.kill_server(&first.server).await?;
     stack.provider.vanish_server(&first.server).await?;
     ensure!(stack.provider.servers().is_empty(), "the provider still has {:?}", stack.provider.servers());
-    let owner = stack.owner();
+    let owner = stack.owner_token();
     let response = stack.web.get("/", Some(&owner), "text/html").await?;
     ensure!(
         response.status == StatusCode::BAD_GATEWAY,
@@ -48,7 +48,7 @@ pub async fn fail_recovery_midway(
     first: &MachineRecord,
     timeouts: Timeouts,
 ) -> Result<(MachineRecord, String)> {
-    let titles = stack.web.titles(&stack.owner()).await?;
+    let titles = stack.web.titles(&stack.owner_token()).await?;
     stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_ending(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", &timeouts.wait_arg()]).await?;
     stack.store.heal();
@@ -60,7 +60,7 @@ pub async fn fail_recovery_midway(
         Ok(machine)
     })
     .await?;
-    let owner = stack.owner();
+    let owner = stack.owner_token();
     eventually("the owner's rows are found", timeouts.ready, || async {
         let found = stack.web.titles(&owner).await?;
         ensure!(found == titles, "found {found:?}");
@@ -82,13 +82,13 @@ pub async fn fail_recovery_midway(
 
 /// Undoes a deletion while the server is kept.
 pub async fn undelete(stack: &Stack, second: &MachineRecord, timeouts: Timeouts) -> Result<((), String)> {
-    let titles = stack.web.titles(&stack.owner()).await?;
+    let titles = stack.web.titles(&stack.owner_token()).await?;
     stack.svcctl(&["--json", "delete", &second.id, "--yes", &timeouts.wait_arg()]).await?.success()?;
     let servers = stack.provider.servers();
     let is_off = servers.len() == 1 && servers[0].status == Power::Off;
     ensure!(is_off, "a deleted machine's server must be kept and off: {servers:?}");
     stack.svcctl(&["--json", "undelete", &second.id, &timeouts.wait_arg()]).await?.success()?;
-    let owner = stack.owner();
+    let owner = stack.owner_token();
     let found = eventually("the rows are found again", timeouts.ready, || async {
         let found = stack.web.titles(&owner).await?;
         ensure!(found == titles, "found {found:?}, expected {titles:?}");
@@ -112,7 +112,7 @@ pub async fn recover(stack: &Stack, first: &MachineRecord) -> Result<(MachineRec
 }
 
 pub async fn check_restored_rows(stack: &Stack) -> Result<((), String)> {
-    let owner = stack.owner();
+    let owner = stack.owner_token();
     let found = eventually("the rows are found", Duration::from_secs(5), || stack.web.titles(&owner)).await?;
     ensure!(
         !found.iter().any(|title| title == LATER_TITLE),
@@ -195,7 +195,7 @@ pub async fn delete(stack: &Stack, second: &MachineRecord) -> Result<((), String
 }
 
 pub async fn check_owner_gets_503(stack: &Stack) -> Result<((), String)> {
-    let owner = stack.owner();
+    let owner = stack.owner_token();
     let page = eventually("the 503 page is served", Duration::from_secs(3), || async {
         let page = stack.web.get("/", Some(&owner), "text/html").await?;
         ensure!(page.status == StatusCode::SERVICE_UNAVAILABLE, "the owner gets {}", page.status);

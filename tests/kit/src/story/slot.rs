@@ -9,11 +9,11 @@ pub const BUCKET: &str = "svc-demo";
 
 /// The objects below `<idpUserId>/<slot>/`.
 #[derive(Debug, Clone)]
-pub struct Slot {
+pub struct SlotObjects {
     prefix: String,
 }
 
-impl Slot {
+impl SlotObjects {
     pub fn primary(user: &str) -> Self {
         Self { prefix: format!("{user}/primary/") }
     }

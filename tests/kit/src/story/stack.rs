@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 
 use super::platform::Platform;
 use super::program::{CommandOutput, Program};
-use super::slot::{BUCKET, Slot};
+use super::slot::{BUCKET, SlotObjects};
 use super::web::WebClient;
 use crate::bundle::SigningKey;
 use crate::ca::Ca;
@@ -23,7 +23,7 @@ use crate::vm::HOST_FROM_GUEST;
 
 pub const USER: &str = "user_story";
 /// The options of `svcctl provision` that confirm the provisioning for a new customer.
-pub const CONFIRMED: [&str; 2] = ["--confirm-cost", "--confirm-opt-in"];
+pub const CONFIRM_FLAGS: [&str; 2] = ["--confirm-cost", "--confirm-opt-in"];
 pub const HANDLE: &str = "ada";
 pub const IMAGE_VERSION: &str = "story-1";
 
@@ -36,8 +36,7 @@ const LOG_LINES: usize = 25;
 pub enum HostBackend {
     /// Processes on this machine.
     Processes,
-    /// Virtual machines.
-    Machines(MachineSettings),
+    VirtualMachines(MachineSettings),
 }
 
 /// The transport of the router's public listener.
@@ -70,7 +69,7 @@ pub struct Stack {
     pub svc: PathBuf,
     pub pg: PgBinaries,
     pub store: S3Server,
-    pub slot: Slot,
+    pub slot: SlotObjects,
     idp: Idp,
     pub provider: Simulator,
     pub ca: Ca,
@@ -106,11 +105,11 @@ impl Stack {
         transport: RouterTransport,
         extra_env: &[(&str, &str)],
     ) -> Result<(Self, String)> {
-        Self::start_on(svc, dir, transport, HostBackend::Processes, extra_env).await
+        Self::start_with_backend(svc, dir, transport, HostBackend::Processes, extra_env).await
     }
 
     /// Like [`Self::start_with`], with this kind of server. Virtual machines get no settings except their user-data.
-    pub async fn start_on(
+    pub async fn start_with_backend(
         svc: &Path,
         dir: &Path,
         transport: RouterTransport,
@@ -121,7 +120,7 @@ impl Stack {
         Self::start_with_store(svc, dir, transport, backend, store, extra_env).await
     }
 
-    /// Like [`Self::start_on`], with this object store.
+    /// Like [`Self::start_with_backend`], with this object store.
     pub async fn start_with_store(
         svc: &Path,
         dir: &Path,
@@ -137,9 +136,9 @@ impl Stack {
         let database = PgServer::start(&pg, PgOptions::default()).await?;
         database.create_database("platform").await?;
         let idp = Idp::start()?;
-        let uses_machines = matches!(backend, HostBackend::Machines(_));
+        let uses_vms = matches!(backend, HostBackend::VirtualMachines(_));
         let servers = match backend {
-            HostBackend::Machines(settings) => SimulatorOptions::machine(settings),
+            HostBackend::VirtualMachines(settings) => SimulatorOptions::machine(settings),
             HostBackend::Processes => {
                 let mut hosts = HostSettings::new(svc.to_owned(), pg.clone(), dir.join("hosts"));
                 // The default of 30 s would slow down the scenario.
@@ -176,10 +175,10 @@ impl Stack {
         set("CUSTOMER_VPS_HTTPS_PORT", &provider.https_port().to_string());
         set("PROVIDER_API_URL", &provider.base_url());
         set("PROVIDER_API_TOKEN", provider.token());
-        set("LAST_BACKUP_DEADLINE_SECONDS", if uses_machines { "60" } else { "5" });
-        set("SERVER_CHECK_SECONDS", if uses_machines { "60" } else { "1" });
-        set("SERVER_GONE_SILENCE_SECONDS", if uses_machines { "120" } else { "15" });
-        if uses_machines {
+        set("LAST_BACKUP_DEADLINE_SECONDS", if uses_vms { "60" } else { "5" });
+        set("SERVER_CHECK_SECONDS", if uses_vms { "60" } else { "1" });
+        set("SERVER_GONE_SILENCE_SECONDS", if uses_vms { "120" } else { "15" });
+        if uses_vms {
             // In a guest, 127.0.0.1 is the guest itself.
             let from_guest = |url: &str| url.replace("127.0.0.1", HOST_FROM_GUEST);
             set("PLATFORM_INTERNAL_URL", &from_guest(&api));
@@ -208,7 +207,7 @@ impl Stack {
             svc: svc.to_owned(),
             pg,
             store,
-            slot: Slot::primary(USER),
+            slot: SlotObjects::primary(USER),
             idp,
             provider,
             ca,
@@ -221,7 +220,7 @@ impl Stack {
             signing_key,
             operator,
             platform_env,
-            svcctl_timeout: Duration::from_secs(if uses_machines { 900 } else { 230 }),
+            svcctl_timeout: Duration::from_secs(if uses_vms { 900 } else { 230 }),
             platform,
             database,
         };
@@ -276,12 +275,12 @@ impl Stack {
     }
 
     /// A session token of the owner.
-    pub fn owner(&self) -> String {
-        self.session(USER)
+    pub fn owner_token(&self) -> String {
+        self.session_token(USER)
     }
 
     /// A session token of `user`.
-    pub fn session(&self, user: &str) -> String {
+    pub fn session_token(&self, user: &str) -> String {
         self.idp.mint(user, &MintOptions::default())
     }
 
