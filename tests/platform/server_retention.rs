@@ -11,7 +11,7 @@ use svc::platform::db::Db;
 use svc::platform::db::kept_servers::{self, ServerRetention};
 use uuid::Uuid;
 
-const KEPT: Duration = Duration::from_secs(600);
+const RETENTION: Duration = Duration::from_secs(600);
 /// A time before the retention period.
 const OLD: &str = "now() - interval '1200 seconds'";
 /// A time within the retention period.
@@ -76,12 +76,12 @@ const LATER_MACHINES: [LaterMachine; 12] = [
 #[derive(Debug, Clone, Copy)]
 struct Case {
     departure: Departure,
-    has_departed_long_ago: bool,
+    departed_long_ago: bool,
     is_registered: bool,
     is_unsaved: bool,
     is_discard_ordered: bool,
     is_removal_abandoned: bool,
-    is_in_progress: bool,
+    has_running_operation: bool,
     later: LaterMachine,
 }
 
@@ -94,12 +94,12 @@ impl Case {
                     let bit = |n: u32| bits & (1 << n) != 0;
                     all.push(Self {
                         departure,
-                        has_departed_long_ago: bit(0),
+                        departed_long_ago: bit(0),
                         is_registered: bit(1),
                         is_unsaved: bit(2),
                         is_discard_ordered: bit(3),
                         is_removal_abandoned: bit(4),
-                        is_in_progress: bit(5),
+                        has_running_operation: bit(5),
                         later,
                     });
                 }
@@ -120,9 +120,9 @@ impl Case {
             return RetentionEnd::Never;
         }
         let unregistered =
-            if self.is_registered { RetentionEnd::Never } else { since(self.has_departed_long_ago) };
+            if self.is_registered { RetentionEnd::Never } else { since(self.departed_long_ago) };
         let departure = match (self.departure, self.later) {
-            (Departure::Deleted | Departure::ReplacedThenDeleted, _) => since(self.has_departed_long_ago),
+            (Departure::Deleted | Departure::ReplacedThenDeleted, _) => since(self.departed_long_ago),
             (
                 Departure::Replaced,
                 LaterMachine::Proven { is_old }
@@ -143,7 +143,7 @@ impl Case {
     }
 
     fn departed_at(&self) -> &'static str {
-        if self.has_departed_long_ago { OLD } else { RECENT }
+        if self.departed_long_ago { OLD } else { RECENT }
     }
 }
 
@@ -209,7 +209,7 @@ impl Columns {
         })
     }
 
-    fn insert(&self, id: Uuid, slot: &str) -> String {
+    fn insert_sql(&self, id: Uuid, slot: &str) -> String {
         let Self { epoch, registered, retired, deleted, server_deleted, proven, unsaved, .. } = self;
         let Self { discard, abandoned, failure, .. } = self;
         // A replaced machine names its successor; which one does not matter here.
@@ -241,11 +241,11 @@ async fn displayed_time_and_deletion_follow_the_same_rule() {
     let mut sql = String::new();
     for (n, case) in cases.iter().enumerate() {
         let (id, slot) = (Uuid::now_v7(), format!("s{n}"));
-        sql.push_str(&Columns::from_case(case).insert(id, &slot));
+        sql.push_str(&Columns::from_case(case).insert_sql(id, &slot));
         if let Some(later) = Columns::from_later(case.later) {
-            sql.push_str(&later.insert(Uuid::now_v7(), &slot));
+            sql.push_str(&later.insert_sql(Uuid::now_v7(), &slot));
         }
-        if case.is_in_progress {
+        if case.has_running_operation {
             sql.push_str(&format!(
                 "INSERT INTO operations (operation_id, machine_id, kind, state, step) \
                  VALUES ('{}', '{id}', 'recover', 'running', 'fence');",
@@ -258,7 +258,7 @@ async fn displayed_time_and_deletion_follow_the_same_rule() {
 
     let db = Db::new(&database.url().parse().unwrap(), 2).unwrap();
     let session = db.session().await.unwrap();
-    let retention = ServerRetention { replaced: KEPT, deleted: KEPT, unregistered: KEPT };
+    let retention = ServerRetention { replaced: RETENTION, deleted: RETENTION, unregistered: RETENTION };
     let user: IdpUserId = "user_1".parse().unwrap();
     for (n, case) in cases.iter().enumerate() {
         let slot: Slot = format!("s{n}").parse().unwrap();
@@ -289,7 +289,7 @@ async fn displayed_time_and_deletion_follow_the_same_rule() {
     }
     for (id, n) in &subjects {
         let case = cases[*n];
-        let expected = case.expected() == RetentionEnd::Past && !case.is_in_progress;
+        let expected = case.expected() == RetentionEnd::Past && !case.has_running_operation;
         assert_eq!(removable.contains(id), expected, "{case:?}");
     }
 }

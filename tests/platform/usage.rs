@@ -1,5 +1,4 @@
-//! Usage of a machine for operators: it is read from the machine's host, requires the scope `billing`, and each read
-//! has an audit row.
+//! Operators read a machine's usage from its host. A read requires the scope `billing` and writes an audit row.
 
 use http::StatusCode;
 use jiff::Timestamp;
@@ -122,7 +121,7 @@ async fn each_host_failure_is_reported_and_audited() {
     let host = start_host(&stack, &process).await;
     let machine = &host.guest.machine;
     let large = format!(r#"{{"entries": [], "x": "{}"}}"#, "x".repeat(1 << 20));
-    for (status, body, refused, code, detail) in [
+    for (status, body, expected_status, code, detail) in [
         (401, "", 502, "host_refused", "its clock"),
         (403, "", 502, "host_refused", "svcctl deploy start"),
         (404, "", 502, "host_refused", "svcctl deploy start"),
@@ -133,7 +132,7 @@ async fn each_host_failure_is_reported_and_audited() {
     ] {
         host.script.lock().unwrap().usage = (StatusCode::from_u16(status).unwrap(), body.to_owned());
         let response = read_usage(&stack, &process, &ada, machine, "?startDate=2026-11-01").await;
-        response.assert_problem(refused, code);
+        response.assert_problem(expected_status, code);
         assert!(response.body["detail"].as_str().unwrap().contains(detail), "{response:?}");
         let row = &list_audit(&stack, &process).await[0];
         assert_eq!((&row["actor"], &row["target"]), (&json!("ada"), &json!(machine)));
