@@ -14,7 +14,7 @@ pub struct Cell {
 }
 
 impl Cell {
-    /// A cell of one line, even if a text from a host or the provider has several.
+    /// A single-line cell: line breaks in the text, which may come from a host or the provider, are replaced.
     pub fn painted(colour: Option<Colour>, text: impl Into<String>) -> Self {
         let text = text.into();
         let text = match one_line(&text) {
@@ -24,7 +24,7 @@ impl Cell {
         Self { text, colour }
     }
 
-    /// A cell with a state in its colour.
+    /// A cell that shows a state in the state's colour.
     pub fn state(state: &str) -> Self {
         Self::painted(Colour::for_state(state), state)
     }

@@ -133,7 +133,7 @@ impl Kernel {
     ///
     /// # Errors
     /// The records are still being read after `BOOK_TIMEOUT`.
-    pub async fn wait_for_book(&self) -> Result<&UsageBook, Problem> {
+    pub async fn wait_for_usage_book(&self) -> Result<&UsageBook, Problem> {
         // The result below shows whether the book was opened in time.
         let _ = tokio::time::timeout(BOOK_TIMEOUT, self.book_opened.cancelled()).await;
         self.book()

@@ -1,7 +1,7 @@
 //! Checks the env files as applets read them. Reports every error, without the invalid value.
 
 use crate::system::config;
-use crate::system::config::{DatabaseUrl, Identity, PlatformLink, environment_of_services};
+use crate::system::config::{DatabaseUrl, Identity, PlatformLink, services_env};
 use crate::system::layout::Layout;
 use crate::system::vars;
 use svc_base::config::Env;
@@ -18,7 +18,7 @@ pub fn check(layout: &Layout) -> Findings {
             "as root, set the platform's address in both files",
         );
     }
-    match read_identity(environment_of_services(layout), layout) {
+    match read_identity(services_env(layout), layout) {
         Ok(identity) => findings.or_ok(format!(
             "machine {} of {}, slot {}, epoch {}",
             identity.machine, identity.user, identity.slot, identity.epoch

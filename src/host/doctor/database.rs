@@ -12,7 +12,7 @@ use crate::snapshots::database_identity;
 use crate::snapshots::database_identity::IdentityError;
 use crate::system::config::DatabaseUrl;
 use crate::system::layout::Layout;
-use crate::system::postgres::Server;
+use crate::system::postgres::PostgresServer;
 use svc_base::chain::format_chain;
 use svc_base::config::Env;
 use svc_base::diagnosis::Findings;
@@ -33,7 +33,7 @@ pub async fn check(layout: &Layout) -> Findings {
     let Some(Ok(config)) = DatabaseUrl::read(&mut env).as_ref().map(DatabaseUrl::config) else {
         return findings;
     };
-    let server = Server::new(config);
+    let server = PostgresServer::new(config);
     let start = Instant::now();
     let client = match server.connect(server.database(), "svcctl doctor").await {
         Ok(client) => client,

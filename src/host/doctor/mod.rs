@@ -18,13 +18,12 @@ mod units;
 
 use std::time::Duration;
 
-use super::system::config::environment_of_services;
+use super::system::config::services_env;
 use super::system::layout::Layout;
-use svc_base::config::Env;
 use svc_base::diagnosis::{self, Check, Findings, Report};
 
 /// Timeout of a check that uses the network or runs a program.
-const NETWORK_CHECK_TIMEOUT: Duration = Duration::from_secs(15);
+const SLOW_CHECK_TIMEOUT: Duration = Duration::from_secs(15);
 /// Timeout of a check of this machine's files.
 const FILE_CHECK_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -38,13 +37,14 @@ pub fn gateway_socket() -> std::path::PathBuf {
     gateway::socket_path(&Layout::from_process())
 }
 
-/// Checks that the gateway is configured for this machine's own database and connected to it; `server` is its report.
+/// Checks that the gateway is configured for this machine's own database and connected to it. `server` is the address
+/// of the server that the gateway reports to be connected to.
 ///
 /// # Errors
-/// The reason why it is not, or why this cannot be determined.
+/// The gateway is not connected to this machine's database, or this cannot be determined.
 pub fn check_gateway_database(server: Option<&str>) -> Result<String, String> {
     let layout = Layout::from_process();
-    let port = database::read_own_port(&layout, &mut environment_of_services(&layout))?;
+    let port = database::read_own_port(&layout, &mut services_env(&layout))?;
     let server = server.ok_or("the gateway does not report which server it is connected to")?;
     database::check_gateway_server(server, port)
 }
@@ -60,19 +60,19 @@ pub async fn run_checks() -> Report {
         file_checks.check("gate", release::check_gate),
         file_checks.check("release", release::check_current),
         file_checks.check("update", release::check_update),
-        Check::new("database", NETWORK_CHECK_TIMEOUT, database::check(&layout)),
-        Check::new("gateway", NETWORK_CHECK_TIMEOUT, gateway::check(&layout)),
+        Check::new("database", SLOW_CHECK_TIMEOUT, database::check(&layout)),
+        Check::new("gateway", SLOW_CHECK_TIMEOUT, gateway::check(&layout)),
         file_checks.check("tls-key", gateway::check_key),
         file_checks.check("certificate", certificate::check),
-        Check::new("platform", NETWORK_CHECK_TIMEOUT, platform::check(&layout)),
-        Check::new("clock", NETWORK_CHECK_TIMEOUT, platform::check_clock(&layout)),
-        Check::new("store", NETWORK_CHECK_TIMEOUT, store::check(&layout)),
+        Check::new("platform", SLOW_CHECK_TIMEOUT, platform::check(&layout)),
+        Check::new("clock", SLOW_CHECK_TIMEOUT, platform::check_clock(&layout)),
+        Check::new("store", SLOW_CHECK_TIMEOUT, store::check(&layout)),
         file_checks.check("backup", backup::check),
         file_checks.check("snapshots", backup::check_snapshots),
         file_checks.check("disk", space::check),
         file_checks.check("ports", ports::check),
-        Check::new("firewall", NETWORK_CHECK_TIMEOUT, firewall::check(&layout)),
-        Check::new("units", NETWORK_CHECK_TIMEOUT, units::check(&layout)),
+        Check::new("firewall", SLOW_CHECK_TIMEOUT, firewall::check(&layout)),
+        Check::new("units", SLOW_CHECK_TIMEOUT, units::check(&layout)),
     ];
     Report { subject: "host".to_owned(), findings: diagnosis::run_checks(checks).await }
 }
@@ -90,9 +90,4 @@ impl<'a> FileChecks<'a> {
             result.unwrap_or_else(|_| Findings::new(name).skipped("the check itself failed: a bug in svc"))
         })
     }
-}
-
-/// Returns the configuration of the machine's services. The check `configuration` reports its errors.
-fn services_env(layout: &Layout) -> Env {
-    environment_of_services(layout)
 }

@@ -37,8 +37,8 @@ pub struct Config {
     pub changes_retention: Duration,
     /// A certificate chain that the operator places on the machine.
     pub certificate_file: Option<PathBuf>,
-    /// First backoff after a failed request for a certificate.
-    pub acme_retry: Duration,
+    /// Initial backoff after a failed request for a certificate.
+    pub acme_initial_backoff: Duration,
 }
 
 /// The provisioned owner of the machine, or the fixed owner of a developer's machine, without authentication.
@@ -96,7 +96,7 @@ impl Config {
                 statement_timeout: Duration::from_millis(timeout_ms),
                 changes_retention: Duration::from_secs(retention_seconds),
                 certificate_file,
-                acme_retry: Duration::from_secs(acme_retry_seconds),
+                acme_initial_backoff: Duration::from_secs(acme_retry_seconds),
             })
         })();
         env.finish(config)
@@ -105,7 +105,7 @@ impl Config {
 
 impl Config {
     /// The machine's id; `None` on a developer's machine.
-    pub fn machine(&self) -> Option<MachineId> {
+    pub fn machine_id(&self) -> Option<MachineId> {
         match &self.owner {
             ConfiguredOwner::Provisioned { identity, .. } => Some(identity.machine),
             ConfiguredOwner::Development => None,
@@ -188,10 +188,10 @@ fn read_owner(env: &mut Env, listen: SocketAddr) -> Option<ConfiguredOwner> {
     if !listen.ip().is_loopback() {
         reject("GATEWAY_LISTEN is not a loopback address");
     }
-    if let Some(set) = IDENTITY_VARIABLES.into_iter().find(|variable| env.is_set(variable)) {
+    if let Some(variable) = IDENTITY_VARIABLES.into_iter().find(|variable| env.is_set(variable)) {
         env.add_mistake(
             &vars::GATEWAY_AUTH,
-            format!("cannot be off: an identity is configured ({})", set.name),
+            format!("cannot be off: an identity is configured ({})", variable.name),
         );
     }
     Some(ConfiguredOwner::Development)
@@ -263,12 +263,12 @@ mod tests {
 
     #[test]
     fn short_admin_token_is_ignored() {
-        let token = |text: &str| {
+        let is_accepted = |text: &str| {
             read(&with_changes(&PROVISIONED, &[("ADMIN_TOKEN", text)])).unwrap().admin_token.is_some()
         };
-        assert!(token(&"x".repeat(MIN_ADMIN_TOKEN_CHARS)));
+        assert!(is_accepted(&"x".repeat(MIN_ADMIN_TOKEN_CHARS)));
         for short in ["", "x", &"x".repeat(MIN_ADMIN_TOKEN_CHARS - 1)] {
-            assert!(!token(short), "{short:?}");
+            assert!(!is_accepted(short), "{short:?}");
         }
     }
 
@@ -280,12 +280,12 @@ mod tests {
 
     #[test]
     fn read_rejects_issuer_without_audience() {
-        let read_audience = |audience: &'static str| {
+        let read_with_audience = |audience: &'static str| {
             let issuer = [("IDP_ISSUER", "https://idp.example"), ("IDP_AUDIENCE", audience)];
             read(&with_changes(&PROVISIONED, &issuer))
         };
-        assert_eq!(read_audience("a, b").unwrap().issuer.unwrap().audiences, ["a", "b"]);
-        let error = read_audience(",").unwrap_err().to_string();
+        assert_eq!(read_with_audience("a, b").unwrap().issuer.unwrap().audiences, ["a", "b"]);
+        let error = read_with_audience(",").unwrap_err().to_string();
         assert!(error.contains("IDP_AUDIENCE"), "{error}");
     }
 }

@@ -119,9 +119,9 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let change_ids = bridge::EventIdSecret::derive(identity.key_pem.as_bytes());
     let keeper = KeeperConfig {
         layout: layout.clone(),
-        machine: config.machine(),
+        machine: config.machine_id(),
         file: config.certificate_file.clone(),
-        first_retry: config.acme_retry,
+        first_retry: config.acme_initial_backoff,
     };
     let keeper = CertificateKeeper::start(keeper, identity).or_exit(Exit::Config)?;
     let tls = keeper.resolver().server_config().or_exit(Exit::Internal)?;

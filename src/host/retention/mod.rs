@@ -21,7 +21,7 @@ use crate::system::config;
 use crate::system::config::{DatabaseUrl, init_log};
 use crate::system::layout::Layout;
 use crate::system::lock::{Lock, LockError};
-use crate::system::postgres::Server;
+use crate::system::postgres::PostgresServer;
 use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_base::failpoint;
 use svc_base::fsx::FileError;
@@ -56,7 +56,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 async fn run_maintenance(layout: Layout) -> Result<(), Failure> {
     let mut env = config::environment(&layout);
     let database = DatabaseUrl::read(&mut env);
-    let server = Server::new(env.finish(database)?.config()?);
+    let server = PostgresServer::new(env.finish(database)?.config()?);
     let _lock = Lock::take(&layout.heartbeat_lock()).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another run is under way")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
@@ -99,7 +99,7 @@ fn rotate_and_expire(layout: &Layout, calendar: &Calendar, now: Timestamp) -> Re
     rotated.into_iter().chain([expired]).collect()
 }
 
-async fn measure_storage(layout: &Layout, server: &Server, today: Date) -> Result<(), Failure> {
+async fn measure_storage(layout: &Layout, server: &PostgresServer, today: Date) -> Result<(), Failure> {
     if storage::is_measured(&storage::record_path(layout), today).or_exit(Exit::Internal)? {
         return Ok(());
     }

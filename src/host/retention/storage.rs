@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::records::jsonl;
 use crate::system::app_sizes;
 use crate::system::layout::Layout;
-use crate::system::postgres::{ConnectError, Server};
+use crate::system::postgres::{ConnectError, PostgresServer};
 use svc_base::clock;
 use svc_base::fsx::FileError;
 
@@ -99,7 +99,11 @@ pub fn record_path(layout: &Layout) -> PathBuf {
 ///
 /// # Errors
 /// [`StorageError`]; no line is written, and a later run on this day measures again.
-pub async fn measure(layout: &Layout, server: &Server, today: Date) -> Result<StorageLine, StorageError> {
+pub async fn measure(
+    layout: &Layout,
+    server: &PostgresServer,
+    today: Date,
+) -> Result<StorageLine, StorageError> {
     let owned = layout.clone();
     let deadline = Instant::now() + WALK_TIMEOUT;
     let walked = tokio::task::spawn_blocking(move || {
@@ -146,7 +150,7 @@ fn merge_apps(folders: BTreeMap<String, u64>, schemas: BTreeMap<String, u64>) ->
 }
 
 /// Returns the size of the database, and the size of each app's schema by slug.
-async fn measure_database(server: &Server) -> Result<(u64, BTreeMap<String, u64>), StorageError> {
+async fn measure_database(server: &PostgresServer) -> Result<(u64, BTreeMap<String, u64>), StorageError> {
     let client = server.connect(server.database(), "svc-heartbeat").await?;
     let size = client.query_one("SELECT pg_database_size(current_database())", &[]).await;
     let size = size.and_then(|row| row.try_get::<_, i64>(0)).map_err(StorageError::Database)?;

@@ -13,7 +13,7 @@ pub fn read_settings(layout: &Layout) -> CertificateSettings {
     let delivered = fsx::read_if_exists(&layout.certificate_settings()).ok().flatten();
     let delivered = delivered.and_then(|text| serde_json::from_slice(&text).ok());
     let initial = || {
-        let host_name = config::environment_of_services(layout).text(&vars::SVC_HOST_NAME);
+        let host_name = config::services_env(layout).text(&vars::SVC_HOST_NAME);
         CertificateSettings { host_name, acme: None }
     };
     delivered.unwrap_or_else(initial)

@@ -27,11 +27,11 @@ pub fn environment(layout: &Layout) -> Env {
         let own = Env::from_process().with_file(&layout.update_env());
         return root_settings::with_untrusted_files(own, &service_files(layout));
     }
-    environment_of_services(layout)
+    services_env(layout)
 }
 
 /// The environment of the machine's services, without root's own file even if root reads it.
-pub fn environment_of_services(layout: &Layout) -> Env {
+pub fn services_env(layout: &Layout) -> Env {
     let files = service_files(layout);
     if nix::unistd::geteuid().is_root() {
         return root_settings::with_untrusted_files(Env::from_process(), &files);

@@ -16,7 +16,7 @@ pub const MAINTENANCE_DATABASE: &str = "postgres";
 
 /// The server that `DATABASE_URL` names.
 #[derive(Clone)]
-pub struct Server {
+pub struct PostgresServer {
     config: Config,
     database: String,
 }
@@ -36,7 +36,7 @@ pub enum ConnectError {
     Timeout { database: String },
 }
 
-impl Server {
+impl PostgresServer {
     /// `config` names the owner's database. As in libpq, the default is the user's name.
     pub fn new(config: Config) -> Self {
         let database =
@@ -95,7 +95,8 @@ impl Server {
     }
 }
 
-/// Whether the error means that the database is unreachable, rather than that the statement is wrong.
+/// Whether the error means that the database is unavailable or out of resources, rather than that the statement is
+/// wrong.
 pub fn is_unavailable(error: &tokio_postgres::Error) -> bool {
     match error.code() {
         None => true,

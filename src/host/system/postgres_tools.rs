@@ -15,7 +15,7 @@ use tokio::process::Command;
 use tokio_postgres::config::Host;
 
 use super::layout::Layout;
-use super::postgres::Server;
+use super::postgres::PostgresServer;
 use crate::system::vars;
 use svc_base::config::Env;
 
@@ -127,7 +127,7 @@ impl PgTools {
     }
 
     /// Builds the command that writes a dump of the exported snapshot to stdout, in custom format.
-    pub fn dump(&self, server: &Server, snapshot: &str, compression: Compression) -> Command {
+    pub fn dump(&self, server: &PostgresServer, snapshot: &str, compression: Compression) -> Command {
         let mut command = self.command("pg_dump", Some(server));
         command
             .args(["-Fc", "-Z", &compression.to_string(), "--no-password", "--lock-wait-timeout=60s"])
@@ -139,7 +139,7 @@ impl PgTools {
 
     /// Builds the command that dumps only these tables (`schema.table`, quoted where needed), with their dependent
     /// objects.
-    pub fn dump_tables(&self, server: &Server, database: &str, tables: &[&str]) -> Command {
+    pub fn dump_tables(&self, server: &PostgresServer, database: &str, tables: &[&str]) -> Command {
         let mut command = self.command("pg_dump", Some(server));
         command.args(["-Fc", "-Z0", "--no-password", "--lock-wait-timeout=60s", "--strict-names"]);
         for table in tables {
@@ -150,7 +150,7 @@ impl PgTools {
     }
 
     /// Builds the command that loads a dump from stdin into a database, in one transaction.
-    pub fn load_stdin(&self, server: &Server, database: &str) -> Command {
+    pub fn load_stdin(&self, server: &PostgresServer, database: &str) -> Command {
         let mut command = self.command("pg_restore", Some(server));
         command
             .args(["--exit-on-error", "--single-transaction", "--no-password", "--no-tablespaces"])
@@ -172,7 +172,7 @@ impl PgTools {
     ///
     /// # Errors
     /// If the file cannot be opened.
-    pub fn load(&self, server: &Server, database: &str, dump: &Path) -> std::io::Result<Command> {
+    pub fn load(&self, server: &PostgresServer, database: &str, dump: &Path) -> std::io::Result<Command> {
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let mut vars = connection_vars(server);
         vars.push(("PGOPTIONS", load_options(cores)));
@@ -195,7 +195,7 @@ impl PgTools {
 
     /// Builds the command that loads the entries named by a list from a dump file into a database. The server's user
     /// will own all of them.
-    pub fn load_listed(&self, server: &Server, database: &str, dump: &Path, list: &Path) -> Command {
+    pub fn load_listed(&self, server: &PostgresServer, database: &str, dump: &Path, list: &Path) -> Command {
         let mut command = self.command("pg_restore", Some(server));
         command.args([
             "--exit-on-error",
@@ -212,7 +212,7 @@ impl PgTools {
 
     /// Builds the command that loads a dump from stdin, as it arrives, into a database that has no other sessions. It
     /// uses a single session.
-    pub fn load_stream(&self, server: &Server, database: &str) -> Command {
+    pub fn load_stream(&self, server: &PostgresServer, database: &str) -> Command {
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let mut vars = connection_vars(server);
         vars.push(("PGOPTIONS", load_options(cores)));
@@ -222,7 +222,7 @@ impl PgTools {
         command
     }
 
-    fn command(&self, tool: &str, server: Option<&Server>) -> Command {
+    fn command(&self, tool: &str, server: Option<&PostgresServer>) -> Command {
         self.command_with(tool, server.map(connection_vars).unwrap_or_default())
     }
 
@@ -247,7 +247,7 @@ impl PgTools {
     }
 }
 
-fn connection_vars(server: &Server) -> Vec<(&'static str, String)> {
+fn connection_vars(server: &PostgresServer) -> Vec<(&'static str, String)> {
     let config = server.config();
     let mut vars = vec![("PGCONNECT_TIMEOUT", "10".to_owned()), ("PGAPPNAME", "svc".to_owned())];
     match config.get_hosts().first() {
@@ -327,7 +327,7 @@ mod tests {
 
     #[test]
     fn dump_passes_password_only_in_environment() {
-        let server = Server::new("postgres://me:hunter2@127.0.0.1:5433/svc".parse().unwrap());
+        let server = PostgresServer::new("postgres://me:hunter2@127.0.0.1:5433/svc".parse().unwrap());
         for tools in [PgTools::Directory("/pg".into()), PgTools::Container] {
             let command = tools.dump(&server, "00000003-1", Compression::DEFAULT);
             let command = command.as_std();

@@ -17,10 +17,10 @@ pub enum JwtError {
     WrongAudience,
     #[error("the token is expired or not yet valid")]
     OutsideValidity,
-    /// The router's cache has a recent refusal, or the client has made too many checks.
-    #[error("the token was refused recently, or the client has made too many checks")]
-    NotChecked,
-    /// The token could not be checked.
+    /// The router's cache has a recent refusal of this token, or the client has sent too many unverified tokens.
+    #[error("the token was refused recently, or the client has sent too many unverified tokens")]
+    RefusedWithoutCheck,
+    /// Verification needs the issuer's keys; the token may be valid.
     #[error("the issuer's keys cannot be fetched")]
     NoKeys,
 }

@@ -160,14 +160,14 @@ impl Authenticator {
         if let Some(verdict) = self.cached_verdict(&hash) {
             return verdict;
         }
-        self.admit_check(context).map_err(|_| JwtError::NotChecked)?;
+        self.admit_check(context).map_err(|_| JwtError::RefusedWithoutCheck)?;
         self.cache_verdict(hash, self.verifier.verify_with_known_keys(token, context.now), context.now)
     }
 
     fn cached_verdict(&self, hash: &TokenHash) -> Option<Result<Arc<Subject>, JwtError>> {
         let cache = self.lock_cache();
         let cached = cache.get(hash).filter(|cached| cached.until > Instant::now())?;
-        Some(cached.subject.clone().ok_or(JwtError::NotChecked))
+        Some(cached.subject.clone().ok_or(JwtError::RefusedWithoutCheck))
     }
 
     fn cache_verdict(

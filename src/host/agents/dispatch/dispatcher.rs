@@ -148,7 +148,7 @@ impl Dispatcher {
     /// # Errors
     /// The records or the journal are still being read, or the gateway is shutting down.
     pub async fn wait_until_ready(&self) -> Result<(), Problem> {
-        self.kernel.wait_for_book().await?;
+        self.kernel.wait_for_usage_book().await?;
         let unavailable =
             || Problem::new(Code::Unavailable, "Dispatches are not accepted at the moment.").retry_after(2);
         let recovered = tokio::time::timeout(MAINTENANCE_INTERVAL, self.recovered.cancelled()).await;

@@ -25,7 +25,7 @@ const FLUSH_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);
 impl Dispatcher {
     /// Restores the previous process's dispatches, then prunes the journal and starts queued ones until `stop`.
     pub async fn maintain(self: Arc<Self>, stop: CancellationToken) {
-        while self.kernel.wait_for_book().await.is_err() {
+        while self.kernel.wait_for_usage_book().await.is_err() {
             if stop.is_cancelled() {
                 return;
             }
@@ -35,22 +35,22 @@ impl Dispatcher {
             let unfinished = journal.read()?;
             let ids: BTreeSet<String> = unfinished
                 .iter()
-                .flat_map(|accepted| [Some(&accepted.id), accepted.batch.as_ref().map(|b| &b.id)])
+                .flat_map(|entry| [Some(&entry.id), entry.batch.as_ref().map(|b| &b.id)])
                 .flatten()
                 .cloned()
                 .collect();
-            let found = if ids.is_empty() { Ok(BTreeMap::new()) } else { kernel.find(&ids) };
-            Ok::<_, FileError>((unfinished, found))
+            let recorded_interactions = if ids.is_empty() { Ok(BTreeMap::new()) } else { kernel.find(&ids) };
+            Ok::<_, FileError>((unfinished, recorded_interactions))
         });
         match unfinished.await {
-            Ok((unfinished, Ok(found))) => {
+            Ok((unfinished, Ok(recorded_interactions))) => {
                 tokio::spawn(report_ends_to_watcher(self.watcher_socket.clone(), started_ids(&unfinished)));
-                self.restore(unfinished, &found);
+                self.restore(unfinished, &recorded_interactions);
             }
             // It is unknown which of the dispatches are recorded. All stay in the journal until the next start, so that
             // none is recorded twice.
             Ok((unfinished, Err(error))) => {
-                tracing::error!(left = unfinished.len(), error = %format_chain(&error), "cannot restore dispatches; they stay in the journal");
+                tracing::error!(unfinished = unfinished.len(), error = %format_chain(&error), "cannot restore dispatches; they stay in the journal");
             }
             Err(_) => tracing::error!("cannot read the journal of dispatches; its files stay in place"),
         }
@@ -62,29 +62,31 @@ impl Dispatcher {
         }
     }
 
-    fn restore(self: &Arc<Self>, unfinished: Vec<JournalEntry>, found: &BTreeMap<String, Interaction>) {
+    fn restore(
+        self: &Arc<Self>,
+        unfinished: Vec<JournalEntry>,
+        recorded_interactions: &BTreeMap<String, Interaction>,
+    ) {
         let (recorded, unfinished): (Vec<JournalEntry>, Vec<JournalEntry>) =
-            unfinished.into_iter().partition(|accepted| found.contains_key(&accepted.id));
-        let batches = self.restore_batches(&unfinished, found);
-        for accepted in recorded {
-            self.journal.remove(&JournalFile::One(accepted.id));
-            if let Some(position) = accepted.batch.filter(|position| !batches.contains_key(&position.id)) {
+            unfinished.into_iter().partition(|entry| recorded_interactions.contains_key(&entry.id));
+        let batches = self.restore_batches(&unfinished, recorded_interactions);
+        for entry in recorded {
+            self.journal.remove(&JournalFile::One(entry.id));
+            if let Some(position) = entry.batch.filter(|position| !batches.contains_key(&position.id)) {
                 self.journal.remove(&JournalFile::Batch(position.id));
             }
         }
         let settings = self.kernel.settings();
-        for accepted in unfinished {
-            let batch = accepted.batch.as_ref().and_then(|position| batches.get(&position.id).cloned());
-            let is_first = accepted.batch.as_ref().is_none_or(|position| position.index == 0);
-            let is_queued =
-                accepted.started_at.is_none() && accepted.ended.is_none() && accepted.refused.is_none();
+        for entry in unfinished {
+            let batch = entry.batch.as_ref().and_then(|position| batches.get(&position.id).cloned());
+            let is_first = entry.batch.as_ref().is_none_or(|position| position.index == 0);
+            let is_queued = entry.started_at.is_none() && entry.ended.is_none() && entry.refused.is_none();
             // The dispatch was already accepted, so the current limits do not apply.
-            let reservation = (is_queued && is_first)
-                .then(|| self.kernel.restore_reservation(&accepted.sender_id, &settings));
-            let (started_at, ended, refused) =
-                (accepted.started_at, accepted.ended.clone(), accepted.refused);
-            let accepted = JournalEntry { started_at: None, ended: None, refused: None, ..accepted };
-            let dispatch = Dispatch::new(accepted, batch, reservation);
+            let reservation =
+                (is_queued && is_first).then(|| self.kernel.restore_reservation(&entry.sender_id, &settings));
+            let (started_at, ended, refused) = (entry.started_at, entry.ended.clone(), entry.refused);
+            let entry = JournalEntry { started_at: None, ended: None, refused: None, ..entry };
+            let dispatch = Dispatch::new(entry, batch, reservation);
             dispatch.journaled.cancel();
             self.lock().targets.insert(dispatch.id().to_owned(), DispatchTarget::One(Arc::clone(&dispatch)));
             if let Some(period) = refused {
@@ -125,23 +127,21 @@ impl Dispatcher {
     fn restore_batches(
         &self,
         unfinished: &[JournalEntry],
-        found: &BTreeMap<String, Interaction>,
+        recorded_interactions: &BTreeMap<String, Interaction>,
     ) -> HashMap<String, Arc<Batch>> {
         let mut batches: HashMap<String, Arc<Batch>> = HashMap::new();
-        for (position, accepted) in
-            unfinished.iter().filter_map(|accepted| Some((accepted.batch.as_ref()?, accepted)))
-        {
+        for (position, entry) in unfinished.iter().filter_map(|entry| Some((entry.batch.as_ref()?, entry))) {
             if batches.contains_key(&position.id) {
                 continue;
             }
             let ids: Vec<String> =
                 (0..position.size).map(|index| format!("{}.{index}", position.id)).collect();
-            let ended: Vec<&Interaction> = ids.iter().filter_map(|id| found.get(id)).collect();
-            let is_in_batch = |accepted: &&JournalEntry| {
-                accepted.batch.as_ref().is_some_and(|other| other.id == position.id)
-            };
+            let ended: Vec<&Interaction> =
+                ids.iter().filter_map(|id| recorded_interactions.get(id)).collect();
+            let is_in_batch =
+                |entry: &&JournalEntry| entry.batch.as_ref().is_some_and(|other| other.id == position.id);
             let count = ended.len() + unfinished.iter().filter(is_in_batch).count();
-            let batch = Batch::new(position.id.clone(), accepted.fingerprint.clone(), ids, count);
+            let batch = Batch::new(position.id.clone(), entry.fingerprint.clone(), ids, count);
             batch.journaled.cancel();
             batches.insert(position.id.clone(), Arc::clone(&batch));
             self.lock().targets.insert(position.id.clone(), DispatchTarget::Batch(Arc::clone(&batch)));
@@ -156,7 +156,7 @@ impl Dispatcher {
         batches
     }
 
-    /// Removes durable dispatches from the journal.
+    /// Removes from the journal the dispatches whose records are durable.
     pub(super) async fn prune_journal(&self) {
         let recorded = std::mem::take(&mut self.lock().recorded);
         if recorded.is_empty() {
@@ -189,12 +189,12 @@ impl Dispatcher {
 fn started_ids(unfinished: &[JournalEntry]) -> Vec<String> {
     unfinished
         .iter()
-        .filter(|accepted| accepted.started_at.is_some() || accepted.ended.is_some())
-        .map(|accepted| accepted.id.clone())
+        .filter(|entry| entry.started_at.is_some() || entry.ended.is_some())
+        .map(|entry| entry.id.clone())
         .collect()
 }
 
-/// Reports the ends of dispatches to svc-watch, which still has their tool calls open because the process that started
+/// Reports ended dispatches to svc-watch, which still has their tool calls open because the process that started
 /// them was killed. The calls in their agents' output are unknown.
 async fn report_ends_to_watcher(watcher: PathBuf, ids: Vec<String>) {
     for id in ids {

@@ -1,5 +1,5 @@
-//! Requests a certificate for the machine's key from an authority, through ACME (RFC 8555) with the challenge
-//! TLS-ALPN-01.
+//! Requests a certificate for the machine's key from a certificate authority, over ACME (RFC 8555) with the TLS-ALPN-01
+//! challenge.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -42,8 +42,8 @@ const MAX_RETRY_AFTER_SECONDS: u64 = 3600;
 const ACCOUNT_ERRORS: [&str; 2] =
     ["urn:ietf:params:acme:error:accountDoesNotExist", "urn:ietf:params:acme:error:unauthorized"];
 
-/// A request for a certificate.
-pub struct CertificateRequest<'a> {
+/// The issuance of a certificate for the machine's host name.
+pub struct CertificateIssuance<'a> {
     pub layout: &'a Layout,
     pub settings: &'a AcmeSettings,
     pub name: &'a str,
@@ -51,7 +51,7 @@ pub struct CertificateRequest<'a> {
     pub resolver: &'a Arc<CertificateResolver>,
 }
 
-impl CertificateRequest<'_> {
+impl CertificateIssuance<'_> {
     /// Returns the chain in PEM, unchecked.
     ///
     /// # Errors
@@ -92,11 +92,11 @@ impl CertificateRequest<'_> {
         let mut guards = Vec::new();
         let mut authorizations = order.authorizations();
         while let Some(authorization) = authorizations.next().await {
-            let mut authorization = authorization.context("read the authority's authorization")?;
+            let mut authorization = authorization.context("read the order's authorization")?;
             match authorization.status {
                 AuthorizationStatus::Pending => {}
                 AuthorizationStatus::Valid => continue,
-                status => bail!("the authority's authorization is {status:?}"),
+                status => bail!("the order's authorization is {status:?}"),
             }
             let Some(mut challenge) = authorization.challenge(ChallengeType::TlsAlpn01) else {
                 bail!("the authority does not offer validation with tls-alpn-01");
@@ -146,7 +146,7 @@ impl CertificateRequest<'_> {
         // The operator accepts the terms by configuring the authority.
         let new_account =
             NewAccount { contact: &contact, terms_of_service_agreed: true, only_return_existing: false };
-        let external = settings.external_account.as_ref().map(external_key).transpose()?;
+        let external = settings.external_account.as_ref().map(external_account_key).transpose()?;
         let builder = Account::builder_with_http(http_client()?);
         let created = builder.create(&new_account, settings.directory_url.clone(), external.as_ref()).await;
         let (account, credentials) = created.context("create an account with the authority")?;
@@ -163,7 +163,7 @@ fn is_account_refused(error: &anyhow::Error) -> bool {
     problem.is_some_and(|kind| ACCOUNT_ERRORS.contains(&kind))
 }
 
-fn external_key(external: &ExternalAccount) -> anyhow::Result<ExternalAccountKey> {
+fn external_account_key(external: &ExternalAccount) -> anyhow::Result<ExternalAccountKey> {
     let key = external.hmac_key.expose_secret().trim_end_matches('=');
     let key = URL_SAFE_NO_PAD.decode(key).map_err(|_| anyhow!("ACME_EAB_HMAC_KEY is not base64url"))?;
     Ok(ExternalAccountKey::new(external.key_id.clone(), &key))

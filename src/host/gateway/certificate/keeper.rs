@@ -12,7 +12,7 @@ use jiff::{SignedDuration, Timestamp};
 use svc_wire::heartbeat::{AcmeSettings, CertificateSettings};
 use tokio_util::sync::CancellationToken;
 
-use super::acme::CertificateRequest;
+use super::acme::CertificateIssuance;
 use super::schedule;
 use crate::system::certificate;
 use crate::system::layout::Layout;
@@ -333,7 +333,7 @@ impl CertificateKeeper {
         let layout = &self.config.layout;
         let key_pem = &self.identity.key_pem;
         let pem =
-            CertificateRequest { layout, settings, name, key_pem, resolver: &self.resolver }.issue().await?;
+            CertificateIssuance { layout, settings, name, key_pem, resolver: &self.resolver }.issue().await?;
         let chain = Chain::from_pem(pem.as_bytes());
         let chain = chain.and_then(|chain| match chain.check(self.pin, name, Timestamp::now()) {
             // If the chain is not yet valid, this machine's clock is behind.

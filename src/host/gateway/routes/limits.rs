@@ -60,7 +60,7 @@ pub fn default_sender_id(resolver: &PrincipalResolver, caller: &Principal) -> St
 }
 
 async fn limits_json(kernel: &Kernel, user: &str) -> Result<Value, Problem> {
-    kernel.wait_for_book().await?;
+    kernel.wait_for_usage_book().await?;
     let (settings, now) = (kernel.settings(), Timestamp::now());
     let spent = kernel.spent(user, &settings, now)?;
     let [daily, monthly] = Period::ALL.map(|period| period_json(&settings, &spent, period, now));

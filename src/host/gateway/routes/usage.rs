@@ -24,7 +24,7 @@ pub async fn report_usage(
     let mut fields = Fields::from_query(&query.unwrap_or_default());
     let query = UsageQuery::read(&mut fields);
     let query = fields.finish(Some(query))?;
-    kernel.wait_for_book().await?;
+    kernel.wait_for_usage_book().await?;
     // A report over years and many users is slow.
     let report = tokio::task::spawn_blocking(move || kernel.book().map(|book| book.report(&query))).await;
     let report = report.map_err(|error| Problem::internal(&error))??;

@@ -8,7 +8,7 @@ use crate::system::config;
 use crate::system::config::{DatabaseUrl, Identity, PlatformLink};
 use crate::system::epoch;
 use crate::system::layout::Layout;
-use crate::system::postgres::Server;
+use crate::system::postgres::PostgresServer;
 use crate::system::store::StoreLink;
 use crate::system::store_credentials::{OutagePolicy, RenewingCredentials};
 use crate::system::vars;
@@ -29,7 +29,7 @@ pub struct SyncConfig {
     pub bucket: Bucket,
     /// Present if the store's credentials expire.
     pub credentials: Option<Arc<RenewingCredentials>>,
-    pub server: Server,
+    pub server: PostgresServer,
     pub listen: SocketAddr,
     /// The release that user-data names, used while none is installed.
     pub image_version: ImageVersion,
@@ -58,7 +58,7 @@ impl SyncConfig {
             slot: SlotPrefix::new(&identity.user, &identity.slot),
             bucket,
             credentials,
-            server: Server::new(database.config()?),
+            server: PostgresServer::new(database.config()?),
             layout,
             identity,
             platform,

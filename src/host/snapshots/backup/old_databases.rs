@@ -8,7 +8,7 @@ use jiff::{SignedDuration, Timestamp};
 
 use crate::snapshots::row_counts;
 use crate::system::postgres;
-use crate::system::postgres::Server;
+use crate::system::postgres::PostgresServer;
 use svc_http::problem::format_chain;
 
 use super::snapshot::SnapshotError;
@@ -39,13 +39,13 @@ impl ReplacedDatabase {
 
 /// Drops the replaced databases that are expired or empty, or for which there is no space. An error, such as open
 /// sessions on a database, ends the pass until the next backup, but does not fail the backup.
-pub async fn drop_old_databases(server: &Server, disk: &Path) {
+pub async fn drop_old_databases(server: &PostgresServer, disk: &Path) {
     if let Err(error) = try_drop(server, disk).await {
         tracing::warn!(error = %format_chain(&error), "could not drop a replaced database");
     }
 }
 
-async fn try_drop(server: &Server, disk: &Path) -> Result<(), SnapshotError> {
+async fn try_drop(server: &PostgresServer, disk: &Path) -> Result<(), SnapshotError> {
     let client = server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     let replaced = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_before_[0-9]+$'";
     let mut all = Vec::new();
@@ -68,7 +68,7 @@ async fn try_drop(server: &Server, disk: &Path) -> Result<(), SnapshotError> {
 
 /// Returns whether the database has no rows of the owner, so that it is not worth keeping. A database that cannot be
 /// read counts as not empty.
-async fn is_empty(server: &Server, old: &ReplacedDatabase) -> bool {
+async fn is_empty(server: &PostgresServer, old: &ReplacedDatabase) -> bool {
     let Ok(client) = server.connect(&old.name, "svc-db-backup").await else { return false };
     row_counts::find_table_with_rows(&client).await.is_ok_and(|table| table.is_none())
 }

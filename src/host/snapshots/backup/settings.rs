@@ -8,7 +8,7 @@ use crate::snapshots::staging::RestoreContext;
 use crate::system::config;
 use crate::system::config::{DatabaseUrl, Identity};
 use crate::system::layout::Layout;
-use crate::system::postgres::Server;
+use crate::system::postgres::PostgresServer;
 use crate::system::postgres_tools::{Compression, PgTools};
 use crate::system::store::StoreLink;
 use crate::system::store_credentials::OutagePolicy;
@@ -23,7 +23,7 @@ pub struct BackupSettings {
     pub identity: Identity,
     pub slot: SlotPrefix,
     pub bucket: Bucket,
-    pub server: Server,
+    pub server: PostgresServer,
     pub tools: PgTools,
     /// The configured compression; the tools may not support it.
     pub compression: Compression,
@@ -48,7 +48,7 @@ impl BackupSettings {
         Ok(Self {
             slot: SlotPrefix::new(&identity.user, &identity.slot),
             bucket: store.open_with_outage_policy(outage_policy).or_exit(Exit::Config)?,
-            server: Server::new(database.config()?),
+            server: PostgresServer::new(database.config()?),
             layout,
             identity,
             tools,

@@ -10,7 +10,7 @@ use tokio_postgres::{Client, Error};
 use crate::snapshots::roles;
 use crate::snapshots::row_counts;
 use crate::system::postgres;
-use crate::system::postgres::{ConnectError, Server};
+use crate::system::postgres::{ConnectError, PostgresServer};
 use svc_base::applet::Exit;
 use svc_base::clock;
 use svc_store::snapshot::{DatabaseFacts, DatabaseGrant, DatabaseSetting, TableCount};
@@ -59,7 +59,7 @@ impl SnapshotError {
 impl Snapshot {
     /// Opens a snapshot. If a table is dropped before it is locked, a new transaction is tried, at most [`MAX_ATTEMPTS`]
     /// in total.
-    pub async fn open(server: &Server) -> Result<Self, SnapshotError> {
+    pub async fn open(server: &PostgresServer) -> Result<Self, SnapshotError> {
         let mut attempt = 1;
         loop {
             let client = server.connect(server.database(), "svc-db-backup").await?;

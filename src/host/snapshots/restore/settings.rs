@@ -7,7 +7,7 @@ use crate::snapshots::staging::RestoreContext;
 use crate::system::config;
 use crate::system::config::{DatabaseUrl, Identity};
 use crate::system::layout::Layout;
-use crate::system::postgres::Server;
+use crate::system::postgres::PostgresServer;
 use crate::system::postgres_tools::PgTools;
 use crate::system::store::StoreLink;
 use crate::system::vars;
@@ -42,7 +42,7 @@ impl RestoreSettings {
             name: "svc-restore",
             slot: SlotPrefix::new(&identity.user, &identity.slot),
             bucket: store.open().or_exit(Exit::Config)?,
-            server: Server::new(database.config()?),
+            server: PostgresServer::new(database.config()?),
             tools,
             outage_timeout,
             progress: Arc::default(),

@@ -7,7 +7,7 @@ use tokio_postgres::{Client, Error};
 
 use crate::snapshots::staging::{ScratchDatabase, drop_scratch, find_oid};
 use crate::system::postgres;
-use crate::system::postgres::{ConnectError, Server, quote_ident};
+use crate::system::postgres::{ConnectError, PostgresServer, quote_ident};
 use svc_base::applet::Exit;
 use svc_base::failpoint::{self, Injected};
 use svc_http::problem::format_chain;
@@ -39,7 +39,7 @@ impl SwapError {
 }
 
 /// Swaps the names, and ends the sessions of both databases.
-pub async fn swap(server: &Server, scratch: &ScratchDatabase) -> Result<(), SwapError> {
+pub async fn swap(server: &PostgresServer, scratch: &ScratchDatabase) -> Result<(), SwapError> {
     let client = server.connect(postgres::MAINTENANCE_DATABASE, "svc-restore").await?;
     let database = server.database();
     let exists = find_oid(&client, database).await?.is_some();
@@ -72,7 +72,7 @@ pub async fn swap(server: &Server, scratch: &ScratchDatabase) -> Result<(), Swap
 
 /// Cleans up after a failed swap: reopens the owner's database and drops the scratch database, unless the swap was
 /// committed.
-pub async fn undo(server: &Server, scratch: &ScratchDatabase) {
+pub async fn undo(server: &PostgresServer, scratch: &ScratchDatabase) {
     match server.connect(postgres::MAINTENANCE_DATABASE, "svc-restore").await {
         Ok(client) => {
             if let Err(error) = allow_connections(&client, server.database()).await {

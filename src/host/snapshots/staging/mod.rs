@@ -11,7 +11,7 @@ mod stream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::system::postgres::Server;
+use crate::system::postgres::PostgresServer;
 use crate::system::postgres_tools::PgTools;
 use crate::system::progress::Progress;
 use crate::system::vars;
@@ -36,7 +36,7 @@ pub struct RestoreContext {
     pub name: &'static str,
     pub slot: SlotPrefix,
     pub bucket: Bucket,
-    pub server: Server,
+    pub server: PostgresServer,
     pub tools: PgTools,
     /// Maximum outage of the store and the database, counted from the last progress.
     pub outage_timeout: Duration,
