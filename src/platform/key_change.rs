@@ -1,4 +1,4 @@
-//! The change of `PLATFORM_KEY` while two keys are in force: secrets made with the previous key are replaced until
+//! The rotation of `PLATFORM_KEY` while two keys are in force: secrets made with the previous key are replaced until
 //! nothing needs that key.
 //!
 //! Signing keys are resealed and fences re-signed here; host tokens rotate by heartbeats. None of this starts before
@@ -6,7 +6,7 @@
 //!
 //! Invariant: at any time, each running process can read what every other process has written. A process that would
 //! violate this is refused at startup ([`admission`]). The object store names the current key as well ([`mark`]),
-//! because a database and settings restored from before a change do not show the change.
+//! because a database and settings restored from before a rotation do not show the rotation.
 
 pub mod admission;
 mod fences;
@@ -26,7 +26,7 @@ use svc_base::failpoint::{self, Injected};
 use svc_http::problem::format_chain;
 use svc_store::StoreError;
 
-/// Fail points of the key change, in the order in which they are reached.
+/// Fail points of the key rotation, in the order in which they are reached.
 pub const FAILPOINTS: &[&str] = &[
     "platform-key-before-reseal",
     "platform-key-after-reseal",
@@ -36,7 +36,7 @@ pub const FAILPOINTS: &[&str] = &[
     "platform-key-after-sole",
 ];
 
-/// Advisory lock that prevents processes from starting while a change ends.
+/// Advisory lock that prevents processes from starting while a rotation ends.
 const PLATFORM_KEYS_LOCK: &str = "platform keys";
 /// A process whose row has not been renewed for this many leases counts as ended.
 const LEASES_UNTIL_ENDED: u32 = 4;
@@ -45,7 +45,7 @@ const MAX_INTERVAL: Duration = Duration::from_secs(5);
 const TASK_NAME: &str = "platform key change";
 const BATCH_SIZE: i64 = 100;
 
-/// Why a pass of the change failed. The next pass resumes the change.
+/// Why a pass of the rotation failed. The next pass resumes the rotation.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyChangeError {
     #[error(transparent)]
@@ -76,7 +76,7 @@ pub fn row_ttl(timing: &Timing) -> Duration {
     timing.lease_ttl * LEASES_UNTIL_ENDED
 }
 
-/// Interval between renewals of a process's row, and between passes of the change.
+/// Interval between renewals of a process's row, and between passes of the rotation.
 fn pass_interval(own: &ProcessKeys) -> Duration {
     (own.ttl / 12).clamp(Duration::from_millis(100), MAX_INTERVAL)
 }
@@ -94,7 +94,7 @@ pub async fn renew_process_row(db: Db, own: ProcessKeys) {
     }
 }
 
-/// Runs passes of the change until the platform stops. Does nothing if there is no previous key.
+/// Runs passes of the rotation until the platform stops. Does nothing if there is no previous key.
 pub async fn run_key_change(platform: Arc<Platform>, seal: Seal) {
     let own = &platform.process;
     if own.ids.previous.is_none() {
@@ -107,7 +107,7 @@ pub async fn run_key_change(platform: Arc<Platform>, seal: Seal) {
             () = tokio::time::sleep(period) => {}
         }
         if let Err(error) = run_pass(&platform, &seal).await {
-            tracing::warn!(error = %format_chain(&error), "a pass of the key change failed; retrying");
+            tracing::warn!(error = %format_chain(&error), "a pass of the key rotation failed; retrying");
         }
     }
 }
@@ -161,7 +161,7 @@ async fn list_sealed_with_previous(
     Ok(keys)
 }
 
-/// Ends the change if nothing needs the previous key any longer.
+/// Ends the rotation if nothing needs the previous key any longer.
 async fn finish_change(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
     let (own, mut session) = (&platform.process, platform.db.session().await?);
     let silence = platform.config.timing.keys.max_silence;

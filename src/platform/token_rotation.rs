@@ -310,7 +310,7 @@ mod tests {
             }
         }
 
-        /// Ends a key change and sends enough heartbeats for the newest token to replace all others.
+        /// Ends a key rotation and sends enough heartbeats for the newest token to replace all others.
         fn settle(&mut self) {
             self.apply(&Event::EndKeyChange);
             for _ in 0..4 {

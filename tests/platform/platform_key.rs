@@ -1,4 +1,4 @@
-//! Changes of `PLATFORM_KEY`: with running machines, with processes that use either key, and after a kill.
+//! Rotation of `PLATFORM_KEY`: with running machines, with processes that use either key, and after a kill.
 
 use std::collections::BTreeMap;
 use std::process::Stdio;
@@ -102,7 +102,7 @@ async fn are_all_sealed_with(client: &Client, byte: u8) -> bool {
 }
 
 /// Whether only the new key is still needed.
-async fn is_new_key_sole(client: &Client) -> bool {
+async fn is_only_new_key_needed(client: &Client) -> bool {
     let sql = "SELECT count(*) FROM platform_keys WHERE key_id = $1 AND sole_since IS NOT NULL";
     let row = client.query_one(sql, &[&KeyId::from_key(&key(NEW)).as_str()]).await.unwrap();
     row.get::<_, i64>(0) == 1
@@ -135,13 +135,13 @@ fn store_next_token(guest: &mut Guest, response: &Value) {
 }
 
 /// Sends heartbeats until only the new key is needed.
-async fn complete_key_change(stack: &Stack, process: &Process, client: &Client, guest: &mut Guest) {
+async fn complete_key_rotation(stack: &Stack, process: &Process, client: &Client, guest: &mut Guest) {
     let end = std::time::Instant::now() + Duration::from_secs(40);
-    while !is_new_key_sole(client).await {
+    while !is_only_new_key_needed(client).await {
         let response = send_heartbeat(stack, process, guest).await;
         assert_eq!(response.status, 200, "{response:?}");
         store_next_token(guest, &response.body);
-        assert!(std::time::Instant::now() < end, "the change did not complete\n{}", stack.log());
+        assert!(std::time::Instant::now() < end, "the rotation did not complete\n{}", stack.log());
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
@@ -157,7 +157,7 @@ async fn who_am_i_status(stack: &Stack, process: &Process, token: &str) -> u16 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn key_change_completes_with_a_running_machine() {
+async fn key_rotation_completes_with_a_running_machine() {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
     let process = start_process(&stack, OLD, None, &[]);
@@ -184,7 +184,7 @@ async fn key_change_completes_with_a_running_machine() {
         "a repetition gets the same response"
     );
     let old_token = guest.upgrade_token.clone();
-    complete_key_change(&stack, &process, &client, &mut guest).await;
+    complete_key_rotation(&stack, &process, &client, &mut guest).await;
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
     assert_eq!((&record["upgradeToken"]["generation"], old_token == guest.upgrade_token), (&json!(2), false));
     let after = load_sealed_keys(&client).await;
@@ -199,9 +199,13 @@ async fn key_change_completes_with_a_running_machine() {
     let response = send_heartbeat(&stack, &process, &guest).await;
     assert_eq!((response.status, &response.body["nextToken"]), (200, &Value::Null), "{response:?}");
     assert_eq!(response.body["proofKeys"], public, "hosts and sessions keep their keys");
-    let proven = host.call_count("GET", "/api/usage");
+    let calls_before = host.call_count("GET", "/api/usage");
     stack.get(&process, &usage).await;
-    assert_eq!(host.call_count("GET", "/api/usage"), proven + 1, "the host accepts the platform's proof");
+    assert_eq!(
+        host.call_count("GET", "/api/usage"),
+        calls_before + 1,
+        "the host accepts the platform's proof"
+    );
     assert_eq!(who_am_i_status(&stack, &process, &ada).await, 200);
     add_operator(&stack, &process).await.assert_problem(409, "conflict");
     assert!(run_doctor(&stack, &process, NEW, None).await.starts_with("\"ok\""));
@@ -238,7 +242,7 @@ async fn processes_with_both_keys_do_not_conflict() {
         assert_eq!(registered.status, 200, "{registered:?}\n{}", stack.log());
         guests.push(guest);
     }
-    // This takes longer than either process would wait before it starts the change.
+    // This takes longer than either process would wait before it starts the rotation.
     for _ in 0..12 {
         for (guest, process) in guests.iter().flat_map(|guest| [(guest, &old), (guest, &new)]) {
             let response = send_heartbeat(&stack, process, guest).await;
@@ -263,7 +267,7 @@ async fn processes_with_both_keys_do_not_conflict() {
     let response = send_heartbeat(&stack, &new, &other).await.body;
     store_next_token(&mut other, &response);
     send_heartbeat(&stack, &new, &other).await;
-    complete_key_change(&stack, &new, &client, &mut guest).await;
+    complete_key_rotation(&stack, &new, &client, &mut guest).await;
     assert!(has_signed_fence(&stack, "user_1", NEW) && has_signed_fence(&stack, "user_2", NEW));
 }
 
@@ -273,9 +277,9 @@ async fn process_with_incompatible_keys_is_refused() {
     let running = start_process(&stack, OLD, None, &[]);
     let printed = assert_refused(&stack, NEW, Some(OLD)).await;
     assert!(printed.contains("a platform process with other keys is running"), "{printed}");
-    // The refused process began no change, so the running process can be restarted with its own key.
+    // The refused process did not start a rotation, so the running process can be restarted with its own key.
     stop(running).await;
-    assert!(stack.store.remove(BUCKET, mark::MARK_PATH), "the mark of the current key is in the store");
+    assert!(stack.store.remove(BUCKET, mark::MARK_PATH), "the current key's mark is in the store");
     let printed = assert_refused(&stack, NEW, Some(NEW + 1)).await;
     assert!(printed.contains("PLATFORM_KEY and PLATFORM_KEY_PREVIOUS"), "{printed}");
     drop(start_process(&stack, OLD, None, &[]));
@@ -316,12 +320,12 @@ async fn assert_survives_a_kill_at(point: &str) {
     process.wait_until_killed_while(send_heartbeat_to).await;
     let mut guest = guest.lock().unwrap().clone();
 
-    // The change can be reverted, and repeated later.
+    // The rotation can be reverted, and repeated later.
     let process = start_process(&stack, OLD, Some(NEW), &[]);
     assert_eq!(send_heartbeat(&stack, &process, &guest).await.status, 200, "{point}");
     stop(process).await;
     let process = start_process(&stack, NEW, Some(OLD), &[]);
-    complete_key_change(&stack, &process, &client, &mut guest).await;
+    complete_key_rotation(&stack, &process, &client, &mut guest).await;
     stop(process).await;
     let process = start_process(&stack, NEW, None, &[]);
     assert_eq!(send_heartbeat(&stack, &process, &guest).await.status, 200, "{point}");
@@ -329,7 +333,7 @@ async fn assert_survives_a_kill_at(point: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn change_survives_a_kill_at_every_point() {
+async fn key_rotation_survives_a_kill_at_every_point() {
     let mut kills = Vec::new();
     for point in svc::platform::key_change::FAILPOINTS {
         kills.push(assert_survives_a_kill_at(point));
@@ -337,7 +341,7 @@ async fn change_survives_a_kill_at_every_point() {
     stream::iter(kills).buffer_unordered(3).collect::<Vec<()>>().await;
 }
 
-/// The database and the settings are from before the change, so they are consistent; only the store is newer.
+/// The database and the settings are from before the rotation, so they are consistent; only the store is newer.
 #[tokio::test(flavor = "multi_thread")]
 async fn server_restored_with_its_settings_is_refused() {
     let stack = Stack::start().await;
@@ -348,7 +352,7 @@ async fn server_restored_with_its_settings_is_refused() {
     stop(process).await;
     copy.save(&client).await.unwrap();
     let process = start_process(&stack, NEW, Some(OLD), &[]);
-    complete_key_change(&stack, &process, &client, &mut guest).await;
+    complete_key_rotation(&stack, &process, &client, &mut guest).await;
     stop(process).await;
     stop(start_process(&stack, NEW, None, &[])).await;
 

@@ -1,5 +1,5 @@
 //! Rows of `platform_keys` and `platform_processes`: the platform keys that each process uses, and the progress of a
-//! key change. The rules are in `platform::key_change`.
+//! key rotation. The rules are in `platform::key_change`.
 
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ pub struct OtherProcess {
     pub current: String,
 }
 
-/// Progress of the change to a new key.
+/// Progress of the rotation to a new key.
 #[derive(Debug, Clone, Default)]
 pub struct KeyState {
     /// The last slot whose fence was processed.
@@ -141,7 +141,7 @@ pub async fn insert_first(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbErr
     execute(tx, sql, &[&key.as_str()]).await.map(drop)
 }
 
-/// Records that a process uses this key. This restarts the change to any other key.
+/// Records that a process uses this key. This restarts the rotation to any other key.
 pub async fn record_use(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError> {
     let sql = "INSERT INTO platform_keys (key_id) VALUES ($1) ON CONFLICT DO NOTHING";
     execute(tx, sql, &[&key.as_str()]).await?;

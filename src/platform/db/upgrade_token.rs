@@ -69,7 +69,7 @@ pub struct MachineToken {
     pub machine: MachineId,
     pub generation: Generation,
     pub hash: Vec<u8>,
-    /// Whether the host has been silent for longer than `max_silence`; a key change does not wait for such hosts.
+    /// Whether the host has been silent for longer than `max_silence`; a key rotation does not wait for such hosts.
     pub is_silent: bool,
 }
 

@@ -106,7 +106,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
     match usage.need.describe_silent() {
         Some(silent) => findings.warning(
             format!("{silent} without a token made with PLATFORM_KEY"),
-            "the key change does not wait for them: a token rotates at the next heartbeat; after a restore of the \
+            "the key rotation does not wait for them: a token rotates at the next heartbeat; after a restore of the \
              database, recover them first",
         ),
         None => findings,

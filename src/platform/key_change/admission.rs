@@ -58,7 +58,7 @@ pub async fn admit(
         if own.ids.previous.is_none() {
             refuse_if_other_key_needed(&tx, own, mint, seal, max_silence, is_first).await?;
         } else {
-            // This check precedes the recording of the key's use, because a wrong key must not affect the key change.
+            // This check precedes the recording of the key's use, because a wrong key must not affect the key rotation.
             keys::ensure_keys_can_be_opened(&tx, seal).await?;
         }
         let incompatible = own.list_incompatible(&tx).await?;

@@ -1,8 +1,8 @@
 //! The mark in the object store that names the current platform key by its fingerprint.
 //!
-//! If a platform server is restored from a copy made before a change of `PLATFORM_KEY`, its database and settings are
-//! consistent, and only the store shows the change. A process with the old keys would refuse every host, and trust no
-//! fence signed since the change.
+//! If a platform server is restored from a copy made before a rotation of `PLATFORM_KEY`, its database and settings are
+//! consistent, and only the store shows the rotation. A process with the old keys would refuse every host, and trust no
+//! fence signed since the rotation.
 //!
 //! Invariant: a mark that names a key that this process does not have is never overwritten.
 
@@ -74,8 +74,8 @@ impl UnknownKey {
     /// The recommended action for the operator.
     pub fn advice(&self) -> String {
         format!(
-            "one of the two must be the key {named}: if you restored settings from before a key change, set it as \
-             PLATFORM_KEY, and the restored key ({}) as PLATFORM_KEY_PREVIOUS; during a key change, set it as \
+            "one of the two must be the key {named}: if you restored settings from before a key rotation, set it as \
+             PLATFORM_KEY, and the restored key ({}) as PLATFORM_KEY_PREVIOUS; during a key rotation, set it as \
              PLATFORM_KEY_PREVIOUS. See \"The platform's database was restored from an older copy\" in \
              docs/operating/recovery.md",
             self.ids.current,

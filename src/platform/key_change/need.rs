@@ -1,4 +1,4 @@
-//! Finds everything that still needs a platform key other than the current one. The result decides whether a key change
+//! Finds everything that still needs a platform key other than the current one. The result decides whether a key rotation
 //! can end and whether a process may start, and `svcctl doctor platform` reports it.
 
 use std::fmt;
@@ -24,7 +24,7 @@ pub struct KeyNeed {
     signing_keys: CountedNames,
     /// Machines whose hosts send heartbeats, with which their tokens rotate.
     machines: CountedNames,
-    /// Silent machines. A change does not wait for them: their tokens are accepted by the stored hash, and rotate when
+    /// Silent machines. A rotation does not wait for them: their tokens are accepted by the stored hash, and rotate when
     /// the hosts send heartbeats again.
     silent: CountedNames,
     fences: CountedNames,
@@ -120,7 +120,7 @@ impl KeyNeed {
         Ok(())
     }
 
-    /// Whether nothing needs another key. Ignores silent machines, for which a change does not wait.
+    /// Whether nothing needs another key. Ignores silent machines, for which a rotation does not wait.
     pub fn is_empty(&self) -> bool {
         let Self { signing_keys, machines, silent: _, fences, processes } = self;
         [signing_keys, machines, fences, processes].iter().all(|names| names.count == 0)

@@ -51,7 +51,7 @@ const DOCUMENT_TYPES: [&str; 5] =
 /// They depend on a key, so that a script cannot compute the next user's digest.
 pub struct UserDigests {
     current: hmac::Key,
-    /// Accepted during a change of `PLATFORM_KEY`.
+    /// Accepted during a rotation of `PLATFORM_KEY`.
     previous: Option<hmac::Key>,
 }
 
