@@ -19,7 +19,7 @@ use super::host_settings::HostSettings;
 use super::host_store::HostCredentials;
 use super::host_trust::HostTrust;
 use super::platform_key::PlatformKeys;
-use super::rates::RateConfig;
+use super::rate_limits::RateLimitConfig;
 use super::token_rotation::TokenTiming;
 use crate::vars;
 use svc_base::config::{ConfigError, Env};
@@ -48,7 +48,7 @@ pub struct PlatformConfig {
     pub store: StoreConfig,
     pub host_credentials: HostCredentials,
     pub connections: ConnectionLimits,
-    pub rates: RateConfig,
+    pub rate_limits: RateLimitConfig,
     pub timing: Timing,
 }
 
@@ -202,7 +202,7 @@ impl PlatformConfig {
         let store = StoreConfig::read(env);
         let host_credentials = HostCredentials::read(env, store.as_ref());
         let connections = ConnectionLimits::read(env);
-        let rates = RateConfig::read(env);
+        let rate_limits = RateLimitConfig::read(env);
         let timing = Timing {
             registration_ttl: read_seconds(env, &vars::REGISTRATION_TTL_SECONDS),
             last_backup_deadline: read_seconds(env, &vars::LAST_BACKUP_DEADLINE_SECONDS),
@@ -252,7 +252,7 @@ impl PlatformConfig {
             store: store?,
             host_credentials: host_credentials?,
             connections,
-            rates,
+            rate_limits,
             timing,
         })
     }

@@ -13,7 +13,7 @@ use super::host_store::HostStore;
 use super::keys::SigningSet;
 use super::process_clock::ProcessClock;
 use super::quote_cache::QuoteCache;
-use super::rates::ApiRates;
+use super::rate_limits::ApiRateLimits;
 use super::route_freshness::RouteFreshness;
 use super::server_checks::ServerChecks;
 use super::tokens::TokenMint;
@@ -49,7 +49,7 @@ pub struct Platform {
     /// Limits provider lookups that heartbeats trigger in this process.
     pub server_checks: ServerChecks,
     /// Rate limits of the control API in this process.
-    pub rates: ApiRates,
+    pub rate_limits: ApiRateLimits,
     /// Provider data that this process caches for price quotes.
     pub quotes: QuoteCache,
     pub stop: CancellationToken,

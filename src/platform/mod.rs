@@ -32,7 +32,7 @@ pub mod process_clock;
 pub mod public_host;
 pub mod quote_cache;
 pub mod rate_budget;
-pub mod rates;
+pub mod rate_limits;
 pub mod resource;
 pub mod rollout_plan;
 pub mod rollouts;
@@ -71,7 +71,7 @@ use self::keys::{KeyError, Seal};
 use self::process_clock::ProcessClock;
 use self::quote_cache::QuoteCache;
 use self::rate_budget::SharedBudget;
-use self::rates::ApiRates;
+use self::rate_limits::ApiRateLimits;
 use self::route_freshness::RouteFreshness;
 use self::router::{RouterContext, RouterService, UserDigests};
 use self::server_checks::ServerChecks;
@@ -209,7 +209,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         runner_wake: Notify::new(),
         reconciler_wake: Notify::new(),
         server_checks: ServerChecks::new(config.timing.server_check_interval),
-        rates: ApiRates::new(&config.rates),
+        rate_limits: ApiRateLimits::new(&config.rate_limits),
         quotes: QuoteCache::default(),
         stop: stop.clone(),
         config,
@@ -226,7 +226,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     println!("listening api {}", api.url);
     let control =
         api::routes(platform.clone()).layer(Extension(scrape)).layer(Extension(OpenApi(&openapi::JSON)));
-    let trusted_proxies = platform.config.rates.trusted_proxies.clone();
+    let trusted_proxies = platform.config.rate_limits.trusted_proxies.clone();
     let limits = ListenerLimits { trusted_proxies, ..ListenerLimits::default() };
     tasks.spawn(server::serve(api.listener, api.tls, control, limits, stop.clone()));
     let RouterService { routes, passthrough } = router::start_router(routes).or_exit(Exit::Internal)?;

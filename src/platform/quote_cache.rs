@@ -6,7 +6,7 @@ use std::hash::Hash;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::db::servers::ListedServers;
+use crate::db::servers::ListedServerCount;
 use svc_http::problem::Problem;
 use svc_machine::name::{Location, ServerType};
 use svc_provider::ServerPrices;
@@ -21,7 +21,7 @@ const MAX_KEYS: usize = 32;
 pub struct QuoteCache {
     prices: CachedReads<ServerType, ServerPrices>,
     locations: CachedReads<Location, bool>,
-    servers: CachedReads<(), ListedServers>,
+    servers: CachedReads<(), ListedServerCount>,
 }
 
 impl Default for QuoteCache {
@@ -70,8 +70,8 @@ impl QuoteCache {
     /// The error of `read`.
     pub async fn get_servers(
         &self,
-        read: impl Future<Output = Result<ListedServers, Problem>>,
-    ) -> Result<ListedServers, Problem> {
+        read: impl Future<Output = Result<ListedServerCount, Problem>>,
+    ) -> Result<ListedServerCount, Problem> {
         self.servers.get(&(), read).await
     }
 }

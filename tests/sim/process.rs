@@ -21,7 +21,7 @@ use svc::platform::host_store::HostStore;
 use svc::platform::operations::{reconcile, runner};
 use svc::platform::process_clock::ProcessClock;
 use svc::platform::quote_cache::QuoteCache;
-use svc::platform::rates::ApiRates;
+use svc::platform::rate_limits::ApiRateLimits;
 use svc::platform::route_freshness::RouteFreshness;
 use svc::platform::router::{self, RouterContext, UserDigests};
 use svc::platform::server_checks::ServerChecks;
@@ -126,7 +126,7 @@ impl Process {
             runner_wake: Notify::new(),
             reconciler_wake: Notify::new(),
             server_checks: ServerChecks::new(config.timing.server_check_interval),
-            rates: ApiRates::new(&config.rates),
+            rate_limits: ApiRateLimits::new(&config.rate_limits),
             quotes: QuoteCache::default(),
             stop,
             config,

@@ -59,8 +59,8 @@ pub async fn authorize(
         return Err(unauthorized());
     };
     let operator = authenticate(platform, method, token).await?;
-    platform.rates.record_accepted(token);
-    platform.rates.admit_operator(&operator)?;
+    platform.rate_limits.record_accepted(token);
+    platform.rate_limits.admit_operator(&operator)?;
     if operator.scopes().has_any(scopes) {
         return Ok(operator);
     }

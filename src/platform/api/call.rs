@@ -85,7 +85,7 @@ impl ApiCall {
     /// Returns the bearer token, unless the client's address has exceeded its rate limit for token checks.
     fn rate_limited_bearer(&self, platform: &Platform) -> Result<&str, Problem> {
         let token = self.bearer()?;
-        platform.rates.admit_check(self.client, token)?;
+        platform.rate_limits.admit_unverified_token(self.client, token)?;
         Ok(token)
     }
 
@@ -116,8 +116,8 @@ impl ApiCall {
                 Err(unauthorized())
             }
             status => {
-                platform.rates.record_accepted(token);
-                platform.rates.admit_host(machine.id)?;
+                platform.rate_limits.record_accepted(token);
+                platform.rate_limits.admit_host(machine.id)?;
                 Ok(AuthenticatedHost { machine, status, hash: tokens::hash(token) })
             }
         }
@@ -141,7 +141,7 @@ impl ApiCall {
     /// Returns the machine that a registration token claims, and the token, which has not been verified yet.
     pub fn claimed_registration(&self, platform: &Platform) -> Result<(MachineId, &str), Problem> {
         let token = self.bearer().map_err(|_| registration_rejected())?;
-        platform.rates.admit_check(self.client, token)?;
+        platform.rate_limits.admit_unverified_token(self.client, token)?;
         let claim = tokens::parse_claim(token, Purpose::Registration);
         claim.map(|claim| (claim.machine, token)).ok_or_else(registration_rejected)
     }

@@ -24,7 +24,7 @@ use crate::context::Platform;
 use crate::copies;
 use crate::db;
 use crate::db::machine_row::MachineRow;
-use crate::db::servers::ListedServers;
+use crate::db::servers::ListedServerCount;
 use crate::lifecycle::{self, Change, EventContext, MachineRequest};
 use axum::routing::post;
 use svc_http::openapi::{Operation, boolean, request_object, schema_of, text_matching};
@@ -104,7 +104,7 @@ struct RecoveryPlan {
     /// The highest epoch of the slot in the store.
     epoch_floor: Epoch,
     /// The servers in the provider's project; `None` if no limit is set.
-    listed: Option<ListedServers>,
+    listed: Option<ListedServerCount>,
 }
 
 async fn prepare_plan(

@@ -17,7 +17,8 @@ pub async fn report_rejected_token(
     token: &str,
     claim: TokenClaim,
 ) {
-    if platform.mint.has_made(token, claim, Purpose::Upgrade) || !platform.rates.admit_refusal_report() {
+    if platform.mint.has_made(token, claim, Purpose::Upgrade) || !platform.rate_limits.admit_refusal_report()
+    {
         return;
     }
     let (sent, known) = (claim.generation.0, machine.upgrade_token.generation.0);

@@ -13,7 +13,7 @@ use serde_json::json;
 use crate::alarms::Alarm;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
-use crate::db::servers::{ListedServers, OwnServers};
+use crate::db::servers::{ListedServerCount, OwnServerCounts};
 use crate::db::{self, DbError};
 use svc_http::problem::{Code, Problem, format_chain};
 
@@ -21,7 +21,7 @@ use svc_http::problem::{Code, Problem, format_chain};
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn count_listed(platform: &Platform) -> Result<ListedServers, DbError> {
+pub async fn count_listed(platform: &Platform) -> Result<ListedServerCount, DbError> {
     let session = platform.db.session().await?;
     let recorded = db::servers::count_own(&session).await?.existing;
     drop(session);
@@ -32,14 +32,14 @@ pub async fn count_listed(platform: &Platform) -> Result<ListedServers, DbError>
             None
         }
     };
-    Ok(ListedServers { listed, recorded })
+    Ok(ListedServerCount { listed, recorded })
 }
 
 /// [`count_listed`], if a limit is set.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn count_for_limit(platform: &Platform) -> Result<Option<ListedServers>, DbError> {
+pub async fn count_for_limit(platform: &Platform) -> Result<Option<ListedServerCount>, DbError> {
     match platform.config.provider.server_limit {
         Some(_) => count_listed(platform).await.map(Some),
         None => Ok(None),
@@ -50,7 +50,7 @@ pub async fn count_for_limit(platform: &Platform) -> Result<Option<ListedServers
 ///
 /// # Errors
 /// [`DbError`].
-async fn count_used(client: &impl GenericClient, listed: Option<ListedServers>) -> Result<u64, DbError> {
+async fn count_used(client: &impl GenericClient, listed: Option<ListedServerCount>) -> Result<u64, DbError> {
     Ok(total_used(listed, db::servers::count_own(client).await?))
 }
 
@@ -58,7 +58,7 @@ async fn count_used(client: &impl GenericClient, listed: Option<ListedServers>) 
 /// that was recorded after the list was requested may be missing from the list. It no longer counts as ordered, so it
 /// is added. A server that the provider has created but the platform has not recorded yet counts twice, as listed and
 /// as ordered.
-fn total_used(listed: Option<ListedServers>, own: OwnServers) -> u64 {
+fn total_used(listed: Option<ListedServerCount>, own: OwnServerCounts) -> u64 {
     let listed = listed.and_then(|list| Some(list.listed? + own.existing.saturating_sub(list.recorded)));
     listed.unwrap_or_default().max(own.existing) + own.ordered
 }
@@ -70,7 +70,7 @@ fn total_used(listed: Option<ListedServers>, own: OwnServers) -> u64 {
 pub async fn ensure_room(
     platform: &Platform,
     tx: &Transaction<'_>,
-    listed: Option<ListedServers>,
+    listed: Option<ListedServerCount>,
 ) -> Result<(), Problem> {
     lock_orders(platform, tx).await?;
     check_room(platform, tx, listed).await.map(drop)
@@ -83,7 +83,7 @@ pub async fn ensure_room(
 pub async fn ensure_room_for_replacement(
     platform: &Platform,
     tx: &Transaction<'_>,
-    listed: Option<ListedServers>,
+    listed: Option<ListedServerCount>,
     replaced: &MachineRow,
 ) -> Result<(), Problem> {
     lock_orders(platform, tx).await?;
@@ -104,7 +104,7 @@ async fn lock_orders(platform: &Platform, tx: &Transaction<'_>) -> Result<(), Db
 pub async fn check_room(
     platform: &Platform,
     client: &impl GenericClient,
-    listed: Option<ListedServers>,
+    listed: Option<ListedServerCount>,
 ) -> Result<u64, Problem> {
     let (used, shortage) = measure_room(platform, client, listed).await?;
     shortage.map_or(Ok(used), Err)
@@ -118,7 +118,7 @@ pub async fn check_room(
 pub async fn check_room_for_replacement(
     platform: &Platform,
     client: &impl GenericClient,
-    listed: Option<ListedServers>,
+    listed: Option<ListedServerCount>,
     replaced: &MachineRow,
 ) -> Result<u64, Problem> {
     let (used, shortage) = measure_room(platform, client, listed).await?;
@@ -141,7 +141,7 @@ pub async fn check_room_for_replacement(
 async fn measure_room(
     platform: &Platform,
     client: &impl GenericClient,
-    listed: Option<ListedServers>,
+    listed: Option<ListedServerCount>,
 ) -> Result<(u64, Option<Problem>), DbError> {
     let used = count_used(client, listed).await?;
     if db::alarms::get(client, Alarm::ProviderLimit.as_str()).await?.is_some() {
@@ -167,8 +167,8 @@ mod tests {
 
     #[test]
     fn total_used_counts_servers_recorded_since_list() {
-        let own = |existing, ordered| OwnServers { existing, ordered };
-        let list = |listed, recorded| Some(ListedServers { listed, recorded });
+        let own = |existing, ordered| OwnServerCounts { existing, ordered };
+        let list = |listed, recorded| Some(ListedServerCount { listed, recorded });
         for (listed, own, servers) in [
             (None, own(2, 1), 3),
             (list(None, 2), own(2, 1), 3),

@@ -35,7 +35,7 @@ pub async fn handle(
         return Err(Problem::new(Code::Forbidden, "This token belongs to another machine."));
     }
     call.validate_optional_body()?;
-    platform.rates.admit_credentials(id)?;
+    platform.rate_limits.admit_credentials(id)?;
     let grant = if machine.is_active() {
         SessionGrant::WithOutage
     } else if heartbeat::is_final_backup_pending(&platform, &machine).await? {

@@ -15,7 +15,7 @@ use svc_machine::id::MachineId;
 
 /// A machine whose server must exist or may hold data.
 #[derive(Debug, Clone, Copy)]
-pub struct ExpectedServer {
+pub struct TrackedServer {
     pub machine: MachineId,
     pub server: i64,
     /// Time since the host's last heartbeat, its registration or the machine's creation, whichever is latest.
@@ -35,31 +35,31 @@ pub async fn now(client: &impl GenericClient) -> Result<Timestamp, DbError> {
     Ok(found.map_or(Timestamp::MIN, |row| row.get(0)))
 }
 
-/// Number of servers of the platform's machines.
+/// Numbers of servers of the platform's machines.
 #[derive(Debug, Clone, Copy)]
-pub struct OwnServers {
+pub struct OwnServerCounts {
     pub existing: u64,
     /// Ordered for a machine that has no server yet. A machine that has failed may still get the server ordered for it.
     pub ordered: u64,
 }
 
-/// Number of servers that the provider counted in the project.
+/// The provider's count of the project's servers, and the platform's own count from just before it.
 #[derive(Debug, Clone, Copy)]
-pub struct ListedServers {
+pub struct ListedServerCount {
     /// `None` if the provider did not respond.
     pub listed: Option<u64>,
     /// The platform's servers that were recorded before the provider's list was requested.
     pub recorded: u64,
 }
 
-pub async fn count_own(client: &impl GenericClient) -> Result<OwnServers, DbError> {
+pub async fn count_own(client: &impl GenericClient) -> Result<OwnServerCounts, DbError> {
     let sql = "SELECT count(*) FILTER (WHERE provider_server_id IS NOT NULL AND server_deleted_at IS NULL), \
                count(*) FILTER (WHERE provider_server_id IS NULL AND (create_ordered_at IS NOT NULL \
                    OR deleted_at IS NULL AND retired_at IS NULL AND status IN ('provisioning', 'recovering'))) \
                FROM user_machines WHERE server_deleted_at IS NULL";
     let counted = query_opt(client, sql, &[]).await?;
     let number = |column: usize| counted.as_ref().map_or(0, |row| row.get::<_, i64>(column).unsigned_abs());
-    Ok(OwnServers { existing: number(0), ordered: number(1) })
+    Ok(OwnServerCounts { existing: number(0), ordered: number(1) })
 }
 
 /// The other machines of this machine's slot whose servers exist or were requested, oldest first.
@@ -74,18 +74,18 @@ pub async fn list_others_in_slot(
     Ok(found.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// SQL condition for machines in their slots that fail if their servers disappear: machines that run, are being resized
-/// or reinstated, or can resume after a failed resize.
+/// SQL condition for machines that hold their slot and are failed if their server disappears: machines that run, are
+/// being resized or reinstated, or can resume after a failed resize.
 const EXPECTED: &str = "deleted_at IS NULL AND retired_at IS NULL AND provider_server_id IS NOT NULL \
     AND (status IN ('running', 'resizing') \
         OR status = 'failed' AND coalesce(failure_cause IN ('resize', 'reinstating'), false))";
 
-pub async fn list_expected(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
+pub async fn list_expected(client: &impl GenericClient) -> Result<Vec<TrackedServer>, DbError> {
     list_servers_where(client, EXPECTED).await
 }
 
-/// Other machines whose servers may hold data and have not been recorded as missing.
-pub async fn list_holding_data(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
+/// Machines that [`list_expected`] does not return, whose servers may hold data and have not been recorded as missing.
+pub async fn list_holding_data(client: &impl GenericClient) -> Result<Vec<TrackedServer>, DbError> {
     let condition = format!(
         "provider_server_id IS NOT NULL AND server_deleted_at IS NULL AND server_missing_since IS NULL \
          AND (registered_at IS NOT NULL OR unsaved_since IS NOT NULL) AND NOT ({EXPECTED})"
@@ -96,14 +96,14 @@ pub async fn list_holding_data(client: &impl GenericClient) -> Result<Vec<Expect
 async fn list_servers_where(
     client: &impl GenericClient,
     condition: &str,
-) -> Result<Vec<ExpectedServer>, DbError> {
+) -> Result<Vec<TrackedServer>, DbError> {
     let sql = format!(
         "SELECT machine_id, provider_server_id, \
              extract(epoch FROM now() - greatest(heartbeat_at, registered_at, created_at))::float8 \
          FROM user_machines WHERE {condition}"
     );
     let found = query(client, &sql, &[]).await?;
-    let parse = |row: &Row| ExpectedServer {
+    let parse = |row: &Row| TrackedServer {
         machine: MachineId(row.get(0)),
         server: row.get(1),
         silent_for: Duration::try_from_secs_f64(row.get::<_, f64>(2).max(0.0)).unwrap_or_default(),
@@ -112,7 +112,10 @@ async fn list_servers_where(
 }
 
 /// Number of machines that failed within this time because their servers had disappeared.
-pub async fn count_failed_as_gone(client: &impl GenericClient, within: Duration) -> Result<usize, DbError> {
+pub async fn count_recent_server_losses(
+    client: &impl GenericClient,
+    within: Duration,
+) -> Result<usize, DbError> {
     let sql = "SELECT count(*) FROM operator_audit WHERE action = 'server.gone' \
                AND at > now() - make_interval(secs => $1)";
     let count: i64 = query_opt(client, sql, &[&within.as_secs_f64()]).await?.map_or(0, |row| row.get(0));
@@ -126,7 +129,7 @@ pub async fn record_seen(client: &impl GenericClient, servers: &[i64]) -> Result
     execute(client, sql, &[&servers]).await.map(drop)
 }
 
-/// Records listed servers of former machines whose servers had been recorded as deleted, and returns them.
+/// Records again the servers of former machines that were recorded as deleted but are still listed, and returns them.
 pub async fn record_returned(
     client: &impl GenericClient,
     listed: &HashMap<MachineId, i64>,
@@ -147,7 +150,7 @@ pub async fn record_returned(
 /// Records that the machine's server is missing, and returns how long it has been missing.
 pub async fn record_missing(
     client: &impl GenericClient,
-    expected: &ExpectedServer,
+    expected: &TrackedServer,
 ) -> Result<Duration, DbError> {
     let sql = "UPDATE user_machines SET server_missing_since = coalesce(server_missing_since, clock_timestamp()) \
                WHERE machine_id = $1 AND provider_server_id = $2 \
@@ -157,7 +160,7 @@ pub async fn record_missing(
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
-/// Returns which of these machines the database knows, including former ones.
+/// Returns which of these machines are in the database, including former ones.
 pub async fn filter_known(
     client: &impl GenericClient,
     machines: &[MachineId],

@@ -19,7 +19,7 @@ use super::reconcile::{Failures, Inventory};
 use crate::alarms::{self, Alarm, Fuse};
 use crate::context::Platform;
 use crate::db;
-use crate::db::servers::ExpectedServer;
+use crate::db::servers::TrackedServer;
 use crate::lifecycle::{self, Change, EventContext, LifecycleError};
 use svc_http::request_id;
 use svc_machine::event::Event;
@@ -99,7 +99,7 @@ async fn fail_vanished(
     let present: Vec<i64> = listed.iter().map(|server| server.id.0).collect();
     db::servers::record_seen(&session, &present).await?;
     let present: HashSet<i64> = present.into_iter().collect();
-    let missing: Vec<&ExpectedServer> = live.iter().filter(|live| !present.contains(&live.server)).collect();
+    let missing: Vec<&TrackedServer> = live.iter().filter(|live| !present.contains(&live.server)).collect();
     // If many servers are missing from the list, they are not looked up individually: that would exhaust the provider's
     // rate limit and prove nothing.
     if check_fuse(&session, &live, missing.len()).await? == Fuse::Tripped {
@@ -150,9 +150,9 @@ async fn record_lost(platform: &Platform, listed: &[Server], failures: &mut Fail
 /// skipped. After several consecutive failures, the next pass looks up the rest.
 async fn confirm_missing<'a>(
     platform: &Platform,
-    missing: Vec<&'a ExpectedServer>,
+    missing: Vec<&'a TrackedServer>,
     failures: &mut Failures,
-) -> (Vec<&'a ExpectedServer>, usize) {
+) -> (Vec<&'a TrackedServer>, usize) {
     let (mut lost, mut known, mut consecutive_failures) = (Vec::new(), 0, 0);
     let total = missing.len();
     for machine in missing {
@@ -174,7 +174,7 @@ async fn confirm_missing<'a>(
 }
 
 /// Looks up a server by id, and records it as seen if it exists. Returns whether the provider has lost it.
-async fn confirm_lost(platform: &Platform, machine: &ExpectedServer) -> anyhow::Result<bool> {
+async fn confirm_lost(platform: &Platform, machine: &TrackedServer) -> anyhow::Result<bool> {
     let exists = platform.provider.get(ServerId(machine.server)).await?.is_some();
     if exists {
         // The server is not listed because its label was removed.
@@ -185,8 +185,8 @@ async fn confirm_lost(platform: &Platform, machine: &ExpectedServer) -> anyhow::
 
 /// Counts the missing servers of this pass together with the losses of the last hour: a slow mass loss is still a mass
 /// loss.
-async fn check_fuse(session: &Object, live: &[ExpectedServer], missing: usize) -> anyhow::Result<Fuse> {
-    let failed = db::servers::count_failed_as_gone(session, LOSS_WINDOW).await?;
+async fn check_fuse(session: &Object, live: &[TrackedServer], missing: usize) -> anyhow::Result<Fuse> {
+    let failed = db::servers::count_recent_server_losses(session, LOSS_WINDOW).await?;
     let limit = alarms::max_missing_servers(live.len());
     let is_none_listed = missing == live.len() && missing >= MIN_SERVERS_TO_SUSPECT_TOKEN;
     let is_over = missing.saturating_add(failed) > limit || is_none_listed;
@@ -201,7 +201,7 @@ async fn check_fuse(session: &Object, live: &[ExpectedServer], missing: usize) -
     Ok(fuse)
 }
 
-async fn fail_machine(platform: &Platform, expected: &ExpectedServer) -> anyhow::Result<()> {
+async fn fail_machine(platform: &Platform, expected: &TrackedServer) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, expected.machine).await? else { return Ok(()) };

@@ -77,8 +77,8 @@ pub(super) async fn handle(
     let Some(route) = candidates.iter().find(|route| route.accepts(request.method())) else {
         return Ok(reject(&candidates, request).await);
     };
-    let is_open_to_all = matches!(route.action, BuiltinAction::SignOut | BuiltinAction::RedeemCode);
-    if !is_open_to_all
+    let skips_data_clearing = matches!(route.action, BuiltinAction::SignOut | BuiltinAction::RedeemCode);
+    if !skips_data_clearing
         && let Ok(Some(identity)) = router.identify(context, request.headers()).await
         && let Some(response) =
             browser_data::require_cleared_data(router, context, &identity, request.headers(), request.uri())

@@ -81,11 +81,11 @@ pub(super) struct Sessions {
 
 enum CachedSession {
     Live(Arc<Session>),
-    /// No session had this cookie at that time.
+    /// No live session had this cookie at that time.
     Unknown(Instant),
 }
 
-/// What a new session depends on.
+/// The parent session and the sign-out generation that a new session is conditional on.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SessionOrigin {
     /// The parent session, with which the new session ends.

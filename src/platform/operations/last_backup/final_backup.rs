@@ -1,7 +1,7 @@
 //! Checks whether an outgoing machine has taken its final backup.
 //!
-//! The invariant: the pointer is not sufficient proof, because every store session of the slot can write it, including
-//! that of a replaced machine. The snapshot must be complete, its side record must match the pointer, and the machine,
+//! The pointer alone is not sufficient proof, because every store session of the slot can write it, including that of a
+//! replaced machine. The snapshot must be complete, its side record must match the pointer, and the machine,
 //! authenticated by its registered key, must report the snapshot as its own. The last condition does not apply to hosts
 //! whose release does not report backups.
 
@@ -27,7 +27,7 @@ pub enum HostReport {
     Unsupported,
 }
 
-/// The time range in which a final backup of the machine can have been taken, by its host's clock.
+/// The time range in which a final backup of the machine could have been taken, by its host's clock.
 #[derive(Debug, Clone, Copy)]
 pub struct SnapshotWindow {
     /// The writers had stopped by this time, so every later snapshot contains all data.
@@ -58,20 +58,21 @@ pub async fn find_final_backup(
     }
     let (bucket, slot) = (&leased.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let pointer = pointer_io::read(bucket, &slot).await.ok()?.filter(pointer_io::PointerRead::has_latest)?;
-    let named = pointer.value.snapshot?;
-    if !is_final_snapshot_of(machine, &named, window) || !is_reported(report, &named) {
+    let snapshot_ref = pointer.value.snapshot?;
+    if !is_final_snapshot_of(machine, &snapshot_ref, window) || !is_reported(report, &snapshot_ref) {
         return None;
     }
-    let side = snapshot::load(bucket, &slot, &named.key).await;
-    let matches_side_record =
-        side.as_ref().is_ok_and(|side| side.snapshot_ref() == SnapshotRef { etag: None, ..named.clone() });
-    if let Err(error) = &side {
-        tracing::warn!(machine = %machine.id, key = named.key, error = %format_chain(error),
+    let side_record = snapshot::load(bucket, &slot, &snapshot_ref.key).await;
+    let matches_side_record = side_record
+        .as_ref()
+        .is_ok_and(|record| record.snapshot_ref() == SnapshotRef { etag: None, ..snapshot_ref.clone() });
+    if let Err(error) = &side_record {
+        tracing::warn!(machine = %machine.id, key = snapshot_ref.key, error = %format_chain(error),
             "the snapshot that the pointer names cannot be used");
     } else if !matches_side_record {
-        tracing::warn!(machine = %machine.id, key = named.key, "the pointer does not match the snapshot's side record");
+        tracing::warn!(machine = %machine.id, key = snapshot_ref.key, "the pointer does not match the snapshot's side record");
     }
-    matches_side_record.then_some(named.taken_at)
+    matches_side_record.then_some(snapshot_ref.taken_at)
 }
 
 fn reported_backup(report: &HostReport) -> Option<&BackupOutcome> {
@@ -79,20 +80,22 @@ fn reported_backup(report: &HostReport) -> Option<&BackupOutcome> {
     host.last.as_ref().filter(|last| last.status == "success")
 }
 
-/// Whether reading the store can find a final backup.
+/// Whether the report leaves a final backup possible, so that the store must be read.
 fn may_have_final_backup(report: &HostReport, window: SnapshotWindow) -> bool {
     let key = reported_backup(report).and_then(|last| last.key.as_deref());
     let is_recent = || key.and_then(key::taken_at).is_some_and(|at| window.contains(at));
     matches!(report, HostReport::Unsupported) || is_recent()
 }
 
-fn is_reported(report: &HostReport, named: &SnapshotRef) -> bool {
+fn is_reported(report: &HostReport, snapshot_ref: &SnapshotRef) -> bool {
     let key = reported_backup(report).and_then(|last| last.key.as_ref());
-    matches!(report, HostReport::Unsupported) || key == Some(&named.key)
+    matches!(report, HostReport::Unsupported) || key == Some(&snapshot_ref.key)
 }
 
-fn is_final_snapshot_of(machine: &MachineRow, named: &SnapshotRef, window: SnapshotWindow) -> bool {
-    named.machine_id == machine.id && named.epoch >= machine.epoch && window.contains(named.taken_at)
+fn is_final_snapshot_of(machine: &MachineRow, snapshot_ref: &SnapshotRef, window: SnapshotWindow) -> bool {
+    snapshot_ref.machine_id == machine.id
+        && snapshot_ref.epoch >= machine.epoch
+        && window.contains(snapshot_ref.taken_at)
 }
 
 #[cfg(test)]

@@ -24,53 +24,55 @@ const HOST_BURST_SECONDS: u32 = 20;
 const CREDENTIALS_INTERVAL: Duration = Duration::from_secs(10);
 const CREDENTIALS_BURST: u32 = 20;
 const BURST_SECONDS: u32 = 10;
-/// Average interval between reported refusals of host tokens: short enough to keep the alarm raised, and long enough for
-/// few log lines.
+/// Average interval between reported refusals of host tokens: short enough to keep the alarm raised, and long enough to
+/// limit the log's volume.
 const REFUSAL_REPORT_INTERVAL: Duration = Duration::from_secs(5);
 const REFUSAL_REPORT_BURST: u32 = 20;
 const ACCEPTED_TOKEN_TTL: Duration = Duration::from_secs(600);
-/// Maximum number of remembered tokens. If all are recent, they are forgotten, and each counts once more.
+/// Maximum number of remembered tokens. If all are recent, they are forgotten, and each counts against
+/// the limit once more.
 const MAX_ACCEPTED_TOKENS: usize = 32_768;
 
-/// Settings of [`ApiRates`].
+/// Settings of [`ApiRateLimits`].
 #[derive(Debug, Clone)]
-pub struct RateConfig {
+pub struct RateLimitConfig {
     /// Requests per operator per second; 0 means no limit.
     pub operator_rate: u32,
     /// Requests per host per second; 0 means no limit, including for credentials.
     pub host_rate: u32,
     /// Unverified tokens per client address per second; 0 means no limit.
-    pub check_rate: u32,
-    /// Proxies in front of the API. They are exempt from the limit per address, because many clients share their addresses.
+    pub unverified_token_rate: u32,
+    /// Proxies in front of the API. They are exempt from the limit per address, because many clients share their
+    /// addresses.
     pub trusted_proxies: Networks,
 }
 
-impl RateConfig {
+impl RateLimitConfig {
     /// Reads `PLATFORM_OPERATOR_REQUESTS_PER_SECOND`, `PLATFORM_HOST_REQUESTS_PER_SECOND`,
     /// `PLATFORM_ADDRESS_CHECKS_PER_SECOND` and `PLATFORM_TRUSTED_PROXIES`.
     pub fn read(env: &mut Env) -> Self {
         Self {
             operator_rate: env.or_default(&vars::PLATFORM_OPERATOR_REQUESTS_PER_SECOND),
             host_rate: env.or_default(&vars::PLATFORM_HOST_REQUESTS_PER_SECOND),
-            check_rate: env.or_default(&vars::PLATFORM_ADDRESS_CHECKS_PER_SECOND),
+            unverified_token_rate: env.or_default(&vars::PLATFORM_ADDRESS_CHECKS_PER_SECOND),
             trusted_proxies: env.optional(&vars::PLATFORM_TRUSTED_PROXIES).unwrap_or_default(),
         }
     }
 }
 
 /// The rate limits of one process.
-pub struct ApiRates {
+pub struct ApiRateLimits {
     operators: RateLimit<String>,
     hosts: RateLimit<MachineId>,
     credentials: RateLimit<MachineId>,
     addresses: RateLimit<IpAddr>,
-    refused_hosts: RateLimit<()>,
+    refusal_reports: RateLimit<()>,
     trusted_proxies: Networks,
     accepted: Mutex<HashMap<Vec<u8>, Instant>>,
 }
 
-impl ApiRates {
-    pub fn new(config: &RateConfig) -> Self {
+impl ApiRateLimits {
+    pub fn new(config: &RateLimitConfig) -> Self {
         let credentials = match config.host_rate {
             0 => RateLimit::unlimited(),
             _ => RateLimit::every(CREDENTIALS_INTERVAL, CREDENTIALS_BURST),
@@ -79,18 +81,19 @@ impl ApiRates {
             hosts: RateLimit::new(config.host_rate, HOST_BURST_SECONDS),
             credentials,
             operators: RateLimit::new(config.operator_rate, BURST_SECONDS),
-            addresses: RateLimit::new(config.check_rate, BURST_SECONDS),
-            refused_hosts: RateLimit::every(REFUSAL_REPORT_INTERVAL, REFUSAL_REPORT_BURST),
+            addresses: RateLimit::new(config.unverified_token_rate, BURST_SECONDS),
+            refusal_reports: RateLimit::every(REFUSAL_REPORT_INTERVAL, REFUSAL_REPORT_BURST),
             trusted_proxies: config.trusted_proxies.clone(),
             accepted: Mutex::default(),
         }
     }
 
-    /// Counts the verification of a token; `client` is the address of the connected peer.
+    /// Counts the verification of a token against the limit of `client`, the address of the connected peer. Trusted
+    /// proxies and recently accepted tokens are exempt.
     ///
     /// # Errors
     /// `rate_limited`.
-    pub fn admit_check(&self, client: Option<IpAddr>, token: &str) -> Result<(), Problem> {
+    pub fn admit_unverified_token(&self, client: Option<IpAddr>, token: &str) -> Result<(), Problem> {
         let Some(address) = client.filter(|address| !self.trusted_proxies.contains(*address)) else {
             return Ok(());
         };
@@ -146,7 +149,7 @@ impl ApiRates {
 
     /// Counts a report of a refused host token, and returns whether it may be sent.
     pub fn admit_refusal_report(&self) -> bool {
-        self.refused_hosts.check(&()).is_ok()
+        self.refusal_reports.check(&()).is_ok()
     }
 
     fn lock_accepted(&self) -> MutexGuard<'_, HashMap<Vec<u8>, Instant>> {
@@ -165,54 +168,60 @@ mod tests {
 
     const CLIENT: Option<IpAddr> = Some(IpAddr::V4(std::net::Ipv4Addr::new(192, 0, 2, 1)));
 
-    fn rates(trusted_proxies: &str) -> ApiRates {
+    fn limits(trusted_proxies: &str) -> ApiRateLimits {
         let trusted_proxies = trusted_proxies.parse().unwrap();
-        ApiRates::new(&RateConfig { operator_rate: 1, host_rate: 1, check_rate: 1, trusted_proxies })
+        ApiRateLimits::new(&RateLimitConfig {
+            operator_rate: 1,
+            host_rate: 1,
+            unverified_token_rate: 1,
+            trusted_proxies,
+        })
     }
 
     /// Exhausts the limit of `CLIENT` with guesses.
-    fn exhaust_address_limit(rates: &ApiRates) {
-        let refused = (0..20).filter(|number| rates.admit_check(CLIENT, &format!("guess {number}")).is_err());
+    fn exhaust_address_limit(limits: &ApiRateLimits) {
+        let refused = (0..20)
+            .filter(|number| limits.admit_unverified_token(CLIENT, &format!("guess {number}")).is_err());
         assert!(refused.count() >= 9);
     }
 
     #[test]
     fn guesses_do_not_limit_accepted_token() {
-        let rates = rates("10.0.0.0/8");
-        rates.admit_check(CLIENT, "accepted").unwrap();
-        rates.record_accepted("accepted");
-        exhaust_address_limit(&rates);
-        rates.admit_check(CLIENT, "accepted").unwrap();
-        assert!(rates.admit_check(CLIENT, "other").is_err());
+        let limits = limits("10.0.0.0/8");
+        limits.admit_unverified_token(CLIENT, "accepted").unwrap();
+        limits.record_accepted("accepted");
+        exhaust_address_limit(&limits);
+        limits.admit_unverified_token(CLIENT, "accepted").unwrap();
+        assert!(limits.admit_unverified_token(CLIENT, "other").is_err());
     }
 
     #[test]
     fn credentials_limit_does_not_affect_other_requests() {
-        let rates = rates("10.0.0.0/8");
+        let limits = limits("10.0.0.0/8");
         let (machine, other) = (MachineId::new(), MachineId::new());
         for _ in 0..CREDENTIALS_BURST {
-            rates.admit_credentials(machine).unwrap();
+            limits.admit_credentials(machine).unwrap();
         }
-        let refused = rates.admit_credentials(machine).unwrap_err();
+        let refused = limits.admit_credentials(machine).unwrap_err();
         assert_eq!(refused.code, Code::RateLimited);
-        rates.admit_credentials(other).unwrap();
-        rates.admit_host(machine).unwrap();
+        limits.admit_credentials(other).unwrap();
+        limits.admit_host(machine).unwrap();
     }
 
     #[test]
     fn trusted_proxy_has_no_limit_per_address() {
-        let rates = rates("192.0.2.0/24");
+        let limits = limits("192.0.2.0/24");
         for number in 0..100 {
-            rates.admit_check(CLIENT, &format!("guess {number}")).unwrap();
+            limits.admit_unverified_token(CLIENT, &format!("guess {number}")).unwrap();
         }
     }
 
     #[test]
     fn number_of_accepted_tokens_is_bounded() {
-        let rates = rates("10.0.0.0/8");
+        let limits = limits("10.0.0.0/8");
         for number in 0..2 * MAX_ACCEPTED_TOKENS {
-            rates.record_accepted(&number.to_string());
+            limits.record_accepted(&number.to_string());
         }
-        assert!(rates.lock_accepted().len() <= MAX_ACCEPTED_TOKENS);
+        assert!(limits.lock_accepted().len() <= MAX_ACCEPTED_TOKENS);
     }
 }
