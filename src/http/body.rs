@@ -32,7 +32,7 @@ pub enum RequestBodyError {
 }
 
 impl BodyLimits {
-    /// Reads a body of at most `max_bytes`. After an error, `body` is its unread rest.
+    /// Reads a body of at most `max_bytes`. After an error, `body` holds the unread remainder.
     ///
     /// # Errors
     /// See [`RequestBodyError`].
@@ -83,7 +83,7 @@ pub enum ResponseBodyError {
 /// Appends the rest of a response to `body`, up to a total of `max_bytes`.
 ///
 /// # Errors
-/// See [`ResponseBodyError`]; `body` then has the bytes that were read before.
+/// See [`ResponseBodyError`]; `body` then holds the bytes read so far.
 pub async fn read_response(
     response: &mut reqwest::Response,
     max_bytes: usize,

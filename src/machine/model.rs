@@ -27,7 +27,7 @@ use operation::{Ending, Operation, OperationKind};
 pub struct Rules {
     pub transition: fn(&Machine, &Event) -> Result<Outcome, Refusal>,
     /// Whether a server's name is unique at the provider and looked up before a create.
-    pub unique_names: bool,
+    pub has_unique_names: bool,
     /// Whether a machine that left its slot without a final backup is marked as unsaved.
     pub marks_unsaved: bool,
     /// Whether a replaced server is kept until its successor has served.
@@ -127,7 +127,7 @@ impl LifecycleModel {
             acknowledged: vec![Acknowledged::default(); slots],
             machines: Vec::new(),
             operations: Vec::new(),
-            cloud: Cloud::new(rules.unique_names),
+            cloud: Cloud::new(rules.has_unique_names),
             transition_violations: BTreeSet::new(),
             next_row: 1,
         }
@@ -190,7 +190,7 @@ impl LifecycleModel {
             self.transition_violations.insert(Violation::InvalidReinstatement);
         }
         if matches!(event, Event::Registered { .. })
-            && self.rules.unique_names
+            && self.rules.has_unique_names
             && self.server_type(id).is_some()
         {
             // A boot takes minutes. By then, a late create request has been refused, because the name was taken.

@@ -9,7 +9,7 @@ use svc_wire::host::{CertificateSource, HostCertificate};
 
 /// A certificate that is valid for less time than this should have been renewed.
 const MIN_REMAINING_LIFETIME: SignedDuration = SignedDuration::from_hours(14 * 24);
-/// The limit for a short-lived certificate is this fraction of its lifetime: one sixth.
+/// A short-lived certificate must have at least `1 / MIN_REMAINING_DIVISOR` of its lifetime left.
 const MIN_REMAINING_DIVISOR: i32 = 6;
 
 pub fn check(layout: &Layout) -> Findings {
@@ -29,13 +29,17 @@ pub fn check(layout: &Layout) -> Findings {
         None => (findings, false),
     };
     if certificate.source.is(CertificateSource::SelfSigned) && settings.acme.is_none() && !has_failed {
-        let what = format!("self-signed: neither an authority nor a file is configured for {name}");
+        let what = format!(
+            "self-signed: neither a certificate authority nor a certificate file is configured for {name}"
+        );
         return findings
             .warning(what, "set ACME_DIRECTORY_URL on the platform, or GATEWAY_TLS_CERT_FILE here");
     }
     if !certificate.is_trusted {
-        let what =
-            format!("this machine's roots do not verify the certificate for {name} ({})", certificate.source);
+        let what = format!(
+            "the certificate for {name} is not trusted by this machine's root certificates (source {})",
+            certificate.source
+        );
         return findings.warning(what, next);
     }
     match remaining_and_total_lifetime(&certificate) {
@@ -45,7 +49,8 @@ pub fn check(layout: &Layout) -> Findings {
                 next,
             )
         }
-        _ => findings.ok(format!("{name}, by {}, until {}", certificate.source, certificate.expires_at)),
+        _ => findings
+            .ok(format!("{name}, source {}, valid until {}", certificate.source, certificate.expires_at)),
     }
 }
 
@@ -86,14 +91,15 @@ mod tests {
         let with_acme =
             json!({"hostName": "a.hosts.example", "acme": {"directoryUrl": "https://ca.example/dir"}});
         let good = findings_text(&with_acme, |_| ());
-        assert!(good.contains("by acme, until"), "{good}");
+        assert!(good.contains("source acme, valid until"), "{good}");
         assert!(findings_text(&json!({}), |_| ()).contains("HOST_DOMAIN"));
         let error = findings_text(&with_acme, |certificate| {
             certificate.error = Some("the authority refused".to_owned());
         });
         assert!(error.contains("the authority refused"), "{error}");
         assert!(
-            findings_text(&with_acme, |certificate| certificate.is_trusted = false).contains("do not verify")
+            findings_text(&with_acme, |certificate| certificate.is_trusted = false)
+                .contains("is not trusted")
         );
         let soon = Timestamp::now() + SignedDuration::from_hours(24 * 13);
         let expiring = findings_text(&with_acme, |certificate| certificate.expires_at = soon.into());

@@ -21,7 +21,7 @@ use svc_http::files::{
 };
 use svc_http::problem::{Code, Problem};
 
-/// A larger shell is a broken build.
+/// A larger shell indicates a broken build.
 const MAX_SITE_BYTES: u64 = 64 << 20;
 const MAX_SITE_FILES: usize = 10_000;
 const INDEX: &str = "index.html";

@@ -19,9 +19,9 @@ use crate::records::calendar::Calendar;
 use crate::records::names::DatedRecord;
 use svc_base::fsx::{self, FileError};
 
-/// Maximum files per day; more files would indicate another error.
+/// Maximum number of files per day. Reaching it indicates a bug.
 const MAX_FILES_PER_DAY: u32 = 1000;
-/// Maximum length of a first line whose timestamp is read.
+/// Maximum number of bytes read of the first line.
 const MAX_FIRST_LINE_BYTES: u64 = 64 << 10;
 
 /// The first and last day of a record's content.
@@ -68,7 +68,7 @@ pub fn rotate(
     Err(FileError::wrap("rename", &current)(io::Error::other("all file names of the day are taken")))
 }
 
-/// Reads the first and last day of a record; `None` if it is missing or empty.
+/// Reads the first and last day of a record; `None` if it is missing, empty, or not a regular file.
 fn read_span(path: &Path, calendar: &Calendar) -> io::Result<Option<DaySpan>> {
     let mut options = File::options();
     let opened = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path);
@@ -201,7 +201,7 @@ mod tests {
         let next = long_ago.tomorrow().unwrap();
         let name = rotate(dir.path(), AUDIT, &utc(), next).unwrap();
         assert_eq!(name.as_deref(), Some("audit-2026-11-21.jsonl"));
-        // With the right clock, it replaces no other file.
+        // Once the clock is correct again, rotation still overwrites no file.
         write_record(&dir.path().join("audit.jsonl"), &line(at(TODAY, 4), 3), at(TODAY, 4));
         let name = rotate(dir.path(), AUDIT, &utc(), TODAY.tomorrow().unwrap()).unwrap();
         assert_eq!(name.as_deref(), Some("audit-2026-11-21.2.jsonl"));
@@ -273,8 +273,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// With any missed days and any number of runs per day, no line is lost or duplicated, and none is in a file of
-        /// a day before its own, except lines of today.
+        /// With any missed days and any number of runs per day, no line is lost or duplicated, and no line is in a
+        /// file dated before its own day. Only lines of the day of a rotation may be in the previous day's file.
         #[test]
         fn rotation_keeps_every_line_once(days in prop::collection::vec((0_i32..3, 0_usize..3, 0_usize..3), 1..12)) {
             let dir = tempfile::tempdir().unwrap();

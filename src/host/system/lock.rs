@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn is_held_reports_holder_without_taking_lock() {
+    fn is_held_reports_holder_and_leaves_lock_free() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.lock");
         assert!(!Lock::is_held(&path).unwrap(), "there is no such file yet");

@@ -1,4 +1,4 @@
-//! `svc-update status` and `history`: the installed releases, the open update and the past ones.
+//! `svc-update status` and `history`: the installed releases, the update in progress and the past ones.
 
 use serde::Serialize;
 
@@ -28,7 +28,7 @@ struct Status {
     previous: Option<ImageVersion>,
     releases: Vec<ReleaseRow>,
     quarantined: Vec<QuarantinedRelease>,
-    /// The open update.
+    /// The update in progress.
     update: Option<Journal>,
     last: Option<Outcome>,
 }
@@ -121,8 +121,8 @@ fn describe_outcome(outcome: &Outcome) -> String {
         UpdateResult::Failed => "failed",
     };
     let error =
-        outcome.error.as_deref().map(|error| format!(" at {}: {error}", outcome.stage)).unwrap_or_default();
-    format!("{} {end}, {}{error}", outcome.version, rfc3339_ms(outcome.at))
+        outcome.error.as_deref().map(|error| format!(" ({}): {error}", outcome.stage)).unwrap_or_default();
+    format!("{} {end} at {}{error}", outcome.version, rfc3339_ms(outcome.at))
 }
 
 /// # Errors
@@ -131,7 +131,7 @@ pub fn print_history(layout: &Layout, format: Format) -> Result<(), Failure> {
     let entries = history::read_history(layout).or_exit(Exit::Internal)?;
     match format {
         Format::Json => println!("{}", serde_json::to_string_pretty(&entries).or_exit(Exit::Internal)?),
-        Format::Table if entries.is_empty() => println!("No update has ended on this machine."),
+        Format::Table if entries.is_empty() => println!("No updates have been recorded on this machine."),
         Format::Table => {
             entries
                 .iter()

@@ -19,12 +19,12 @@ pub struct Cloud {
     pub servers: Vec<Server>,
     /// Create requests that timed out and may still take effect.
     pub in_flight: Vec<usize>,
-    unique_names: bool,
+    has_unique_names: bool,
 }
 
 impl Cloud {
-    pub fn new(unique_names: bool) -> Self {
-        Self { servers: Vec::new(), in_flight: Vec::new(), unique_names }
+    pub fn new(has_unique_names: bool) -> Self {
+        Self { servers: Vec::new(), in_flight: Vec::new(), has_unique_names }
     }
 
     pub fn server_of(&self, machine: usize) -> Option<&Server> {
@@ -37,7 +37,7 @@ impl Cloud {
 
     /// Finds the machine's server by its name; without unique names, there is no name to look up.
     pub fn find_by_name(&self, machine: usize) -> Option<&Server> {
-        self.server_of(machine).filter(|_| self.unique_names)
+        self.server_of(machine).filter(|_| self.has_unique_names)
     }
 
     pub fn create(&mut self, machine: usize) {

@@ -15,7 +15,7 @@ use crate::transition::{Outcome, Refusal, transition};
 
 const SOUND_RULES: Rules = Rules {
     transition,
-    unique_names: true,
+    has_unique_names: true,
     marks_unsaved: true,
     keeps_predecessors: true,
     stops_writers: true,
@@ -103,7 +103,7 @@ fn change_effects(
 #[test]
 fn detects_second_server_of_machine() {
     let violation = Violation::DuplicateServer;
-    let found = find_violations(Rules { unique_names: false, ..SOUND_RULES }, violation);
+    let found = find_violations(Rules { has_unique_names: false, ..SOUND_RULES }, violation);
     assert!(found.contains(&violation), "{found:?}");
 }
 

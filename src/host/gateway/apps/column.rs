@@ -12,7 +12,7 @@ pub enum ColumnType {
     Numeric,
     Double,
     Date,
-    /// Stored with millisecond precision, like the wire form, so that a filter by a value read earlier matches.
+    /// Stored with millisecond precision, like the wire format, so that a filter by a value read earlier matches.
     Timestamptz,
     Jsonb,
     Uuid,
@@ -68,7 +68,7 @@ impl ColumnType {
         Self::ALL.into_iter().find(|kind| kind.names().2 == typname)
     }
 
-    /// Whether clients may order and compare values.
+    /// Whether clients may sort by the column, use `gt`, `gte`, `lt` and `lte` on it, and declare it unique.
     pub fn is_ordered(self) -> bool {
         self != Self::Jsonb
     }

@@ -39,13 +39,14 @@ pub async fn serve_icon(
     response
 }
 
-/// Reads an icon by its path relative to the home.
+/// Reads an icon by its path relative to the home directory.
 fn read_icon(home: &Path, icon: &Path) -> Option<StaticFile> {
     let kind = media_type(icon);
     if !kind.starts_with("image/") {
         return None;
     }
-    // Resolved from the icon's folder, whose owner determines which files may be read.
+    // Opened relative to the icon's folder: `Folder` opens a file of another user than the folder's owner only if
+    // everyone can read it.
     let app = Folder::open(home).ok()?.open_folder(icon.parent()?).ok()?;
     let content = app.read(Path::new(icon.file_name()?), MAX_ICON_BYTES).ok()?;
     Some(StaticFile::in_memory(content, kind))

@@ -223,7 +223,7 @@ impl<'a, 'w> ObjectReader<'a, 'w> {
         }
         let first = known.next().map_or("", |shape| shape.action);
         let names = known.fold(first.to_owned(), |names, shape| names + ", " + shape.action);
-        self.reject("action", format!("is not an action; the actions are {names}"))
+        self.reject("action", format!("is not an action that is allowed here; allowed: {names}"))
     }
 
     fn read_operations(&mut self) -> Option<Vec<TableCall<'a>>> {
