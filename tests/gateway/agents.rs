@@ -104,7 +104,7 @@ fn prepare_machine(
     let url = model.url();
     let prices = json!({ "gpt-5.5": { "input": 2, "output": 10 } });
     let mut agent = agent(&url, &machine)?;
-    // On a busy machine, hooks would time out, which is a gap in the audit.
+    // On a busy machine, hooks would time out and leave gaps in the audit.
     agent["environment"]["FAILPOINTS"] = "hook.long_timeout=return(error)".into();
     let config = json!({ "agents": { "coder": agent }, "prices": prices });
     machine.write(CONFIG, &config.to_string())?;
@@ -126,7 +126,7 @@ async fn long_records_match_actions_of_claude_code() -> Result<()> {
         Ok(json!({
             "adapter": "claude-code",
             "command": [program, "--allowedTools", "Write,Edit,Bash,Read"],
-            "environment": { "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "sk-ant-of-a-test",
+            "environment": { "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "sk-ant-test",
                 "SVC_ROOT": machine.path(""), "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1" },
         }))
     })?;
@@ -185,7 +185,7 @@ async fn long_calls_with_disabled_hooks_are_recorded_as_a_gap() -> Result<()> {
     for (settings, sets_root) in [(json!({ "disableAllHooks": true }), true), (json!({}), false)] {
         let (machine, _running) = prepare_machine(claude_script, |url, machine| {
             machine.write("home/svc/home/.claude/settings.json", &settings.to_string())?;
-            let mut environment = json!({ "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "sk-ant-of-a-test",
+            let mut environment = json!({ "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "sk-ant-test",
                 "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1" });
             if sets_root {
                 environment["SVC_ROOT"] = machine.path("").display().to_string().into();
@@ -245,7 +245,7 @@ fn codex_machine() -> Result<(Machine, BackgroundProcesses)> {
             "adapter": "codex",
             "command": [program, "exec", "-s", "danger-full-access"],
             "model": "gpt-5.5",
-            "environment": { "STUB_API_KEY": "of-a-test", "SVC_ROOT": machine.path("") },
+            "environment": { "STUB_API_KEY": "test-key", "SVC_ROOT": machine.path("") },
         }))
     })
 }
@@ -326,7 +326,7 @@ async fn long_codex_usage_counts_subagents_and_cancelled_runs_once() -> Result<(
         (tokens_of_calls(3 + 2), &json!("success")),
         "{parent}"
     );
-    // A run that is cancelled in progress.
+    // A run is cancelled while its tool is running.
     let slow = json!({ "id": "slow", "prompt": "[[slow]] go" });
     let request = host.owner_request(Method::POST, "/api/dispatch").header("accept", "application/json");
     ensure!(send_json(request.json(&slow)).await?.0.is_success());

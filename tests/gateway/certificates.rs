@@ -1,4 +1,4 @@
-//! The gateway's certificate, from a real ACME authority and from an operator's file.
+//! The gateway's certificate, from an ACME server (Pebble) and from an operator's file.
 
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
@@ -260,7 +260,7 @@ async fn refused_order_is_reported_and_retried_with_backoff() -> Result<()> {
 }
 
 #[tokio::test]
-async fn failed_validation_reports_reason_of_authority() -> Result<()> {
+async fn failed_validation_is_reported_with_reason() -> Result<()> {
     // The authority connects to another port, where nothing listens.
     let pebble = Pebble::start(&Options::for_validation_port(free_port()?)).await?;
     let (machine, name) = machine_listening_on(free_port()?, &pebble.roots())?;
@@ -359,7 +359,7 @@ async fn validation_handshake_needs_challenge_in_progress() -> Result<()> {
 }
 
 #[tokio::test]
-async fn certificate_file_is_reloaded_and_must_be_for_the_key() -> Result<()> {
+async fn certificate_file_is_reloaded_and_must_match_key() -> Result<()> {
     let ca = Ca::new()?;
     let dir = tempfile::tempdir()?;
     let (roots, file) = (dir.path().join("roots.pem"), dir.path().join("chain.pem"));

@@ -49,7 +49,7 @@ macro_rules! object_output {
 
 pub(super) use {attributes_of, object_output};
 
-/// Removes `aws-chunked`, which is an encoding of the transfer, not of the content.
+/// Removes `aws-chunked`, which is a transfer encoding, not a content encoding.
 pub(super) fn remove_aws_chunked(content_encoding: Option<String>) -> Option<String> {
     let encodings = content_encoding?;
     let content_encodings: Vec<_> =
