@@ -1,5 +1,5 @@
-//! Finds everything that still needs a platform key other than the current one. The result decides whether a key rotation
-//! can end and whether a process may start, and `svcctl doctor platform` reports it.
+//! Finds everything that still needs a platform key other than the current one. The result decides whether a key
+//! rotation can end and whether a process may start, and `svcctl doctor platform` reports it.
 
 use std::fmt;
 use std::time::Duration;
@@ -24,8 +24,8 @@ pub struct KeyNeed {
     signing_keys: CountedNames,
     /// Machines whose hosts send heartbeats, with which their tokens rotate.
     machines: CountedNames,
-    /// Silent machines. A rotation does not wait for them: their tokens are accepted by the stored hash, and rotate when
-    /// the hosts send heartbeats again.
+    /// Silent machines. A rotation does not wait for them: their tokens are accepted by the stored hash, and rotate
+    /// when the hosts send heartbeats again.
     silent: CountedNames,
     fences: CountedNames,
     processes: CountedNames,

@@ -50,7 +50,8 @@ impl Dispatcher {
             // It is unknown which of the dispatches are recorded. All stay in the journal until the next start, so that
             // none is recorded twice.
             Ok((unfinished, Err(error))) => {
-                tracing::error!(unfinished = unfinished.len(), error = %format_chain(&error), "cannot restore dispatches; they stay in the journal");
+                tracing::error!(unfinished = unfinished.len(), error = %format_chain(&error),
+                    "cannot restore dispatches; they stay in the journal");
             }
             Err(_) => tracing::error!("cannot read the journal of dispatches; its files stay in place"),
         }

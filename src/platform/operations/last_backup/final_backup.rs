@@ -70,7 +70,8 @@ pub async fn find_final_backup(
         tracing::warn!(machine = %machine.id, key = snapshot_ref.key, error = %format_chain(error),
             "the snapshot that the pointer names cannot be used");
     } else if !matches_side_record {
-        tracing::warn!(machine = %machine.id, key = snapshot_ref.key, "the pointer does not match the snapshot's side record");
+        tracing::warn!(machine = %machine.id, key = snapshot_ref.key,
+            "the pointer does not match the snapshot's side record");
     }
     matches_side_record.then_some(snapshot_ref.taken_at)
 }
