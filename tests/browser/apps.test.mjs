@@ -76,7 +76,7 @@ test("a note is created, synced to another tab, edited and deleted with the keyb
   assert.equal(await inside.getByLabel("Text").inputValue(), "two litres\nand bread, and butter");
   await page.keyboard.press("Escape");
   await page.keyboard.press("Delete");
-  await inside.getByText("is deleted").waitFor();
+  await inside.getByText("Deleted “").waitFor();
   await otherNote.waitFor({ state: "detached" });
   assertOnlyOwnHosts(seen);
   assert.deepEqual(seen.errors, []);
@@ -172,7 +172,7 @@ test("a task is added, done, renamed and deleted with the keyboard, and synced t
   const task = inside.getByRole("checkbox", { name: `Done: ${renamed}` });
   assert.ok(await task.isChecked());
   await task.press("Delete");
-  await inside.getByText("is deleted").waitFor();
+  await inside.getByText("Deleted “").waitFor();
   await otherCheckbox(renamed).waitFor({ state: "detached" });
   assertOnlyOwnHosts(seen);
   assert.deepEqual(seen.errors, []);
