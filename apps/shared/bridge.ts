@@ -1,4 +1,4 @@
-// The client of the bridge: sends requests for this app, renews the page's token, and follows the stream of changes.
+// The client of the bridge: sends requests for this app with the page's token, and follows the stream of changes.
 //
 // The page has an opaque origin, and therefore no storage and no cookies. Its token is in its URL, and the frame around
 // the page sends a fresh one before it expires. This module never reloads the page, because it may hold unsaved text.
@@ -58,8 +58,8 @@ const sleep = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve,
 /** Varies a delay by up to 25 %, so that pages do not all retry at the same time. */
 export const addJitter = (ms: number) => ms * (0.75 + Math.random() / 2);
 
-/** Requests a new token from the frame. Returns whether there is one other than `rejectedToken`. */
-async function renewToken(rejectedToken: string): Promise<boolean> {
+/** Requests the current token from the frame. Returns whether it differs from `rejectedToken`. */
+async function updateToken(rejectedToken: string): Promise<boolean> {
   if (token !== rejectedToken) return true;
   parent.postMessage({ type: "svc:app-token-wanted" }, "*");
   await Promise.race([
@@ -99,7 +99,7 @@ async function sendOnce(body: string, keepalive: boolean): Promise<unknown> {
   const responseBody = await response.json().catch(() => ({}));
   if (ok) return responseBody;
   if (status === 401) {
-    if (await renewToken(usedToken)) throw new BridgeError("retryable", "The token was renewed.", 401);
+    if (await updateToken(usedToken)) throw new BridgeError("retryable", "The token was updated.", 401);
     throw new BridgeError("signed-out", "You are signed out.", 401);
   }
   const isRetryable = status >= 500 || status === 429 || responseBody.retryable === true;
@@ -171,7 +171,7 @@ export async function followChanges(listener: ChangeListener): Promise<never> {
       const status = error instanceof BridgeError ? error.status : 0;
       // The server no longer has the events after this id: start over with a resync.
       if (status === 410) lastEventId = undefined;
-      if (status === 401) await renewToken(usedToken);
+      if (status === 401) await updateToken(usedToken);
     }
     listener.onConnectionChange(false);
     await sleep(addJitter(Math.min(MAX_RECONNECT_DELAY_MS, 500 * 2 ** failures)));

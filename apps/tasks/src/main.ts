@@ -19,7 +19,7 @@ byId("submit").prepend(icon("plus"));
 
 const toast = new Toast(document.body);
 const items = new Map<string, HTMLLIElement>();
-/** Tasks that were checked or unchecked. They stay visible until the filter changes, so that a mistake can be undone. */
+/** Tasks that were checked or unchecked. They stay listed until the filter changes, so a mistake can be undone. */
 const recentlyToggled = new Set<string>();
 let filter: "open" | "done" | "all" = "open";
 
