@@ -26,8 +26,8 @@ const BUILD_TIMEOUT_MS = 180_000;
 const root = resolve(dirname(fileURLToPath(import.meta.url)), "..");
 const sources = join(root, "apps");
 
-function fail(why) {
-  console.error(`build-default-apps: ${why}`);
+function fail(message) {
+  console.error(`build-default-apps: ${message}`);
   process.exit(1);
 }
 

@@ -1,7 +1,7 @@
-// An app's way to its rows: the token of its page, questions to the bridge, and the stream of changes.
+// The client of the bridge: sends requests for this app with the page's token, and follows the stream of changes.
 //
-// The page has an opaque origin: no storage, no cookies. Its token is in its address, and the frame around it sends a
-// fresh one before that ends. Nothing here ever reloads the page, because the page may hold text that is not saved.
+// The page has an opaque origin, and therefore no storage and no cookies. Its token is in its URL, and the frame around
+// the page sends a fresh one before it expires. This module never reloads the page, because it may hold unsaved text.
 
 export interface Row {
   id: string;
@@ -16,156 +16,165 @@ export interface Change {
   ids: string[] | null;
 }
 
-/** `later`: the same question may well be answered a little later. `session`: the page's token has ended. */
-export type Cause = "later" | "session" | "refused";
+/**
+ * - `retryable`: the same request may succeed later.
+ * - `signed-out`: the page's token has expired, and the frame has no newer one.
+ * - `rejected`: the request would fail again.
+ */
+export type ErrorKind = "retryable" | "signed-out" | "rejected";
 
 export class BridgeError extends Error {
   constructor(
-    readonly why: Cause,
+    readonly kind: ErrorKind,
     message: string,
+    /** The HTTP status; 0 if there was no response. */
     readonly status = 0,
   ) {
     super(message);
   }
 }
 
-const DEADLINE_MS = 15_000;
-const ATTEMPTS = 3;
-const TOKEN_PATIENCE_MS = 4_000;
-/** The stream has a heartbeat each 15 seconds. */
-const SILENCE_MS = 40_000;
-const LONGEST_PAUSE_MS = 30_000;
+const REQUEST_TIMEOUT_MS = 15_000;
+const MAX_ATTEMPTS = 3;
+const TOKEN_TIMEOUT_MS = 4_000;
+/** The server sends a heartbeat every 15 seconds. */
+const STREAM_IDLE_TIMEOUT_MS = 40_000;
+const MAX_RECONNECT_DELAY_MS = 30_000;
 
-const [, , slug = "", held = ""] = location.pathname.split("/");
-export const app = slug;
-let token = held.startsWith("~") ? held.slice(1) : "";
-const waiting = new Set<() => void>();
+// The path of the page is `/apps/<slug>/~<token>/…`.
+const [, , appSlug = "", tokenSegment = ""] = location.pathname.split("/");
+let token = tokenSegment.startsWith("~") ? tokenSegment.slice(1) : "";
+const tokenListeners = new Set<() => void>();
 
 addEventListener("message", (event) => {
   if (event.source !== parent || event.data?.type !== "svc:app-token") return;
   if (typeof event.data.token !== "string") return;
   token = event.data.token;
-  for (const told of waiting) told();
+  for (const listener of tokenListeners) listener();
 });
 
-const sleep = (ms: number) => new Promise<void>((done) => setTimeout(done, ms));
-const jitter = (ms: number) => ms * (0.75 + Math.random() / 2);
+const sleep = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms));
 
-/** Asks the frame for a token other than the one that was refused. */
-async function renewed(refused: string): Promise<boolean> {
-  if (token !== refused) return true;
+/** Varies a delay by up to 25 %, so that pages do not all retry at the same time. */
+export const addJitter = (ms: number) => ms * (0.75 + Math.random() / 2);
+
+/** Requests the current token from the frame. Returns whether it differs from `rejectedToken`. */
+async function updateToken(rejectedToken: string): Promise<boolean> {
+  if (token !== rejectedToken) return true;
   parent.postMessage({ type: "svc:app-token-wanted" }, "*");
   await Promise.race([
-    sleep(TOKEN_PATIENCE_MS),
-    new Promise<void>((done) => {
-      const told = () => {
-        if (token === refused) return;
-        waiting.delete(told);
-        done();
+    sleep(TOKEN_TIMEOUT_MS),
+    new Promise<void>((resolve) => {
+      const listener = () => {
+        if (token === rejectedToken) return;
+        tokenListeners.delete(listener);
+        resolve();
       };
-      waiting.add(told);
+      tokenListeners.add(listener);
     }),
   ]);
-  return token !== refused;
+  return token !== rejectedToken;
 }
 
-/** For a person who was told that the session ended: the frame signs in again, and opens the page anew. */
+/** Makes the frame sign in again and reload the page. Unsaved text is lost, so call it only at the user's request. */
 export function signInAgain(): void {
   parent.postMessage({ type: "svc:app-token-ended" }, "*");
 }
 
-async function send(body: string, keepalive: boolean): Promise<unknown> {
-  const used = token;
-  let answer: Response;
+async function sendOnce(body: string, keepalive: boolean): Promise<unknown> {
+  const usedToken = token;
+  let response: Response;
   try {
-    answer = await fetch("/api/bridge/query", {
+    response = await fetch("/api/bridge/query", {
       method: "POST",
-      headers: { authorization: `Bearer ${used}`, "content-type": "application/json" },
+      headers: { authorization: `Bearer ${usedToken}`, "content-type": "application/json" },
       body,
       keepalive,
-      signal: AbortSignal.timeout(DEADLINE_MS),
+      signal: AbortSignal.timeout(REQUEST_TIMEOUT_MS),
     });
   } catch {
-    throw new BridgeError("later", "Your computer cannot be reached.");
+    throw new BridgeError("retryable", "Your computer cannot be reached.");
   }
-  const said = await answer.json().catch(() => ({}));
-  if (answer.ok) return said;
-  if (answer.status === 401) {
-    if (await renewed(used)) throw new BridgeError("later", "A new token came.", 401);
-    throw new BridgeError("session", "You are signed out.", 401);
+  const { ok, status } = response;
+  const responseBody = await response.json().catch(() => ({}));
+  if (ok) return responseBody;
+  if (status === 401) {
+    if (await updateToken(usedToken)) throw new BridgeError("retryable", "The token was updated.", 401);
+    throw new BridgeError("signed-out", "You are signed out.", 401);
   }
-  const passes = answer.status >= 500 || answer.status === 429 || said.retryable === true;
-  throw new BridgeError(passes ? "later" : "refused", said.detail ?? `The bridge said ${answer.status}.`, answer.status);
+  const isRetryable = status >= 500 || status === 429 || responseBody.retryable === true;
+  const message = responseBody.detail ?? `The request failed with status ${status}.`;
+  throw new BridgeError(isRetryable ? "retryable" : "rejected", message, status);
 }
 
-export interface Question {
+export interface BridgeRequest {
   action: string;
   table: string;
   [field: string]: unknown;
 }
 
 /**
- * The answer's whole body. What fails for a moment is asked again, so every question has to be one that does no harm
- * twice: a new row names its own id.
+ * Sends a request for this app, and returns the parsed response body. Retryable errors are retried, so every request
+ * has to be idempotent: for example, an insert has to choose the id of its row.
  */
-export async function ask<T>(question: Question, { keepalive = false } = {}): Promise<T> {
-  const body = JSON.stringify({ app, ...question });
+export async function callBridge<T>(request: BridgeRequest, { keepalive = false } = {}): Promise<T> {
+  const body = JSON.stringify({ app: appSlug, ...request });
   for (let attempt = 1; ; attempt += 1) {
     try {
-      return (await send(body, keepalive)) as T;
+      return (await sendOnce(body, keepalive)) as T;
     } catch (error) {
-      const again = error instanceof BridgeError && error.why === "later" && attempt < ATTEMPTS;
-      if (!again) throw error;
-      await sleep(jitter(300 * 2 ** attempt));
+      const canRetry = error instanceof BridgeError && error.kind === "retryable" && attempt < MAX_ATTEMPTS;
+      if (!canRetry) throw error;
+      await sleep(addJitter(300 * 2 ** attempt));
     }
   }
 }
 
-/** A UUID of version 7, in time order. Its bits come from where opaque origins may take them, too. */
+/** Generates a UUIDv7, which sorts by time. `crypto.randomUUID` would return version 4. */
 export function newId(): string {
   const bytes = crypto.getRandomValues(new Uint8Array(16));
   const now = Date.now();
-  for (let at = 0; at < 6; at += 1) bytes[at] = Math.floor(now / 2 ** (40 - 8 * at)) & 0xff;
+  for (let index = 0; index < 6; index += 1) bytes[index] = Math.floor(now / 2 ** (40 - 8 * index)) & 0xff;
   bytes[6] = (bytes[6]! & 0x0f) | 0x70;
   bytes[8] = (bytes[8]! & 0x3f) | 0x80;
   const hex = Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
   return [hex.slice(0, 8), hex.slice(8, 12), hex.slice(12, 16), hex.slice(16, 20), hex.slice(20)].join("-");
 }
 
-export interface Listener {
-  /** The stream stands: read the tables now, and everything after that is told. Also when some was missed. */
-  started(): void;
-  changed(changes: Change[]): void;
-  /** Whether changes are told at the moment. */
-  live(is: boolean): void;
+export interface ChangeListener {
+  /** The stream is open, but earlier changes may have been missed: read the tables now. */
+  onResync(): void;
+  onChanges(changes: Change[]): void;
+  /** The stream was opened or lost. */
+  onConnectionChange(isConnected: boolean): void;
 }
 
-/** Follows the app's changes for as long as the page is open. */
-export async function follow(listener: Listener): Promise<never> {
-  let last: string | undefined;
+/** Follows the app's changes until the page is closed. Reconnects with backoff, and resumes after the last event. */
+export async function followChanges(listener: ChangeListener): Promise<never> {
+  let lastEventId: string | undefined;
   let failures = 0;
   for (;;) {
-    const used = token;
+    const usedToken = token;
     try {
-      for await (const event of stream(last)) {
+      for await (const event of streamEvents(lastEventId)) {
         failures = 0;
         if (event.name === "ready") {
-          listener.live(true);
-          if (last === undefined) listener.started();
+          listener.onConnectionChange(true);
+          if (lastEventId === undefined) listener.onResync();
         } else if (event.data) {
-          listener.changed((JSON.parse(event.data) as { changes: Change[] }).changes);
+          listener.onChanges((JSON.parse(event.data) as { changes: Change[] }).changes);
         }
-        last = event.id ?? last;
+        lastEventId = event.id ?? lastEventId;
       }
     } catch (error) {
       failures += 1;
       const status = error instanceof BridgeError ? error.status : 0;
-      // Not everything since then is known any more.
-      if (status === 410) last = undefined;
-      if (status === 401) await renewed(used);
+      // The server no longer has the events after this id: start over with a resync.
+      if (status === 410) lastEventId = undefined;
+      if (status === 401) await updateToken(usedToken);
     }
-    listener.live(false);
-    await sleep(jitter(Math.min(LONGEST_PAUSE_MS, 500 * 2 ** failures)));
+    listener.onConnectionChange(false);
+    await sleep(addJitter(Math.min(MAX_RECONNECT_DELAY_MS, 500 * 2 ** failures)));
   }
 }
 
@@ -175,37 +184,39 @@ interface ServerEvent {
   id: string | undefined;
 }
 
-/** Server-sent events by fetch: an `EventSource` cannot show a token. */
-async function* stream(last: string | undefined): AsyncGenerator<ServerEvent> {
-  const quiet = new AbortController();
-  let timer = setTimeout(() => quiet.abort(), SILENCE_MS);
+/** Reads server-sent events with `fetch`, because `EventSource` cannot send an `Authorization` header. */
+async function* streamEvents(lastEventId: string | undefined): AsyncGenerator<ServerEvent> {
+  const controller = new AbortController();
+  let idleTimer = setTimeout(() => controller.abort(), STREAM_IDLE_TIMEOUT_MS);
   try {
     const headers: Record<string, string> = { authorization: `Bearer ${token}` };
-    if (last !== undefined) headers["last-event-id"] = last;
-    const answer = await fetch("/api/bridge/changes", { headers, signal: quiet.signal, cache: "no-store" });
-    if (!answer.ok || !answer.body) throw new BridgeError("later", "No changes.", answer.status);
-    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-    let rest = "";
+    if (lastEventId !== undefined) headers["last-event-id"] = lastEventId;
+    const response = await fetch("/api/bridge/changes", { headers, signal: controller.signal, cache: "no-store" });
+    if (!response.ok || !response.body) {
+      throw new BridgeError("retryable", "The stream of changes could not be opened.", response.status);
+    }
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    let buffer = "";
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
-      clearTimeout(timer);
-      timer = setTimeout(() => quiet.abort(), SILENCE_MS);
-      const blocks = (rest + value).split("\n\n");
-      rest = blocks.pop() ?? "";
-      for (const block of blocks) yield parsed(block);
+      clearTimeout(idleTimer);
+      idleTimer = setTimeout(() => controller.abort(), STREAM_IDLE_TIMEOUT_MS);
+      const blocks = (buffer + value).split("\n\n");
+      buffer = blocks.pop() ?? "";
+      for (const block of blocks) yield parseEvent(block);
     }
   } finally {
-    clearTimeout(timer);
-    quiet.abort();
+    clearTimeout(idleTimer);
+    controller.abort();
   }
 }
 
-function parsed(block: string): ServerEvent {
+function parseEvent(block: string): ServerEvent {
   const event: ServerEvent = { name: "message", data: "", id: undefined };
   for (const line of block.split("\n")) {
-    const [field = "", ...words] = line.split(": ");
-    const value = words.join(": ");
+    const [field = "", ...rest] = line.split(": ");
+    const value = rest.join(": ");
     if (field === "event") event.name = value;
     if (field === "data") event.data += value;
     if (field === "id") event.id = value;

@@ -1,2 +1,2 @@
-// Styles are taken in for what they do.
+// Stylesheets are imported for their side effects only.
 declare module "*.css";

@@ -1,77 +1,78 @@
-// One table's rows as a page keeps them: all of them at first, then those that changes name, and when to try again.
+// Reads the rows of a table, and retries failed reads and writes with backoff.
 
-import { ask, BridgeError, type Change, type Row } from "./bridge";
+import { addJitter, BridgeError, callBridge, type Change, type Row } from "./bridge";
 
-const FIRST_PAUSE_MS = 5_000;
-const LONGEST_PAUSE_MS = 60_000;
-/** The most ids that one question may name. */
-const MOST_IDS = 1000;
+const INITIAL_RETRY_DELAY_MS = 10_000;
+const MAX_RETRY_DELAY_MS = 60_000;
+/** The most ids in one request. */
+const MAX_IDS = 1000;
 
 interface Page<T> {
   data: T[];
   nextCursor: string | null;
 }
 
-export interface Reading {
+export interface TableQuery {
   table: string;
-  newestBy: "created_at" | "updated_at";
-  /** Rows asked for at once. */
-  page: number;
-  /** Where reading ends, the newest being read first. */
-  most: number;
+  /** The column to sort by; the newest rows are read first. */
+  sortBy: "created_at" | "updated_at";
+  pageSize: number;
+  /** Reading stops after the page in which this number is reached. */
+  maxRows: number;
 }
 
-export async function allRows<T extends Row>({ table, newestBy, page, most }: Reading): Promise<T[]> {
+export async function readRows<T extends Row>({ table, sortBy, pageSize, maxRows }: TableQuery): Promise<T[]> {
   const rows: T[] = [];
   let cursor: string | null = null;
   do {
-    const found: Page<T> = await ask({
+    const page: Page<T> = await callBridge({
       action: "find",
       table,
-      orderBy: [{ column: newestBy, direction: "desc" }],
-      limit: page,
+      orderBy: [{ column: sortBy, direction: "desc" }],
+      limit: pageSize,
       ...(cursor ? { after: cursor } : {}),
     });
-    rows.push(...found.data);
-    cursor = found.nextCursor;
-  } while (cursor && rows.length < most);
+    rows.push(...page.data);
+    cursor = page.nextCursor;
+  } while (cursor && rows.length < maxRows);
   return rows;
 }
 
-/** Ids of the table's rows that the changes name; `null`: any row may be another now, or too many are. */
-export function changedIds(table: string, changes: Change[]): string[] | null {
-  const ours = changes.filter((change) => change.table === table);
-  if (ours.some((change) => change.ids === null)) return null;
-  const ids = [...new Set(ours.flatMap((change) => change.ids ?? []))];
-  return ids.length > MOST_IDS ? null : ids;
+/** Returns the ids of the table's changed rows, or `null` if they are unknown or too many: then reload the table. */
+export function collectChangedIds(table: string, changes: Change[]): string[] | null {
+  const tableChanges = changes.filter((change) => change.table === table);
+  if (tableChanges.some((change) => change.ids === null)) return null;
+  const ids = [...new Set(tableChanges.flatMap((change) => change.ids ?? []))];
+  return ids.length > MAX_IDS ? null : ids;
 }
 
-/** The rows of these ids as they are now; one that is not there any more is in no entry. */
-export async function rowsOf<T extends Row>(table: string, ids: string[]): Promise<Map<string, T>> {
+/** Reads the current versions of these rows, by id. Deleted rows are missing from the result. */
+export async function readRowsById<T extends Row>(table: string, ids: string[]): Promise<Map<string, T>> {
   const filter = { id: { in: ids } };
-  const found = await ask<Page<T>>({ action: "find", table, filter, limit: MOST_IDS });
-  return new Map(found.data.map((row) => [row.id, row]));
+  const page = await callBridge<Page<T>>({ action: "find", table, filter, limit: MAX_IDS });
+  return new Map(page.data.map((row) => [row.id, row]));
 }
 
-/** What failed for a moment is tried again by itself, ever more seldom until something works. */
-export class Patience {
+/** Retries after retryable errors. The delay doubles with each failure until `reset` is called. */
+export class Backoff {
   private timer = 0;
-  private pause = FIRST_PAUSE_MS;
+  private delay = INITIAL_RETRY_DELAY_MS;
 
   constructor(private readonly retry: () => void) {}
 
-  worked(): void {
-    this.pause = FIRST_PAUSE_MS;
+  reset(): void {
+    this.delay = INITIAL_RETRY_DELAY_MS;
   }
 
-  failed(error: BridgeError): void {
-    if (error.why !== "later") return;
+  /** Schedules a retry if the error is retryable. It replaces a retry that is already scheduled. */
+  scheduleRetry(error: BridgeError): void {
+    if (error.kind !== "retryable") return;
     clearTimeout(this.timer);
-    this.pause = Math.min(LONGEST_PAUSE_MS, this.pause * 2);
-    this.timer = window.setTimeout(this.retry, this.pause * (0.75 + Math.random() / 2));
+    this.timer = window.setTimeout(this.retry, addJitter(this.delay));
+    this.delay = Math.min(MAX_RETRY_DELAY_MS, this.delay * 2);
   }
 }
 
-export function asBridgeError(error: unknown): BridgeError {
-  return error instanceof BridgeError ? error : new BridgeError("refused", String(error));
+export function toBridgeError(error: unknown): BridgeError {
+  return error instanceof BridgeError ? error : new BridgeError("rejected", String(error));
 }

@@ -1,21 +1,21 @@
-// The little that both apps need of a page: elements, one line of news, and whether changes are live.
+// Helpers for the pages of the shell and the default apps: elements, icons, and a toast.
 
 type Child = Node | string;
 
-/** An element with properties and children; `aria-…` and `data-…` become attributes. */
+/** Creates an element. `role` and names with a hyphen, such as `aria-label`, are set as attributes. */
 export function el<K extends keyof HTMLElementTagNameMap>(
-  name: K,
+  tagName: K,
   properties: Record<string, unknown> = {},
   ...children: Child[]
 ): HTMLElementTagNameMap[K] {
-  const made = document.createElement(name);
+  const element = document.createElement(tagName);
   for (const [key, value] of Object.entries(properties)) {
     if (value === undefined) continue;
-    if (key.includes("-") || key === "role") made.setAttribute(key, String(value));
-    else Object.assign(made, { [key]: value });
+    if (key.includes("-") || key === "role") element.setAttribute(key, String(value));
+    else Object.assign(element, { [key]: value });
   }
-  made.append(...children);
-  return made;
+  element.append(...children);
+  return element;
 }
 
 const ICONS = {
@@ -27,80 +27,80 @@ const ICONS = {
   calendar: "M5 6h14v14H5zM5 10h14M9 3.5V7M15 3.5V7",
 } as const;
 
-/** A line drawing that reads as nothing; the button around it has the words. */
+/** Creates an icon. Screen readers ignore it, so the button around it needs a label. */
 export function icon(name: keyof typeof ICONS): SVGSVGElement {
-  const space = "http://www.w3.org/2000/svg";
-  const svg = document.createElementNS(space, "svg");
+  const namespace = "http://www.w3.org/2000/svg";
+  const svg = document.createElementNS(namespace, "svg");
   svg.setAttribute("viewBox", "0 0 24 24");
   svg.setAttribute("aria-hidden", "true");
-  const path = document.createElementNS(space, "path");
+  const path = document.createElementNS(namespace, "path");
   path.setAttribute("d", ICONS[name]);
   svg.append(path);
   return svg;
 }
 
-export interface Offer {
+export interface ToastAction {
   label: string;
-  act: () => void;
+  run: () => void;
 }
 
-/** One line of news at the bottom, read out by screen readers, with at most one thing to do about it. */
-export class News {
-  private readonly line = el("div", { className: "news", hidden: true });
-  private readonly words = el("p", { role: "status" });
-  private readonly slot = el("span");
+/** One message at the bottom of the page, with at most one button. Screen readers announce it. */
+export class Toast {
+  private readonly container = el("div", { className: "toast", hidden: true });
+  private readonly message = el("p", { role: "status" });
+  private readonly actionSlot = el("span");
   private timer = 0;
 
   constructor(parent: HTMLElement) {
-    this.line.append(this.words, this.slot);
-    parent.append(this.line);
+    this.container.append(this.message, this.actionSlot);
+    parent.append(this.container);
   }
 
-  /** Goes away by itself. */
-  tell(text: string, offer?: Offer): void {
-    this.show(text, "calm", offer);
-    this.timer = window.setTimeout(() => this.clear(), offer ? 10_000 : 4_000);
+  /** Shows a message that disappears after a few seconds. */
+  show(text: string, action?: ToastAction): void {
+    this.render(text, "info", action);
+    this.timer = window.setTimeout(() => this.dismiss(), action ? 10_000 : 4_000);
   }
 
-  /** Stays until it is taken back: something is not as the person thinks it is. */
-  warn(text: string, offer?: Offer): void {
-    this.show(text, "warning", offer);
+  /** Shows a warning that stays until it is dismissed or replaced. */
+  warn(text: string, action?: ToastAction): void {
+    this.render(text, "warning", action);
   }
 
-  /** Takes a warning back; other news goes by itself. */
-  settle(): void {
-    if (this.line.dataset.kind === "warning") this.clear();
+  /** Hides a warning; other messages disappear on their own. */
+  dismissWarning(): void {
+    if (this.container.dataset.kind === "warning") this.dismiss();
   }
 
-  clear(): void {
+  dismiss(): void {
     clearTimeout(this.timer);
-    this.line.hidden = true;
-    this.words.textContent = "";
-    this.slot.replaceChildren();
+    this.container.hidden = true;
+    this.message.textContent = "";
+    this.actionSlot.replaceChildren();
   }
 
-  private show(text: string, kind: string, offer?: Offer): void {
+  private render(text: string, kind: "info" | "warning", action?: ToastAction): void {
     clearTimeout(this.timer);
-    this.line.dataset.kind = kind;
-    this.words.textContent = text;
-    this.slot.replaceChildren();
-    if (offer) {
-      const act = () => {
-        this.clear();
-        offer.act();
+    this.container.dataset.kind = kind;
+    this.message.textContent = text;
+    this.actionSlot.replaceChildren();
+    if (action) {
+      const onclick = () => {
+        this.dismiss();
+        action.run();
       };
-      this.slot.append(el("button", { type: "button", className: "link", textContent: offer.label, onclick: act }));
+      this.actionSlot.append(el("button", { type: "button", className: "link", textContent: action.label, onclick }));
     }
-    this.line.hidden = false;
+    this.container.hidden = false;
   }
 }
 
-/** Whether the event's key belongs to a field that the person types into. */
+/** Whether the key event comes from an input or an editable element. */
 export function isTyping(event: KeyboardEvent): boolean {
   const target = event.target as HTMLElement;
   return target.isContentEditable || /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName);
 }
 
-export function plural(count: number, one: string, many = `${one}s`): string {
-  return `${count} ${count === 1 ? one : many}`;
+export function pluralize(count: number, singular: string, plural = `${singular}s`): string {
+  return `${count} ${count === 1 ? singular : plural}`;
 }

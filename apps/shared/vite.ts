@@ -1,6 +1,6 @@
-// How all of them are built: the same sources give the same bytes, at whatever path they are served.
+// The Vite options of all apps. Relative URLs let an app be served at any path, and builds are reproducible.
 
-export const build = {
+export const viteOptions = {
   base: "./",
   publicDir: false,
   logLevel: "warn",

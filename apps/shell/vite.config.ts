@@ -1,5 +1,5 @@
 import { defineConfig } from "vite";
-import { build } from "../shared/vite";
+import { viteOptions } from "../shared/vite";
 
-// The shell answers for paths that only its own router knows, so its files are named from the root.
-export default defineConfig({ ...build, base: "/", envPrefix: "NEXT_PUBLIC_IDP_" });
+// The gateway serves the shell's page for every unknown path, so the page needs absolute URLs for its files.
+export default defineConfig({ ...viteOptions, base: "/", envPrefix: "NEXT_PUBLIC_IDP_" });

@@ -1,4 +1,4 @@
 import { defineConfig } from "vite";
-import { build } from "../shared/vite";
+import { viteOptions } from "../shared/vite";
 
-export default defineConfig(build);
+export default defineConfig(viteOptions);

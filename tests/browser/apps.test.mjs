@@ -2,33 +2,39 @@
 
 import assert from "node:assert/strict";
 import { after, afterEach, before } from "node:test";
-import { app, assertAccessible, assertOnlyOwnHosts, closeBrowser, eventually, launchBrowser, newVisitor, screenshot, test, waitUntilReady } from "./support.mjs";
+import {
+  app, assertAccessible, assertOnlyOwnHosts, closeBrowser, eventually, launchBrowser, newVisitor, screenshot, test,
+  waitUntilReady,
+} from "./support.mjs";
 
 let chrome;
-let visits = [];
+let visitors = [];
 before(async () => {
   await waitUntilReady();
   chrome = await launchBrowser();
 });
 after(() => closeBrowser(chrome));
 afterEach(async () => {
-  await Promise.all(visits.map(({ context }) => context.close()));
-  visits = [];
+  await Promise.all(visitors.map(({ context }) => context.close()));
+  visitors = [];
 });
 
-/** Opens an app's page inside the router's frame. */
-async function open(slug, options = {}) {
-  const visit = await newVisitor(chrome, options);
-  visits.push(visit);
-  return { ...visit, ...(await openApp(visit.page, slug)) };
+/** Opens an app in a new browser context. */
+async function openInNewContext(slug, options = {}) {
+  const visitor = await newVisitor(chrome, options);
+  visitors.push(visitor);
+  return { ...visitor, ...(await openApp(visitor.page, slug)) };
 }
 
+const findAppFrame = (page, slug) => page.frames().find((frame) => frame.url().includes(`/apps/${slug}/~`));
+
+/** Opens an app's page inside the router's frame: returns the frame, and a locator of its content as `ui`. */
 async function openApp(page, slug) {
   await page.goto(`${app}/apps/${slug}/`);
-  const inside = page.frameLocator("#app");
-  await inside.getByText("Live", { exact: true }).waitFor();
-  const frame = page.frames().find((frame) => frame.url().includes(`/apps/${slug}/~`));
-  return { page, inside, frame };
+  const ui = page.frameLocator("#app");
+  await ui.getByText("Live", { exact: true }).waitFor();
+  const frame = findAppFrame(page, slug);
+  return { page, ui, frame };
 }
 
 /** Moves the focus into a page with Tab. */
@@ -40,11 +46,11 @@ async function tabInto(page, frame, selector) {
   assert.fail(`Tab does not reach ${selector}`);
 }
 
-const waitUntilSaved = (inside) => inside.getByText("Saved", { exact: true }).waitFor();
+const waitUntilSaved = (ui) => ui.getByText("Saved", { exact: true }).waitFor();
 const uniqueTitle = (word) => `${word} ${Math.random().toString(36).slice(2, 8)}`;
 
 test("a note is created, synced to another tab, edited and deleted with the keyboard", async () => {
-  const { page, inside, frame, context, seen } = await open("notes");
+  const { page, ui, frame, context, activity } = await openInNewContext("notes");
   const other = await openApp(await context.newPage(), "notes");
   const name = uniqueTitle("Milk");
   await page.bringToFront();
@@ -53,106 +59,106 @@ test("a note is created, synced to another tab, edited and deleted with the keyb
   await page.keyboard.type(name);
   await page.keyboard.press("Enter");
   await page.keyboard.type("two litres\nand bread");
-  await waitUntilSaved(inside);
-  const otherNote = other.inside.getByRole("button", { name });
+  await waitUntilSaved(ui);
+  const otherNote = other.ui.getByRole("button", { name });
   await otherNote.waitFor();
 
   // The edit appears in the other tab without a reload.
   await otherNote.click();
   await page.bringToFront();
   await page.keyboard.type(", and butter");
-  await waitUntilSaved(inside);
+  await waitUntilSaved(ui);
   await eventually("the edit in the other tab", async () =>
-    assert.match(await other.inside.getByLabel("Text").inputValue(), /butter$/));
+    assert.match(await other.ui.getByLabel("Text").inputValue(), /butter$/));
 
   await page.reload();
-  await inside.getByRole("button", { name }).waitFor();
-  const reloadedFrame = page.frames().find((frame) => frame.url().includes("/apps/notes/~"));
+  await ui.getByRole("button", { name }).waitFor();
+  const reloadedFrame = findAppFrame(page, "notes");
   await tabInto(page, reloadedFrame, "#new");
   await page.keyboard.press("/");
   await page.keyboard.type(name);
   await page.keyboard.press("ArrowDown");
   await page.keyboard.press("Enter");
-  assert.equal(await inside.getByLabel("Text").inputValue(), "two litres\nand bread, and butter");
+  assert.equal(await ui.getByLabel("Text").inputValue(), "two litres\nand bread, and butter");
   await page.keyboard.press("Escape");
   await page.keyboard.press("Delete");
-  await inside.getByText("is deleted").waitFor();
+  await ui.getByText("Deleted “").waitFor();
   await otherNote.waitFor({ state: "detached" });
-  assertOnlyOwnHosts(seen);
-  assert.deepEqual(seen.errors, []);
+  assertOnlyOwnHosts(activity);
+  assert.deepEqual(activity.errors, []);
 });
 
 test("undo restores a deleted note, and a pinned note stays on top", async () => {
-  const { page, inside } = await open("notes");
+  const { page, ui } = await openInNewContext("notes");
   const [first, second] = [uniqueTitle("First"), uniqueTitle("Second")];
   for (const title of [first, second]) {
-    await inside.getByRole("button", { name: "New" }).click();
+    await ui.getByRole("button", { name: "New" }).click();
     await page.keyboard.type(title);
-    await waitUntilSaved(inside);
+    await waitUntilSaved(ui);
   }
-  await inside.getByRole("button", { name: first }).click();
-  await inside.getByRole("button", { name: "Pin to the top" }).click();
-  await waitUntilSaved(inside);
-  const top = () => inside.getByRole("listitem").first().textContent();
+  await ui.getByRole("button", { name: first }).click();
+  await ui.getByRole("button", { name: "Pin to the top" }).click();
+  await waitUntilSaved(ui);
+  const top = () => ui.getByRole("listitem").first().textContent();
   await eventually("the pinned note on top", async () => assert.match(await top(), new RegExp(first)));
-  await inside.getByRole("button", { name: "Delete this note" }).click();
-  await inside.getByRole("button", { name: "Undo" }).click();
+  await ui.getByRole("button", { name: "Delete this note" }).click();
+  await ui.getByRole("button", { name: "Undo" }).click();
   await eventually("the restored note", async () => assert.match(await top(), new RegExp(first)));
   await page.reload();
-  await inside.getByRole("button", { name: first }).waitFor();
-  await assertAccessible(page.frames().find((frame) => frame.url().includes("/apps/notes/~")));
+  await ui.getByRole("button", { name: first }).waitFor();
+  await assertAccessible(findAppFrame(page, "notes"));
 });
 
 test("an unsaved note is kept, reported, and saved later", async () => {
-  const { page, inside } = await open("notes");
+  const { page, ui } = await openInNewContext("notes");
   const name = uniqueTitle("Unsaved");
   await page.route("**/api/bridge/query", (route) => route.abort());
-  await inside.getByRole("button", { name: "New" }).click();
+  await ui.getByRole("button", { name: "New" }).click();
   await page.keyboard.type(name);
-  await inside.getByText("Not saved yet: ").waitFor();
+  await ui.getByText("Not saved yet: ").waitFor();
   await screenshot(page, "notes-failed");
-  assert.equal(await inside.getByLabel("Title").inputValue(), name);
+  assert.equal(await ui.getByLabel("Title").inputValue(), name);
   await page.unroute("**/api/bridge/query");
-  await inside.getByRole("button", { name: "Try again" }).click();
-  await waitUntilSaved(inside);
+  await ui.getByRole("button", { name: "Try again" }).click();
+  await waitUntilSaved(ui);
   await page.reload();
-  await inside.getByRole("button", { name }).waitFor();
+  await ui.getByRole("button", { name }).waitFor();
 });
 
 test("concurrent changes of a note keep both versions", async () => {
-  const { page, inside, context } = await open("notes");
+  const { page, ui, context } = await openInNewContext("notes");
   const other = await openApp(await context.newPage(), "notes");
   const name = uniqueTitle("Shared");
   await page.bringToFront();
-  await inside.getByRole("button", { name: "New" }).click();
+  await ui.getByRole("button", { name: "New" }).click();
   await page.keyboard.type(name);
   await page.keyboard.press("Enter");
-  await waitUntilSaved(inside);
-  await other.inside.getByRole("button", { name }).click();
+  await waitUntilSaved(ui);
+  await other.ui.getByRole("button", { name }).click();
   // Each tab writes before it has received the other's version.
   await page.route("**/api/bridge/query", (route) => route.abort());
-  await inside.getByLabel("Text").fill("here");
-  await inside.getByText("Not saved yet: ").waitFor();
-  await other.inside.getByLabel("Text").fill("there");
-  await waitUntilSaved(other.inside);
+  await ui.getByLabel("Text").fill("here");
+  await ui.getByText("Not saved yet: ").waitFor();
+  await other.ui.getByLabel("Text").fill("there");
+  await waitUntilSaved(other.ui);
   await page.unroute("**/api/bridge/query");
-  await inside.getByRole("button", { name: "Try again" }).click();
-  await inside.getByText("Both versions are kept").waitFor();
-  await other.inside.getByRole("button", { name: `${name} (your version)` }).click();
-  assert.equal(await other.inside.getByLabel("Text").inputValue(), "here");
-  await other.inside.getByRole("button", { name: new RegExp(`^${name}(?! \\(your)`) }).click();
-  assert.equal(await other.inside.getByLabel("Text").inputValue(), "there");
+  await ui.getByRole("button", { name: "Try again" }).click();
+  await ui.getByText("Both versions are kept").waitFor();
+  await other.ui.getByRole("button", { name: `${name} (your version)` }).click();
+  assert.equal(await other.ui.getByLabel("Text").inputValue(), "here");
+  await other.ui.getByRole("button", { name: new RegExp(`^${name}(?! \\(your)`) }).click();
+  assert.equal(await other.ui.getByLabel("Text").inputValue(), "there");
 });
 
 test("a task is added, done, renamed and deleted with the keyboard, and synced to another tab", async () => {
-  const { page, inside, frame, context, seen } = await open("tasks");
+  const { page, ui, frame, context, activity } = await openInNewContext("tasks");
   const other = await openApp(await context.newPage(), "tasks");
   const [name, renamed] = [uniqueTitle("Call"), uniqueTitle("Write to")];
   await page.bringToFront();
   await tabInto(page, frame, "#title");
   await page.keyboard.type(name);
   await page.keyboard.press("Enter");
-  const otherCheckbox = (title) => other.inside.getByRole("checkbox", { name: `Done: ${title}` });
+  const otherCheckbox = (title) => other.ui.getByRole("checkbox", { name: `Done: ${title}` });
   await otherCheckbox(name).waitFor();
 
   await page.keyboard.press("ArrowDown");
@@ -163,58 +169,66 @@ test("a task is added, done, renamed and deleted with the keyboard, and synced t
   await page.keyboard.press("Enter");
   await otherCheckbox(renamed).waitFor();
   await page.keyboard.press("Space");
-  await other.inside.getByRole("radio", { name: "Done" }).check({ force: true });
+  await other.ui.getByRole("radio", { name: "Done" }).check({ force: true });
   await eventually("done in the other tab", async () => assert.ok(await otherCheckbox(renamed).isChecked()));
 
   await page.reload();
-  await inside.getByText("Live", { exact: true }).waitFor();
-  await inside.getByRole("radio", { name: "Done" }).check({ force: true });
-  const task = inside.getByRole("checkbox", { name: `Done: ${renamed}` });
+  await ui.getByText("Live", { exact: true }).waitFor();
+  await ui.getByRole("radio", { name: "Done" }).check({ force: true });
+  const task = ui.getByRole("checkbox", { name: `Done: ${renamed}` });
   assert.ok(await task.isChecked());
   await task.press("Delete");
-  await inside.getByText("is deleted").waitFor();
+  await ui.getByText("Deleted “").waitFor();
   await otherCheckbox(renamed).waitFor({ state: "detached" });
-  assertOnlyOwnHosts(seen);
-  assert.deepEqual(seen.errors, []);
+  assertOnlyOwnHosts(activity);
+  assert.deepEqual(activity.errors, []);
 });
 
 test("unsaved tasks are marked, kept, and saved later", async () => {
-  const { page, inside } = await open("tasks");
+  const { page, ui } = await openInNewContext("tasks");
   const name = uniqueTitle("Offline");
-  await page.route("**/api/bridge/query", (route) => route.fulfill({ status: 503, contentType: "application/problem+json",
-    headers: { "access-control-allow-origin": "null" }, body: '{"code":"database_unavailable","detail":"The database is unavailable."}' }));
-  await inside.getByLabel("New task").fill(name);
+  await page.route("**/api/bridge/query", (route) => route.fulfill({
+    status: 503,
+    contentType: "application/problem+json",
+    headers: { "access-control-allow-origin": "null" },
+    body: '{"code":"database_unavailable","detail":"The database is unavailable."}',
+  }));
+  await ui.getByLabel("New task").fill(name);
   await page.keyboard.press("Enter");
-  await inside.getByText("Not saved yet: The database is unavailable.").waitFor();
-  await inside.getByText("Not saved", { exact: true }).waitFor();
+  await ui.getByText("Not saved yet: The database is unavailable.").waitFor();
+  await ui.getByText("Not saved", { exact: true }).waitFor();
   await page.unroute("**/api/bridge/query");
-  await inside.getByRole("button", { name: "Try again" }).click();
-  await inside.getByText("Not saved", { exact: true }).waitFor({ state: "hidden" });
+  await ui.getByRole("button", { name: "Try again" }).click();
+  await ui.getByText("Not saved", { exact: true }).waitFor({ state: "hidden" });
   await page.reload();
-  await inside.getByRole("checkbox", { name: `Done: ${name}` }).waitFor();
+  await ui.getByRole("checkbox", { name: `Done: ${name}` }).waitFor();
 });
 
 test("both apps are readable in light and dark mode and on a small screen", async () => {
-  for (const [slug, add] of [
-    ["notes", async (page, inside) => {
+  for (const [slug, addSamples] of [
+    ["notes", async (page, ui) => {
       for (const [title, body] of [
         ["Groceries", "Milk, bread, olives\n\nAsk about the cheese."],
         ["Ideas for the garden", "Tomatoes along the wall. Lavender where it is dry."],
         ["Reading list", "The Mezzanine\nInvisible Cities"],
       ]) {
-        await inside.getByRole("button", { name: "New" }).click();
-        await inside.getByLabel("Title").fill(title);
-        await inside.getByLabel("Text").fill(body);
-        await waitUntilSaved(inside);
+        await ui.getByRole("button", { name: "New" }).click();
+        await ui.getByLabel("Title").fill(title);
+        await ui.getByLabel("Text").fill(body);
+        await waitUntilSaved(ui);
       }
     }],
-    ["tasks", async (page, inside) => {
-      for (const [title, due] of [["Send the invoice", "2020-01-31"], ["Book the train", "2031-05-04"], ["Water the plants", ""]]) {
-        await inside.getByLabel("New task").fill(title);
-        await inside.getByLabel("Due date").first().fill(due);
-        await inside.getByRole("button", { name: "Add" }).click();
+    ["tasks", async (page, ui) => {
+      for (const [title, due] of [
+        ["Send the invoice", "2020-01-31"],
+        ["Book the train", "2031-05-04"],
+        ["Water the plants", ""],
+      ]) {
+        await ui.getByLabel("New task").fill(title);
+        await ui.getByLabel("Due date").first().fill(due);
+        await ui.getByRole("button", { name: "Add" }).click();
       }
-      await inside.getByRole("checkbox", { name: "Done: Water the plants" }).first().check();
+      await ui.getByRole("checkbox", { name: "Done: Water the plants" }).first().check();
     }],
   ]) {
     for (const [appearance, options] of [
@@ -222,9 +236,9 @@ test("both apps are readable in light and dark mode and on a small screen", asyn
       ["dark", { colorScheme: "dark" }],
       ["small", { viewport: { width: 390, height: 760 } }],
     ]) {
-      const { page, inside, frame } = await open(slug, options);
-      if (appearance === "light") await add(page, inside);
-      await eventually("the rows of the app", async () => assert.ok((await inside.getByRole("listitem").count()) >= 2));
+      const { page, ui, frame } = await openInNewContext(slug, options);
+      if (appearance === "light") await addSamples(page, ui);
+      await eventually("the rows of the app", async () => assert.ok((await ui.getByRole("listitem").count()) >= 2));
       await assertAccessible(frame);
       await screenshot(page, `${slug}-${appearance}`);
     }

@@ -4,11 +4,14 @@ import assert from "node:assert/strict";
 import { existsSync, readFileSync, readdirSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import { after, before } from "node:test";
-import { closeBrowser, code, eventually, launchBrowser, openEditor, openTerminal, screenshot, stack, test, TIMEOUT_MS, requestWithoutSession } from "./support.mjs";
+import {
+  closeBrowser, code, eventually, launchBrowser, openEditor, openTerminal, requestWithoutSession, screenshot, stack,
+  test, TIMEOUT_MS,
+} from "./support.mjs";
 
 // code-server is a 600 MB program, and the machine may be busy.
 const START_TIMEOUT_MS = 6 * TIMEOUT_MS;
-const home = () => {
+const findHome = () => {
   const hosts = join(stack.dir, "hosts");
   const homes = readdirSync(hosts).map((host) => join(hosts, host, "home/svc/home"));
   return homes.find((home) => existsSync(home));
@@ -21,7 +24,7 @@ before(async () => {
 after(() => closeBrowser(chrome));
 
 test("a file is opened, edited and saved", async () => {
-  const file = join(home(), "hello.txt");
+  const file = join(findHome(), "hello.txt");
   writeFileSync(file, "before\n");
   const { page, context, sockets } = await openEditor(chrome, { file, timeoutMs: START_TIMEOUT_MS });
   await page.locator(".view-lines", { hasText: "before" }).waitFor();
@@ -38,7 +41,7 @@ test("a file is opened, edited and saved", async () => {
 test("the terminal runs a command without secrets in its environment", async () => {
   const { page, context } = await openEditor(chrome, { timeoutMs: START_TIMEOUT_MS });
   await openTerminal(page, TIMEOUT_MS);
-  const out = join(home(), "terminal.txt");
+  const out = join(findHome(), "terminal.txt");
   await page.keyboard.type(`echo "$((6*7)) $(whoami)" > ${out}; env >> ${out}; echo done >> ${out}\n`);
   await eventually("the output of the command", () => assert.match(readFileSync(out, "utf8"), /^done$/m));
   const output = readFileSync(out, "utf8");

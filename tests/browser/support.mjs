@@ -26,48 +26,51 @@ export async function launchBrowser() {
 }
 
 export async function mintSession(user = stack.owner.idpUserId) {
-  const response = await fetch(`${stack.idp.mintUrl}?sub=${user}&ttl=3600`, { signal: AbortSignal.timeout(TIMEOUT_MS) });
+  const url = `${stack.idp.mintUrl}?sub=${user}&ttl=3600`;
+  const response = await fetch(url, { signal: AbortSignal.timeout(TIMEOUT_MS) });
   assert.equal(response.status, 200);
   return response.text();
 }
 
-/** Opens a separate browser context, signed in as the owner by default; records requests and errors. */
+/** Opens a new browser context, signed in as the owner by default; records its requests and errors in `activity`. */
 export async function newVisitor(chrome, { signedIn = true, ...options } = {}) {
   // A router with TLS uses a certificate of the tests' CA.
   const ignoreHTTPSErrors = protocol === "https:";
   const context = await chrome.newContext({ viewport: { width: 1200, height: 800 }, ignoreHTTPSErrors, ...options });
   context.setDefaultTimeout(TIMEOUT_MS);
-  const seen = { requests: [], errors: [] };
-  context.on("request", (request) => seen.requests.push(request.url()));
+  const activity = { requests: [], errors: [] };
+  context.on("request", (request) => activity.requests.push(request.url()));
   context.on("console", (message) => {
-    if (message.type() === "error") seen.errors.push(message.text());
+    if (message.type() === "error") activity.errors.push(message.text());
   });
-  context.on("weberror", (error) => seen.errors.push(String(error.error())));
+  context.on("weberror", (error) => activity.errors.push(String(error.error())));
   if (signedIn) {
     const value = await mintSession();
     await context.addCookies([app, code].map((url) => ({ name: "__session", value, url })));
   }
-  return { context, seen, page: await context.newPage() };
+  return { context, activity, page: await context.newPage() };
 }
 
 /** Opens code-server's workbench through the router as the owner, with `file` open. */
 export async function openEditor(chrome, { file, timeoutMs }) {
-  const visit = await newVisitor(chrome);
-  visit.context.setDefaultTimeout(timeoutMs);
+  const visitor = await newVisitor(chrome);
+  visitor.context.setDefaultTimeout(timeoutMs);
   const sockets = [];
-  visit.page.on("websocket", (socket) => sockets.push(socket.url()));
-  const query = file ? `?payload=${encodeURIComponent(JSON.stringify([["openFile", `vscode-remote://${new URL(code).host}${file}`]]))}` : "";
+  visitor.page.on("websocket", (socket) => sockets.push(socket.url()));
+  const payload = JSON.stringify([["openFile", `vscode-remote://${new URL(code).host}${file}`]]);
+  const query = file ? `?payload=${encodeURIComponent(payload)}` : "";
   await eventually("code-server behind the router", async () => {
-    const response = await visit.page.goto(code + "/" + query);
+    const response = await visitor.page.goto(code + "/" + query);
     assert.equal(response.status(), 200);
   }, timeoutMs);
-  await visit.page.locator(".monaco-workbench").waitFor();
-  return { ...visit, sockets };
+  await visitor.page.locator(".monaco-workbench").waitFor();
+  return { ...visitor, sockets };
 }
 
 /** Opens a terminal in the workbench and focuses it. */
 export async function openTerminal(page, timeoutMs) {
-  const command = page.locator(".quick-input-list .monaco-list-row", { hasText: "Terminal: Create New Terminal" }).first();
+  const rows = page.locator(".quick-input-list .monaco-list-row");
+  const command = rows.filter({ hasText: "Terminal: Create New Terminal" }).first();
   await eventually("the terminal command", async () => {
     // The palette may be closed again while the workbench is starting.
     await page.keyboard.press("Escape");
@@ -82,8 +85,10 @@ export async function openTerminal(page, timeoutMs) {
 
 let retriesLeft = 2;
 
-/** Retries a failed or hanging test once, and reports it: the browser shares two processors with everything under test.
- *  At most two tests per file are retried. */
+/**
+ * Retries a failed or hanging test once, and reports it: the browser shares two processors with everything under test.
+ * At most two tests per file are retried.
+ */
 export function test(name, body) {
   nodeTest(name, async (context) => {
     try {
@@ -99,7 +104,8 @@ export function test(name, body) {
 
 /** Closes a browser. If it hangs, it is killed when this process ends. */
 export async function closeBrowser(chrome) {
-  await withTimeout(TIMEOUT_MS, chrome?.close()).catch((error) => console.error(`closing the browser: ${error.message}`));
+  const report = (error) => console.error(`closing the browser: ${error.message}`);
+  await withTimeout(TIMEOUT_MS, chrome?.close()).catch(report);
 }
 
 function withTimeout(ms, work) {
@@ -148,9 +154,10 @@ function get(path, headers, method = "GET") {
   return new Promise((resolve, reject) => {
     const options = { method, headers: { host: stack.appHost, ...headers }, timeout: TIMEOUT_MS };
     const outgoing = request(stack.routerUrl + path, options, (response) => {
-      const parts = [];
-      response.on("data", (part) => parts.push(part));
-      response.on("end", () => resolve({ status: response.statusCode, headers: response.headers, body: Buffer.concat(parts).toString() }));
+      const { statusCode: status, headers } = response;
+      const chunks = [];
+      response.on("data", (chunk) => chunks.push(chunk));
+      response.on("end", () => resolve({ status, headers, body: Buffer.concat(chunks).toString() }));
     });
     outgoing.on("timeout", () => outgoing.destroy(new Error(`${path}: no response`)));
     outgoing.on("error", reject).end();
@@ -162,44 +169,49 @@ export async function screenshot(page, name) {
 }
 
 /** Asserts that only the router's hosts were contacted, and that the retired route `/api/canvas` was not used. */
-export function assertOnlyOwnHosts(seen) {
-  const hosts = new Set(seen.requests.filter((url) => /^(https?|wss?):/.test(url)).map((url) => new URL(url).hostname));
+export function assertOnlyOwnHosts(activity) {
+  const urls = activity.requests.filter((url) => /^(https?|wss?):/.test(url));
+  const hosts = new Set(urls.map((url) => new URL(url).hostname));
   hosts.delete(stack.appHost);
   hosts.delete(stack.codeHost);
   assert.deepEqual([...hosts], []);
-  assert.deepEqual(seen.requests.filter((url) => url.includes("/api/canvas")), []);
+  assert.deepEqual(activity.requests.filter((url) => url.includes("/api/canvas")), []);
 }
 
 /** Checks basic accessibility inside any frame: names for screen readers, tab order, ids, width and contrast. */
 export async function assertAccessible(frame) {
-  const faults = await frame.evaluate(() => {
-    const faults = [];
+  const violations = await frame.evaluate(() => {
+    const violations = [];
     const isVisible = (element) => element.checkVisibility({ checkOpacity: false });
+    const textOfIds = (ids) => ids?.split(" ").map((id) => document.getElementById(id)?.textContent).join("");
     const accessibleName = (element) =>
       element.getAttribute("aria-label") ||
-      element.getAttribute("aria-labelledby")?.split(" ").map((id) => document.getElementById(id)?.textContent).join("") ||
+      textOfIds(element.getAttribute("aria-labelledby")) ||
       [...(element.labels ?? [])].map((label) => label.textContent).join("") ||
       element.textContent.trim();
     for (const element of document.querySelectorAll("button, a[href], input, textarea, select, iframe, [tabindex]")) {
-      if (isVisible(element) && !accessibleName(element)?.trim() && !element.title) faults.push(`no name: ${element.outerHTML.slice(0, 120)}`);
+      if (!isVisible(element) || accessibleName(element)?.trim() || element.title) continue;
+      violations.push(`no name: ${element.outerHTML.slice(0, 120)}`);
     }
     for (const image of document.querySelectorAll("img")) {
-      if (!image.hasAttribute("alt")) faults.push(`no alt: ${image.outerHTML}`);
+      if (!image.hasAttribute("alt")) violations.push(`no alt: ${image.outerHTML}`);
     }
     for (const element of document.querySelectorAll("[tabindex]")) {
-      if (element.tabIndex > 0) faults.push(`tab order: ${element.outerHTML.slice(0, 120)}`);
+      if (element.tabIndex > 0) violations.push(`tab order: ${element.outerHTML.slice(0, 120)}`);
     }
     for (const element of document.querySelectorAll("[aria-labelledby], [aria-describedby], label[for]")) {
-      for (const id of (element.getAttribute("aria-labelledby") ?? element.getAttribute("aria-describedby") ?? element.htmlFor).split(" ")) {
-        if (!document.getElementById(id)) faults.push(`missing element: ${id}`);
+      const references =
+        element.getAttribute("aria-labelledby") ?? element.getAttribute("aria-describedby") ?? element.htmlFor;
+      for (const id of references.split(" ")) {
+        if (!document.getElementById(id)) violations.push(`missing element: ${id}`);
       }
     }
     const ids = [...document.querySelectorAll("[id]")].map((element) => element.id);
-    for (const id of ids.filter((id, at) => ids.indexOf(id) !== at)) faults.push(`duplicate id: #${id}`);
-    if (!document.documentElement.lang) faults.push("no language");
-    if (!document.title) faults.push("no title");
+    for (const id of ids.filter((id, index) => ids.indexOf(id) !== index)) violations.push(`duplicate id: #${id}`);
+    if (!document.documentElement.lang) violations.push("no language");
+    if (!document.title) violations.push("no title");
     const { scrollWidth, clientWidth } = document.documentElement;
-    if (scrollWidth > clientWidth) faults.push(`wider than the window: ${scrollWidth} > ${clientWidth}`);
+    if (scrollWidth > clientWidth) violations.push(`wider than the window: ${scrollWidth} > ${clientWidth}`);
 
     // Contrast of text on plain backgrounds, WCAG 2.2 AA.
     const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
@@ -210,12 +222,14 @@ export async function assertAccessible(frame) {
       return [...canvas.getImageData(0, 0, 1, 1).data];
     };
     const luminance = (colour) => {
-      const [r, g, b] = colour.map((part) => part / 255).map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+      const linearize = (channel) => (channel <= 0.04045 ? channel / 12.92 : ((channel + 0.055) / 1.055) ** 2.4);
+      const [r, g, b] = colour.map((channel) => linearize(channel / 255));
       return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
+    /** Returns `null` if a background is translucent. */
     const background = (element) => {
-      for (let at = element; at; at = at.parentElement) {
-        const colour = rgba(getComputedStyle(at).backgroundColor);
+      for (let ancestor = element; ancestor; ancestor = ancestor.parentElement) {
+        const colour = rgba(getComputedStyle(ancestor).backgroundColor);
         if (colour[3] === 255) return colour;
         if (colour[3] > 0) return null;
       }
@@ -224,17 +238,19 @@ export async function assertAccessible(frame) {
     const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
     while (walker.nextNode()) {
       const element = walker.currentNode.parentElement;
-      if (!walker.currentNode.textContent.trim() || !element.checkVisibility({ checkOpacity: true, checkVisibilityCSS: true })) continue;
+      const text = walker.currentNode.textContent.trim();
+      if (!text || !element.checkVisibility({ checkOpacity: true, checkVisibilityCSS: true })) continue;
       if (element.closest(".sr-only, noscript, script, style")) continue;
       const style = getComputedStyle(element);
       const [back, front] = [background(element), rgba(style.color)];
       if (!back || front[3] < 255) continue;
-      const [one, two] = [luminance(front.slice(0, 3)), luminance(back.slice(0, 3))];
-      const ratio = (Math.max(one, two) + 0.05) / (Math.min(one, two) + 0.05);
-      const isLarge = parseFloat(style.fontSize) >= 24 || (parseFloat(style.fontSize) >= 18.66 && Number(style.fontWeight) >= 700);
-      if (ratio < (isLarge ? 3 : 4.5)) faults.push(`contrast ${ratio.toFixed(2)}: ${walker.currentNode.textContent.trim().slice(0, 40)}`);
+      const luminances = [luminance(front.slice(0, 3)), luminance(back.slice(0, 3))];
+      const ratio = (Math.max(...luminances) + 0.05) / (Math.min(...luminances) + 0.05);
+      const fontSize = parseFloat(style.fontSize);
+      const isLarge = fontSize >= 24 || (fontSize >= 18.66 && Number(style.fontWeight) >= 700);
+      if (ratio < (isLarge ? 3 : 4.5)) violations.push(`contrast ${ratio.toFixed(2)}: ${text.slice(0, 40)}`);
     }
-    return faults;
+    return violations;
   });
-  assert.deepEqual(faults, []);
+  assert.deepEqual(violations, []);
 }

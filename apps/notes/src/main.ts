@@ -1,201 +1,228 @@
-// The page: a list, an editor, and keys for both.
+// The page of the notes app: the list, the editor, and keyboard shortcuts.
 
 import "../../shared/base.css";
 import "./style.css";
 import { type BridgeError, signInAgain } from "../../shared/bridge";
-import { el, icon, isTyping, News, plural } from "../../shared/ui";
+import { el, icon, isTyping, pluralize, Toast } from "../../shared/ui";
 import type { Note } from "./note";
 import { Store } from "./store";
 
-const find = <T extends HTMLElement>(id: string) => document.getElementById(id) as T;
-const [page, list, empty, editor, nothing] = ["app", "list", "empty", "editor", "nothing"].map((id) => find(id));
-const search = find<HTMLInputElement>("search");
-const title = find<HTMLInputElement>("title");
-const body = find<HTMLTextAreaElement>("body");
-const [state, live] = [find("state"), find("live")];
-const [pin, remove, back, fresh] = ["pin", "delete", "back", "new"].map((id) => find<HTMLButtonElement>(id));
-pin!.append(icon("pin"));
-remove!.append(icon("trash"));
-back!.append(icon("back"));
-fresh!.prepend(icon("plus"));
+const byId = <T extends HTMLElement>(id: string) => document.getElementById(id) as T;
+const app = byId("app");
+const list = byId("list");
+const emptyMessage = byId("empty");
+const editor = byId("editor");
+const placeholder = byId("placeholder");
+const searchInput = byId<HTMLInputElement>("search");
+const titleInput = byId<HTMLInputElement>("title");
+const bodyInput = byId<HTMLTextAreaElement>("body");
+const saveStatus = byId("save-status");
+const liveIndicator = byId("live");
+const pinButton = byId("pin");
+const deleteButton = byId("delete");
+const backButton = byId("back");
+const newButton = byId("new");
+pinButton.append(icon("pin"));
+deleteButton.append(icon("trash"));
+backButton.append(icon("back"));
+newButton.prepend(icon("plus"));
 
-const news = new News(document.body);
-const rows = new Map<string, HTMLLIElement>();
-let open: Note | null = null;
+const toast = new Toast(document.body);
+const items = new Map<string, HTMLLIElement>();
+let openNote: Note | null = null;
 
 const store = new Store({
-  changed(note) {
-    if (store.isSettled) news.settle();
-    render();
-    if (open && (note === null || note === open)) renderEditor();
+  onChange(note) {
+    if (store.isHealthy) toast.dismissWarning();
+    renderList();
+    if (openNote && (note === null || note === openNote)) renderEditor();
   },
-  failed: (_note, error) => tell(error),
-  split(original, copy) {
-    news.settle();
-    if (open === original) show(copy);
-    news.tell("This note was changed elsewhere at the same time. Both versions are kept.");
+  onError: (_note, error) => showError(error),
+  onConflict(original, copy) {
+    toast.dismissWarning();
+    if (openNote === original) showNote(copy);
+    toast.show("This note was also changed elsewhere. Both versions are kept.");
   },
-  live(is) {
-    live.hidden = !is;
+  onConnectionChange(isConnected) {
+    liveIndicator.hidden = !isConnected;
   },
 });
 
-function tell(error: BridgeError): void {
-  if (error.why === "session") {
-    news.warn("You are signed out. Copy what is not saved before you go on.", { label: "Sign in", act: signInAgain });
+function showError(error: BridgeError): void {
+  const retry = { label: "Try again", run: () => store.retry() };
+  if (error.kind === "signed-out") {
+    const signIn = { label: "Sign in", run: signInAgain };
+    toast.warn("You are signed out. Copy any unsaved text before you sign in again.", signIn);
   } else if (!store.isLoaded) {
-    news.warn(`Your notes cannot be read: ${error.message}`, { label: "Try again", act: () => store.retry() });
+    toast.warn(`Could not load your notes: ${error.message}`, retry);
   } else {
-    news.warn(`Not saved yet: ${error.message}`, { label: "Try again", act: () => store.retry() });
+    toast.warn(`Not saved yet: ${error.message}`, retry);
   }
 }
 
-function show(note: Note | null, focus?: HTMLElement): void {
-  const before = open;
-  open = note;
-  if (before && before !== note) store.dropIfEmpty(before);
-  page!.dataset.view = note ? "note" : "list";
-  render();
-  renderEditor(true);
-  focus?.focus();
+/** Opens a note in the editor, or with `null` closes the editor. */
+function showNote(note: Note | null, focusTarget?: HTMLElement): void {
+  const previous = openNote;
+  openNote = note;
+  if (previous && previous !== note) store.discardIfEmpty(previous);
+  app.dataset.view = note ? "note" : "list";
+  renderList();
+  renderEditor({ isNewlyOpened: true });
+  focusTarget?.focus();
 }
 
-function renderEditor(anew = false): void {
-  if (open && !store.get(open.id)) open = null;
-  editor!.hidden = open === null;
-  nothing!.hidden = open !== null;
-  if (!open) {
-    page!.dataset.view = "list";
+function renderEditor({ isNewlyOpened = false } = {}): void {
+  if (openNote && !store.get(openNote.id)) openNote = null;
+  editor.hidden = openNote === null;
+  placeholder.hidden = openNote !== null;
+  if (!openNote) {
+    app.dataset.view = "list";
     return;
   }
-  const { content, saving, isDirty } = open;
-  // A field that says the same already keeps its cursor.
-  if (anew || title.value !== content.title) title.value = content.title;
-  if (anew || body.value !== content.body) body.value = content.body;
-  pin!.setAttribute("aria-pressed", String(content.pinned));
-  state.textContent = saving === "failed" ? "Not saved" : isDirty || saving === "running" ? "Saving…" : "Saved";
-  state.dataset.kind = saving;
-  if (open.saved === null && !isDirty) state.textContent = "";
+  const { content, saveState, isDirty } = openNote;
+  // Setting the value moves the cursor, even if the text stays the same.
+  if (isNewlyOpened || titleInput.value !== content.title) titleInput.value = content.title;
+  if (isNewlyOpened || bodyInput.value !== content.body) bodyInput.value = content.body;
+  pinButton.setAttribute("aria-pressed", String(content.pinned));
+  const isSaving = isDirty || saveState === "saving";
+  saveStatus.textContent = saveState === "failed" ? "Not saved" : isSaving ? "Saving…" : "Saved";
+  saveStatus.dataset.state = saveState;
+  if (openNote.savedContent === null && !isDirty) saveStatus.textContent = "";
 }
 
-function render(): void {
-  const words = search.value.trim();
-  const shown = store.all().filter((note) => note === open || words === "" || note.matches(words));
-  const ids = new Set(shown.map((note) => note.id));
-  for (const [id, row] of rows) {
+function renderList(): void {
+  const searchText = searchInput.value.trim();
+  const isListed = (note: Note) => note === openNote || searchText === "" || note.matches(searchText);
+  const notes = store.sortedNotes().filter(isListed);
+  const ids = new Set(notes.map((note) => note.id));
+  for (const [id, item] of items) {
     if (ids.has(id)) continue;
-    row.remove();
-    rows.delete(id);
+    item.remove();
+    items.delete(id);
   }
-  shown.forEach((note, at) => {
-    const row = rows.get(note.id) ?? made(note.id);
-    paint(row, note);
-    // Moved only where it has to be: a row that is moved loses the focus.
-    if (list!.children[at] !== row) list!.insertBefore(row, list!.children[at] ?? null);
+  notes.forEach((note, index) => {
+    const item = items.get(note.id) ?? createItem(note.id);
+    updateItem(item, note);
+    // Moving an element takes the focus away from it, so items that are in place stay.
+    if (list.children[index] !== item) list.insertBefore(item, list.children[index] ?? null);
   });
-  empty!.hidden = shown.length > 0 || !store.isLoaded;
-  empty!.textContent = words ? "No note has these words." : "No notes yet. Press N to write one.";
+  emptyMessage.hidden = notes.length > 0 || !store.isLoaded;
+  emptyMessage.textContent = searchText ? "No notes match your search." : "No notes yet. Press N to write one.";
 }
 
-function made(id: string): HTMLLIElement {
+function createItem(id: string): HTMLLIElement {
   const button = el("button", { type: "button", className: "note" });
   button.append(el("strong"), el("span", { className: "preview" }), el("time"));
   button.onclick = () => {
     const note = store.get(id);
-    if (note) show(note, body);
+    if (note) showNote(note, bodyInput);
   };
-  const row = el("li", {}, button);
-  row.dataset.id = id;
-  rows.set(id, row);
-  return row;
+  const item = el("li", {}, button);
+  item.dataset.id = id;
+  items.set(id, item);
+  return item;
 }
 
-function paint(row: HTMLLIElement, note: Note): void {
-  const button = row.firstElementChild as HTMLButtonElement;
+function updateItem(item: HTMLLIElement, note: Note): void {
+  const button = item.firstElementChild as HTMLButtonElement;
   const [heading, preview, time] = button.children as unknown as [HTMLElement, HTMLElement, HTMLTimeElement];
-  const write = (element: HTMLElement, text: string) => element.textContent === text || (element.textContent = text);
-  write(heading, note.heading);
-  write(preview, note.saving === "failed" ? "Not saved yet" : note.preview.slice(0, 140) || "No more text");
+  const setText = (element: HTMLElement, text: string) => {
+    if (element.textContent !== text) element.textContent = text;
+  };
+  setText(heading, note.heading);
+  const hasFailed = note.saveState === "failed";
+  setText(preview, hasFailed ? "Not saved yet" : note.preview.slice(0, 140) || "No additional text");
   time.dateTime = note.updatedAt;
-  write(time, when(note.updatedAt));
+  setText(time, formatTimestamp(note.updatedAt));
   button.toggleAttribute("data-pinned", note.content.pinned);
-  button.toggleAttribute("data-failed", note.saving === "failed");
-  if (note === open) button.setAttribute("aria-current", "true");
+  button.toggleAttribute("data-failed", hasFailed);
+  if (note === openNote) button.setAttribute("aria-current", "true");
   else button.removeAttribute("aria-current");
 }
 
-function when(at: string): string {
-  const date = new Date(at);
-  const today = date.toDateString() === new Date().toDateString();
-  return today
+/** Formats a timestamp of today as a time, and any other as a date. */
+function formatTimestamp(timestamp: string): string {
+  const date = new Date(timestamp);
+  const isToday = date.toDateString() === new Date().toDateString();
+  return isToday
     ? date.toLocaleTimeString(undefined, { hour: "2-digit", minute: "2-digit" })
     : date.toLocaleDateString(undefined, { day: "numeric", month: "short" });
 }
 
-function create(): void {
-  search.value = "";
-  show(store.create(), title);
+function createNote(): void {
+  searchInput.value = "";
+  showNote(store.create(), titleInput);
 }
 
-function discard(note: Note): void {
-  const shown = store.all();
-  const next = shown[shown.indexOf(note) + 1] ?? shown[shown.indexOf(note) - 1];
+function deleteNote(note: Note): void {
+  const notes = store.sortedNotes();
+  const index = notes.indexOf(note);
+  const neighbour = notes[index + 1] ?? notes[index - 1];
   const restore = store.remove(note);
-  if (open === note) show(null);
-  (rows.get(next?.id ?? "")?.firstElementChild as HTMLElement | null ?? fresh)?.focus();
-  news.tell(`“${note.heading.slice(0, 40)}” is deleted.`, { label: "Undo", act: restore });
+  if (openNote === note) showNote(null);
+  focusItem(neighbour?.id);
+  toast.show(`Deleted “${note.heading.slice(0, 40)}”.`, { label: "Undo", run: restore });
 }
 
-title.oninput = () => open && store.edit(open, { title: title.value });
-body.oninput = () => open && store.edit(open, { body: body.value });
-pin!.onclick = () => open && store.edit(open, { pinned: !open.content.pinned });
-remove!.onclick = () => open && discard(open);
-fresh!.onclick = create;
-search.oninput = () => {
-  render();
-  list!.setAttribute("aria-label", search.value.trim() ? plural(rows.size, "note found", "notes found") : "Notes");
+/** Focuses a note in the list, or the New button if the note is not listed. */
+function focusItem(id = ""): void {
+  const button = items.get(id)?.firstElementChild as HTMLElement | undefined;
+  (button ?? newButton).focus();
+}
+
+function closeEditor(): void {
+  const id = openNote?.id;
+  showNote(null);
+  focusItem(id);
+}
+
+function moveFocus(offset: number): void {
+  const buttons = [...list.querySelectorAll("button")];
+  const last = buttons.length - 1;
+  const current = buttons.indexOf(document.activeElement as HTMLButtonElement);
+  const first = offset > 0 ? 0 : last;
+  const target = current < 0 ? first : Math.min(last, Math.max(0, current + offset));
+  buttons[target]?.focus();
+}
+
+titleInput.oninput = () => openNote && store.edit(openNote, { title: titleInput.value });
+bodyInput.oninput = () => openNote && store.edit(openNote, { body: bodyInput.value });
+pinButton.onclick = () => openNote && store.edit(openNote, { pinned: !openNote.content.pinned });
+deleteButton.onclick = () => openNote && deleteNote(openNote);
+newButton.onclick = createNote;
+searchInput.oninput = () => {
+  renderList();
+  const isSearching = searchInput.value.trim() !== "";
+  list.setAttribute("aria-label", isSearching ? pluralize(items.size, "note found", "notes found") : "Notes");
 };
-back!.onclick = () => leave();
-editor!.onsubmit = (event) => event.preventDefault();
-title.onkeydown = (event) => {
+backButton.onclick = closeEditor;
+editor.onsubmit = (event) => event.preventDefault();
+titleInput.onkeydown = (event) => {
   if (event.key !== "Enter" || event.isComposing) return;
   event.preventDefault();
-  body.focus();
+  bodyInput.focus();
 };
-
-function leave(): void {
-  const id = open?.id ?? "";
-  show(null);
-  ((rows.get(id)?.firstElementChild as HTMLElement | null) ?? fresh)?.focus();
-}
-
-function step(by: number): void {
-  const buttons = [...list!.querySelectorAll("button")];
-  const at = buttons.indexOf(document.activeElement as HTMLButtonElement);
-  const to = at < 0 ? (by > 0 ? 0 : buttons.length - 1) : Math.min(buttons.length - 1, Math.max(0, at + by));
-  buttons[to]?.focus();
-}
 
 addEventListener("keydown", (event) => {
   if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
-  const inList = list!.contains(document.activeElement);
-  if (event.key === "Escape" && editor!.contains(document.activeElement)) leave();
-  else if (event.key === "Escape" && document.activeElement === search) {
-    search.value = "";
-    render();
-  } else if (event.key === "ArrowDown" && document.activeElement === search) step(1);
+  const isInList = list.contains(document.activeElement);
+  if (event.key === "Escape" && editor.contains(document.activeElement)) closeEditor();
+  else if (event.key === "Escape" && document.activeElement === searchInput) {
+    searchInput.value = "";
+    renderList();
+  } else if (event.key === "ArrowDown" && document.activeElement === searchInput) moveFocus(1);
   else if (isTyping(event)) return;
-  else if (event.key === "n") create();
-  else if (event.key === "/") search.focus();
-  else if (event.key === "ArrowDown") step(1);
-  else if (event.key === "ArrowUp") step(-1);
-  else if (event.key === "Delete" && inList) {
+  else if (event.key === "n") createNote();
+  else if (event.key === "/") searchInput.focus();
+  else if (event.key === "ArrowDown") moveFocus(1);
+  else if (event.key === "ArrowUp") moveFocus(-1);
+  else if (event.key === "Delete" && isInList) {
     const note = store.get((document.activeElement!.parentElement as HTMLElement).dataset.id ?? "");
-    if (note) discard(note);
+    if (note) deleteNote(note);
   } else return;
   event.preventDefault();
 });
 
-live.hidden = true;
+liveIndicator.hidden = true;
 renderEditor();
 store.start();

@@ -1,4 +1,4 @@
-// A note as this page knows it: what the bridge has, and what the person wrote since.
+// A note on this page: the content that was last saved, and the content that the user is editing.
 
 import type { Row } from "../../shared/bridge";
 
@@ -8,45 +8,45 @@ export interface NoteRow extends Row {
   pinned: boolean | null;
 }
 
-export interface Content {
+export interface NoteContent {
   title: string;
   body: string;
   pinned: boolean;
 }
 
-export type Saving = "idle" | "waiting" | "running" | "failed";
+export type SaveState = "idle" | "scheduled" | "saving" | "failed";
 
 export class Note {
-  saving: Saving = "idle";
-  timer = 0;
+  saveState: SaveState = "idle";
+  saveTimer = 0;
 
   private constructor(
     readonly id: string,
-    /** `null`: the bridge does not have it yet. */
-    public saved: Content | null,
-    public content: Content,
+    /** `null` if the note has no row yet. */
+    public savedContent: NoteContent | null,
+    public content: NoteContent,
     public updatedAt: string,
   ) {}
 
-  static fresh(id: string): Note {
+  static createEmpty(id: string): Note {
     return new Note(id, null, { title: "", body: "", pinned: false }, new Date().toISOString());
   }
 
-  static of(row: NoteRow): Note {
-    const content = contentOf(row);
+  static fromRow(row: NoteRow): Note {
+    const content = toContent(row);
     return new Note(row.id, content, { ...content }, row.updated_at);
   }
 
   get isDirty(): boolean {
-    return this.saved === null ? !isEmpty(this.content) : !same(this.saved, this.content);
+    return this.savedContent === null ? !isEmpty(this.content) : !isSameContent(this.savedContent, this.content);
   }
 
-  /** The bridge has this row now. What was written here since stays. */
-  take(row: NoteRow): void {
-    const dirty = this.isDirty;
-    this.saved = contentOf(row);
+  /** Updates the saved content from a row; unsaved edits are kept. */
+  applyRow(row: NoteRow): void {
+    const wasDirty = this.isDirty;
+    this.savedContent = toContent(row);
     this.updatedAt = row.updated_at;
-    if (!dirty) this.content = { ...this.saved };
+    if (!wasDirty) this.content = { ...this.savedContent };
   }
 
   get heading(): string {
@@ -62,26 +62,27 @@ export class Note {
     return this.content.body.trim().split("\n")[0]?.slice(0, 80) ?? "";
   }
 
-  matches(words: string): boolean {
+  /** Whether the note contains every word of the search text. */
+  matches(searchText: string): boolean {
     const text = `${this.content.title}\n${this.content.body}`.toLocaleLowerCase();
-    return words.toLocaleLowerCase().split(/\s+/).every((word) => text.includes(word));
+    return searchText.toLocaleLowerCase().split(/\s+/).every((word) => text.includes(word));
   }
 }
 
-export function contentOf(row: NoteRow): Content {
+export function toContent(row: NoteRow): NoteContent {
   return { title: row.title ?? "", body: row.body ?? "", pinned: row.pinned ?? false };
 }
 
-export function same(one: Content, other: Content): boolean {
-  return one.title === other.title && one.body === other.body && one.pinned === other.pinned;
+export function isSameContent(a: NoteContent, b: NoteContent): boolean {
+  return a.title === b.title && a.body === b.body && a.pinned === b.pinned;
 }
 
-export function isEmpty({ title, body, pinned }: Content): boolean {
+export function isEmpty({ title, body, pinned }: NoteContent): boolean {
   return title === "" && body === "" && !pinned;
 }
 
-/** Pinned ones first, then the latest. */
-export function order(one: Note, other: Note): number {
-  const pinned = Number(other.content.pinned) - Number(one.content.pinned);
-  return pinned || other.updatedAt.localeCompare(one.updatedAt) || other.id.localeCompare(one.id);
+/** Sorts pinned notes first, then the most recently updated. */
+export function compareNotes(a: Note, b: Note): number {
+  const byPinned = Number(b.content.pinned) - Number(a.content.pinned);
+  return byPinned || b.updatedAt.localeCompare(a.updatedAt) || b.id.localeCompare(a.id);
 }

@@ -1,242 +1,251 @@
-// All notes, saved a moment after they were written. No text is lost: what cannot be saved stays on the page and is
-// tried again; what changed here and elsewhere is kept as two notes.
+// Holds all notes, and saves each shortly after it was edited. No text is lost: after a failure, the text stays on the
+// page and saving is retried; if a note was also changed elsewhere, both versions are kept as separate notes.
 
-import { ask, type BridgeError, type Change, follow, newId } from "../../shared/bridge";
-import { allRows, asBridgeError, changedIds, Patience, rowsOf } from "../../shared/rows";
-import { type Content, contentOf, isEmpty, Note, type NoteRow, order, same } from "./note";
+import { type BridgeError, callBridge, type Change, followChanges, newId } from "../../shared/bridge";
+import { Backoff, collectChangedIds, readRows, readRowsById, toBridgeError } from "../../shared/rows";
+import { compareNotes, isEmpty, isSameContent, Note, type NoteContent, type NoteRow, toContent } from "./note";
 
-const SAVE_AFTER_MS = 500;
+const SAVE_DELAY_MS = 500;
 
-export interface View {
-  /** Something of these notes is another now; `null`: of any. */
-  changed(note: Note | null): void;
-  failed(note: Note | null, error: BridgeError): void;
-  /** Written here and elsewhere: `copy` has what was written here. */
-  split(original: Note, copy: Note): void;
-  live(is: boolean): void;
+export interface StoreListener {
+  /** A note has changed, or with `null` the set of notes or any of them. */
+  onChange(note: Note | null): void;
+  onError(note: Note | null, error: BridgeError): void;
+  /** A note was edited both here and elsewhere: `copy` has the version of this page. */
+  onConflict(original: Note, copy: Note): void;
+  onConnectionChange(isConnected: boolean): void;
 }
 
 const table = "notes";
-const READING = { table, newestBy: "updated_at", page: 500, most: 5_000 } as const;
+const QUERY = { table, sortBy: "updated_at", pageSize: 500, maxRows: 5_000 } as const;
 
 export class Store {
   private readonly notes = new Map<string, Note>();
-  private readonly patience = new Patience(() => this.retry());
+  private readonly backoff = new Backoff(() => this.retry());
   isLoaded = false;
 
-  constructor(private readonly view: View) {
-    // What is not saved when the page goes away is sent along with its end.
-    addEventListener("visibilitychange", () => document.hidden && this.flush(true));
-    addEventListener("pagehide", () => this.flush(true));
-    addEventListener("online", () => this.flush(false));
+  constructor(private readonly listener: StoreListener) {
+    // Requests with keepalive are sent even if the page is closing.
+    addEventListener("visibilitychange", () => document.hidden && this.saveAll({ keepalive: true }));
+    addEventListener("pagehide", () => this.saveAll({ keepalive: true }));
+    addEventListener("online", () => this.saveAll());
   }
 
   start(): void {
-    void follow({
-      started: () => void this.load(),
-      changed: (changes) => void this.obey(changes),
-      live: (is) => {
-        this.view.live(is);
-        if (is) this.flush(false);
+    void followChanges({
+      onResync: () => void this.load(),
+      onChanges: (changes) => void this.applyChanges(changes),
+      onConnectionChange: (isConnected) => {
+        this.listener.onConnectionChange(isConnected);
+        if (isConnected) this.saveAll();
       },
     });
   }
 
-  /** Nothing failed that is not put right. */
-  get isSettled(): boolean {
-    return this.isLoaded && [...this.notes.values()].every((note) => note.saving !== "failed");
+  /** Whether the notes are loaded and no note has failed to save. */
+  get isHealthy(): boolean {
+    return this.isLoaded && [...this.notes.values()].every((note) => note.saveState !== "failed");
   }
 
   get(id: string): Note | undefined {
     return this.notes.get(id);
   }
 
-  all(): Note[] {
-    return [...this.notes.values()].sort(order);
+  sortedNotes(): Note[] {
+    return [...this.notes.values()].sort(compareNotes);
   }
 
-  create(content?: Content): Note {
-    const note = Note.fresh(newId());
+  /** Adds a note. A note without content is saved only once it is edited. */
+  create(content?: NoteContent): Note {
+    const note = Note.createEmpty(newId());
     if (content) note.content = { ...content };
     this.notes.set(note.id, note);
-    if (content) this.save(note, 0);
-    this.view.changed(null);
+    if (content) this.scheduleSave(note, 0);
+    this.listener.onChange(null);
     return note;
   }
 
-  edit(note: Note, part: Partial<Content>): void {
-    Object.assign(note.content, part);
-    this.save(note, part.pinned === undefined ? SAVE_AFTER_MS : 0);
-    this.view.changed(note);
+  edit(note: Note, changes: Partial<NoteContent>): void {
+    Object.assign(note.content, changes);
+    this.scheduleSave(note, changes.pinned === undefined ? SAVE_DELAY_MS : 0);
+    this.listener.onChange(note);
   }
 
-  /** Takes it away at once; the answer is what puts it back. */
+  /** Deletes a note, and returns a function that undoes it. */
   remove(note: Note): () => void {
-    clearTimeout(note.timer);
+    clearTimeout(note.saveTimer);
     this.notes.delete(note.id);
-    this.view.changed(null);
-    if (note.saved !== null || note.saving === "running") void this.removeRow(note);
+    this.listener.onChange(null);
+    if (note.savedContent !== null || note.saveState === "saving") void this.deleteRow(note);
     return () => this.create(note.content);
   }
 
-  /** A note in which nothing was ever written is none. */
-  dropIfEmpty(note: Note): void {
-    if (note.saved === null && isEmpty(note.content) && note.saving !== "running") {
+  /** Removes a note that was created but never edited. */
+  discardIfEmpty(note: Note): void {
+    if (note.savedContent === null && isEmpty(note.content) && note.saveState !== "saving") {
       this.notes.delete(note.id);
-      this.view.changed(null);
+      this.listener.onChange(null);
     }
   }
 
   retry(): void {
     if (!this.isLoaded) void this.load();
-    this.flush(false);
+    this.saveAll();
   }
 
-  async load(): Promise<void> {
+  private async load(): Promise<void> {
     try {
-      const rows = await allRows<NoteRow>(READING);
-      const there = new Set(rows.map((row) => row.id));
+      const rows = await readRows<NoteRow>(QUERY);
+      const ids = new Set(rows.map((row) => row.id));
       for (const note of this.notes.values()) {
-        if (!there.has(note.id) && note.saved !== null) this.lost(note);
+        if (!ids.has(note.id) && note.savedContent !== null) this.handleDeletedRow(note);
       }
-      for (const row of rows) this.take(row);
+      for (const row of rows) this.applyRow(row);
       this.isLoaded = true;
-      this.view.changed(null);
+      this.listener.onChange(null);
     } catch (error) {
-      this.fell(null, error);
+      this.handleError(null, error);
     }
   }
 
-  private async obey(changes: Change[]): Promise<void> {
-    const ids = changedIds(table, changes);
+  private async applyChanges(changes: Change[]): Promise<void> {
+    const ids = collectChangedIds(table, changes);
     if (ids === null) return this.load();
     if (ids.length === 0) return;
     try {
-      const rows = await rowsOf<NoteRow>(table, ids);
+      const rows = await readRowsById<NoteRow>(table, ids);
       for (const id of ids) {
         const row = rows.get(id);
         const note = this.notes.get(id);
-        if (row) this.take(row);
-        else if (note && note.saved !== null) this.lost(note);
+        if (row) this.applyRow(row);
+        else if (note && note.savedContent !== null) this.handleDeletedRow(note);
       }
-      this.view.changed(null);
+      this.listener.onChange(null);
     } catch (error) {
-      // What is shown may be old: all of it is read again.
+      // The notes may be stale now, so the retry reloads all of them.
       this.isLoaded = false;
-      this.fell(null, error);
+      this.handleError(null, error);
     }
   }
 
-  private take(row: NoteRow): void {
+  private applyRow(row: NoteRow): void {
     const note = this.notes.get(row.id);
     if (!note) {
-      this.notes.set(row.id, Note.of(row));
+      this.notes.set(row.id, Note.fromRow(row));
       return;
     }
-    // While this page writes it, its own answer says what is there; a written-in note is compared when it is saved.
-    if (note.saving === "running" || note.isDirty) return;
-    note.take(row);
-    this.view.changed(note);
+    // The response to a save in progress has the new row, and the save of a dirty note detects conflicts.
+    if (note.saveState === "saving" || note.isDirty) return;
+    note.applyRow(row);
+    this.listener.onChange(note);
   }
 
-  /** Deleted elsewhere. What was written here since is saved as a new row of the same id. */
-  private lost(note: Note): void {
+  /** Handles a note that was deleted elsewhere. If it has unsaved edits, it is inserted again with the same id. */
+  private handleDeletedRow(note: Note): void {
     if (note.isDirty) {
-      note.saved = null;
-      this.save(note, 0);
-    } else if (note.saving !== "running") {
+      note.savedContent = null;
+      this.scheduleSave(note, 0);
+    } else if (note.saveState !== "saving") {
       this.notes.delete(note.id);
     }
   }
 
-  private flush(last: boolean): void {
+  private saveAll({ keepalive = false } = {}): void {
     for (const note of this.notes.values()) {
-      if (note.isDirty) this.save(note, 0, last);
+      if (note.isDirty) this.scheduleSave(note, 0, keepalive);
     }
   }
 
-  private save(note: Note, after: number, last = false): void {
-    clearTimeout(note.timer);
-    if (note.saving === "running") return;
-    note.saving = "waiting";
-    if (after === 0) void this.write(note, last);
-    else note.timer = window.setTimeout(() => void this.write(note, last), after);
+  private scheduleSave(note: Note, delayMs: number, keepalive = false): void {
+    clearTimeout(note.saveTimer);
+    // A save in progress schedules another one if the note is still dirty afterwards.
+    if (note.saveState === "saving") return;
+    note.saveState = "scheduled";
+    if (delayMs === 0) void this.save(note, keepalive);
+    else note.saveTimer = window.setTimeout(() => void this.save(note, keepalive), delayMs);
   }
 
-  private async write(note: Note, last: boolean): Promise<void> {
+  private async save(note: Note, keepalive: boolean): Promise<void> {
     if (!note.isDirty) {
-      note.saving = "idle";
-      return this.view.changed(note);
+      note.saveState = "idle";
+      return this.listener.onChange(note);
     }
-    const sent = { ...note.content };
-    note.saving = "running";
-    this.view.changed(note);
+    const content = { ...note.content };
+    note.saveState = "saving";
+    this.listener.onChange(note);
     try {
-      const row = await (note.saved === null ? insert(note.id, sent, last) : update(note, sent, last));
-      note.saving = "idle";
+      const isNew = note.savedContent === null;
+      const row = await (isNew ? insertRow(note.id, content, keepalive) : updateRow(note, content, keepalive));
+      note.saveState = "idle";
       if (row === null) {
-        this.divide(note);
+        this.resolveConflict(note);
       } else {
-        this.patience.worked();
-        note.saved = contentOf(row);
+        this.backoff.reset();
+        note.savedContent = toContent(row);
         note.updatedAt = row.updated_at;
-        if (!this.notes.has(note.id)) await this.removeRow(note);
-        else if (note.isDirty) this.save(note, SAVE_AFTER_MS);
+        // The note may have been deleted or edited again in the meantime.
+        if (!this.notes.has(note.id)) await this.deleteRow(note);
+        else if (note.isDirty) this.scheduleSave(note, SAVE_DELAY_MS);
       }
-      this.view.changed(note);
+      this.listener.onChange(note);
     } catch (error) {
-      note.saving = "failed";
-      this.view.changed(note);
-      this.fell(note, error);
+      note.saveState = "failed";
+      this.listener.onChange(note);
+      this.handleError(note, error);
     }
   }
 
-  /** Tried again by itself, ever more seldom, unless the person does it before. */
-  private fell(note: Note | null, error: unknown): void {
-    const why = asBridgeError(error);
-    this.view.failed(note, why);
-    this.patience.failed(why);
+  private handleError(note: Note | null, error: unknown): void {
+    const bridgeError = toBridgeError(error);
+    this.listener.onError(note, bridgeError);
+    this.backoff.scheduleRetry(bridgeError);
   }
 
-  /** Somebody else wrote into this note, too: theirs stays under its id, ours becomes a note of its own. */
-  private divide(note: Note): void {
-    const ours = { ...note.content, title: `${note.heading} (your version)` };
-    note.content = { ...(note.saved ?? note.content) };
+  /** Keeps both versions: the other one under the note's id, and the one of this page as a new note. */
+  private resolveConflict(note: Note): void {
+    const localContent = { ...note.content, title: `${note.heading} (your version)` };
+    note.content = { ...(note.savedContent ?? note.content) };
     void this.load();
-    this.view.split(note, this.create(ours));
+    this.listener.onConflict(note, this.create(localContent));
   }
 
-  private async removeRow(note: Note): Promise<void> {
+  private async deleteRow(note: Note): Promise<void> {
     try {
-      await ask({ action: "delete", table, filter: { id: note.id }, maxAffected: 1 });
+      await callBridge({ action: "delete", table, filter: { id: note.id }, maxAffected: 1 });
     } catch (error) {
       this.notes.set(note.id, note);
-      this.view.changed(null);
-      this.fell(note, error);
+      this.listener.onChange(null);
+      this.handleError(note, error);
     }
   }
 }
 
-/** Again after an answer that never came, it finds its own row. */
-async function insert(id: string, content: Content, keepalive: boolean): Promise<NoteRow> {
+/** Inserts a row. The upsert makes a retry safe if the response to the first attempt was lost. */
+async function insertRow(id: string, content: NoteContent, keepalive: boolean): Promise<NoteRow> {
   const data = { id, ...content };
-  const question = { action: "upsert", table, data, onConflict: ["id"] };
-  return (await ask<{ data: NoteRow }>(question, { keepalive })).data;
+  const request = { action: "upsert", table, data, onConflict: ["id"] };
+  return (await callBridge<{ data: NoteRow }>(request, { keepalive })).data;
 }
 
-/** Only over the version that this page knows; `null` where there is another one. */
-async function update(note: Note, content: Content, keepalive: boolean, tries = 3): Promise<NoteRow | null> {
+/** Updates a row if it is still the version that this page has. Returns `null` if it was changed elsewhere. */
+async function updateRow(
+  note: Note,
+  content: NoteContent,
+  keepalive: boolean,
+  attemptsLeft = 3,
+): Promise<NoteRow | null> {
   const filter = { id: note.id, updated_at: note.updatedAt };
-  const question = { action: "update", table, filter, data: content, maxAffected: 1, returning: true };
-  const { rows } = (await ask<{ data: { rows?: NoteRow[] } }>(question, { keepalive })).data;
+  const request = { action: "update", table, filter, data: content, maxAffected: 1, returning: true };
+  const { rows } = (await callBridge<{ data: { rows?: NoteRow[] } }>(request, { keepalive })).data;
   if (rows?.[0]) return rows[0];
-  const found = await ask<{ data: NoteRow[] }>({ action: "find", table, filter: { id: note.id }, limit: 1 });
-  const there = found.data[0];
-  if (!there) return insert(note.id, content, keepalive);
-  const isOurs = same(contentOf(there), content);
-  const isAsBefore = note.saved !== null && same(contentOf(there), note.saved);
-  if (isOurs) return there;
-  if (!isAsBefore || tries === 1) return null;
-  note.updatedAt = there.updated_at;
-  return update(note, content, keepalive, tries - 1);
+  const found = await callBridge<{ data: NoteRow[] }>({ action: "find", table, filter: { id: note.id }, limit: 1 });
+  const current = found.data[0];
+  if (!current) return insertRow(note.id, content, keepalive);
+  const hasNewContent = isSameContent(toContent(current), content);
+  const hasOldContent = note.savedContent !== null && isSameContent(toContent(current), note.savedContent);
+  if (hasNewContent) return current;
+  if (!hasOldContent || attemptsLeft === 1) return null;
+  // Only the timestamp has changed, so the update cannot overwrite anything.
+  note.updatedAt = current.updated_at;
+  return updateRow(note, content, keepalive, attemptsLeft - 1);
 }

@@ -1,7 +1,7 @@
-// The apps that the gateway knows, and an icon for each.
+// The list of apps from the gateway, and an icon for each app.
 //
-// An icon's image is asked for once. Where it does not come, a tile with the name's first letter stands in its place,
-// and nothing is asked again.
+// An icon's image is requested once. If it fails, a tile with the first letter of the app's name replaces it, and the
+// image is not requested again.
 
 import { el } from "../../shared/ui";
 
@@ -11,35 +11,35 @@ export interface App {
   url: string | null;
   status: "ready" | "waiting" | "error";
   error: string | null;
-  /** Sites beside its own that the app may send data to. */
+  /** The origins, other than its own, that the app may send data to. */
   connect?: string[];
   icon?: string;
 }
 
-export class SignedOut extends Error {}
+export class SignedOutError extends Error {}
 
-const DEADLINE_MS = 10_000;
+const REQUEST_TIMEOUT_MS = 10_000;
 const CELL = { width: 128, height: 136 };
-const MOST_COLUMNS = 6;
+const MAX_COLUMNS = 6;
 
-export async function read<T>(path: string): Promise<T> {
-  const answer = await fetch(path, {
+export async function fetchJson<T>(path: string): Promise<T> {
+  const response = await fetch(path, {
     headers: { accept: "application/json" },
-    signal: AbortSignal.timeout(DEADLINE_MS),
+    signal: AbortSignal.timeout(REQUEST_TIMEOUT_MS),
     redirect: "error",
   });
-  if (answer.status === 401) throw new SignedOut();
-  if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
-  return (await answer.json()) as T;
+  if (response.status === 401) throw new SignedOutError();
+  if (!response.ok) throw new Error(`${path}: status ${response.status}`);
+  return (await response.json()) as T;
 }
 
-export class Icons {
+export class AppIcons {
   private readonly items = new Map<string, HTMLLIElement>();
   private columns = 1;
 
   constructor(
     private readonly world: HTMLElement,
-    private readonly open: (app: App) => void,
+    private readonly onOpen: (app: App) => void,
   ) {}
 
   size(): { width: number; height: number } {
@@ -47,75 +47,83 @@ export class Icons {
     return { width: this.columns * CELL.width, height: rows * CELL.height };
   }
 
-  /** Elements that are there stay as they are: their images are not asked for again. */
-  show(apps: App[]): void {
-    const shown = apps.filter((app) => app.slug && app.url);
-    const slugs = new Set(shown.map((app) => app.slug));
+  /** Shows an icon for each app. Existing elements are reused, so their images are not requested again. */
+  render(apps: App[]): void {
+    const listed = apps.filter((app) => app.slug && app.url);
+    const slugs = new Set(listed.map((app) => app.slug));
     for (const [slug, item] of this.items) {
       if (slugs.has(slug)) continue;
       item.remove();
       this.items.delete(slug);
     }
-    this.columns = Math.max(1, Math.min(MOST_COLUMNS, Math.ceil(Math.sqrt(shown.length * 1.6))));
-    shown.forEach((app, at) => {
-      const item = this.items.get(app.slug) ?? this.made(app);
-      this.paint(item, app);
-      item.style.left = `${(at % this.columns) * CELL.width}px`;
-      item.style.top = `${Math.floor(at / this.columns) * CELL.height}px`;
-      if (this.world.children[at] !== item) this.world.insertBefore(item, this.world.children[at] ?? null);
+    this.columns = Math.max(1, Math.min(MAX_COLUMNS, Math.ceil(Math.sqrt(listed.length * 1.6))));
+    listed.forEach((app, index) => {
+      const item = this.items.get(app.slug) ?? this.createItem(app);
+      this.updateItem(item, app);
+      item.style.left = `${(index % this.columns) * CELL.width}px`;
+      item.style.top = `${Math.floor(index / this.columns) * CELL.height}px`;
+      if (this.world.children[index] !== item) this.world.insertBefore(item, this.world.children[index] ?? null);
     });
     const { width, height } = this.size();
     this.world.style.width = `${width}px`;
     this.world.style.height = `${height}px`;
   }
 
-  private made(app: App): HTMLLIElement {
+  /** Focuses an app's icon. Returns whether the app has one. */
+  focus(slug: string): boolean {
+    const link = this.items.get(slug)?.firstElementChild as HTMLElement | undefined;
+    link?.focus();
+    return link !== undefined;
+  }
+
+  private createItem(app: App): HTMLLIElement {
     const image = el("img", { alt: "", width: 72, height: 72, draggable: false, decoding: "async" });
     const tile = el("span", { className: "tile", hidden: true, "aria-hidden": "true" });
     image.onerror = () => {
       tile.textContent = (app.name ?? app.slug).trim().charAt(0).toLocaleUpperCase();
-      tile.style.setProperty("--hue", String(hue(app.slug)));
+      tile.style.setProperty("--hue", String(hashToHue(app.slug)));
       tile.hidden = false;
       image.remove();
     };
     image.src = `/icons/${encodeURIComponent(app.slug)}`;
-    const link = el("a", { href: app.url ?? "", draggable: false }, image, tile, el("span", { className: "label" }), el("span", { className: "reach" }));
+    const label = el("span", { className: "label" });
+    const connections = el("span", { className: "connections" });
+    const link = el("a", { href: app.url ?? "", draggable: false }, image, tile, label, connections);
     link.onclick = (event) => {
-      // A new tab or window is the browser's.
+      // Let the browser open the link in a new tab or window.
       if (event.ctrlKey || event.metaKey || event.shiftKey || event.button !== 0) return;
       event.preventDefault();
-      this.open(app);
+      this.onOpen(app);
     };
     const item = el("li", {}, link);
     this.items.set(app.slug, item);
     return item;
   }
 
-  private paint(item: HTMLLIElement, app: App): void {
+  private updateItem(item: HTMLLIElement, app: App): void {
     const link = item.firstElementChild as HTMLAnchorElement;
     const label = link.querySelector(".label") as HTMLElement;
     const name = app.name ?? app.slug;
     if (label.textContent !== name) label.textContent = name;
     link.dataset.status = app.status;
-    const words = { ready: "", waiting: "is being set up", error: `cannot be used: ${app.error ?? "unknown"}` }[app.status];
-    const sites = app.connect?.map((origin) => origin.replace("https://", "")).join(", ") ?? "";
-    const reach = link.querySelector(".reach") as HTMLElement;
-    reach.textContent = sites && `connects to ${sites}`;
-    const hints = [words, sites && `may send data to ${sites}`].filter(Boolean).join("; ");
+    const statusHint = {
+      ready: "",
+      waiting: "is being set up",
+      error: `cannot be used: ${app.error ?? "unknown error"}`,
+    }[app.status];
+    const hosts = app.connect?.map((origin) => origin.replace("https://", "")).join(", ") ?? "";
+    const connections = link.querySelector(".connections") as HTMLElement;
+    connections.textContent = hosts && `connects to ${hosts}`;
+    const hints = [statusHint, hosts && `may send data to ${hosts}`].filter(Boolean).join("; ");
     link.title = hints ? `${name} ${hints}` : name;
     if (hints) link.setAttribute("aria-description", hints);
     else link.removeAttribute("aria-description");
   }
-
-  focus(slug: string): boolean {
-    const link = this.items.get(slug)?.firstElementChild as HTMLElement | undefined;
-    link?.focus();
-    return link !== undefined;
-  }
 }
 
-function hue(text: string): number {
-  let sum = 0;
-  for (const letter of text) sum = (sum * 31 + letter.codePointAt(0)!) % 360;
-  return sum;
+/** Derives a hue from a text, so that an app always has the same colour. */
+function hashToHue(text: string): number {
+  let hue = 0;
+  for (const letter of text) hue = (hue * 31 + letter.codePointAt(0)!) % 360;
+  return hue;
 }

@@ -1,8 +1,8 @@
-// The canvas: moved and zoomed by pointer, wheel, pinch and keys.
+// The canvas, which is panned and zoomed by pointer, wheel, pinch and keyboard.
 //
-// Every gesture begins on the surface itself. What begins on an icon, a button or a panel is theirs.
+// Every gesture starts on the surface itself. Events that start on an icon, a button or a panel are ignored.
 
-export interface Box {
+export interface Size {
   width: number;
   height: number;
 }
@@ -12,132 +12,141 @@ interface Point {
   y: number;
 }
 
-const LEAST = 0.3;
-const MOST = 3;
-const KEY_STEP = 64;
+const MIN_ZOOM = 0.3;
+const MAX_ZOOM = 3;
+const KEY_PAN_STEP = 64;
 const MARGIN = 72;
+/** The height of a line, for wheel events that count lines instead of pixels. */
+const LINE_HEIGHT = 16;
+const MAX_PINCH_DELTA = 60;
 
 export class Canvas {
-  private at: Point = { x: 0, y: 0 };
+  private offset: Point = { x: 0, y: 0 };
   private zoom = 1;
   private readonly pointers = new Map<number, Point>();
-  /** Whether the person has moved it; until then it follows the window. */
-  private isTheirs = false;
+  /** Whether everything is fitted into the window; false as soon as the user pans or zooms. */
+  isFitted = true;
 
   constructor(
     private readonly surface: HTMLElement,
     private readonly world: HTMLElement,
-    private readonly size: () => Box,
-    private readonly moved: (zoom: number) => void,
+    private readonly contentSize: () => Size,
+    private readonly onZoomChange: (zoom: number) => void,
   ) {
-    surface.addEventListener("pointerdown", (event) => this.down(event));
-    surface.addEventListener("pointermove", (event) => this.move(event));
-    for (const end of ["pointerup", "pointercancel", "lostpointercapture"] as const) {
-      surface.addEventListener(end, (event) => this.up(event));
+    surface.addEventListener("pointerdown", (event) => this.onPointerDown(event));
+    surface.addEventListener("pointermove", (event) => this.onPointerMove(event));
+    for (const type of ["pointerup", "pointercancel", "lostpointercapture"] as const) {
+      surface.addEventListener(type, (event) => this.onPointerEnd(event));
     }
-    surface.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
-    surface.addEventListener("keydown", (event) => this.key(event));
-    addEventListener("resize", () => (this.isTheirs ? this.show() : this.fit()));
+    surface.addEventListener("wheel", (event) => this.onWheel(event), { passive: false });
+    surface.addEventListener("keydown", (event) => this.onKeyDown(event));
+    addEventListener("resize", () => (this.isFitted ? this.fit() : this.applyTransform()));
   }
 
-  /** All of it in sight, at its own size where there is room. */
+  /** Centres everything in the window, zoomed out if needed. */
   fit(): void {
-    const { width, height } = this.size();
+    const { width, height } = this.contentSize();
     const { clientWidth, clientHeight } = this.surface;
-    const room = Math.min((clientWidth - MARGIN) / width, (clientHeight - 2 * MARGIN) / height);
-    this.zoom = Math.min(1, Math.max(LEAST, room));
-    this.at = { x: (clientWidth - width * this.zoom) / 2, y: (clientHeight - height * this.zoom) / 2 };
-    this.isTheirs = false;
-    this.show();
+    const fittingZoom = Math.min((clientWidth - MARGIN) / width, (clientHeight - 2 * MARGIN) / height);
+    this.zoom = Math.min(1, Math.max(MIN_ZOOM, fittingZoom));
+    this.offset = { x: (clientWidth - width * this.zoom) / 2, y: (clientHeight - height * this.zoom) / 2 };
+    this.isFitted = true;
+    this.applyTransform();
   }
 
-  /** Around the middle, by a button. */
+  /** Zooms around the centre of the window. */
   zoomBy(factor: number): void {
     this.zoomAround({ x: this.surface.clientWidth / 2, y: this.surface.clientHeight / 2 }, factor);
   }
 
-  /** For a person who goes through the icons by keyboard. */
-  reveal(icon: HTMLElement): void {
-    const box = icon.getBoundingClientRect();
+  /** Pans until an icon is visible, for keyboard users who move the focus to it. */
+  scrollIntoView(icon: HTMLElement): void {
+    const rect = icon.getBoundingClientRect();
     const { clientWidth, clientHeight } = this.surface;
-    const off = (from: number, to: number, room: number) =>
-      from < MARGIN ? MARGIN - from : to > room - MARGIN ? room - MARGIN - to : 0;
-    const by = { x: off(box.left, box.right, clientWidth), y: off(box.top, box.bottom, clientHeight) };
-    if (by.x !== 0 || by.y !== 0) this.panBy(by);
+    const distanceToMargins = (start: number, end: number, length: number) =>
+      start < MARGIN ? MARGIN - start : end > length - MARGIN ? length - MARGIN - end : 0;
+    const delta = {
+      x: distanceToMargins(rect.left, rect.right, clientWidth),
+      y: distanceToMargins(rect.top, rect.bottom, clientHeight),
+    };
+    if (delta.x !== 0 || delta.y !== 0) this.panBy(delta);
   }
 
-  get isUntouched(): boolean {
-    return !this.isTheirs;
+  private panBy(delta: Point): void {
+    this.offset = { x: this.offset.x + delta.x, y: this.offset.y + delta.y };
+    this.isFitted = false;
+    this.applyTransform();
   }
 
-  private panBy(by: Point): void {
-    this.at = { x: this.at.x + by.x, y: this.at.y + by.y };
-    this.isTheirs = true;
-    this.show();
-  }
-
-  private zoomAround(point: Point, factor: number): void {
-    const zoom = Math.min(MOST, Math.max(LEAST, this.zoom * factor));
-    const by = zoom / this.zoom;
-    this.at = { x: point.x - (point.x - this.at.x) * by, y: point.y - (point.y - this.at.y) * by };
+  /** Zooms so that what is displayed at `center` stays in place. */
+  private zoomAround(center: Point, factor: number): void {
+    const zoom = Math.min(MAX_ZOOM, Math.max(MIN_ZOOM, this.zoom * factor));
+    const ratio = zoom / this.zoom;
+    this.offset = {
+      x: center.x - (center.x - this.offset.x) * ratio,
+      y: center.y - (center.y - this.offset.y) * ratio,
+    };
     this.zoom = zoom;
-    this.isTheirs = true;
-    this.show();
+    this.isFitted = false;
+    this.applyTransform();
   }
 
-  private down(event: PointerEvent): void {
-    const isMain = event.pointerType !== "mouse" || event.button === 0 || event.button === 1;
-    if (event.target !== this.surface || !isMain || this.pointers.size === 2) return;
+  private onPointerDown(event: PointerEvent): void {
+    const canPan = event.pointerType !== "mouse" || event.button === 0 || event.button === 1;
+    if (event.target !== this.surface || !canPan || this.pointers.size === 2) return;
     this.pointers.set(event.pointerId, { x: event.clientX, y: event.clientY });
     this.surface.setPointerCapture(event.pointerId);
     this.surface.dataset.moving = "";
   }
 
-  private move(event: PointerEvent): void {
-    const before = this.pointers.get(event.pointerId);
-    if (!before) return;
-    const now = { x: event.clientX, y: event.clientY };
+  private onPointerMove(event: PointerEvent): void {
+    const previous = this.pointers.get(event.pointerId);
+    if (!previous) return;
+    const current = { x: event.clientX, y: event.clientY };
     const other = [...this.pointers].find(([id]) => id !== event.pointerId)?.[1];
-    this.pointers.set(event.pointerId, now);
-    if (!other) return this.panBy({ x: now.x - before.x, y: now.y - before.y });
-    const [far, near] = [Math.hypot(now.x - other.x, now.y - other.y), Math.hypot(before.x - other.x, before.y - other.y)];
-    if (near > 0) this.zoomAround({ x: (now.x + other.x) / 2, y: (now.y + other.y) / 2 }, far / near);
-    // Two fingers also carry it, each by its half.
-    this.panBy({ x: (now.x - before.x) / 2, y: (now.y - before.y) / 2 });
+    this.pointers.set(event.pointerId, current);
+    if (!other) return this.panBy({ x: current.x - previous.x, y: current.y - previous.y });
+    const distance = Math.hypot(current.x - other.x, current.y - other.y);
+    const previousDistance = Math.hypot(previous.x - other.x, previous.y - other.y);
+    const center = { x: (current.x + other.x) / 2, y: (current.y + other.y) / 2 };
+    if (previousDistance > 0) this.zoomAround(center, distance / previousDistance);
+    // Two fingers also pan: the canvas follows their centre, which moves half as far as each finger.
+    this.panBy({ x: (current.x - previous.x) / 2, y: (current.y - previous.y) / 2 });
   }
 
-  private up(event: PointerEvent): void {
+  private onPointerEnd(event: PointerEvent): void {
     this.pointers.delete(event.pointerId);
     if (this.pointers.size === 0) delete this.surface.dataset.moving;
   }
 
-  private wheel(event: WheelEvent): void {
+  private onWheel(event: WheelEvent): void {
     if (event.target !== this.surface) {
-      // The page is never zoomed in the canvas' stead.
+      // Prevent the browser from zooming the whole page.
       if (event.ctrlKey) event.preventDefault();
       return;
     }
     event.preventDefault();
-    const line = event.deltaMode === WheelEvent.DOM_DELTA_LINE ? 16 : 1;
-    const [x, y] = [event.deltaX * line, event.deltaY * line];
-    // A pinch on a touchpad comes as a wheel with the control key.
+    const scale = event.deltaMode === WheelEvent.DOM_DELTA_LINE ? LINE_HEIGHT : 1;
+    const [x, y] = [event.deltaX * scale, event.deltaY * scale];
+    // Browsers report a pinch on a touchpad as a wheel event with the control key.
     if (event.ctrlKey || event.metaKey) {
-      this.zoomAround({ x: event.clientX, y: event.clientY }, Math.exp(-Math.max(-60, Math.min(60, y)) / 120));
+      const delta = Math.max(-MAX_PINCH_DELTA, Math.min(MAX_PINCH_DELTA, y));
+      this.zoomAround({ x: event.clientX, y: event.clientY }, Math.exp(-delta / 120));
     } else {
       this.panBy(event.shiftKey && x === 0 ? { x: -y, y: 0 } : { x: -x, y: -y });
     }
   }
 
-  private key(event: KeyboardEvent): void {
+  private onKeyDown(event: KeyboardEvent): void {
     if (event.target !== this.surface || event.ctrlKey || event.metaKey || event.altKey) return;
-    const pans: Record<string, Point> = {
-      ArrowLeft: { x: KEY_STEP, y: 0 },
-      ArrowRight: { x: -KEY_STEP, y: 0 },
-      ArrowUp: { x: 0, y: KEY_STEP },
-      ArrowDown: { x: 0, y: -KEY_STEP },
+    const panDeltas: Record<string, Point> = {
+      ArrowLeft: { x: KEY_PAN_STEP, y: 0 },
+      ArrowRight: { x: -KEY_PAN_STEP, y: 0 },
+      ArrowUp: { x: 0, y: KEY_PAN_STEP },
+      ArrowDown: { x: 0, y: -KEY_PAN_STEP },
     };
-    const pan = pans[event.key];
-    if (pan) this.panBy(pan);
+    const panDelta = panDeltas[event.key];
+    if (panDelta) this.panBy(panDelta);
     else if (event.key === "+" || event.key === "=") this.zoomBy(1.25);
     else if (event.key === "-") this.zoomBy(0.8);
     else if (event.key === "0") this.fit();
@@ -145,12 +154,13 @@ export class Canvas {
     event.preventDefault();
   }
 
-  private show(): void {
-    const { x, y } = this.at;
+  private applyTransform(): void {
+    const { x, y } = this.offset;
     this.world.style.transform = `translate(${x}px, ${y}px) scale(${this.zoom})`;
+    // The background pattern moves with the canvas.
     this.surface.style.setProperty("--x", `${x}px`);
     this.surface.style.setProperty("--y", `${y}px`);
     this.surface.style.setProperty("--zoom", String(this.zoom));
-    this.moved(this.zoom);
+    this.onZoomChange(this.zoom);
   }
 }

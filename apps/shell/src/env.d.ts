@@ -1,4 +1,4 @@
-// What the build bakes in.
+// Environment variables that the build embeds.
 
 interface ImportMetaEnv {
   readonly NEXT_PUBLIC_IDP_PUBLISHABLE_KEY?: string;

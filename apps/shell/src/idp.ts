@@ -1,9 +1,10 @@
-// The identity provider, as the publishable key names it: `pk_test_` or `pk_live_`, then base64 of its host and a `$`.
+// The host of the identity provider, which its publishable key contains: `pk_test_` or `pk_live_`, followed by the
+// base64 of the host and a `$`.
 
-/** Only a build without a key has it; a bundle with it is refused. */
+/** Used by a development build without a key. The bundle builder refuses to package files that contain it. */
 const PLACEHOLDER_HOST = "placeholder-idp.invalid";
 
-function hostOf(key: string): string | null {
+function parseHost(key: string): string | null {
   try {
     const text = atob(key.split("_")[2]?.replaceAll("-", "+").replaceAll("_", "/") ?? "");
     return /^[a-z0-9.-]+\$$/.test(text) ? text.slice(0, -1) : null;
@@ -12,7 +13,7 @@ function hostOf(key: string): string | null {
   }
 }
 
-/** `null`: the key is of another form, and says no host. */
+/** `null` if the key is malformed. */
 export const idpHost = import.meta.env.NEXT_PUBLIC_IDP_PUBLISHABLE_KEY
-  ? hostOf(import.meta.env.NEXT_PUBLIC_IDP_PUBLISHABLE_KEY)
+  ? parseHost(import.meta.env.NEXT_PUBLIC_IDP_PUBLISHABLE_KEY)
   : PLACEHOLDER_HOST;

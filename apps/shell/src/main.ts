@@ -1,28 +1,41 @@
-// The shell: whose computer this is, its apps on a canvas, one of them open at a time.
+// The shell: the owner's handle and slot, the apps on a canvas, and the app that is open.
 
 import "../../shared/base.css";
 import "./style.css";
-import { el, News } from "../../shared/ui";
-import { type App, Icons, read, SignedOut } from "./apps";
+import { el, Toast } from "../../shared/ui";
+import { type App, AppIcons, fetchJson, SignedOutError } from "./apps";
 import { Canvas } from "./canvas";
 import { idpHost } from "./idp";
 
-const find = <T extends HTMLElement>(id: string) => document.getElementById(id) as T;
-const [surface, world, empty, panel] = ["surface", "world", "empty", "panel"].map((id) => find(id));
-const [appName, scale, handle] = ["app-name", "scale", "handle"].map((id) => find(id));
-const [alone, slotLink, idp] = ["alone", "slot", "idp"].map((id) => find<HTMLAnchorElement>(id));
-const news = new News(document.body);
+const byId = <T extends HTMLElement>(id: string) => document.getElementById(id) as T;
+const surface = byId("surface");
+const world = byId("world");
+const emptyMessage = byId("empty");
+const panel = byId("panel");
+const appName = byId("app-name");
+const zoomLevel = byId("zoom-level");
+const handle = byId("handle");
+const newTabLink = byId<HTMLAnchorElement>("new-tab");
+const slotLink = byId<HTMLAnchorElement>("slot");
+const accountLink = byId<HTMLAnchorElement>("idp");
+const closeButton = byId("close");
+const signOutButton = byId("sign-out");
+/** Everything outside the panel. */
+const background = [surface, byId("owner"), byId("account"), byId("zoom")];
+const toast = new Toast(document.body);
 
-const LOOK_EACH_MS = 30_000;
-const SOON_MS = 2_000;
+const REFRESH_INTERVAL_MS = 30_000;
+/** The interval while an app is being set up. */
+const SETUP_REFRESH_INTERVAL_MS = 2_000;
+const SIGN_OUT_TIMEOUT_MS = 10_000;
 let apps: App[] = [];
-let opened = "";
+let openSlug = "";
 
-const icons = new Icons(world!, (app) => {
+const icons = new AppIcons(world, (app) => {
   location.hash = `#/apps/${app.slug}`;
 });
-const canvas = new Canvas(surface!, world!, () => icons.size(), (zoom) => {
-  scale!.textContent = `${Math.round(zoom * 100)}%`;
+const canvas = new Canvas(surface, world, () => icons.size(), (zoom) => {
+  zoomLevel.textContent = `${Math.round(zoom * 100)}%`;
 });
 
 interface Slot {
@@ -31,108 +44,114 @@ interface Slot {
   current: boolean;
 }
 
-async function who(): Promise<void> {
-  const { slots } = await read<{ slots: Slot[] }>("/_svc/slots");
-  const slot = slots.find((one) => one.current) ?? slots[0];
-  if (!slot) return;
-  handle!.textContent = slot.handle;
-  document.title = `${slot.handle} · ${slot.slot}`;
-  slotLink!.textContent = slot.slot;
-  slotLink!.setAttribute("aria-label", `Slot ${slot.slot}${slots.length > 1 ? `, one of ${slots.length}: change` : ""}`);
-  slotLink!.hidden = false;
+async function showOwner(): Promise<void> {
+  const { slots } = await fetchJson<{ slots: Slot[] }>("/_svc/slots");
+  const current = slots.find((slot) => slot.current) ?? slots[0];
+  if (!current) return;
+  handle.textContent = current.handle;
+  document.title = `${current.handle} · ${current.slot}`;
+  slotLink.textContent = current.slot;
+  const switchHint = slots.length > 1 ? `, switch between ${slots.length} computers` : "";
+  slotLink.setAttribute("aria-label", `Slot ${current.slot}${switchHint}`);
+  slotLink.hidden = false;
 }
 
-let timer = 0;
-let looking = false;
+let refreshTimer = 0;
+let isRefreshing = false;
 
-/** Looks at the apps, and again later; never twice at once. */
-async function look(): Promise<void> {
-  clearTimeout(timer);
-  if (looking || document.hidden) return;
-  looking = true;
-  let next = LOOK_EACH_MS;
+/** Reloads the list of apps, and schedules the next refresh. Does nothing if a refresh is already in progress. */
+async function refresh(): Promise<void> {
+  clearTimeout(refreshTimer);
+  if (isRefreshing || document.hidden) return;
+  isRefreshing = true;
+  let interval = REFRESH_INTERVAL_MS;
   try {
-    const told = await read<{ apps: App[] }>("/api/apps");
-    apps = told.apps;
-    news.clear();
-    const untouched = canvas.isUntouched;
-    icons.show(apps);
-    empty!.hidden = apps.some((app) => app.url);
-    if (untouched) canvas.fit();
-    if (apps.length === 0 || apps.some((app) => app.status === "waiting")) next = SOON_MS;
-    route();
+    ({ apps } = await fetchJson<{ apps: App[] }>("/api/apps"));
+    toast.dismiss();
+    const wasFitted = canvas.isFitted;
+    icons.render(apps);
+    emptyMessage.hidden = apps.some((app) => app.url);
+    if (wasFitted) canvas.fit();
+    if (apps.length === 0 || apps.some((app) => app.status === "waiting")) interval = SETUP_REFRESH_INTERVAL_MS;
+    updatePanel();
   } catch (error) {
-    told(error, () => void look());
+    showError(error, () => void refresh());
   } finally {
-    looking = false;
-    timer = window.setTimeout(() => void look(), next);
+    isRefreshing = false;
+    refreshTimer = window.setTimeout(() => void refresh(), interval);
   }
 }
 
-function told(error: unknown, again: () => void): void {
-  if (error instanceof SignedOut) {
-    // Its page leads to the sign-in.
-    news.warn("You are signed out.", { label: "Sign in", act: () => location.assign("/") });
+function showError(error: unknown, retry: () => void): void {
+  if (error instanceof SignedOutError) {
+    // The router redirects page loads without a session to the sign-in page.
+    toast.warn("You are signed out.", { label: "Sign in", run: () => location.assign("/") });
   } else {
-    news.warn("Your computer cannot be reached.", { label: "Try again", act: again });
+    toast.warn("Your computer cannot be reached.", { label: "Try again", run: retry });
   }
 }
 
-function route(): void {
+/** Opens the app that the URL's hash names, or closes the panel. */
+function updatePanel(): void {
   const slug = /^#\/apps\/([a-z][a-z0-9-]*)$/.exec(location.hash)?.[1] ?? "";
-  const app = apps.find((one) => one.slug === slug && one.url);
+  const app = apps.find((candidate) => candidate.slug === slug && candidate.url);
+  // The list of apps has not been loaded yet.
   if (slug && !app && apps.length === 0) return;
-  const before = opened;
-  opened = app?.slug ?? "";
-  if (opened === before) return;
-  panel!.hidden = !app;
-  // An app that is closed does not go on in the background; and a frame of its own leaves the way back alone.
+  const previousSlug = openSlug;
+  openSlug = app?.slug ?? "";
+  if (openSlug === previousSlug) return;
+  panel.hidden = !app;
+  // A closed app must not keep running. Navigating an existing frame would also add an entry to the browser's history.
   document.getElementById("frame")?.remove();
-  for (const part of [surface, find("who"), find("account"), find("zoom")]) part!.inert = app !== undefined;
+  for (const element of background) element.inert = app !== undefined;
   if (app) {
     const name = app.name ?? app.slug;
-    appName!.textContent = name;
-    panel!.setAttribute("aria-label", name);
-    alone!.href = app.url!;
+    appName.textContent = name;
+    panel.setAttribute("aria-label", name);
+    newTabLink.href = app.url!;
     const frame = el("iframe", { id: "frame", title: name, src: app.url!, allow: "clipboard-write; fullscreen" });
     frame.onload = () => frame.focus();
-    panel!.append(frame);
-  } else {
-    if (!icons.focus(before)) surface!.focus();
+    panel.append(frame);
+  } else if (!icons.focus(previousSlug)) {
+    surface.focus();
   }
 }
 
-find("close").onclick = () => {
-  location.hash = "#/";
-};
-find("in").onclick = () => canvas.zoomBy(1.25);
-find("out").onclick = () => canvas.zoomBy(0.8);
-find("fit").onclick = () => canvas.fit();
-find<HTMLButtonElement>("sign-out").onclick = async () => {
+async function signOut(): Promise<void> {
   try {
-    const answer = await fetch("/_svc/sign-out", { method: "POST", signal: AbortSignal.timeout(10_000) });
-    if (!answer.ok) throw new Error(`sign-out: ${answer.status}`);
+    const signal = AbortSignal.timeout(SIGN_OUT_TIMEOUT_MS);
+    const response = await fetch("/_svc/sign-out", { method: "POST", signal });
+    if (!response.ok) throw new Error(`sign-out: status ${response.status}`);
     location.assign("/");
   } catch (error) {
-    told(error, () => find("sign-out").click());
+    showError(error, () => void signOut());
   }
-};
-world!.addEventListener("focusin", (event) => {
-  const target = event.target as HTMLElement;
-  if (target.matches(":focus-visible")) canvas.reveal(target);
-});
-panel!.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") find("close").click();
-});
-addEventListener("hashchange", route);
-document.addEventListener("visibilitychange", () => void look());
-if (idpHost) {
-  idp!.href = `https://${idpHost}/`;
-  idp!.title = `Your account at ${idpHost}`;
-  idp!.hidden = false;
 }
 
-who().catch((error: unknown) => {
-  if (error instanceof SignedOut) told(error, () => undefined);
+closeButton.onclick = () => {
+  location.hash = "#/";
+};
+byId("zoom-in").onclick = () => canvas.zoomBy(1.25);
+byId("zoom-out").onclick = () => canvas.zoomBy(0.8);
+byId("fit").onclick = () => canvas.fit();
+signOutButton.onclick = () => void signOut();
+world.addEventListener("focusin", (event) => {
+  const target = event.target as HTMLElement;
+  if (target.matches(":focus-visible")) canvas.scrollIntoView(target);
 });
-void look();
+panel.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") closeButton.click();
+});
+addEventListener("hashchange", updatePanel);
+document.addEventListener("visibilitychange", () => void refresh());
+if (idpHost) {
+  accountLink.href = `https://${idpHost}/`;
+  accountLink.title = `Your account at ${idpHost}`;
+  accountLink.hidden = false;
+}
+
+// Other errors are not shown: the page works without the owner's handle, and `refresh` reports an unreachable computer.
+showOwner().catch((error: unknown) => {
+  if (error instanceof SignedOutError) showError(error, () => undefined);
+});
+void refresh();

@@ -1,191 +1,204 @@
-// The page: a line to add to, a list, and keys for both.
+// The page of the tasks app: the form for new tasks, the list, and keyboard shortcuts.
 
 import "../../shared/base.css";
 import "./style.css";
 import { type BridgeError, signInAgain } from "../../shared/bridge";
-import { el, icon, isTyping, News, plural } from "../../shared/ui";
+import { el, icon, isTyping, pluralize, Toast } from "../../shared/ui";
 import { Store, type Task } from "./store";
 
-const find = <T extends HTMLElement>(id: string) => document.getElementById(id) as T;
-const [list, empty, count, live] = ["list", "empty", "count", "live"].map((id) => find(id));
-const form = find<HTMLFormElement>("add");
-const [title, due] = ["title", "due"].map((id) => find<HTMLInputElement>(id));
-const clear = find<HTMLButtonElement>("clear");
-find("submit").prepend(icon("plus"));
+const byId = <T extends HTMLElement>(id: string) => document.getElementById(id) as T;
+const list = byId("list");
+const emptyMessage = byId("empty");
+const counts = byId("counts");
+const liveIndicator = byId("live");
+const form = byId<HTMLFormElement>("add");
+const titleInput = byId<HTMLInputElement>("title");
+const dueInput = byId<HTMLInputElement>("due");
+const deleteCompletedButton = byId("delete-completed");
+byId("submit").prepend(icon("plus"));
 
-const news = new News(document.body);
-const rows = new Map<string, HTMLLIElement>();
-/** Done here just now: it stays in sight until the next look, so that a slip can be taken back. */
-const lingering = new Set<string>();
-let wanted: "open" | "done" | "all" = "open";
+const toast = new Toast(document.body);
+const items = new Map<string, HTMLLIElement>();
+/** Tasks that were checked or unchecked. They stay listed until the filter changes, so a mistake can be undone. */
+const recentlyToggled = new Set<string>();
+let filter: "open" | "done" | "all" = "open";
 
 const store = new Store({
-  changed() {
-    if (store.isSettled) news.settle();
+  onChange() {
+    if (store.isHealthy) toast.dismissWarning();
     render();
   },
-  failed: (error) => tell(error),
-  live(is) {
-    live!.hidden = !is;
+  onError: (error) => showError(error),
+  onConnectionChange(isConnected) {
+    liveIndicator.hidden = !isConnected;
   },
 });
 
-function tell(error: BridgeError): void {
-  if (error.why === "session") {
-    news.warn("You are signed out; what is marked is not saved.", { label: "Sign in", act: signInAgain });
+function showError(error: BridgeError): void {
+  const retry = { label: "Try again", run: () => store.retry() };
+  if (error.kind === "signed-out") {
+    const signIn = { label: "Sign in", run: signInAgain };
+    toast.warn("You are signed out. Tasks that are marked have not been saved.", signIn);
   } else if (!store.isLoaded) {
-    news.warn(`Your tasks cannot be read: ${error.message}`, { label: "Try again", act: () => store.retry() });
+    toast.warn(`Could not load your tasks: ${error.message}`, retry);
   } else {
-    news.warn(`Not saved yet: ${error.message}`, { label: "Try again", act: () => store.retry() });
+    toast.warn(`Not saved yet: ${error.message}`, retry);
   }
 }
 
-function isShown(task: Task): boolean {
-  return wanted === "all" || task.done === (wanted === "done") || lingering.has(task.id);
+function isListed(task: Task): boolean {
+  return filter === "all" || task.done === (filter === "done") || recentlyToggled.has(task.id);
 }
 
 function render(): void {
-  const all = store.all();
-  const shown = all.filter(isShown);
-  const ids = new Set(shown.map((task) => task.id));
-  for (const [id, row] of rows) {
+  const tasks = store.sortedTasks();
+  const listed = tasks.filter(isListed);
+  const ids = new Set(listed.map((task) => task.id));
+  for (const [id, item] of items) {
     if (ids.has(id)) continue;
-    row.remove();
-    rows.delete(id);
+    item.remove();
+    items.delete(id);
   }
-  shown.forEach((task, at) => {
-    const row = rows.get(task.id) ?? made(task.id);
-    paint(row, task);
-    if (list!.children[at] === row) return;
-    // A row that is moved loses the focus.
-    const focused = row.contains(document.activeElement) ? (document.activeElement as HTMLElement) : null;
-    list!.insertBefore(row, list!.children[at] ?? null);
+  listed.forEach((task, index) => {
+    const item = items.get(task.id) ?? createItem(task.id);
+    updateItem(item, task);
+    if (list.children[index] === item) return;
+    // Moving an element takes the focus away from it.
+    const focused = item.contains(document.activeElement) ? (document.activeElement as HTMLElement) : null;
+    list.insertBefore(item, list.children[index] ?? null);
     focused?.focus();
   });
-  const done = all.filter((task) => task.done).length;
-  count!.textContent = store.isLoaded ? `${all.length - done} open, ${done} done` : "";
-  clear.hidden = done === 0 || wanted === "open";
-  empty!.hidden = shown.length > 0 || !store.isLoaded;
-  empty!.textContent = { open: "Nothing to do. Press N to add a task.", done: "Nothing done yet.", all: "No tasks yet." }[wanted];
+  const doneCount = tasks.filter((task) => task.done).length;
+  counts.textContent = store.isLoaded ? `${tasks.length - doneCount} open, ${doneCount} done` : "";
+  deleteCompletedButton.hidden = doneCount === 0 || filter === "open";
+  emptyMessage.hidden = listed.length > 0 || !store.isLoaded;
+  emptyMessage.textContent = {
+    open: "Nothing to do. Press N to add a task.",
+    done: "No completed tasks yet.",
+    all: "No tasks yet.",
+  }[filter];
 }
 
-function made(id: string): HTMLLIElement {
-  const check = el("input", { type: "checkbox", className: "check" });
+function createItem(id: string): HTMLLIElement {
+  const checkbox = el("input", { type: "checkbox", className: "check" });
   const text = el("input", { className: "text", autocomplete: "off", maxLength: 500, "aria-label": "Title" });
   const date = el("input", { type: "date", className: "date", "aria-label": "Due date" });
-  const mark = el("span", { className: "mark" });
-  const remove = el("button", { type: "button", className: "button quiet square" }, icon("trash"));
-  const row = el("li", { className: "task" }, check, text, mark, date, remove);
-  row.dataset.id = id;
-  const task = () => store.get(id);
-  check.onchange = () => {
-    const one = task();
-    if (!one) return;
-    lingering.add(id);
-    store.edit(one, { done: check.checked });
+  const saveStatus = el("span", { className: "save-status" });
+  const deleteButton = el("button", { type: "button", className: "button quiet square" }, icon("trash"));
+  const item = el("li", { className: "task" }, checkbox, text, saveStatus, date, deleteButton);
+  item.dataset.id = id;
+  checkbox.onchange = () => {
+    const task = store.get(id);
+    if (!task) return;
+    recentlyToggled.add(id);
+    store.edit(task, { done: checkbox.checked });
   };
   text.onchange = () => {
-    const one = task();
-    const words = text.value.trim();
-    if (one && words && words !== one.title) store.edit(one, { title: words });
-    else if (one) text.value = one.title;
+    const task = store.get(id);
+    const title = text.value.trim();
+    if (task && title && title !== task.title) store.edit(task, { title });
+    else if (task) text.value = task.title;
   };
   text.onkeydown = (event) => {
     if (event.isComposing || !["Enter", "Escape"].includes(event.key)) return;
-    if (event.key === "Escape") text.value = task()?.title ?? text.value;
+    if (event.key === "Escape") text.value = store.get(id)?.title ?? text.value;
     event.preventDefault();
-    check.focus();
+    checkbox.focus();
   };
   date.onchange = () => {
-    const one = task();
-    if (one) store.edit(one, { due: date.value || null });
+    const task = store.get(id);
+    if (task) store.edit(task, { due: date.value || null });
   };
-  remove.onclick = () => {
-    const one = task();
-    if (one) discard([one]);
+  deleteButton.onclick = () => {
+    const task = store.get(id);
+    if (task) deleteTasks([task]);
   };
-  rows.set(id, row);
-  return row;
+  items.set(id, item);
+  return item;
 }
 
-function paint(row: HTMLLIElement, task: Task): void {
-  const [check, text, mark, date, remove] = row.children as unknown as [
+function updateItem(item: HTMLLIElement, task: Task): void {
+  const [checkbox, text, saveStatus, date, deleteButton] = item.children as unknown as [
     HTMLInputElement, HTMLInputElement, HTMLElement, HTMLInputElement, HTMLButtonElement,
   ];
-  check.checked = task.done;
-  check.setAttribute("aria-label", `Done: ${task.title}`);
-  // What is being written is not overwritten.
+  checkbox.checked = task.done;
+  checkbox.setAttribute("aria-label", `Done: ${task.title}`);
+  // Do not overwrite the field that the user is editing.
   if (document.activeElement !== text) text.value = task.title;
   if (document.activeElement !== date) date.value = task.due ?? "";
-  mark.textContent = task.hasFailed ? "Not saved" : "";
-  remove.setAttribute("aria-label", `Delete: ${task.title}`);
-  row.toggleAttribute("data-done", task.done);
-  row.toggleAttribute("data-dated", task.due !== null);
-  row.toggleAttribute("data-late", !task.done && task.due !== null && task.due < today());
+  saveStatus.textContent = task.hasFailed ? "Not saved" : "";
+  deleteButton.setAttribute("aria-label", `Delete: ${task.title}`);
+  item.toggleAttribute("data-done", task.done);
+  item.toggleAttribute("data-dated", task.due !== null);
+  item.toggleAttribute("data-overdue", !task.done && task.due !== null && task.due < today());
 }
 
+/** Returns the local date in the format of `due`. */
 function today(): string {
   const now = new Date();
-  const two = (number: number) => String(number).padStart(2, "0");
-  return `${now.getFullYear()}-${two(now.getMonth() + 1)}-${two(now.getDate())}`;
+  const pad = (number: number) => String(number).padStart(2, "0");
+  return `${now.getFullYear()}-${pad(now.getMonth() + 1)}-${pad(now.getDate())}`;
 }
 
-function discard(tasks: Task[]): void {
-  const shown = [...rows.keys()];
-  const order = store.all().map((task) => task.id).filter((id) => shown.includes(id));
-  const at = order.indexOf(tasks[0]?.id ?? "");
-  const rest = order.filter((id) => !tasks.some((task) => task.id === id));
+function deleteTasks(tasks: Task[]): void {
+  const listedIds = store.sortedTasks().map((task) => task.id).filter((id) => items.has(id));
+  const index = listedIds.indexOf(tasks[0]?.id ?? "");
+  const remainingIds = listedIds.filter((id) => !tasks.some((task) => task.id === id));
   const restore = store.remove(tasks);
-  const next = rows.get(rest[Math.min(at, rest.length - 1)] ?? "");
-  ((next?.firstElementChild as HTMLElement | null) ?? title)?.focus();
-  const what = tasks.length === 1 ? `“${tasks[0]!.title.slice(0, 40)}” is` : `${plural(tasks.length, "task")} are`;
-  news.tell(`${what} deleted.`, { label: "Undo", act: restore });
+  const neighbour = items.get(remainingIds[Math.min(index, remainingIds.length - 1)] ?? "");
+  const checkbox = neighbour?.firstElementChild as HTMLElement | undefined;
+  (checkbox ?? titleInput).focus();
+  const what = tasks.length === 1 ? `“${tasks[0]!.title.slice(0, 40)}”` : pluralize(tasks.length, "task");
+  toast.show(`Deleted ${what}.`, { label: "Undo", run: restore });
+}
+
+function moveFocus(offset: 1 | -1): void {
+  const item = (document.activeElement as HTMLElement | null)?.closest<HTMLElement>(".task");
+  const all = [...list.children] as HTMLElement[];
+  const target = item ? all[all.indexOf(item) + offset] : all[offset > 0 ? 0 : all.length - 1];
+  if (target) (target.firstElementChild as HTMLElement).focus();
+  else if (offset < 0) titleInput.focus();
 }
 
 form.onsubmit = (event) => {
   event.preventDefault();
-  const words = title!.value.trim();
-  if (words === "") return title!.focus();
-  store.add({ title: words, done: false, due: due!.value || null });
-  title!.value = "";
-  due!.value = "";
-  title!.focus();
+  const title = titleInput.value.trim();
+  if (title === "") return titleInput.focus();
+  store.add({ title, done: false, due: dueInput.value || null });
+  titleInput.value = "";
+  dueInput.value = "";
+  titleInput.focus();
 };
 
 for (const radio of document.querySelectorAll<HTMLInputElement>("[name=show]")) {
   radio.onchange = () => {
-    wanted = radio.value as typeof wanted;
-    lingering.clear();
+    filter = radio.value as typeof filter;
+    recentlyToggled.clear();
     render();
   };
 }
 
-clear.onclick = () => discard(store.all().filter((task) => task.done));
-
-function step(by: number): void {
-  const row = (document.activeElement as HTMLElement | null)?.closest<HTMLElement>(".task");
-  const all = [...list!.children] as HTMLElement[];
-  const to = row ? all[all.indexOf(row as HTMLLIElement) + by] : all[by > 0 ? 0 : all.length - 1];
-  if (to) (to.firstElementChild as HTMLElement).focus();
-  else if (by < 0) title!.focus();
-}
+deleteCompletedButton.onclick = () => deleteTasks(store.sortedTasks().filter((task) => task.done));
 
 addEventListener("keydown", (event) => {
   if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
   const focused = document.activeElement as HTMLElement;
-  const row = focused.closest<HTMLElement>(".task");
-  const isText = isTyping(event) && focused.getAttribute("type") !== "checkbox" && focused.getAttribute("type") !== "radio";
-  if (event.key === "ArrowDown" && (!isText || focused === title || focused.className === "text")) step(1);
-  else if (event.key === "ArrowUp" && (!isText || focused.className === "text")) step(-1);
-  else if (isText) return;
-  else if (event.key === "n") title!.focus();
-  else if (event.key === "Enter" && row && focused.className === "check") (row.children[1] as HTMLInputElement).select();
-  else if (event.key === "Delete" && row) {
-    const task = store.get(row.dataset.id ?? "");
-    if (task) discard([task]);
+  const item = focused.closest<HTMLElement>(".task");
+  const isToggle = ["checkbox", "radio"].includes(focused.getAttribute("type") ?? "");
+  const isInText = isTyping(event) && !isToggle;
+  const isInTitle = focused.className === "text";
+  if (event.key === "ArrowDown" && (!isInText || focused === titleInput || isInTitle)) moveFocus(1);
+  else if (event.key === "ArrowUp" && (!isInText || isInTitle)) moveFocus(-1);
+  else if (isInText) return;
+  else if (event.key === "n") titleInput.focus();
+  else if (event.key === "Enter" && item && focused.className === "check") {
+    (item.children[1] as HTMLInputElement).select();
+  } else if (event.key === "Delete" && item) {
+    const task = store.get(item.dataset.id ?? "");
+    if (task) deleteTasks([task]);
   } else return;
   event.preventDefault();
 });
 
-live!.hidden = true;
+liveIndicator.hidden = true;
 store.start();

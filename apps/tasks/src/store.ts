@@ -1,9 +1,10 @@
-// All tasks, with what was done here shown at once. What did not reach the bridge stays, is marked, and is tried again.
+// Holds all tasks. Changes are shown immediately (optimistic updates); those that could not be saved are marked, and
+// saving them is retried.
 
-import { ask, BridgeError, type Change, follow, newId, type Row } from "../../shared/bridge";
-import { allRows, asBridgeError, changedIds, Patience, rowsOf } from "../../shared/rows";
+import { BridgeError, callBridge, type Change, followChanges, newId, type Row } from "../../shared/bridge";
+import { Backoff, collectChangedIds, readRows, readRowsById, toBridgeError } from "../../shared/rows";
 
-export interface Content {
+export interface TaskContent {
   title: string;
   done: boolean;
   due: string | null;
@@ -15,200 +16,204 @@ interface TaskRow extends Row {
   due: string | null;
 }
 
-export interface Task extends Content {
+export interface Task extends TaskContent {
   readonly id: string;
-  /** Fields that the bridge does not have yet. */
-  pending: Partial<Content>;
+  /** The fields that have not been saved yet. */
+  pending: Partial<TaskContent>;
+  /** Whether the task has no row yet. */
   isNew: boolean;
-  isRunning: boolean;
+  isSaving: boolean;
   hasFailed: boolean;
 }
 
-export interface View {
-  changed(): void;
-  failed(error: BridgeError): void;
-  live(is: boolean): void;
+export interface StoreListener {
+  onChange(): void;
+  onError(error: BridgeError): void;
+  onConnectionChange(isConnected: boolean): void;
 }
 
 const table = "tasks";
-/** Rows asked for, or deleted, at once. */
-const PAGE = 1000;
-const READING = { table, newestBy: "created_at", page: PAGE, most: 10_000 } as const;
+/** The most rows to read or delete in one request. */
+const BATCH_SIZE = 1000;
+const QUERY = { table, sortBy: "created_at", pageSize: BATCH_SIZE, maxRows: 10_000 } as const;
 
 export class Store {
   private readonly tasks = new Map<string, Task>();
-  private readonly patience = new Patience(() => this.retry());
+  private readonly backoff = new Backoff(() => this.retry());
   isLoaded = false;
 
-  constructor(private readonly view: View) {
+  constructor(private readonly listener: StoreListener) {
     addEventListener("online", () => this.retry());
   }
 
   start(): void {
-    void follow({
-      started: () => void this.load(),
-      changed: (changes) => void this.obey(changes),
-      live: (is) => {
-        this.view.live(is);
-        if (is) this.retry();
+    void followChanges({
+      onResync: () => void this.load(),
+      onChanges: (changes) => void this.applyChanges(changes),
+      onConnectionChange: (isConnected) => {
+        this.listener.onConnectionChange(isConnected);
+        if (isConnected) this.retry();
       },
     });
   }
 
-  all(): Task[] {
-    return [...this.tasks.values()].sort(order);
+  sortedTasks(): Task[] {
+    return [...this.tasks.values()].sort(compareTasks);
   }
 
   get(id: string): Task | undefined {
     return this.tasks.get(id);
   }
 
-  add(content: Content): Task {
-    const task = { id: newId(), ...content, pending: { ...content }, isNew: true, isRunning: false, hasFailed: false };
+  add(content: TaskContent): void {
+    const task = { id: newId(), ...content, pending: { ...content }, isNew: true, isSaving: false, hasFailed: false };
     this.tasks.set(task.id, task);
-    this.view.changed();
-    void this.write(task);
-    return task;
+    this.listener.onChange();
+    void this.save(task);
   }
 
-  edit(task: Task, part: Partial<Content>): void {
-    Object.assign(task, part);
-    Object.assign(task.pending, part);
-    this.view.changed();
-    void this.write(task);
+  edit(task: Task, changes: Partial<TaskContent>): void {
+    Object.assign(task, changes);
+    Object.assign(task.pending, changes);
+    this.listener.onChange();
+    void this.save(task);
   }
 
-  /** The answer is what brings them back. */
+  /** Deletes tasks, and returns a function that undoes it. */
   remove(tasks: Task[]): () => void {
     for (const task of tasks) this.tasks.delete(task.id);
-    this.view.changed();
-    void this.removeRows(tasks);
+    this.listener.onChange();
+    void this.deleteRows(tasks);
     return () => {
       for (const { title, done, due } of tasks) this.add({ title, done, due });
     };
   }
 
-  /** Nothing failed that is not put right. */
-  get isSettled(): boolean {
+  /** Whether the tasks are loaded and no task has failed to save. */
+  get isHealthy(): boolean {
     return this.isLoaded && [...this.tasks.values()].every((task) => !task.hasFailed);
   }
 
   retry(): void {
     if (!this.isLoaded) void this.load();
     for (const task of this.tasks.values()) {
-      if (task.hasFailed) void this.write(task);
+      if (task.hasFailed) void this.save(task);
     }
   }
 
-  async load(): Promise<void> {
+  private async load(): Promise<void> {
     try {
-      const rows = await allRows<TaskRow>(READING);
-      const there = new Set(rows.map((row) => row.id));
+      const rows = await readRows<TaskRow>(QUERY);
+      const ids = new Set(rows.map((row) => row.id));
       for (const task of this.tasks.values()) {
-        if (!there.has(task.id) && !isWaiting(task)) this.tasks.delete(task.id);
+        if (!ids.has(task.id) && !isDirty(task)) this.tasks.delete(task.id);
       }
-      for (const row of rows) this.take(row);
+      for (const row of rows) this.applyRow(row);
       this.isLoaded = true;
-      this.view.changed();
+      this.listener.onChange();
     } catch (error) {
-      this.fell(error);
+      this.handleError(error);
     }
   }
 
-  private async obey(changes: Change[]): Promise<void> {
-    const ids = changedIds(table, changes);
+  private async applyChanges(changes: Change[]): Promise<void> {
+    const ids = collectChangedIds(table, changes);
     if (ids === null) return this.load();
     if (ids.length === 0) return;
     try {
-      const rows = await rowsOf<TaskRow>(table, ids);
+      const rows = await readRowsById<TaskRow>(table, ids);
       for (const id of ids) {
         const row = rows.get(id);
         const task = this.tasks.get(id);
-        if (row) this.take(row);
-        else if (task && !isWaiting(task)) this.tasks.delete(id);
+        if (row) this.applyRow(row);
+        else if (task && !isDirty(task)) this.tasks.delete(id);
       }
-      this.view.changed();
+      this.listener.onChange();
     } catch (error) {
-      // What is shown may be old: all of it is read again.
+      // The tasks may be stale now, so the retry reloads all of them.
       this.isLoaded = false;
-      this.fell(error);
+      this.handleError(error);
     }
   }
 
-  /** What was done here and is not there yet stays over what comes. */
-  private take(row: TaskRow): void {
+  /** Updates a task from its row; fields with unsaved changes are kept. */
+  private applyRow(row: TaskRow): void {
     const content = { title: row.title ?? "", done: row.done ?? false, due: row.due };
     const task = this.tasks.get(row.id);
-    if (task) Object.assign(task, content, task.pending, { isNew: false });
-    else this.tasks.set(row.id, { id: row.id, ...content, pending: {}, isNew: false, isRunning: false, hasFailed: false });
+    if (task) {
+      Object.assign(task, content, task.pending, { isNew: false });
+    } else {
+      const state = { pending: {}, isNew: false, isSaving: false, hasFailed: false };
+      this.tasks.set(row.id, { id: row.id, ...content, ...state });
+    }
   }
 
-  private async write(task: Task): Promise<void> {
-    if (task.isRunning || !isWaiting(task)) return;
+  private async save(task: Task): Promise<void> {
+    if (task.isSaving || !isDirty(task)) return;
     const sent = { ...task.pending };
-    task.isRunning = true;
+    task.isSaving = true;
     task.hasFailed = false;
     try {
-      if (task.isNew) await put(task);
-      else await update(task, sent);
+      if (task.isNew) await upsertRow(task);
+      else await updateRow(task, sent);
       task.isNew = false;
-      this.patience.worked();
-      for (const key of Object.keys(sent) as (keyof Content)[]) {
+      this.backoff.reset();
+      for (const key of Object.keys(sent) as (keyof TaskContent)[]) {
         if (task.pending[key] === sent[key]) delete task.pending[key];
       }
     } catch (error) {
       task.hasFailed = true;
-      this.fell(error);
+      this.handleError(error);
     } finally {
-      task.isRunning = false;
-      this.view.changed();
+      task.isSaving = false;
+      this.listener.onChange();
     }
-    // Taken away, or changed again, while it was written.
-    if (!this.tasks.has(task.id)) await this.removeRows([task]);
-    else if (isWaiting(task) && !task.hasFailed) await this.write(task);
+    // The task may have been deleted or edited again in the meantime.
+    if (!this.tasks.has(task.id)) await this.deleteRows([task]);
+    else if (isDirty(task) && !task.hasFailed) await this.save(task);
   }
 
-  /** Tried again by itself, ever more seldom, unless the person does it before. */
-  private fell(error: unknown): void {
-    const why = asBridgeError(error);
-    this.view.failed(why);
-    this.patience.failed(why);
+  private handleError(error: unknown): void {
+    const bridgeError = toBridgeError(error);
+    this.listener.onError(bridgeError);
+    this.backoff.scheduleRetry(bridgeError);
   }
 
-  private async removeRows(tasks: Task[]): Promise<void> {
+  private async deleteRows(tasks: Task[]): Promise<void> {
     const ids = tasks.map((task) => task.id);
     try {
-      for (let at = 0; at < ids.length; at += PAGE) {
-        await ask({ action: "delete", table, filter: { id: { in: ids.slice(at, at + PAGE) } } });
+      for (let start = 0; start < ids.length; start += BATCH_SIZE) {
+        const filter = { id: { in: ids.slice(start, start + BATCH_SIZE) } };
+        await callBridge({ action: "delete", table, filter });
       }
     } catch (error) {
       for (const task of tasks) this.tasks.set(task.id, task);
-      this.view.changed();
-      this.fell(error);
+      this.listener.onChange();
+      this.handleError(error);
     }
   }
 }
 
-function isWaiting(task: Task): boolean {
+function isDirty(task: Task): boolean {
   return Object.keys(task.pending).length > 0;
 }
 
-/** Open ones first, of these the one that is due first; what has no date comes in the order of its making. */
-function order(one: Task, other: Task): number {
-  const late = (task: Task) => task.due ?? "9999-12-31";
-  return Number(one.done) - Number(other.done) || late(one).localeCompare(late(other)) || one.id.localeCompare(other.id);
+/** Sorts open tasks first, then by due date; tasks without one come last. Ids sort by time of creation. */
+function compareTasks(a: Task, b: Task): number {
+  const dueOrLast = (task: Task) => task.due ?? "9999-12-31";
+  return Number(a.done) - Number(b.done) || dueOrLast(a).localeCompare(dueOrLast(b)) || a.id.localeCompare(b.id);
 }
 
-async function put({ id, title, done, due }: Task): Promise<void> {
-  await ask({ action: "upsert", table, data: { id, title, done, due }, onConflict: ["id"] });
+async function upsertRow({ id, title, done, due }: Task): Promise<void> {
+  await callBridge({ action: "upsert", table, data: { id, title, done, due }, onConflict: ["id"] });
 }
 
-async function update(task: Task, part: Partial<Content>): Promise<void> {
+async function updateRow(task: Task, changes: Partial<TaskContent>): Promise<void> {
   try {
-    await ask({ action: "update", table, id: task.id, data: part });
+    await callBridge({ action: "update", table, id: task.id, data: changes });
   } catch (error) {
-    // Deleted elsewhere while it was changed here: what was written here comes back.
+    // The task was deleted elsewhere while it was edited here. Inserting it again keeps the edit.
     if (!(error instanceof BridgeError) || error.status !== 404) throw error;
-    await put(task);
+    await upsertRow(task);
   }
 }
