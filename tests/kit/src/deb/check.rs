@@ -170,7 +170,7 @@ async fn check_platform_package(
         "remove must delete the program and keep the settings"
     );
     let output = chroot.run(&["dpkg", "--purge", "svc-platform"])?;
-    ensure!(output.contains("platform.env stays"), "purge does not report what it keeps:\n{output}");
+    ensure!(output.contains("kept /etc/svc/platform.env"), "purge does not report what it keeps:\n{output}");
     ensure!(
         chroot.path(SETTINGS).exists() && !example.exists(),
         "purge must keep the settings, which contain the platform's key, and delete the example"
