@@ -248,16 +248,15 @@ fn find_violating_seed(scenario: &Scenario, violation: Violation, max_seeds: u64
     (0..max_seeds).find(|&seed| run_scenario(scenario, &mut Seeded(seed)).violations.contains(&violation))
 }
 
+fn assert_no_violation(seed: u64, result: &RunResult) {
+    assert!(result.violations.is_empty(), "seed {seed}: {:?}\n{}", result.violations, result.log.join("\n"));
+}
+
 fn assert_invariants_hold(scenario: &Scenario, seeds: std::ops::Range<u64>) -> Figures {
     let (mut writes, mut faults) = (0, 0);
     for seed in seeds.clone() {
         let result = run_scenario(scenario, &mut Seeded(seed));
-        assert!(
-            result.violations.is_empty(),
-            "seed {seed}: {:?}\n{}",
-            result.violations,
-            result.log.join("\n")
-        );
+        assert_no_violation(seed, &result);
         writes += u64::from(result.writes);
         faults += u64::from(result.faults);
     }
@@ -323,12 +322,7 @@ fn pointer_invariants_hold_in_every_replacement_order() {
 fn assert_invariants_hold_without_faults(scenario: &Scenario, seeds: std::ops::Range<u64>) {
     for seed in seeds {
         let result = run_scenario(scenario, &mut Seeded(seed));
-        assert!(
-            result.violations.is_empty(),
-            "seed {seed}: {:?}\n{}",
-            result.violations,
-            result.log.join("\n")
-        );
+        assert_no_violation(seed, &result);
         assert!(result.writes > 0, "seed {seed}: no actor has written the pointer");
     }
 }

@@ -1,8 +1,8 @@
 //! The description of a route, for the OpenAPI document and for the route's guards.
 
-use serde_json::Value;
+use svc_http::openapi::Operation;
 
-use svc_http::openapi::{Content, DocumentedResponse, Operation};
+pub use svc_http::openapi::documented_json;
 
 /// Default maximum body size, for routes without a body or with a small one.
 pub const DEFAULT_MAX_BODY_BYTES: usize = 64 * 1024;
@@ -11,13 +11,4 @@ pub const DEFAULT_MAX_BODY_BYTES: usize = 64 * 1024;
 pub struct Endpoint {
     pub operation: Operation,
     pub max_body_bytes: usize,
-}
-
-/// Describes a JSON response.
-pub const fn documented_json(
-    status: u16,
-    description: &'static str,
-    schema: fn() -> Value,
-) -> DocumentedResponse {
-    DocumentedResponse { status, description, content: Content::Json(schema) }
 }

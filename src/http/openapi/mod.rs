@@ -81,6 +81,15 @@ pub struct DocumentedResponse {
     pub content: Content,
 }
 
+/// Describes a JSON response.
+pub const fn documented_json(
+    status: u16,
+    description: &'static str,
+    schema: fn() -> Value,
+) -> DocumentedResponse {
+    DocumentedResponse { status, description, content: Content::Json(schema) }
+}
+
 #[derive(Debug, Clone, Copy)]
 pub enum Content {
     Nothing,

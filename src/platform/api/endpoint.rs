@@ -7,12 +7,12 @@ pub use super::schemas::*;
 use crate::context::Platform;
 use axum::routing::MethodRouter;
 use axum::{Extension, Router};
-use serde_json::Value;
 use svc_http::openapi::{
-    Content, Credential, CredentialScheme, DocumentedResponse, Operation, Parameter, ParameterLocation,
-    nul_free_text, text_matching, uuid,
+    Credential, CredentialScheme, Operation, Parameter, ParameterLocation, nul_free_text, text_matching, uuid,
 };
 use svc_wire::operator::Scope;
+
+pub use svc_http::openapi::documented_json;
 
 /// One method of one path, its access and its handler.
 pub struct Endpoint {
@@ -79,12 +79,3 @@ pub const CURSOR: Parameter = Parameter {
     schema: nul_free_text,
     description: "The nextCursor of the previous page.",
 };
-
-/// Describes a JSON response.
-pub const fn documented_json(
-    status: u16,
-    description: &'static str,
-    schema: fn() -> Value,
-) -> DocumentedResponse {
-    DocumentedResponse { status, description, content: Content::Json(schema) }
-}

@@ -1,8 +1,8 @@
 //! The keys that are trusted to sign release manifests, and the succession of key sets on a host.
 //!
 //! Invariants: a key set is not empty, and one of its keys has signed the manifest that contains it, so that a host
-//! never trusts only keys with which nobody can sign. A host's sequence only increases, so that an older release
-//! never restores a removed key.
+//! always trusts at least one key that can still sign. A host's sequence only increases, so that an older release never
+//! restores a removed key.
 
 use std::fmt;
 use std::str::FromStr;
