@@ -6,6 +6,8 @@ use super::figures::{Figure, PRODUCT, Spec, Tally, median, quantile};
 
 /// A median that differs by at most this share is never a change.
 const MIN_CHANGE: f64 = 0.02;
+/// Fewer rounds cannot distinguish a change from noise.
+const MIN_ROUNDS: usize = 3;
 
 /// The samples of both builds, by round.
 #[derive(Debug, Default)]
@@ -95,13 +97,14 @@ fn is_higher_better(unit: &str) -> bool {
     unit.ends_with("/s")
 }
 
-/// A figure has changed if the middle half of its ratios is on one side of 1, and their median is more than
-/// [`MIN_CHANGE`] away from it. `None` if there are no ratios.
+/// A figure has changed if nearly all of its ratios are on one side of 1, and their median is further from 1 than
+/// [`MIN_CHANGE`] and than twice their spread. `None` if there are no ratios.
 fn judge(ratios: &[f64], is_higher_better: bool) -> Option<Verdict> {
-    let (low, high) = (quantile(ratios, 0.25)?, quantile(ratios, 0.75)?);
-    let middle = median(ratios)?;
-    let (is_lower, is_higher) =
-        (high < 1.0 && middle < 1.0 - MIN_CHANGE, low > 1.0 && middle > 1.0 + MIN_CHANGE);
+    let (low, high) = (quantile(ratios, 0.1)?, quantile(ratios, 0.9)?);
+    let change = median(ratios)? - 1.0;
+    let spread = (quantile(ratios, 0.75)? - quantile(ratios, 0.25)?) / 2.0;
+    let is_beyond_noise = ratios.len() >= MIN_ROUNDS && change.abs() > MIN_CHANGE.max(2.0 * spread);
+    let (is_lower, is_higher) = (is_beyond_noise && high < 1.0, is_beyond_noise && low > 1.0);
     Some(match (is_lower, is_higher) {
         (true, _) if is_higher_better => Verdict::Worse,
         (true, _) => Verdict::Better,
@@ -153,11 +156,9 @@ mod tests {
         assert_eq!(verdict(&RATE, &baseline, &[80.0, 101.0, 95.0, 110.0, 102.0]), Verdict::Same, "noise");
         assert_eq!(verdict(&RATE, &baseline, &[99.0; 5]), Verdict::Same, "a steady difference of 1 %");
         assert_eq!(verdict(&RATE, &baseline, &[97.0; 5]), Verdict::Worse);
-        assert_eq!(
-            verdict(&RATE, &baseline, &[97.0, 96.0, 97.0, 130.0, 95.0]),
-            Verdict::Worse,
-            "one outlier"
-        );
+        assert_eq!(verdict(&RATE, &[100.0; 2], &[80.0; 2]), Verdict::Same, "too few rounds");
+        let nine = [97.0, 96.0, 97.0, 110.0, 95.0, 96.0, 97.0, 97.0, 96.0];
+        assert_eq!(verdict(&RATE, &[100.0; 9], &nine), Verdict::Worse, "one outlier of nine");
     }
 
     #[test]
