@@ -88,7 +88,7 @@ async fn race(bucket: &Bucket, slot: &SlotPrefix, choices: &mut Seeded) -> Resul
 
 #[tokio::test(flavor = "multi_thread")]
 async fn pointer_invariants_hold_on_moto() -> Result<()> {
-    race_on_moto(40).await
+    race_on_moto(15).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -99,7 +99,7 @@ async fn pointer_invariants_hold_on_moto_in_thousands_of_races() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn pointer_invariants_hold_on_seaweedfs() -> Result<()> {
-    race_on_seaweedfs(100).await
+    race_on_seaweedfs(40).await
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -30,24 +30,24 @@ detects! {
     detects_two_servers_of_one_machine: BrokenRule::ProviderAcceptsDuplicateNames => DuplicateServer at 0, then OrphanedServer;
     detects_two_active_machines_in_one_slot: BrokenRule::DUPLICATES_MACHINES => DuplicateActiveMachine at 0,
         then InternalError;
-    detects_route_to_a_stopped_machine: BrokenRule::HIDES_CHANGES_FROM_ROUTERS => RoutedWhileNotRunning at 7;
+    detects_route_to_a_stopped_machine: BrokenRule::HIDES_CHANGES_FROM_ROUTERS => RoutedWhileNotRunning at 28;
     detects_running_without_registration: BrokenRule::RUNS_UNREGISTERED => RunningUnregistered at 0, then UnfinishedOperation;
     detects_second_host_of_one_machine: BrokenRule::LOSES_REGISTRATIONS => RegisteredTwice at 11,
         then AuditIncomplete UnfinishedOperation OrphanedServer HostNotNotified InternalError;
     detects_epoch_that_does_not_increase: BrokenRule::REUSES_EPOCHS => EpochDidNotIncrease at 10, then LostRows;
-    detects_deleted_machine_that_becomes_active: BrokenRule::REACTIVATES_DELETED_MACHINES => BecameActiveAgain at 1,
+    detects_deleted_machine_that_becomes_active: BrokenRule::REACTIVATES_DELETED_MACHINES => BecameActiveAgain at 12,
         then DuplicateActiveMachine AuditIncomplete;
-    detects_server_before_its_fence: BrokenRule::StoreLosesFences => ServerBeforeFence at 0;
-    detects_pointer_that_was_set_back: BrokenRule::StoreIgnoresConditions => PointerSetBack at 56;
-    detects_pointer_moved_by_a_replaced_host: BrokenRule::HostIgnoresFence => PointerMovedByFencedHost at 22,
+    detects_server_before_its_fence: BrokenRule::StoreLosesFences => ServerBeforeFence at 1;
+    detects_pointer_that_was_set_back: BrokenRule::StoreIgnoresConditions => PointerSetBack at 133;
+    detects_pointer_moved_by_a_replaced_host: BrokenRule::HostIgnoresFence => PointerMovedByFencedHost at 28,
         then ServerBeforeFence;
-    detects_pointer_to_an_unverified_snapshot: BrokenRule::HostDoesNotVerify => PointerToUnverifiedSnapshot at 0,
+    detects_pointer_to_an_unverified_snapshot: BrokenRule::HostDoesNotVerify => PointerToUnverifiedSnapshot at 2,
         then PointerMovedByFencedHost PointerSetBack;
     detects_removed_snapshot: BrokenRule::StoreRemovesSnapshots => SnapshotRemoved at 5;
-    detects_machine_without_an_operation: BrokenRule::ENDS_OPERATIONS_EARLY => MissingOperation at 0;
+    detects_machine_without_an_operation: BrokenRule::ENDS_OPERATIONS_EARLY => MissingOperation at 1;
     detects_operation_that_never_ends: BrokenRule::NEVER_ENDS_OPERATIONS => UnfinishedOperation at 0, then OrphanedServer;
     detects_lost_operation: BrokenRule::LOSES_OPERATIONS => AcceptedOperationLost at 12, then OrphanedServer;
-    detects_server_that_outlives_its_machine: BrokenRule::ProviderDeletesNothing => OrphanedServer at 3, then UnfinishedOperation;
+    detects_server_that_outlives_its_machine: BrokenRule::ProviderDeletesNothing => OrphanedServer at 7, then UnfinishedOperation;
     detects_undetected_missing_server: BrokenRule::RESETS_MISSING_SINCE => RunningWithoutServer at 51;
     detects_change_without_an_audit_row: BrokenRule::LOSES_AUDIT_ROWS => AuditIncomplete at 0;
     detects_different_response_to_the_same_key: BrokenRule::LOSES_IDEMPOTENCY_KEYS => ReplayDiffers at 1, then AuditIncomplete;

@@ -32,13 +32,8 @@ fn record_figures(test: &str, counts: &Counts) -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn first_half_of_seeds_finds_no_violation() {
+async fn seeds_find_no_violation() {
     run_in_process(0, 150).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn second_half_of_seeds_finds_no_violation() {
-    run_in_process(150, 150).await;
 }
 
 /// The same plans through the production adapter and the store's client, over HTTP.

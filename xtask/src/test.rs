@@ -6,11 +6,15 @@ use std::process::{Command, ExitCode, Stdio};
 use anyhow::{Context, Result};
 use kit::long_tests::{self, Sums};
 use kit::pg::RunServer;
-use kit::skip;
+use kit::{disk, skip};
 
 use crate::cargo;
 
-/// Environment variables of the tests: the files for skipped tests and figures, and the address of the database server.
+/// Free memory that the temporary files of all tests may use, in bytes: several times what a run has used.
+const MIN_FREE_MEMORY: u64 = 8 << 30;
+
+/// Environment variables of the tests: the files for skipped tests and figures, the directory for temporary files, and
+/// the address of the database server.
 type Variables = Vec<(&'static str, OsString)>;
 
 /// Runs the tests whose names contain a filter (default: all), and lists those that were skipped. `long` adds the
@@ -24,6 +28,11 @@ pub fn run(long: bool, filters: &[String]) -> Result<ExitCode> {
     std::fs::write(&skipped, "").with_context(|| format!("empty {}", skipped.display()))?;
     let mut variables: Variables =
         vec![(skip::SKIP_REPORT_VAR, std::path::absolute(&skipped)?.into_os_string())];
+    if std::env::var_os("TMPDIR").is_none()
+        && let Some(dir) = disk::in_memory_dir(MIN_FREE_MEMORY)
+    {
+        variables.push(("TMPDIR", dir.into()));
+    }
     let (name, address) = server.variable();
     variables.push((name, address.into()));
     let exit = if long { run_long(filters, variables) } else { run_tests(false, filters, variables) };

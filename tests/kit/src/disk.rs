@@ -1,4 +1,4 @@
-//! A small disk for tests of a full disk: a tmpfs mounted over a directory.
+//! Temporary directories: one in memory, and a small disk for tests of a full disk.
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
@@ -8,10 +8,25 @@ use std::time::Duration;
 
 use anyhow::Result;
 use nix::sys::statfs::statfs;
+use nix::sys::statvfs::{FsFlags, statvfs};
+use nix::unistd::{AccessFlags, access};
 
 use crate::{child, skip};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// The directory for temporary data in memory, if it has that many free bytes and can contain programs. A test creates
+/// hundreds of small files, whose creation on a disk takes up to a third of its CPU time. The path is short, because
+/// that of a Unix socket is limited to 107 bytes.
+pub fn in_memory_dir(min_free_bytes: u64) -> Option<&'static Path> {
+    let dir = Path::new("/dev/shm");
+    let stats = statvfs(dir).ok()?;
+    let free_bytes = stats.blocks_available() * stats.fragment_size();
+    let is_usable = free_bytes >= min_free_bytes
+        && !stats.flags().contains(FsFlags::ST_NOEXEC)
+        && access(dir, AccessFlags::W_OK).is_ok();
+    is_usable.then_some(dir)
+}
 
 /// A mounted tmpfs that contains the previous content of its directory; unmounted on drop.
 pub struct SmallDisk {

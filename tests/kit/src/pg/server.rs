@@ -11,18 +11,20 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
-use nix::sys::statvfs::statvfs;
-use nix::unistd::{AccessFlags, Pid, access};
+use nix::unistd::Pid;
 use tempfile::TempDir;
 use tokio_postgres::Client;
 
 use super::cluster::{self, PreparedCluster};
 use super::{PgBinaries, PgConnectionInfo};
 use crate::child::{self, AtExit};
+use crate::disk::in_memory_dir;
 use crate::net;
 
 pub(super) const START_TIMEOUT: Duration = Duration::from_secs(60);
 const STOP_TIMEOUT: Duration = Duration::from_secs(20);
+/// Free memory that a server's temporary data may use, in bytes.
+const MIN_FREE_MEMORY: u64 = 2 << 30;
 
 /// Options of a server; the default is a temporary server on a free port.
 #[derive(Clone, Debug, Default)]
@@ -114,7 +116,9 @@ impl PgServer {
     }
 
     fn prepare(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
-        let temp_dir = tempfile::Builder::new().prefix("kit-pg-").tempdir_in(temp_parent())?;
+        let temp_dir = tempfile::Builder::new()
+            .prefix("kit-pg-")
+            .tempdir_in(in_memory_dir(MIN_FREE_MEMORY).unwrap_or(Path::new("/tmp")))?;
         child::remove_on_exit(temp_dir.path());
         let mut settings = vec![
             ("shared_buffers".to_owned(), "32MB".to_owned()),
@@ -312,17 +316,6 @@ impl Drop for PgServer {
             self.release_shared_memory();
         }
     }
-}
-
-/// The parent directory of temporary data: in memory if there is room, because a new database consists of hundreds of
-/// small files, whose creation on a disk would take a third of the tests' CPU time. Its path is short, because that of
-/// a Unix socket is limited to 107 bytes.
-fn temp_parent() -> &'static str {
-    const IN_MEMORY: &str = "/dev/shm";
-    const MIN_FREE_BYTES: u64 = 2 << 30;
-    let free = statvfs(IN_MEMORY).map(|stats| stats.blocks_available() * stats.fragment_size());
-    let is_writable = access(IN_MEMORY, AccessFlags::W_OK).is_ok();
-    if is_writable && free.is_ok_and(|free| free >= MIN_FREE_BYTES) { IN_MEMORY } else { "/tmp" }
 }
 
 fn children_of(pid: Pid) -> Vec<Pid> {
