@@ -1,4 +1,4 @@
-//! Middleware of all listeners: request id, log span, log line and metrics.
+//! Request id, log span, log line and metrics of each request, on all listeners.
 //!
 //! Invariant: no credential in a path is logged, or is part of a metric: the token in the path of an app's page is
 //! removed.
@@ -41,8 +41,17 @@ impl Listener {
     }
 }
 
+/// [`observe`] as a layer of a router.
+pub async fn layer(State(listener): State<Listener>, request: Request, next: Next) -> Response {
+    observe(listener, request, |request| next.run(request)).await
+}
+
 /// Uses a well-formed inbound request id or generates one, and adds it to the request, the span and the response.
-pub async fn layer(State(listener): State<Listener>, mut request: Request, next: Next) -> Response {
+pub async fn observe<F: Future<Output = Response>>(
+    listener: Listener,
+    mut request: Request,
+    respond: impl FnOnce(Request) -> F,
+) -> Response {
     let start = Instant::now();
     let (method, route) = (method_label(request.method()), route_label(listener, &request));
     let id = request_id::from_headers(request.headers()).map_or_else(request_id::generate, str::to_owned);
@@ -55,7 +64,7 @@ pub async fn layer(State(listener): State<Listener>, mut request: Request, next:
         path = %without_token(request.uri().path()),
     );
     let work = async {
-        let response = next.run(request).await;
+        let response = respond(request).await;
         let (status, took) = (response.status().as_u16(), start.elapsed());
         let ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
         if listener.should_log_all_requests() || status >= 500 {

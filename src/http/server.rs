@@ -1,5 +1,6 @@
 //! The server loop: accepts connections, with TLS if configured, serves HTTP/1.1 with upgrades, and drains on shutdown.
 
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,6 +8,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::ConnectInfo;
+use axum::response::Response;
 use http::Request;
 use hyper::body::{Body as _, Incoming};
 use hyper::server::conn::http1;
@@ -70,6 +72,18 @@ fn max_connections() -> usize {
     usize::try_from(memory / 8 / BYTES_PER_CONNECTION).unwrap_or(usize::MAX).clamp(512, 16_384)
 }
 
+/// Responds to the requests of a listener.
+pub trait Respond: Clone + Send + Sync + 'static {
+    fn respond(&self, request: Request<Body>) -> impl Future<Output = Response> + Send;
+}
+
+impl Respond for Router {
+    async fn respond(&self, request: Request<Body>) -> Response {
+        let Ok(response) = TowerToHyperService::new(self.clone()).call(request).await;
+        response
+    }
+}
+
 /// Serves until `stop`, then drains the requests in flight.
 ///
 /// Each request has the extensions `ConnectInfo<SocketAddr>` and [`Scheme`].
@@ -88,11 +102,11 @@ pub async fn serve_on(
     threads: RouterThreads,
     listener: TcpListener,
     tls: Option<Arc<rustls::ServerConfig>>,
-    router: Router,
+    responder: impl Respond,
     limits: ListenerLimits,
     stop: CancellationToken,
 ) {
-    accept(listener, tls, router, limits, stop, Some(threads)).await;
+    accept(listener, tls, responder, limits, stop, Some(threads)).await;
 }
 
 /// The threads of the router's public listener, and the connections that it passes through.
@@ -105,7 +119,7 @@ pub struct RouterThreads {
 async fn accept(
     listener: TcpListener,
     tls: Option<Arc<rustls::ServerConfig>>,
-    router: Router,
+    responder: impl Respond,
     limits: ListenerLimits,
     stop: CancellationToken,
     threads: Option<RouterThreads>,
@@ -142,7 +156,7 @@ async fn accept(
         };
         // Small responses are sent without delay. An error means a closed socket, which the first read detects.
         let _ = stream.set_nodelay(true);
-        let router = router.clone();
+        let responder = responder.clone();
         let extensions = ConnectionExtensions { peer, scheme };
         let (acceptor, limits) = (acceptor.clone(), limits.clone());
         let passthrough = passthrough.clone();
@@ -150,7 +164,7 @@ async fn accept(
         let serve_stream = move |stream: TcpStream| async move {
             let _guards = (permit, address_permit, tracked);
             match acceptor {
-                None => serve_connection(stream, router, extensions, &limits, stop).await,
+                None => serve_connection(stream, responder, extensions, &limits, stop).await,
                 Some(acceptor) => {
                     let handshake = tokio::time::timeout(limits.handshake_timeout, async {
                         if let Some(passthrough) = passthrough
@@ -174,7 +188,7 @@ async fn accept(
                         let _ = tokio::time::timeout(limits.handshake_timeout, stream.shutdown()).await;
                         return;
                     }
-                    serve_connection(stream, router, extensions, &limits, stop).await;
+                    serve_connection(stream, responder, extensions, &limits, stop).await;
                 }
             }
         };
@@ -222,27 +236,29 @@ struct ConnectionExtensions {
 /// Serves a connection to its end, or after `stop` to the end of the current request. Not an `async fn`, which would
 /// store the stream and its wrappers twice. Separate from the handshake, so that an idle connection does not keep the
 /// handshake's memory.
-fn serve_connection<S>(
+fn serve_connection<S, R>(
     stream: S,
-    router: Router,
+    responder: R,
     extensions: ConnectionExtensions,
     limits: &ListenerLimits,
     stop: CancellationToken,
-) -> impl Future<Output = ()> + use<S>
+) -> impl Future<Output = ()> + use<S, R>
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    R: Respond,
 {
     let (stream, timer) = HeadStream::new(stream, limits.head_timeout);
     let mut builder = http1::Builder::new();
     builder.timer(timer).header_read_timeout(limits.idle_timeout).max_header_size(limits.max_head_bytes);
-    let router = TowerToHyperService::new(router);
     // Extensions are inserted here, because a router layer costs every request two allocations.
     let service = service_fn(move |request: Request<Incoming>| {
         let body = |body: Incoming| if body.is_end_stream() { Body::empty() } else { Body::new(body) };
         let mut request = request.map(body);
         request.extensions_mut().insert(ConnectInfo(extensions.peer));
         request.extensions_mut().insert(extensions.scheme);
-        router.call(request)
+        let responder = responder.clone();
+        // Boxed, because an idle connection would otherwise keep the memory of a request's future.
+        Box::pin(async move { Ok::<_, Infallible>(responder.respond(request).await) })
     });
     let connection = builder.serve_connection(TokioIo::new(stream), service).with_upgrades();
     let mut connection = Box::pin(connection);

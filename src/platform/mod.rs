@@ -229,12 +229,12 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let trusted_proxies = platform.config.rate_limits.trusted_proxies.clone();
     let limits = ListenerLimits { trusted_proxies, ..ListenerLimits::default() };
     tasks.spawn(server::serve(api.listener, api.tls, control, limits, stop.clone()));
-    let RouterService { routes, passthrough } = router::start_router(routes).or_exit(Exit::Internal)?;
+    let RouterService { responder, passthrough } = router::start_router(routes).or_exit(Exit::Internal)?;
     println!("listening router {}", public.url);
     let trusted_proxies = platform.config.routing.trusted_proxies.clone();
     let limits = ListenerLimits { trusted_proxies, ..ListenerLimits::default() };
     let threads = RouterThreads { shards: Shards::start().or_exit(Exit::Internal)?, passthrough };
-    tasks.spawn(server::serve_on(threads, public.listener, public.tls, routes, limits, stop.clone()));
+    tasks.spawn(server::serve_on(threads, public.listener, public.tls, responder, limits, stop.clone()));
     // Fails without systemd, which does not matter.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
 

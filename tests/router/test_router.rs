@@ -160,12 +160,12 @@ impl TestRouter {
             freshness,
             stop: stop.clone(),
         };
-        let RouterService { routes, passthrough } = start_router(context)?;
+        let RouterService { responder, passthrough } = start_router(context)?;
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
         let addr = listener.local_addr()?;
         let limits = ListenerLimits { drain_timeout: Duration::ZERO, ..ListenerLimits::default() };
         let threads = RouterThreads { shards: Shards::start()?, passthrough };
-        tokio::spawn(serve_on(threads, listener, None, routes, limits, stop.clone()));
+        tokio::spawn(serve_on(threads, listener, None, responder, limits, stop.clone()));
         let client = reqwest::Client::builder()
             .redirect(reqwest::redirect::Policy::none())
             .no_proxy()

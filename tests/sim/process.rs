@@ -9,11 +9,10 @@ use axum::Router;
 use axum::body::Body;
 use http::Request;
 use http_body_util::{BodyExt, Collected};
-use hyper::service::Service;
-use hyper_util::service::TowerToHyperService;
 use secrecy::SecretString;
 use serde_json::Value;
 use svc::config::Env;
+use svc::http::server::Respond;
 use svc::platform::api;
 use svc::platform::config::PlatformConfig;
 use svc::platform::context::Platform;
@@ -23,7 +22,7 @@ use svc::platform::process_clock::ProcessClock;
 use svc::platform::quote_cache::QuoteCache;
 use svc::platform::rate_limits::ApiRateLimits;
 use svc::platform::route_freshness::RouteFreshness;
-use svc::platform::router::{self, RouterContext, UserDigests};
+use svc::platform::router::{self, RouterContext, RouterResponder, UserDigests};
 use svc::platform::server_checks::ServerChecks;
 use svc::platform::tokens::TokenMint;
 use svc::provider::Provider;
@@ -43,7 +42,7 @@ pub struct Process {
     pub switch: Arc<KillSwitch>,
     platform: Arc<Platform>,
     api: Router,
-    public: Router,
+    public: RouterResponder,
     tasks: TaskTracker,
 }
 
@@ -133,7 +132,7 @@ impl Process {
         });
         let process = Self {
             api: api::routes(platform.clone()),
-            public: router::start_router(routes).expect("the router's settings are valid").routes,
+            public: router::start_router(routes).expect("the router's settings are valid").responder,
             tasks: TaskTracker::new(),
             switch,
             platform,
@@ -185,8 +184,8 @@ impl Drop for Process {
     }
 }
 
-async fn send(router: Router, request: Request<Body>) -> ApiResponse {
-    let Ok(response) = TowerToHyperService::new(router).call(request).await;
+async fn send(responder: impl Respond, request: Request<Body>) -> ApiResponse {
+    let response = responder.respond(request).await;
     let (parts, body) = response.into_parts();
     let bytes = body.collect().await.map(Collected::to_bytes).unwrap_or_default();
     ApiResponse { status: parts.status.as_u16(), body: serde_json::from_slice(&bytes).unwrap_or_default() }

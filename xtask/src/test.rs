@@ -1,12 +1,14 @@
 //! `cargo xtask test`: runs the tests with nextest where it is installed, otherwise with cargo's own runner.
 
 use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result};
 use kit::long_tests::{self, Sums};
 use kit::pg::RunServer;
-use kit::{disk, skip};
+use kit::{child, disk, skip};
+use tempfile::TempDir;
 
 use crate::cargo;
 
@@ -28,11 +30,8 @@ pub fn run(long: bool, filters: &[String]) -> Result<ExitCode> {
     std::fs::write(&skipped, "").with_context(|| format!("empty {}", skipped.display()))?;
     let mut variables: Variables =
         vec![(skip::SKIP_REPORT_VAR, std::path::absolute(&skipped)?.into_os_string())];
-    if std::env::var_os("TMPDIR").is_none()
-        && let Some(dir) = disk::in_memory_dir(MIN_FREE_MEMORY)
-    {
-        variables.push(("TMPDIR", dir.into()));
-    }
+    let temporary = create_temp_dir()?;
+    variables.push(("TMPDIR", temporary.path().into()));
     let (name, address) = server.variable();
     variables.push((name, address.into()));
     let exit = if long { run_long(filters, variables) } else { run_tests(false, filters, variables) };
@@ -40,6 +39,18 @@ pub fn run(long: bool, filters: &[String]) -> Result<ExitCode> {
     let skipped = std::fs::read_to_string(&skipped)?;
     skipped.lines().for_each(|line| println!("skipped: {line}"));
     exit
+}
+
+/// Creates the directory for the temporary files of all tests: in memory if there is room and `TMPDIR` names no other
+/// place. Also removes what killed tests leave behind. Its name is short, because paths of Unix sockets are.
+fn create_temp_dir() -> Result<TempDir> {
+    let chosen = std::env::var_os("TMPDIR").map(PathBuf::from);
+    let parent = chosen.or_else(|| disk::in_memory_dir(MIN_FREE_MEMORY).map(Path::to_owned));
+    let parent = parent.unwrap_or_else(std::env::temp_dir);
+    let temporary = tempfile::Builder::new().prefix("t").rand_bytes(5).tempdir_in(&parent);
+    let temporary = temporary.with_context(|| format!("create a directory in {}", parent.display()))?;
+    child::remove_on_exit(temporary.path());
+    Ok(temporary)
 }
 
 fn run_long(filters: &[String], mut variables: Variables) -> Result<ExitCode> {

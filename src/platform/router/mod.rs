@@ -27,7 +27,8 @@ mod watch;
 use std::sync::Arc;
 
 use anyhow::Context;
-use axum::Router;
+use axum::extract::Request;
+use axum::response::Response;
 use deadpool_postgres::Pool;
 use tokio::sync::watch as channel;
 use tokio_util::sync::CancellationToken;
@@ -51,6 +52,7 @@ use sign_outs::SignOuts;
 use svc_http::observe::{self, Listener};
 use svc_http::passthrough::Passthrough;
 use svc_http::rate_limit::RateLimit;
+use svc_http::server::Respond;
 use svc_http::{client, jwt};
 use svc_machine::name::IdpUserId;
 use watch::Watcher;
@@ -84,9 +86,19 @@ struct RouterState {
 
 /// The service for the public listener.
 pub struct RouterService {
-    pub routes: Router,
+    pub responder: RouterResponder,
     /// Present if hosts have names.
     pub passthrough: Option<Arc<Passthrough>>,
+}
+
+/// Responds without a table of routes, because every request takes the same way.
+#[derive(Clone)]
+pub struct RouterResponder(Arc<RouterState>);
+
+impl Respond for RouterResponder {
+    async fn respond(&self, request: Request) -> Response {
+        observe::observe(Listener::Router, request, |request| self.0.respond(request)).await
+    }
 }
 
 /// Starts the database watcher, which runs until `stop`, and returns the service for the public listener.
@@ -119,10 +131,5 @@ pub fn start_router(ctx: RouterContext) -> anyhow::Result<RouterService> {
     let (config, proof, user_digests) = (ctx.config, ctx.proof, ctx.user_digests);
     let state =
         RouterState { config, directory, sessions, sign_outs, authenticator, user_rate, proof, user_digests };
-    let state = Arc::new(state);
-    let routes = Router::new()
-        .fallback(serve::serve)
-        .with_state(state)
-        .layer(axum::middleware::from_fn_with_state(Listener::Router, observe::layer));
-    Ok(RouterService { routes, passthrough })
+    Ok(RouterService { responder: RouterResponder(Arc::new(state)), passthrough })
 }

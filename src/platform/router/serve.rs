@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::HttpBody;
-use axum::extract::{ConnectInfo, Request, State};
+use axum::extract::{ConnectInfo, Request};
 use axum::response::{IntoResponse, Response};
 use http::header::{CONTENT_LENGTH, HOST, LOCATION, SET_COOKIE, STRICT_TRANSPORT_SECURITY, UPGRADE};
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
@@ -56,16 +56,16 @@ pub(super) enum Caller<'a> {
     App(&'a AppClaims),
 }
 
-pub(super) async fn serve(State(router): State<Arc<RouterState>>, request: Request) -> Response {
-    let scheme = router.scheme(&request);
-    let mut response = router.serve(request).await.unwrap_or_else(IntoResponse::into_response);
-    if scheme == Scheme::Https.as_str() {
-        response.headers_mut().insert(STRICT_TRANSPORT_SECURITY, HeaderValue::from_static(HSTS_ONE_YEAR));
-    }
-    response
-}
-
 impl RouterState {
+    pub(super) async fn respond(&self, request: Request) -> Response {
+        let scheme = self.scheme(&request);
+        let mut response = self.serve(request).await.unwrap_or_else(IntoResponse::into_response);
+        if scheme == Scheme::Https.as_str() {
+            response.headers_mut().insert(STRICT_TRANSPORT_SECURITY, HeaderValue::from_static(HSTS_ONE_YEAR));
+        }
+        response
+    }
+
     /// The scheme that the browser used.
     fn scheme(&self, request: &Request) -> &'static str {
         let listener = request.extensions().get::<Scheme>().copied().unwrap_or(Scheme::Http);

@@ -86,6 +86,8 @@ fn list_linked_crates(source: &Path) -> Result<BTreeSet<Crate>> {
         "--edges",
         "normal,no-proc-macro",
         "--no-default-features",
+        "--features",
+        "jemalloc",
     ]);
     tree.args(["--target", TARGET, "--prefix", "none", "--format", "{p}"]);
     let output = child::run(tree, TIMEOUT)?;
