@@ -196,7 +196,7 @@ async fn waiting_caller_gets_the_final_state() {
     stack.store_snapshot("user_1");
     let request =
         stack.request(&process, Method::POST, "/vps/recover").bearer_auth(SECRET).json(&recovery_body());
-    let waiting = stack.send(request.header("prefer", "wait=30"));
+    let waiting = stack.send(request.header("prefer", "respond-async, Wait=\"30\""));
     let register_host = async {
         let found = stack.eventually("the new server", || async {
             stack.provider.servers().into_iter().find(|server| server.labels["svc-epoch"] == "2")

@@ -202,8 +202,12 @@ impl ApiCall {
     pub fn wait_seconds(&self) -> Option<u64> {
         let values = self.headers.get_all("prefer").iter().filter_map(|value| value.to_str().ok());
         let mut preferences = values.flat_map(|value| value.split(',')).map(str::trim);
-        let wait = preferences.find_map(|preference| preference.strip_prefix("wait="))?;
-        wait.trim_matches('"').parse::<u64>().ok().map(|seconds| seconds.min(MAX_WAIT_SECONDS))
+        let wait = preferences.find_map(|preference| {
+            let (name, seconds) = preference.split_once('=')?;
+            name.trim_end().eq_ignore_ascii_case("wait").then_some(seconds)
+        })?;
+        let seconds = wait.trim_start().trim_matches('"').parse::<u64>().ok()?;
+        Some(seconds.min(MAX_WAIT_SECONDS))
     }
 }
 

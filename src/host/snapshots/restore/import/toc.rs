@@ -55,7 +55,7 @@ pub struct Selection {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum TocError {
     #[error(
-        "its database contains {entry}, but an archive may contain only tables, sequences, indexes and constraints\n  next: \
+        "its database contains {entry}, but an archive may contain only tables, sequences, indexes, constraints, types, domains and some extensions\n  next: \
          drop it before the export, and recreate it after the import"
     )]
     NotAllowed { entry: String },
