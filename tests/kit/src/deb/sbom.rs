@@ -30,6 +30,7 @@ pub fn generate(source: &Path, svc: &Path) -> Result<String> {
     let linked_crates = list_linked_crates(source)?;
     let mut metadata = cargo(source);
     metadata.args(["metadata", "--format-version", "1", "--locked", "--filter-platform", TARGET]);
+    metadata.args(["--features", "svc/jemalloc"]);
     let metadata: Value = serde_json::from_str(&child::run(metadata, TIMEOUT)?)?;
     let checksums = parse_checksums(&std::fs::read_to_string(source.join("Cargo.lock"))?);
     let mut components = Vec::new();
@@ -183,6 +184,15 @@ mod tests {
         }
         for name in ["kit", "proptest", "s3s", "serde_derive", "aws-lc-rs", "cc"] {
             assert!(!has(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn bill_lists_every_linked_crate() {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).parent().and_then(Path::parent).unwrap();
+        let bill = generate(source, &source.join("Cargo.toml")).unwrap();
+        for name in ["tokio", "tikv-jemallocator"] {
+            assert!(bill.contains(&format!("pkg:cargo/{name}@")), "{name}");
         }
     }
 
