@@ -5,11 +5,6 @@ use std::process::ExitCode;
 use svc::applet::{self, Build};
 use svc::applets::APPLETS;
 
-/// A router spends a tenth of its CPU time in the C library's allocator. `.cargo/config.toml` configures this one.
-#[cfg(feature = "jemalloc")]
-#[global_allocator]
-static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
-
 const BUILD: Build = Build {
     version: concat!(
         env!("CARGO_PKG_VERSION"),
