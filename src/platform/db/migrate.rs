@@ -4,11 +4,47 @@
 use std::time::Duration;
 
 use anyhow::Context;
+use refinery_core::{Migration, Runner};
 use tokio_postgres::Config;
 
-mod embedded {
-    refinery::embed_migrations!("../../migrations");
+/// Generates the list of migrations, each with its name and its SQL.
+macro_rules! embed_migrations {
+    ($($name:literal,)+) => {
+        &[$(($name, include_str!(concat!("../../../migrations/", $name, ".sql")))),+]
+    };
 }
+
+/// All migrations, in order. They are numbered from 1 without gaps.
+const MIGRATIONS: &[(&str, &str)] = embed_migrations![
+    "V1__machines",
+    "V2__sessions",
+    "V3__servers",
+    "V4__lifecycle",
+    "V5__request_ids",
+    "V6__rollouts",
+    "V7__rollout_patience",
+    "V8__snapshots",
+    "V9__kept_servers",
+    "V10__containment",
+    "V11__power_and_capacity",
+    "V12__released_servers",
+    "V13__cost_indexes",
+    "V14__repeated_log_lines",
+    "V15__claim_order",
+    "V16__create_actions",
+    "V17__sign_outs",
+    "V18__operators",
+    "V19__token_rotation",
+    "V20__bundle_keys",
+    "V21__platform_keys",
+    "V22__session_parents",
+    "V23__unrestored_snapshots",
+    "V24__certificates",
+    "V25__test_slots",
+    "V26__rollout_verification",
+    "V27__failed_updates",
+    "V28__reported_budget",
+];
 
 /// Key of the advisory lock: `svc_migr` in ASCII. No other code uses this key.
 const LOCK_ID: i64 = 0x7376_635f_6d69_6772;
@@ -29,10 +65,13 @@ pub async fn run(config: &Config) -> anyhow::Result<()> {
 }
 
 /// The version of this binary's newest migration.
-pub fn newest_version() -> u32 {
-    let runner = embedded::migrations::runner();
-    let versions = runner.get_migrations().iter().map(|migration| migration.version().unsigned_abs());
-    versions.max().unwrap_or_default()
+pub const NEWEST_VERSION: u32 = MIGRATIONS.len() as u32;
+
+fn create_runner() -> anyhow::Result<Runner> {
+    let migrations = MIGRATIONS.iter().map(|(name, sql)| Migration::unapplied(name, sql));
+    let migrations = migrations.collect::<Result<Vec<_>, _>>().context("read the embedded migrations")?;
+    // A later release may have applied more migrations. They only add to the schema, so this release can ignore them.
+    Ok(Runner::new(&migrations).set_abort_missing(false))
 }
 
 async fn migrate(config: &Config) -> anyhow::Result<()> {
@@ -43,13 +82,31 @@ async fn migrate(config: &Config) -> anyhow::Result<()> {
         .execute("SELECT pg_advisory_lock($1)", &[&LOCK_ID])
         .await
         .context("wait for the migrations' lock")?;
-    // A later release may have applied more migrations. They only add to the schema, so this release can ignore them.
-    let runner = embedded::migrations::runner().set_abort_missing(false);
-    let report = runner.run_async(&mut client).await.context("migrate the database")?;
+    let report = create_runner()?.run_async(&mut client).await.context("migrate the database")?;
     for applied in report.applied_migrations() {
         tracing::info!(migration = %applied, "migration applied");
     }
     // Closing the connection releases the lock.
     drop(client);
     connection_task.await.context("close the migrations' connection")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn every_migration_is_embedded_and_numbered_without_gaps() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../migrations");
+        let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        let files: BTreeSet<String> =
+            files.map(|file| file.file_stem().unwrap().to_string_lossy().into_owned()).collect();
+        assert_eq!(files, MIGRATIONS.iter().map(|(name, _)| (*name).to_owned()).collect());
+        let runner = create_runner().unwrap();
+        let versions = runner.get_migrations().iter().map(|migration| migration.version().unsigned_abs());
+        assert!(versions.eq(1..=NEWEST_VERSION), "{MIGRATIONS:?}");
+    }
 }

@@ -172,31 +172,54 @@ pub async fn count_running_by_kind(client: &impl GenericClient) -> Result<Vec<(S
     Ok(query(client, sql, &[]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// Running operations that made no progress for `progress_timeout`, or that were created, or last continued by an
-/// operator, more than `max_age` ago. Excludes operations that wait for an operator or for the provider's account,
-/// operations of a newer release, and deletions and server removals, which are retried until an operator abandons them.
-pub async fn list_stalled(
-    client: &impl GenericClient,
-    progress_timeout: Duration,
-    max_age: Duration,
-    supported: &SupportedSteps<'_>,
-) -> Result<Vec<OperationRow>, DbError> {
-    let sql = format!(
-        "SELECT {COLUMNS} FROM operations WHERE state = 'running' AND kind NOT IN ('delete', 'remove_server') \
+/// When an operation counts as stalled.
+pub struct StallLimits<'a> {
+    /// Maximum time without progress. Time in which the provider's account is blocked does not count.
+    pub progress_timeout: Duration,
+    /// Maximum age since the operation was created, or was last continued by an operator.
+    pub max_age: Duration,
+    /// Operations of other releases are not stalled.
+    pub supported: SupportedSteps<'a>,
+}
+
+impl StallLimits<'_> {
+    /// Excludes operations that wait for an operator or for the provider's account, and deletions and server removals,
+    /// which are retried until an operator abandons them. Uses the parameters `$1` to `$5`.
+    const CONDITION: &'static str = "state = 'running' AND kind NOT IN ('delete', 'remove_server') \
          AND question IS NULL AND error_code IS DISTINCT FROM $5 AND kind = ANY($3) AND step = ANY($4) \
          AND (greatest(created_at, progress_at) <= clock_timestamp() - make_interval(secs => $1) \
               OR greatest(created_at, (SELECT max(at) FROM operation_log WHERE outcome = 'continued' \
                 AND operation_log.operation_id = operations.operation_id)) \
-                <= clock_timestamp() - make_interval(secs => $2)) ORDER BY created_at LIMIT 100"
-    );
-    let params: super::Params<'_> = &[
-        &progress_timeout.as_secs_f64(),
-        &max_age.as_secs_f64(),
-        &supported.kinds,
-        &supported.steps,
-        &PROVIDER_ACCOUNT_BLOCKED,
-    ];
+                <= clock_timestamp() - make_interval(secs => $2))";
+}
+
+/// The oldest stalled operations, at most 100.
+pub async fn list_stalled(
+    client: &impl GenericClient,
+    limits: &StallLimits<'_>,
+) -> Result<Vec<OperationRow>, DbError> {
+    let condition = StallLimits::CONDITION;
+    let sql = format!("SELECT {COLUMNS} FROM operations WHERE {condition} ORDER BY created_at LIMIT 100");
+    let (progress_timeout, max_age) = (limits.progress_timeout.as_secs_f64(), limits.max_age.as_secs_f64());
+    let SupportedSteps { kinds, steps } = &limits.supported;
+    let params: super::Params<'_> = &[&progress_timeout, &max_age, kinds, steps, &PROVIDER_ACCOUNT_BLOCKED];
     Ok(query(client, &sql, params).await?.iter().map(OperationRow::parse).collect())
+}
+
+/// Locks the operation until the transaction ends, and returns whether it is stalled: it may have continued since it was
+/// listed.
+pub async fn lock_stalled(
+    tx: &Transaction<'_>,
+    id: OperationId,
+    limits: &StallLimits<'_>,
+) -> Result<bool, DbError> {
+    let condition = StallLimits::CONDITION;
+    let sql = format!("SELECT 1 FROM operations WHERE operation_id = $6 AND {condition} FOR UPDATE");
+    let (progress_timeout, max_age) = (limits.progress_timeout.as_secs_f64(), limits.max_age.as_secs_f64());
+    let SupportedSteps { kinds, steps } = &limits.supported;
+    let params: super::Params<'_> =
+        &[&progress_timeout, &max_age, kinds, steps, &PROVIDER_ACCOUNT_BLOCKED, &id.0];
+    Ok(query_opt(tx, &sql, params).await?.is_some())
 }
 
 /// A long-running operation and its machine's handle.
@@ -382,7 +405,8 @@ pub struct OperationUpdate<'a> {
     pub lease: Option<Duration>,
 }
 
-/// Advances an operation if `owner` still holds its lease, and returns whether it did.
+/// Advances an operation if `owner` still holds its lease, and returns whether it did. A new step, a new fact and the
+/// end of a blocked provider account are progress.
 pub async fn advance(
     client: &impl GenericClient,
     id: OperationId,
@@ -390,7 +414,8 @@ pub async fn advance(
     update: &OperationUpdate<'_>,
 ) -> Result<bool, DbError> {
     let sql = "UPDATE operations SET state = $3, step = $4, \
-               progress_at = CASE WHEN facts = $5 THEN progress_at ELSE clock_timestamp() END, facts = $5, attempts = $6, error_code = $7, \
+               progress_at = CASE WHEN step = $4 AND facts = $5 AND error_code IS DISTINCT FROM $10 \
+               THEN progress_at ELSE clock_timestamp() END, facts = $5, attempts = $6, error_code = $7, \
                due_at = clock_timestamp() + make_interval(secs => $8), \
                lease_owner = CASE WHEN $9::float8 IS NULL THEN NULL ELSE lease_owner END, \
                lease_until = clock_timestamp() + make_interval(secs => $9), updated_at = clock_timestamp(), \
@@ -408,6 +433,7 @@ pub async fn advance(
         &update.error_code,
         &update.due_in.as_secs_f64(),
         &lease,
+        &PROVIDER_ACCOUNT_BLOCKED,
     ];
     Ok(execute(client, sql, params).await? == 1)
 }

@@ -40,7 +40,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     } else {
         findings
     };
-    let newest = migrate::newest_version();
+    let newest = migrate::NEWEST_VERSION;
     let applied = "SELECT max(version)::int FROM refinery_schema_history";
     let applied = client.query_one(applied, &[]).await.map(|row| row.get::<_, Option<i32>>(0));
     match applied.ok().flatten().map(i32::unsigned_abs) {

@@ -14,7 +14,7 @@ use super::{OperationKind, OperationOptions};
 use super::{inventory, leased, retention, supported_steps};
 use crate::alarms::{self, Alarm};
 use crate::context::Platform;
-use crate::db::operations::OperationRow;
+use crate::db::operations::{OperationRow, StallLimits};
 use crate::db::{self, DbError};
 use crate::lifecycle::{self, EventContext, LifecycleError};
 use svc_base::metrics::{RECONCILER_RUNS, RECONCILER_SUCCESS};
@@ -143,13 +143,16 @@ async fn delete_expired_preview(platform: &Platform, machine: MachineId) -> anyh
 async fn end_stalled_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let timing = &platform.config.timing;
-    let (progress_timeout, max_age) = (timing.operation_deadline, timing.operation_limit);
-    let found = db::operations::list_stalled(&session, progress_timeout, max_age, &supported_steps()).await?;
+    let limits = StallLimits {
+        progress_timeout: timing.operation_deadline,
+        max_age: timing.operation_limit,
+        supported: supported_steps(),
+    };
+    let found = db::operations::list_stalled(&session, &limits).await?;
     drop(session);
     let mut failures = Failures::default();
     for operation in found {
-        tracing::error!(operation = %operation.id, kind = operation.kind, step = operation.step, "ending a stalled operation");
-        failures.record(operation.id, end_stalled_operation(platform, &operation).await);
+        failures.record(operation.id, end_stalled_operation(platform, &operation, &limits).await);
     }
     failures.into_result()
 }
@@ -165,10 +168,18 @@ async fn report_unknown_operations(platform: &Platform) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn end_stalled_operation(platform: &Platform, operation: &OperationRow) -> anyhow::Result<()> {
+async fn end_stalled_operation(
+    platform: &Platform,
+    operation: &OperationRow,
+    limits: &StallLimits<'_>,
+) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, operation.machine).await? else { return Ok(()) };
+    if !db::operations::lock_stalled(&tx, operation.id, limits).await? {
+        return Ok(());
+    }
+    tracing::error!(operation = %operation.id, kind = operation.kind, step = operation.step, "ending a stalled operation");
     let context = EventContext {
         failure: Some((&operation.step, "the operation did not end in time")),
         ..EventContext::default()

