@@ -1,20 +1,20 @@
 #!/bin/sh
 # First boot of a machine: turns a server with user-data into a registered host. svc-first-boot.service runs this script
-# until it succeeds. Every step is idempotent, so that a power cut at any point is harmless.
-# A failed stage is reported with the last log line of the failed unit, and ends the boot (exit code 99). After any other
-# failure, such as a report that could not be delivered (75), the boot is retried.
-# No credential is a process argument: a shell builtin writes it to curl's standard input, as configuration.
+# until it succeeds. Every step is idempotent, so that a power cut at any point is harmless. A failed stage is reported
+# with the last log line of the failed unit, and ends the boot (exit code 99). After any other failure, such as a report
+# that could not be delivered (75), the boot is retried. Credentials are never process arguments: a shell builtin writes
+# them to curl's standard input, as configuration.
 set -eu
 export DEBIAN_FRONTEND=noninteractive
 root=${SVC_ROOT:-}
 svc=$root/opt/svc
-# All files of the user-data exist now, because this one is written last. Each boot rewrites them until this marker exists.
+# All user-data files exist now, because this one is written last. Each boot rewrites them until this marker exists.
 [ -e "$svc/user-data-written" ] || { sync; : >"$svc/user-data-written"; sync; }
 say() { printf '%s\n' "$*" >&2; }
 
 # Prints the value of a variable in an env file, which quotes it as systemd does.
 read_value() { sed -n "s/^$2=\"\(.*\)\"\$/\1/p" "$svc/env/$1.env" | sed 's/\\\(.\)/\1/g' | tail -n 1; }
-# Root reads its settings from its own file: after the stage bundle, svc-gateway owns the others.
+# Root reads its settings from its own file, because svc-gateway owns the others after the bundle stage.
 machine=$(read_value update SVC_MACHINE_ID)
 platform=$(read_value update PLATFORM_INTERNAL_URL)
 registration=$(read_value boot REGISTRATION_TOKEN | tr -cd 'A-Za-z0-9_-')
@@ -25,7 +25,7 @@ curl_as() {
   bearer=$1; shift
   printf 'header = "Authorization: Bearer %s"\n' "$bearer" | curl --config - --silent --show-error --connect-timeout 10 "$@"
 }
-# Sends a report without svc-register, which sends more detailed ones once it is installed.
+# Sends a report without svc-register, which sends more detailed reports once it is installed.
 report() {
   curl_as "$registration" --max-time 10 --output /dev/null --header 'content-type: application/json' \
     --data "$2" "${platform%/}/vps/$machine/$1"
@@ -71,7 +71,7 @@ install_packages() {
   apt-get -q -y -o DPkg::Lock::Timeout=300 -o Dpkg::Options::=--force-confold install --no-install-recommends $packages
 }
 
-# With swap, a brief memory shortage slows processes down instead of killing one. A small disk gets none.
+# With swap, a brief memory shortage slows processes down instead of killing one. Small disks get no swap.
 enable_swap() {
   [ -z "$(swapon --show --noheadings)" ] || return 0
   ram=$(awk '/^MemTotal:/ { print int($2 / 1024) }' /proc/meminfo)
@@ -144,14 +144,15 @@ if [ ! -x "$program" ]; then
   fetch() { retry download || fail "the bundle could not be downloaded: $(tail -n 1 download.err)"; }
   is_complete() { echo "$sha256  bundle.tar.gz" | sha256sum --check --status 2>/dev/null; }
   is_complete || fetch
-  # The partial file may be from an earlier version: download once more, from the beginning.
+  # The partial file may be from an earlier version, so download once more from the beginning.
   is_complete || { rm -f bundle.tar.gz; fetch; }
   is_complete || { rm -f bundle.tar.gz; fail 'the bundle does not have the expected SHA-256'; }
   tar --extract --gzip --no-same-owner --file bundle.tar.gz bin/svc || fail 'the bundle could not be unpacked'
   program=./bin/svc
   url=file://$svc/bootstrap/bundle.tar.gz
 fi
-# If the release is already installed, only the steps that a power cut prevented are run: links, units, the database's password.
+# If the release is already installed, only the steps that a power cut prevented are run: links, units, the database
+# password.
 status=0
 SVC_HOST_BUNDLE_URL=$url SVC_BUNDLE_SHA256=$sha256 "$program" svc-update boot 2>boot.err || status=$?
 cat boot.err >&2

@@ -1,4 +1,4 @@
-// The client of the bridge: sends requests for this app with the page's token, and follows the stream of changes.
+// The bridge client: sends requests for this app with the page's token, and follows the change stream.
 //
 // The page has an opaque origin, and therefore no storage and no cookies. Its token is in its URL, and the frame around
 // the page sends a fresh one before it expires. This module never reloads the page, because it may hold unsaved text.
@@ -55,7 +55,7 @@ addEventListener("message", (event) => {
 
 const sleep = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms));
 
-/** Varies a delay by up to 25 %, so that pages do not all retry at the same time. */
+/** Varies a delay by up to 25%, so that pages do not all retry at the same time. */
 export const addJitter = (ms: number) => ms * (0.75 + Math.random() / 2);
 
 /** Requests the current token from the frame. Returns whether it differs from `rejectedToken`. */
@@ -142,10 +142,10 @@ export function newId(): string {
 }
 
 export interface ChangeListener {
-  /** The stream is open, but earlier changes may have been missed: read the tables now. */
+  /** Called when the stream is open but earlier changes may have been missed: read the tables now. */
   onResync(): void;
   onChanges(changes: Change[]): void;
-  /** The stream was opened or lost. */
+  /** Called when the stream is opened or lost. */
   onConnectionChange(isConnected: boolean): void;
 }
 
@@ -169,7 +169,7 @@ export async function followChanges(listener: ChangeListener): Promise<never> {
     } catch (error) {
       failures += 1;
       const status = error instanceof BridgeError ? error.status : 0;
-      // The server no longer has the events after this id: start over with a resync.
+      // The server no longer has the events after this id, so start over with a resync.
       if (status === 410) lastEventId = undefined;
       if (status === 401) await updateToken(usedToken);
     }

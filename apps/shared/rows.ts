@@ -4,7 +4,7 @@ import { addJitter, BridgeError, callBridge, type Change, type Row } from "./bri
 
 const INITIAL_RETRY_DELAY_MS = 10_000;
 const MAX_RETRY_DELAY_MS = 60_000;
-/** The most ids in one request. */
+/** The maximum number of ids in one request. */
 const MAX_IDS = 1000;
 
 interface Page<T> {
@@ -38,7 +38,7 @@ export async function readRows<T extends Row>({ table, sortBy, pageSize, maxRows
   return rows;
 }
 
-/** Returns the ids of the table's changed rows, or `null` if they are unknown or too many: then reload the table. */
+/** Returns the ids of the table's changed rows, or `null` if they are unknown or too many; reload the table in that case. */
 export function collectChangedIds(table: string, changes: Change[]): string[] | null {
   const tableChanges = changes.filter((change) => change.table === table);
   if (tableChanges.some((change) => change.ids === null)) return null;

@@ -1,4 +1,4 @@
-// Helpers for the pages of the shell and the default apps: elements, icons, and a toast.
+// Helpers for the shell's and the default apps' pages: elements, icons, and a toast.
 
 type Child = Node | string;
 

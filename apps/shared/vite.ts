@@ -1,4 +1,4 @@
-// The Vite options of all apps. Relative URLs let an app be served at any path, and builds are reproducible.
+// The Vite options shared by all apps. Relative URLs let an app be served at any path, and builds are reproducible.
 
 export const viteOptions = {
   base: "./",

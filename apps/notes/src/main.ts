@@ -1,4 +1,4 @@
-// The page of the notes app: the list, the editor, and keyboard shortcuts.
+// The notes app's page: the list, the editor, and keyboard shortcuts.
 
 import "../../shared/base.css";
 import "./style.css";
@@ -60,7 +60,7 @@ function showError(error: BridgeError): void {
   }
 }
 
-/** Opens a note in the editor, or with `null` closes the editor. */
+/** Opens a note in the editor, or closes the editor if `note` is `null`. */
 function showNote(note: Note | null, focusTarget?: HTMLElement): void {
   const previous = openNote;
   openNote = note;
@@ -140,7 +140,7 @@ function updateItem(item: HTMLLIElement, note: Note): void {
   else button.removeAttribute("aria-current");
 }
 
-/** Formats a timestamp of today as a time, and any other as a date. */
+/** Formats a timestamp from today as a time, and any other timestamp as a date. */
 function formatTimestamp(timestamp: string): string {
   const date = new Date(timestamp);
   const isToday = date.toDateString() === new Date().toDateString();

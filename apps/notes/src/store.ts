@@ -1,5 +1,5 @@
-// Holds all notes, and saves each shortly after it was edited. No text is lost: after a failure, the text stays on the
-// page and saving is retried; if a note was also changed elsewhere, both versions are kept as separate notes.
+// Holds all notes, and saves each one shortly after it is edited. No text is lost: after a failure, the text stays on
+// the page and saving is retried; if a note was also changed elsewhere, both versions are kept as separate notes.
 
 import { type BridgeError, callBridge, type Change, followChanges, newId } from "../../shared/bridge";
 import { Backoff, collectChangedIds, readRows, readRowsById, toBridgeError } from "../../shared/rows";
@@ -8,10 +8,10 @@ import { compareNotes, isEmpty, isSameContent, Note, type NoteContent, type Note
 const SAVE_DELAY_MS = 500;
 
 export interface StoreListener {
-  /** A note has changed, or with `null` the set of notes or any of them. */
+  /** Called when `note` has changed, or with `null` when any notes, or the set of notes, have changed. */
   onChange(note: Note | null): void;
   onError(note: Note | null, error: BridgeError): void;
-  /** A note was edited both here and elsewhere: `copy` has the version of this page. */
+  /** Called when a note was edited both here and elsewhere; `copy` has this page's version. */
   onConflict(original: Note, copy: Note): void;
   onConnectionChange(isConnected: boolean): void;
 }
@@ -201,7 +201,7 @@ export class Store {
     this.backoff.scheduleRetry(bridgeError);
   }
 
-  /** Keeps both versions: the other one under the note's id, and the one of this page as a new note. */
+  /** Keeps both versions: the other one under the note's id, and this page's as a new note. */
   private resolveConflict(note: Note): void {
     const localContent = { ...note.content, title: `${note.heading} (your version)` };
     note.content = { ...(note.savedContent ?? note.content) };

@@ -1,4 +1,4 @@
-// The list of apps from the gateway, and an icon for each app.
+// Fetches the app list from the gateway, and shows an icon for each app.
 //
 // An icon's image is requested once. If it fails, a tile with the first letter of the app's name replaces it, and the
 // image is not requested again.
@@ -121,7 +121,7 @@ export class AppIcons {
   }
 }
 
-/** Derives a hue from a text, so that an app always has the same colour. */
+/** Derives a hue from a string, so that an app always has the same colour. */
 function hashToHue(text: string): number {
   let hue = 0;
   for (const letter of text) hue = (hue * 31 + letter.codePointAt(0)!) % 360;

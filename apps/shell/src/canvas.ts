@@ -16,7 +16,7 @@ const MIN_ZOOM = 0.3;
 const MAX_ZOOM = 3;
 const KEY_PAN_STEP = 64;
 const MARGIN = 72;
-/** The height of a line, for wheel events that count lines instead of pixels. */
+/** The height of a line, for wheel events that are measured in lines instead of pixels. */
 const LINE_HEIGHT = 16;
 const MAX_PINCH_DELTA = 60;
 
@@ -24,7 +24,7 @@ export class Canvas {
   private offset: Point = { x: 0, y: 0 };
   private zoom = 1;
   private readonly pointers = new Map<number, Point>();
-  /** Whether everything is fitted into the window; false as soon as the user pans or zooms. */
+  /** Whether everything is fitted to the window; false as soon as the user pans or zooms. */
   isFitted = true;
 
   constructor(

@@ -1,4 +1,4 @@
-// The host of the identity provider, which its publishable key contains: `pk_test_` or `pk_live_`, followed by the
+// The identity provider's host, which is encoded in its publishable key: `pk_test_` or `pk_live_`, followed by the
 // base64 of the host and a `$`.
 
 /** Used by a development build without a key. The bundle builder refuses to package files that contain it. */

@@ -25,7 +25,7 @@ const background = [surface, byId("owner"), byId("account"), byId("zoom")];
 const toast = new Toast(document.body);
 
 const REFRESH_INTERVAL_MS = 30_000;
-/** The interval while an app is being set up. */
+/** The refresh interval while an app is being set up. */
 const SETUP_REFRESH_INTERVAL_MS = 2_000;
 const SIGN_OUT_TIMEOUT_MS = 10_000;
 let apps: App[] = [];
@@ -59,7 +59,7 @@ async function showOwner(): Promise<void> {
 let refreshTimer = 0;
 let isRefreshing = false;
 
-/** Reloads the list of apps, and schedules the next refresh. Does nothing if a refresh is already in progress. */
+/** Reloads the app list, and schedules the next refresh. Does nothing if a refresh is already in progress. */
 async function refresh(): Promise<void> {
   clearTimeout(refreshTimer);
   if (isRefreshing || document.hidden) return;
@@ -95,7 +95,7 @@ function showError(error: unknown, retry: () => void): void {
 function updatePanel(): void {
   const slug = /^#\/apps\/([a-z][a-z0-9-]*)$/.exec(location.hash)?.[1] ?? "";
   const app = apps.find((candidate) => candidate.slug === slug && candidate.url);
-  // The list of apps has not been loaded yet.
+  // The app list has not been loaded yet.
   if (slug && !app && apps.length === 0) return;
   const previousSlug = openSlug;
   openSlug = app?.slug ?? "";

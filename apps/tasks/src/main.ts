@@ -1,4 +1,4 @@
-// The page of the tasks app: the form for new tasks, the list, and keyboard shortcuts.
+// The tasks app's page: the form for new tasks, the list, and keyboard shortcuts.
 
 import "../../shared/base.css";
 import "./style.css";

@@ -33,7 +33,7 @@ export interface StoreListener {
 }
 
 const table = "tasks";
-/** The most rows to read or delete in one request. */
+/** The maximum number of rows to read or delete in one request. */
 const BATCH_SIZE = 1000;
 const QUERY = { table, sortBy: "created_at", pageSize: BATCH_SIZE, maxRows: 10_000 } as const;
 
@@ -198,7 +198,7 @@ function isDirty(task: Task): boolean {
   return Object.keys(task.pending).length > 0;
 }
 
-/** Sorts open tasks first, then by due date; tasks without one come last. Ids sort by time of creation. */
+/** Sorts open tasks first, then by due date; tasks without one come last. Ids sort by creation time. */
 function compareTasks(a: Task, b: Task): number {
   const dueOrLast = (task: Task) => task.due ?? "9999-12-31";
   return Number(a.done) - Number(b.done) || dueOrLast(a).localeCompare(dueOrLast(b)) || a.id.localeCompare(b.id);
