@@ -113,9 +113,9 @@ svc_base::variables! {
         ACME_EAB_HMAC_KEY: "base64url" = unset;
         /// Ed25519 keys whose signature on a bundle's manifest hosts trust: base64 of the raw 32 bytes.
         BUNDLE_PUBLIC_KEYS: "comma-separated list" = unset;
-        /// Sequence number of the key set in `BUNDLE_PUBLIC_KEYS`, with which new hosts start: the `--keys-sequence`
-        /// of the last release that contained the set. See [Rotate the keys of
-        /// releases](../operating/keys.md#rotate-the-keys-of-releases).
+        /// Sequence number of the key set in `BUNDLE_PUBLIC_KEYS`, with which new hosts start: the `--keys-sequence` of
+        /// the last release that contained the set. See [Rotate the release
+        /// keys](../operating/keys.md#rotate-the-release-keys).
         BUNDLE_KEYS_SEQUENCE: "number" = "0";
         /// Networks from which the platform connects to hosts. New hosts accept connections to :443 only from these
         /// networks. Loopback, multicast and unspecified addresses are refused. If unset, every address is accepted.
