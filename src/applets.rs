@@ -1,4 +1,4 @@
-//! The table of applets. It is part of the library, because the reference pages are generated from it.
+//! The applet table. It is part of the library because the reference pages are generated from it.
 
 use crate::applet::Applet;
 use crate::ctl::local::{LocalChecks, PlatformReport};

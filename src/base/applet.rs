@@ -1,4 +1,4 @@
-//! The table of applets and their shared code: selection, runtime and exit codes.
+//! Code that all applets share: selection, runtime and exit codes.
 //!
 //! An applet is selected by its exact name in `argv[0]`, or as `svc <name>`.
 
@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 use crate::chain::format_chain;
 use crate::manual;
 
-/// Version and commit of the program. Only the binary crate embeds the commit, so that a new commit recompiles little.
+/// The program's version and commit. Only the binary crate embeds the commit, so that a new commit recompiles little.
 #[derive(Debug, Clone, Copy)]
 pub struct Build {
     /// `0.1.0 (commit 0123456789ab, 2026-11-21)`.
@@ -29,12 +29,12 @@ pub fn build() -> Build {
     BUILD.get().copied().unwrap_or(unknown)
 }
 
-/// Printed by `--version` of every applet.
+/// Printed by every applet's `--version`.
 pub fn version() -> &'static str {
     build().version
 }
 
-/// A program of the multi-call binary. Like `main`, `run` receives the arguments including the program's name.
+/// A program in the multi-call binary. Like `main`, `run` receives the arguments including the program's name.
 pub struct Applet {
     pub name: &'static str,
     pub about: &'static str,
@@ -92,7 +92,7 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// A failed run: the exit code and the error chain that is printed once, on stderr.
+/// A failed run: the exit code, and the error chain that is printed once, on stderr.
 pub struct Failure {
     pub exit: Exit,
     pub error: anyhow::Error,
@@ -134,7 +134,7 @@ impl<T, E: Into<anyhow::Error>> OrExit<T> for Result<T, E> {
     }
 }
 
-/// Option that writes the manual pages of a command and its subcommands to a directory instead of running the command.
+/// The option that writes manual pages for a command and its subcommands to a directory instead of running it.
 const WRITE_MAN: &str = "--write-man";
 
 /// Parses the command line, or returns the code to exit with: 0 after `--help`, `--version` or `--write-man`, 64 for an

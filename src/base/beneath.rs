@@ -23,7 +23,7 @@ const LINK_REFUSED: &str = "symbolic links are not followed";
 #[derive(Debug)]
 pub struct Folder {
     fd: OwnedFd,
-    /// The directory's owner. A file of another user is opened only for reading, and only if everyone can read it.
+    /// The directory's owner. Another user's file is opened only for reading, and only if everyone can read it.
     owner: u32,
 }
 
@@ -38,7 +38,7 @@ impl Folder {
         Self::new(open(path, flags, Mode::empty())?)
     }
 
-    /// Opens a directory below this one. Its files are checked against its own owner.
+    /// Opens a directory below this one, whose files are checked against that directory's own owner.
     ///
     /// # Errors
     /// `NotFound`; `NotADirectory`; `InvalidInput` if a component is a link; other file system errors.
@@ -125,7 +125,7 @@ impl Folder {
         Ok(content)
     }
 
-    /// The names in this directory, in order.
+    /// Returns the names in this directory, sorted.
     ///
     /// # Errors
     /// File system errors.

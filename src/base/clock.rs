@@ -7,7 +7,7 @@ pub fn rfc3339_ms(at: Timestamp) -> String {
     format!("{at:.3}")
 }
 
-/// The current time, truncated to milliseconds, so that it equals its stored form.
+/// Returns the current time, truncated to milliseconds so that it equals its stored form.
 pub fn now_ms() -> Timestamp {
     let now = Timestamp::now();
     now.round(jiff::TimestampRound::new().smallest(Unit::Millisecond).mode(jiff::RoundMode::Trunc))

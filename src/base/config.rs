@@ -27,12 +27,12 @@ pub struct ConfigError {
     pub mistakes: Vec<String>,
 }
 
-/// The platform's env file: the one that `option` names, or the one that `PLATFORM_ENV_FILE` names.
+/// Returns the platform's env file: the one that `option` names, or else the one that `PLATFORM_ENV_FILE` names.
 pub fn platform_env_file(option: Option<PathBuf>) -> Option<PathBuf> {
     option.or_else(|| vars::PLATFORM_ENV_FILE.from_process().map(PathBuf::from))
 }
 
-/// Variables of the process environment and of env files, with the errors found so far.
+/// Variables from the process environment and from env files, with the errors found so far.
 #[derive(Default)]
 pub struct Env {
     vars: BTreeMap<String, String>,
@@ -95,7 +95,7 @@ impl Env {
         self.vars.contains_key(variable.name)
     }
 
-    /// The raw text of a variable, if set.
+    /// Returns a variable's raw text, if set.
     pub fn text(&self, variable: &Variable) -> Option<String> {
         self.vars.get(variable.name).cloned()
     }
@@ -150,7 +150,7 @@ impl Env {
         }
     }
 
-    /// Returns the built value, or all errors. `build` may be `None` only after an error was recorded.
+    /// Returns the built value, or all errors. `build` may be `None` only if an error has been recorded.
     pub fn finish<T>(self, build: Option<T>) -> Result<T, ConfigError> {
         match build {
             Some(value) if self.mistakes.is_empty() => Ok(value),
@@ -282,13 +282,13 @@ fn ends_escaped(line: &str) -> bool {
     line.bytes().rev().take_while(|byte| *byte == b'\\').count() % 2 == 1
 }
 
-/// A line of an env file, quoted so that [`parse_env_file`] and systemd read the same value.
+/// Formats an env file line, quoted so that [`parse_env_file`] and systemd read the same value.
 pub fn format_env_line(name: &str, value: &str) -> String {
     let escaped = value.replace('\\', "\\\\").replace('"', "\\\"");
     format!("{name}=\"{escaped}\"\n")
 }
 
-/// Sets these variables in the text of an env file: removes their existing assignments, and appends the new ones.
+/// Sets these variables in an env file's text: removes their existing assignments and appends the new ones.
 pub fn set_env_lines(text: &str, pairs: &[(&str, &str)]) -> String {
     let is_kept = |line: &&str| {
         let name = line.trim_start_matches(is_blank).split('=').next().unwrap_or_default();

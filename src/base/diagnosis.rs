@@ -119,7 +119,7 @@ impl<'a> Check<'a> {
     }
 }
 
-/// Runs all checks concurrently; the findings keep the order of the checks.
+/// Runs all checks concurrently; the findings are in the order of the checks.
 pub async fn run_checks(checks: Vec<Check<'_>>) -> Vec<Finding> {
     let results = join_all(checks.into_iter().map(Check::run)).await;
     results.into_iter().flat_map(|findings| findings.list).collect()

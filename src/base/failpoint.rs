@@ -3,13 +3,13 @@
 //!
 //! Dev builds contain fail points; `dist` builds do not.
 
-/// The variable's name, for processes that pass only a part of their environment to children.
+/// The variable's name, for processes that pass only part of their environment to their children.
 #[cfg(feature = "failpoints")]
 pub const VARIABLE: Option<&str> = Some(crate::vars::FAILPOINTS.name);
 #[cfg(not(feature = "failpoints"))]
 pub const VARIABLE: Option<&str> = None;
 
-/// Sets the fail points of `FAILPOINTS`; called once, at the start of the process.
+/// Sets the fail points from `FAILPOINTS`; called once, when the process starts.
 pub fn arm() {
     #[cfg(feature = "failpoints")]
     std::mem::forget(fail::FailScenario::setup());
@@ -23,7 +23,7 @@ pub fn pass(name: &str) -> Result<(), Injected> {
     #[cfg(feature = "failpoints")]
     if let Some(injected) = fail::eval(name, |action| match action.as_deref() {
         Some("kill") => {
-            // The process ends in this call; an error cannot be reported.
+            // The process ends during this call, so an error cannot be reported.
             let _ = nix::sys::signal::kill(nix::unistd::Pid::this(), nix::sys::signal::Signal::SIGKILL);
             std::process::abort();
         }

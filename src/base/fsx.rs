@@ -72,13 +72,13 @@ fn write_then(
     sync_dir(dir)
 }
 
-/// Removes temporary files of `path` that killed writers left behind. Running writers have such files too, so the
+/// Removes temporary files for `path` that killed writers left behind. Running writers also have such files, so the
 /// caller must hold the lock that all writers take.
 pub fn remove_leftover_temp(path: &Path) -> Result<(), FileError> {
     remove_leftover_temps_in(parent(path), |name| name == file_name(path))
 }
 
-/// Like [`remove_leftover_temp`], for all files of a directory whose names `is_ours` accepts.
+/// Like [`remove_leftover_temp`], for all files in a directory whose names `is_ours` accepts.
 pub fn remove_leftover_temps_in(dir: &Path, is_ours: impl Fn(&str) -> bool) -> Result<(), FileError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
@@ -95,7 +95,7 @@ pub fn remove_leftover_temps_in(dir: &Path, is_ours: impl Fn(&str) -> bool) -> R
     Ok(())
 }
 
-/// The target name of a temporary file.
+/// Returns the name of the file that a temporary file is to replace.
 fn temp_file_target(temp: &str) -> Option<&str> {
     let (name, random) = temp.strip_prefix('.')?.strip_suffix(".tmp")?.rsplit_once('.')?;
     let is_uuid = random.len() == 32 && random.bytes().all(|b| b.is_ascii_hexdigit());
@@ -115,7 +115,7 @@ pub fn symlink_atomic(target: &Path, link: &Path) -> Result<(), FileError> {
     sync_dir(dir)
 }
 
-/// The file that a write to `path` must replace: a link's target, or `path` itself. A rename onto a link would
+/// Returns the file that a write to `path` must replace: a link's target, or `path` itself. A rename onto a link would
 /// replace the link.
 pub fn resolve_link(path: &Path) -> PathBuf {
     match fs::read_link(path) {
@@ -129,7 +129,7 @@ pub fn sync_dir(dir: &Path) -> Result<(), FileError> {
     File::open(dir).and_then(|dir| dir.sync_all()).map_err(FileError::wrap("sync directory", dir))
 }
 
-/// The content of a file, or `None` if it does not exist.
+/// Returns a file's content, or `None` if it does not exist.
 pub fn read_if_exists(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     match fs::read(path) {
         Ok(content) => Ok(Some(content)),
@@ -138,7 +138,7 @@ pub fn read_if_exists(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     }
 }
 
-/// Whether the file exists; an error if the check fails.
+/// Returns whether the file exists, or an error if the check fails.
 pub fn exists(path: &Path) -> Result<bool, FileError> {
     path.try_exists().map_err(FileError::wrap("check for", path))
 }

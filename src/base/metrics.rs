@@ -26,7 +26,7 @@ const OPERATION_BUCKETS: [f64; 11] = [0.1, 0.5, 1.0, 5.0, 15.0, 30.0, 60.0, 180.
 /// Interval at which recorded durations are sorted into their buckets if there are no scrapes.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The series of one metric by label values, created on first use.
+/// One metric's series by label values, created on first use.
 struct Family<H, const N: usize> {
     name: &'static str,
     help: &'static str,
@@ -134,7 +134,7 @@ pub struct MetricsHandle(PrometheusHandle);
 /// Starts recording, for the lifetime of the process.
 ///
 /// # Errors
-/// If a recorder is installed already.
+/// If a recorder is already installed.
 pub fn install() -> anyhow::Result<MetricsHandle> {
     let long_durations = [OPERATION_DURATION.0.name, OPERATION_STEP_DURATION.0.name];
     let mut builder = PrometheusBuilder::new().set_buckets(&CALL_BUCKETS)?;
@@ -150,7 +150,7 @@ pub fn install() -> anyhow::Result<MetricsHandle> {
 }
 
 impl MetricsHandle {
-    /// All series in Prometheus' text format 0.0.4.
+    /// Returns all series in the Prometheus text format 0.0.4.
     pub fn text(&self) -> String {
         measure_process();
         self.0.run_upkeep();
@@ -180,7 +180,7 @@ fn measure_process() {
         RESIDENT_MEMORY.set([], pages * page_size as f64);
     }
     if let Ok(open) = std::fs::read_dir("/proc/self/fd") {
-        // One descriptor is that of this listing.
+        // One descriptor belongs to this listing itself.
         OPEN_FDS.set([], open.count().saturating_sub(1) as f64);
     }
 }

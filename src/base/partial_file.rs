@@ -1,5 +1,5 @@
 //! A file downloaded in pieces, with the SHA-256 of its content so far. An interrupted download is resumed; the
-//! existing part is hashed again and never trusted by its name.
+//! existing part is rehashed and never trusted by its name.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -44,7 +44,7 @@ impl PartialFile {
         Ok(Self { path, file, length, digest })
     }
 
-    /// Bytes downloaded so far.
+    /// The number of bytes downloaded so far.
     pub fn length(&self) -> u64 {
         self.length
     }

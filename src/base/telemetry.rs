@@ -22,7 +22,7 @@ pub fn init(applet: &'static str) {
     start(applet, None);
 }
 
-/// [`init`] for an applet of this machine.
+/// Like [`init`], for an applet on this machine.
 pub fn init_on_machine(applet: &'static str, machine: Option<MachineId>) {
     start(applet, machine);
 }
@@ -35,7 +35,7 @@ fn start(applet: &'static str, machine: Option<MachineId>) {
         Some(journal) => registry.with(journal).try_init(),
         None => registry.with(stderr_layer(applet)).try_init(),
     };
-    // A second initialization in one process, as in tests, is ignored.
+    // A second initialization in the same process, as in tests, is ignored.
     drop(started);
 }
 

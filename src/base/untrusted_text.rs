@@ -5,7 +5,7 @@ use std::borrow::Cow;
 
 use serde_json::Value;
 
-/// Maximum length of one reported text; the rest is cut.
+/// Maximum length of a reported text; the rest is cut off.
 pub const MAX_CHARS: usize = 2000;
 
 /// Replaces each character that could move the cursor, change colours or reorder text with U+FFFD.
@@ -13,7 +13,7 @@ pub fn replace_unprintable(text: &str) -> Cow<'_, str> {
     if text.contains(is_unsafe) { text.replace(is_unsafe, "\u{FFFD}").into() } else { text.into() }
 }
 
-/// Like [`replace_unprintable`], cut to [`MAX_CHARS`].
+/// Like [`replace_unprintable`], but truncated to [`MAX_CHARS`].
 pub fn truncate_printable(text: &str) -> String {
     replace_unprintable(text).chars().take(MAX_CHARS).collect()
 }

@@ -9,10 +9,10 @@ use std::str::FromStr;
 #[derive(Debug, Clone, Copy)]
 pub struct Variable {
     pub name: &'static str,
-    /// The format of the value: its type, unit or choices.
+    /// The value's format: its type, unit or choices.
     pub form: &'static str,
     pub default: Preset,
-    /// The doc comment of the declaration.
+    /// The declaration's doc comment.
     pub meaning: &'static str,
     /// Where it is set, if not where the rest of its section is.
     pub source: Option<&'static str>,
@@ -20,7 +20,7 @@ pub struct Variable {
     pub readers: Option<&'static [&'static str]>,
 }
 
-/// The behaviour of a program if a variable is not set.
+/// A program's behaviour if a variable is not set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Preset {
     /// The program does not start.
@@ -52,7 +52,7 @@ impl Variable {
 /// Variables that are documented together, as one table.
 #[derive(Debug, Clone, Copy)]
 pub struct Section {
-    /// The name of the marker in the page where the table is inserted.
+    /// The name of the marker on the page where the table is inserted.
     pub id: &'static str,
     /// Where its variables are set.
     pub source: &'static str,
@@ -61,10 +61,9 @@ pub struct Section {
     pub variables: &'static [Variable],
 }
 
-/// Declares sections of variables: a constant for each variable, and the list `SECTIONS`.
-///
-/// The doc comment of a variable is its meaning in the reference. Its default is a text, or `required`, `unset`, or
-/// `derived` with an explanation. `in` and `by` override the section's source and readers.
+/// Declares sections of variables: a constant for each variable, and the list `SECTIONS`. A variable's doc comment is
+/// its meaning in the reference. Its default is a string, or `required`, `unset`, or `derived` with an explanation.
+/// `in` and `by` override the section's source and readers.
 ///
 /// ```
 /// svc_base::variables! {

@@ -1,4 +1,4 @@
-//! Variables of all programs.
+//! Variables for all programs.
 
 crate::variables! {
     "all", in "process environment", by [] {

@@ -46,7 +46,7 @@ impl ApiResponse {
     }
 }
 
-/// A client of the platform's API.
+/// A client for the platform's API.
 pub struct ApiClient {
     client: reqwest::Client,
     base: Url,
@@ -78,7 +78,7 @@ impl ApiClient {
         self.call_with_retries(&Method::GET, &self.url_with(path, query), None, RetryMessages::Shown).await
     }
 
-    /// [`Self::get`] for a caller that polls and reports what it is waiting for.
+    /// Like [`Self::get`], for a caller that polls and reports what it is waiting for.
     ///
     /// # Errors
     /// As [`Self::get`].
@@ -97,7 +97,7 @@ impl ApiClient {
         self.call_with_retries(&method, &self.url(path), body, RetryMessages::Shown).await
     }
 
-    /// [`Self::send`] with a query instead of a body.
+    /// Like [`Self::send`], but with a query instead of a body.
     pub async fn send_with_query(
         &self,
         method: Method,
@@ -107,7 +107,7 @@ impl ApiClient {
         self.call_with_retries(&method, &self.url_with(path, query), None, RetryMessages::Shown).await
     }
 
-    /// A GET without retries; returns any status with its body.
+    /// Sends a GET without retries; returns any status with its body.
     ///
     /// # Errors
     /// [`CallError::Unreachable`] or [`CallError::TimedOut`].
@@ -157,7 +157,7 @@ impl ApiClient {
         url
     }
 
-    /// Returns the error of a call that got no response.
+    /// Returns the error for a call that got no response.
     fn no_response_error(&self, error: reqwest::Error) -> CallError {
         let base = self.base.clone();
         if error.is_timeout() && !error.is_connect() {

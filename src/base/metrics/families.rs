@@ -10,7 +10,7 @@ pub enum MetricScope {
     Everywhere,
 }
 
-/// A metric, for the reference.
+/// A metric's description, for the reference.
 #[derive(Debug, Clone, Copy)]
 pub struct Description {
     pub name: &'static str,

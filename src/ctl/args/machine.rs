@@ -11,13 +11,13 @@ use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, S
 use svc_machine::state::Status;
 use svc_wire::quote::{InvalidPrice, Price};
 
-/// A machine as an operator specifies it.
+/// A machine as specified by an operator.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MachineTarget {
     Id(MachineId),
     /// The only active machine with this handle.
     Handle(Handle),
-    /// The active machine of the slot.
+    /// The slot's active machine.
     Slot(IdpUserId, Slot),
 }
 
@@ -43,7 +43,7 @@ impl FromStr for MachineTarget {
 }
 
 impl MachineTarget {
-    /// The query that selects the target's machines in the list of machines; empty for an id.
+    /// Returns the query that selects the target's machines in the machine list; empty for an id.
     pub fn query(&self) -> Vec<(&'static str, String)> {
         match self {
             Self::Id(_) => Vec::new(),
@@ -52,7 +52,7 @@ impl MachineTarget {
         }
     }
 
-    /// The command that lists the target's deleted and replaced machines.
+    /// Returns the command that lists the target's deleted and replaced machines.
     pub fn list_ended_command(&self) -> String {
         match self {
             Self::Id(_) => "`svcctl list --deleted`".to_owned(),
@@ -82,7 +82,7 @@ pub enum CostLimit {
 impl FromStr for CostLimit {
     type Err = InvalidPrice;
 
-    /// An empty text means no limit. The space before the currency may be omitted.
+    /// An empty string means no limit. The space before the currency may be omitted.
     fn from_str(text: &str) -> Result<Self, InvalidPrice> {
         if text.is_empty() {
             return Ok(Self::Any);

@@ -1,4 +1,4 @@
-//! The command line of `svcctl`. No argument is a secret: the arguments of a process are visible to every user.
+//! The command line of `svcctl`. No argument is a secret, because a process's arguments are visible to every user.
 //!
 //! This file defines the commands and the global options; each group of commands has its own file.
 
@@ -32,7 +32,7 @@ pub use self::resource::{
 pub use self::usage::Usage;
 use svc_base::applet;
 
-/// Default of `--wait`: longer than the lifetime of a registration token.
+/// Default for `--wait`: longer than a registration token's lifetime.
 const DEFAULT_WAIT_SECONDS: &str = "2400";
 
 const ENVIRONMENT_HELP: &str = "The platform's URL is read from PLATFORM_PUBLIC_URL or --platform-url; the platform's secret or an \
@@ -234,7 +234,7 @@ Example: svcctl verify-rollout --app-url https://app.example.com"
     },
 }
 
-/// Whether to wait for the result of a command.
+/// Whether to wait for a command's result.
 #[derive(Debug, Clone, Copy, ClapArgs)]
 pub struct Wait {
     /// Wait for the result, at most SECONDS (default: 40 minutes); progress goes to stderr
@@ -281,7 +281,7 @@ mod tests {
             (slot("user_1/second"), slot("ada/primary")),
             ("user_1 second".into(), "ada primary".into())
         );
-        assert_eq!(slot("user_1"), "user_1 primary", "no handle has this form");
+        assert_eq!(slot("user_1"), "user_1 primary", "no handle has this format");
         for invalid in ["no such thing", "user_1/", "user_1/a/b", "/primary"] {
             assert!(invalid.parse::<MachineTarget>().is_err(), "{invalid}");
         }

@@ -1,4 +1,4 @@
-//! Checks that every `svcctl …` command that documentation or a message quotes exists, with its options.
+//! Checks that every `svcctl …` command quoted in the documentation or in a message exists, with its options.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -47,7 +47,7 @@ fn texts_name_only_existing_commands_and_options() {
     assert!(checked > 150, "only {checked} commands were found");
 }
 
-/// Members of request bodies that messages must not name, because operators use the options of `svcctl` instead.
+/// Request members that messages must not name, because operators use `svcctl` options instead.
 const REQUEST_MEMBERS: [&str; 8] = [
     "acceptLoss",
     "allowEmpty",
@@ -59,7 +59,7 @@ const REQUEST_MEMBERS: [&str; 8] = [
     "with force",
 ];
 
-/// Returns the string literals of a source file that contain a space, except those of the OpenAPI document.
+/// Returns a source file's string literals that contain a space, except those for the OpenAPI document.
 fn extract_sentences(text: &str) -> Vec<String> {
     let text = join_lines(text, Language::Rust);
     let lines = text.lines().filter(|line| !line.trim_start().starts_with("//"));

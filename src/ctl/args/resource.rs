@@ -164,7 +164,7 @@ Example: svcctl backup verify ada")]
     },
 }
 
-/// A slot as an operator specifies it.
+/// A slot as specified by an operator.
 #[derive(Debug, Clone, PartialEq, Eq, Args)]
 pub struct SlotTarget {
     /// The user's id at the identity provider
