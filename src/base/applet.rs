@@ -221,7 +221,7 @@ fn usage(applets: &[Applet]) -> String {
     for applet in applets {
         text.push_str(&format!("  {:<16} {}\n", applet.name, applet.about));
     }
-    text.push_str("\nRun `svc <APPLET> --help` for the help of an applet.\n");
+    text.push_str("\nRun `svc <APPLET> --help` for an applet's help.\n");
     text
 }
 

@@ -114,7 +114,7 @@ impl<'a> Check<'a> {
         let Self { name, timeout, work } = self;
         tokio::time::timeout(timeout, work).await.unwrap_or_else(|_| {
             let what = format!("no response within {} s", timeout.as_secs());
-            Findings::new(name).problem(what, "find out why the check hangs, then run this command again")
+            Findings::new(name).problem(what, "find out why the check hung, then run this command again")
         })
     }
 }

@@ -1,8 +1,6 @@
 //! Lists and publishes bundles in the store. The archive is uploaded first and its `.sha256` last: that single write
-//! publishes the version.
-//!
-//! The archive of a published version never changes: hosts and the platform trust its digest. A missing manifest or
-//! signature can be added later, and both can be replaced by ones that hosts trust for longer.
+//! publishes the version. A published version's archive never changes, because hosts and the platform trust its digest.
+//! A missing manifest or signature can be added later, and both can be replaced with ones that hosts trust for longer.
 
 mod companions;
 mod key_sequence;
@@ -98,15 +96,15 @@ pub struct PublishResult {
     size_bytes: u64,
     outcome: PublishOutcome,
     updates: Updates,
-    /// The keys of the manifest, which hosts trust once they are healthy on this release.
+    /// The manifest's keys, which hosts trust once they are healthy on this release.
     key_set: Option<KeySet>,
 }
 
-/// Whether hosts that run another release can update to it.
+/// Whether hosts that are running a different release can update to this one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Updates {
     Possible,
-    /// The reason.
+    /// With the reason.
     Impossible(String),
 }
 
@@ -210,7 +208,7 @@ pub async fn publish(
     publish_with_keys(bucket, dir, version, configured_keys().as_ref()).await
 }
 
-/// [`publish`], with the keys that hosts trust.
+/// Like [`publish`], with the keys that hosts trust.
 async fn publish_with_keys(
     bucket: &Bucket,
     dir: &FilePath,
@@ -246,7 +244,7 @@ async fn publish_with_keys(
     Ok(PublishResult { version: version.clone(), sha256: stated, size_bytes, outcome, updates, key_set })
 }
 
-/// The keys that hosts trust, if they are configured.
+/// Returns the keys that hosts trust, if configured.
 fn configured_keys() -> Option<TrustedKeys> {
     Env::from_process().text(&vars::BUNDLE_PUBLIC_KEYS)?.parse().ok()
 }
@@ -269,7 +267,7 @@ async fn upload(
         Err(error) => Err(error),
     };
     if let Err(error) = sent {
-        // A failed abort is ignored, because the error of the upload is more useful.
+        // A failed abort is ignored, because the upload's error is more useful.
         let _ = sink.abort().await;
         return Err(error);
     }
@@ -283,7 +281,7 @@ async fn upload(
     })
 }
 
-/// Publishes the version by writing its digest, if there is none yet.
+/// Publishes the version by writing its digest, unless there is one already.
 async fn publish_digest(bucket: &Bucket, stated: &str, version: &ImageVersion) -> Result<(), PublishError> {
     let key = key::bundle(version, ".sha256");
     match bucket.put_if(&key, digest_line(stated), Condition::Absent).await {
@@ -419,7 +417,7 @@ mod tests {
         SigningKey::from_pem(include_bytes!("../../tests/kit/src/bundle/ed25519-test-only.txt")).unwrap()
     }
 
-    /// Adds a manifest to a build of `content`, signed or unsigned.
+    /// Adds a signed or unsigned manifest to a build of `content`.
     fn write_manifest(dir: &tempfile::TempDir, content: &[u8], expires_at: &str, key: Option<&SigningKey>) {
         let manifest = kit::bundle::Manifest {
             version: 1,

@@ -1,4 +1,4 @@
-//! Confirmation of irreversible commands: typed on a terminal, or given by `--yes`, never assumed.
+//! Confirmation of irreversible commands: typed on a terminal or given with `--yes`, never assumed.
 
 use std::io::{self, BufRead, IsTerminal, Write};
 

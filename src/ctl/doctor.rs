@@ -19,7 +19,7 @@ use svc_base::diagnosis::{self, Check, Findings, Level, Report};
 use svc_wire::fleet::Fleet;
 use svc_wire::operator::WhoAmI;
 
-/// The env file of the platform's package.
+/// The platform package's env file.
 const PACKAGED_ENV_FILE: &str = "/etc/svc/platform.env";
 const CHECK_TIMEOUT: Duration = Duration::from_secs(45);
 /// A token with a shorter remaining lifetime causes a warning.
@@ -99,7 +99,7 @@ async fn check_readiness(api: &ApiClient) -> Findings {
                 next,
             ),
             Err(_) => findings.problem(
-                format!("{status}: the response is not one of the platform's API"),
+                format!("{status}: the response is not from the platform's API"),
                 "set PLATFORM_PUBLIC_URL or --platform-url to the URL of the platform's API",
             ),
         },
@@ -107,7 +107,7 @@ async fn check_readiness(api: &ApiClient) -> Findings {
     }
 }
 
-/// Checks which operator the credential belongs to.
+/// Checks to which operator the credential belongs.
 async fn check_operator(api: &ApiClient) -> Findings {
     let findings = Findings::new("operator");
     let result = api.get(&["operators", "whoami"], &[]).await.and_then(|response| response.parse::<WhoAmI>());

@@ -7,7 +7,7 @@ use anyhow::anyhow;
 
 use svc_base::applet::{Exit, Failure};
 
-/// Runs `work` until Ctrl-C. Then prints the command with which to continue waiting, and ends the process by SIGINT.
+/// Runs `work` until Ctrl-C. Then prints the command that continues the wait, and ends the process with SIGINT.
 ///
 /// # Errors
 /// Those of `work`; [`Exit::TryAgain`] after Ctrl-C if `/bin/sh` cannot be executed.
@@ -21,12 +21,12 @@ pub async fn run_until_interrupted<T>(
     }
 }
 
-/// Prints that the operation continues, and ends this process by SIGINT, so that a shell loop around it ends as well.
-/// `exec` restores the signal's default action. Returns only if `exec` fails.
+/// Prints that the operation continues, and ends this process with SIGINT, so that a surrounding shell loop ends as
+/// well. `exec` restores the signal's default action. Returns only if `exec` fails.
 fn stop_waiting(command: &str) -> Failure {
     let message = format!("stopped waiting; the operation continues\n  next: `{command}`");
     eprintln!("\n{message}");
     let error = Command::new("/bin/sh").args(["-c", "kill -INT $$"]).exec();
-    tracing::debug!(%error, "cannot execute /bin/sh to end by SIGINT");
+    tracing::debug!(%error, "cannot execute /bin/sh to end with SIGINT");
     Failure::new(Exit::TryAgain, anyhow!("interrupted"))
 }

@@ -1,4 +1,5 @@
-//! The checks of the local machine. `svcctl` imports neither host nor platform: the table of applets injects the checks.
+//! The checks of the local machine. `svcctl` imports neither `host` nor `platform`; the applet table injects the
+//! checks.
 
 use std::path::{Path, PathBuf};
 
@@ -8,13 +9,13 @@ use url::Url;
 
 use svc_base::diagnosis::{Finding, Report};
 
-/// The checks of host and platform.
+/// The host's and the platform's checks.
 #[derive(Clone, Copy)]
 pub struct LocalChecks {
     /// Whether this machine is a host.
     pub is_host: fn() -> bool,
     pub check_host: fn() -> BoxFuture<'static, Report>,
-    /// Checks a platform with its settings: those of this process's environment, then those of the file.
+    /// Checks a platform with its settings: those from this process's environment, then those from the file.
     pub check_platform: for<'a> fn(Option<&'a Path>) -> BoxFuture<'a, PlatformReport>,
     /// The gateway's trusted socket.
     pub gateway_socket: fn() -> PathBuf,

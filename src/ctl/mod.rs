@@ -1,5 +1,5 @@
-//! `svcctl`: the operators' command line. It uses the platform's API, for bundles the object store, and for `doctor` and
-//! `verify-rollout` the checks of the local machine and of a host.
+//! `svcctl`: the operators' command line. It uses the platform's API; the object store, for bundles; and the checks of
+//! the local machine and of a host, for `doctor` and `verify-rollout`.
 //!
 //! Exit codes: 0 done; 64 usage error; 65 the platform refused (validation, state, not found), or a bundle is invalid;
 //! 69 the platform cannot be reached, the provider failed, or the operation failed; 70 internal error; 75 try again

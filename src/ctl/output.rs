@@ -13,7 +13,7 @@ pub struct Output {
 
 impl Output {
     /// # Errors
-    /// If `text` cannot parse the response, or standard output cannot be written.
+    /// If `text` cannot parse the response, or standard output cannot be written to.
     pub fn print_response(
         &self,
         response: &ApiResponse,
@@ -27,10 +27,10 @@ impl Output {
     }
 }
 
-/// Prints to standard output. A closed pipe, such as that of `head`, is not an error.
+/// Prints to standard output. A closed pipe, such as one to `head`, is not an error.
 ///
 /// # Errors
-/// If standard output cannot be written for another reason.
+/// If writing to standard output fails for another reason.
 pub fn print(text: &str) -> Result<(), Failure> {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {

@@ -1,4 +1,4 @@
-//! Progress on standard error: a line for each completed step, and on a terminal a spinner for the current one.
+//! Progress on standard error: a line for each completed step and, on a terminal, a spinner for the current one.
 
 use std::io::IsTerminal;
 use std::time::Duration;
@@ -29,7 +29,7 @@ impl Progress {
         Self { spinner, view }
     }
 
-    /// A progress bar for a transfer of `total` bytes.
+    /// Starts a progress bar for a transfer of `total` bytes.
     pub fn with_total_bytes(total: u64) -> Self {
         let progress = Self::start();
         let bar = "{spinner} {bytes} of {total_bytes} {wide_bar} {binary_bytes_per_sec}, {eta} left";
@@ -46,7 +46,7 @@ impl Progress {
         }
     }
 
-    /// The view for the printed lines.
+    /// Returns the view for the printed lines.
     pub fn view(&self) -> &View {
         &self.view
     }

@@ -1,4 +1,4 @@
-//! Error responses of the platform: the problem+json, the advice for the operator, and the exit code.
+//! Error responses from the platform: the problem+json, the advice for the operator, and the exit code.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use super::show::compact;
 use svc_base::applet::{Exit, Failure};
 use svc_base::untrusted_text;
 
-/// A problem from the platform, or an error response of an intermediary.
+/// A problem from the platform, or an error response from an intermediary.
 #[derive(Debug, thiserror::Error)]
 #[error("{}", self.message())]
 pub struct ApiProblem {
@@ -35,7 +35,7 @@ struct Problem {
 }
 
 impl ApiProblem {
-    /// Reads the problem of an error response. A body without problem+json is replaced by a message.
+    /// Reads the problem in an error response. A body that is not problem+json is replaced with a message.
     pub fn parse(status: StatusCode, body: &str, retry_after: Option<Duration>) -> Self {
         let (code, mut detail, request_id) = match serde_json::from_str::<Problem>(body) {
             Ok(problem) => (Some(problem.code), problem.detail, problem.request_id),
@@ -137,7 +137,7 @@ fn state_advice(body: &Value) -> Option<&'static str> {
     if body["operationId"].is_string() {
         return Some(
             "`svcctl operation show <id> --wait` follows the current operation; `svcctl operation abandon <id>` ends it, then \
-             run this again with other options",
+             run this again with different options",
         );
     }
     Some(match body["machineStatus"].as_str()? {
@@ -156,7 +156,7 @@ fn state_advice(body: &Value) -> Option<&'static str> {
     })
 }
 
-/// Replaces the invalid fields in `detail` with the options of `svcctl` that set them.
+/// Replaces the invalid fields in `detail` with the `svcctl` options that set them.
 fn name_options(detail: &str, body: &Value) -> String {
     let errors = body["errors"].as_array().into_iter().flatten();
     errors.filter_map(|error| error["pointer"].as_str()).fold(detail.to_owned(), |detail, pointer| {
@@ -164,7 +164,7 @@ fn name_options(detail: &str, body: &Value) -> String {
     })
 }
 
-/// The option that sets a field of a request, or the field if there is none.
+/// Returns the option that sets a request field, or the field itself if there is none.
 fn option_for_field(pointer: &str) -> String {
     let name = match pointer.trim_start_matches(['/', '?']) {
         "snapshotKey" => "snapshot".to_owned(),
@@ -201,9 +201,9 @@ fn describe_members(body: &Value, detail: &str) -> String {
     }
     let allowed: Vec<_> =
         body["allowed"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
-    // The state explains the refusal only if another one is allowed.
+    // The state explains the refusal only if it is not itself allowed.
     let status = body["machineStatus"].as_str().filter(|status| !allowed.contains(status));
-    // Platforms of an earlier release write "; this needs ".
+    // Platforms with an earlier release write "; this needs ".
     let names_states = detail.contains(", but must be ") || detail.contains("; this needs ");
     if let Some(status) = status.filter(|_| !allowed.is_empty() && !names_states) {
         message.push_str(&format!(" It is {status}, and must be {}.", allowed.join(" or ")));
@@ -211,7 +211,7 @@ fn describe_members(body: &Value, detail: &str) -> String {
     message
 }
 
-/// A failure as JSON: the platform's problem, if any, with the exit code and the advice.
+/// Formats a failure as JSON: the platform's problem, if any, with the exit code and the advice.
 pub fn failure_json(failure: &Failure) -> Value {
     let refusal = failure.error.downcast_ref::<CallError>().and_then(|error| match error {
         CallError::Refused(refusal) => Some(refusal),
@@ -231,7 +231,7 @@ pub fn failure_json(failure: &Failure) -> Value {
     body
 }
 
-/// The advice for a code.
+/// Returns the advice for a code.
 fn advice(code: &str) -> Option<&'static str> {
     Some(match code {
         "invalid_request" => "correct the named fields; `svcctl <command> --help` explains them",
@@ -268,7 +268,7 @@ fn advice(code: &str) -> Option<&'static str> {
         }
         "disk_too_small" => {
             "choose a server type with a larger disk: `svcctl recover <user> --server-type <type>`; `svcctl provision` \
-             has `--server-type`, too"
+             also has `--server-type`"
         }
         "disk_would_shrink" => "choose a server type with a disk at least as large",
         "superseded" => "nothing to do: the machine was replaced, and stops automatically",
@@ -277,7 +277,7 @@ fn advice(code: &str) -> Option<&'static str> {
              recover <user>` if the host is lost"
         }
         "host_refused" | "host_answer_invalid" => {
-            "the detail says what to change; `svcctl status <machine>` shows the host's release and its last heartbeat"
+            "the detail states what to change; `svcctl status <machine>` shows the host's release and its last heartbeat"
         }
         "provisioning_error" => {
             "the platform's log has the provider's response under the request id; check quota, location and server type"
@@ -301,7 +301,7 @@ pub enum CallError {
     /// The connection succeeded, but the response timed out. The request may still take effect.
     #[error(
         "the platform at {base} did not respond within {seconds} s; the request may still take effect\n  \
-         next: `svcctl doctor platform` on its machine shows which part hangs; --timeout sets a longer timeout"
+         next: `svcctl doctor platform` on its machine shows which part is hanging; --timeout sets a longer timeout"
     )]
     TimedOut { base: Url, seconds: u64 },
     #[error(transparent)]
@@ -320,7 +320,7 @@ impl CallError {
         }
     }
 
-    /// The message without the advice.
+    /// Returns the message without the advice.
     pub fn brief(&self) -> String {
         let message = self.to_string();
         message.split_once("\n  next: ").map_or(message.clone(), |(brief, _)| brief.to_owned())

@@ -1,4 +1,4 @@
-//! The report of a diagnostic command, and its exit code.
+//! A diagnostic command's report and exit code.
 
 use anyhow::anyhow;
 
@@ -7,7 +7,7 @@ use super::show::{self, View};
 use svc_base::applet::{Exit, Failure};
 use svc_base::diagnosis::{Level, Report};
 
-/// Prints a report. Fails if it has a problem or, with the threshold [`Level::Skipped`], a skipped check.
+/// Prints a report. Fails if it contains a problem or, with the threshold [`Level::Skipped`], a skipped check.
 pub fn print(report: &Report, threshold: Level, out: &Output) -> Result<(), Failure> {
     if out.json {
         output::print(&format!("{}\n", report.to_json()))?;

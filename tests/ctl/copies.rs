@@ -169,7 +169,8 @@ async fn machine_of_silent_host_can_be_undeleted_and_discarded() {
     );
     let operation = response["operationId"].as_str().unwrap();
     operator.stack.wait_until_ended(&operator.process, operation).await;
-    let unsaved = format!("of changes that no snapshot has; kept until `svcctl discard {id} --accept-loss`");
+    let unsaved =
+        format!("of changes that are in no snapshot; kept until `svcctl discard {id} --accept-loss`");
     assert_contains(
         &operator.run(0, &["status", id]).await,
         &["status       deleted", "kept server", &unsaved],

@@ -376,7 +376,7 @@ async fn wait_shows_boot_progress_once_for_each_ten_percent() {
     let lines: Vec<_> = text.lines().filter(|line| line.contains("downloaded")).map(str::trim).collect();
     assert_eq!(
         lines,
-        ["boot: restore 42 %, 420 B of 1000 B downloaded", "boot: restore 99 %, 990 B of 1000 B downloaded"]
+        ["boot: restore 42%, 420 B of 1000 B downloaded", "boot: restore 99%, 990 B of 1000 B downloaded"]
     );
 }
 

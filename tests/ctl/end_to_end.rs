@@ -69,7 +69,7 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
     assert_contains(&operator.run(0, &["list"]).await, &["no machines"]);
     let provision = ["provision", "user_1", "--handle", "ada", "--wait=200"];
     let printed = operator.run(0, &[&provision[..], &CONFIRM_FLAGS].concat()).await;
-    assert_contains(&printed, &["warning: a recovery was not exercised on a test slot"]);
+    assert_contains(&printed, &["warning: a recovery has not been exercised on a test slot"]);
     let audit = operator.json(&["audit", "--action", "provision"]).await;
     let confirmed = &audit["entries"][0]["after"]["confirmed"];
     assert_eq!(*confirmed, serde_json::json!({"monthlyCost": "10.1031 EUR", "optIn": true}), "{audit}");

@@ -43,7 +43,7 @@ async fn cost_and_consent_are_confirmed_separately() {
         "nbg1: 10.1031 EUR a month with VAT, 8.49 EUR without: server 9.5081 EUR, public IPv4 0.595 EUR",
         "12 of 25 servers; one more fits",
         "rollback never",
-        "a rollback was not exercised on a test slot",
+        "a rollback has not been exercised on a test slot",
         "The monthly cost is accepted: 10.1031 EUR a month (cpx22 in nbg1).",
         "The customer user_1 has explicitly opted in.",
     ] {
@@ -152,7 +152,7 @@ async fn replacement_with_another_type_confirms_only_the_cost() {
     let platform = FakePlatform::start(replies()).await;
     let output = platform.svcctl(&provision).await;
     assert_eq!(output.status.code(), Some(64), "{}", stderr(&output));
-    for part in ["one of another server type, at 10.1031 EUR a month", "add --confirm-cost to confirm"] {
+    for part in ["one of a different server type, at 10.1031 EUR a month", "add --confirm-cost to confirm"] {
         assert!(stderr(&output).contains(part), "{part}: {}", stderr(&output));
     }
     assert!(provision_bodies(&platform).is_empty());

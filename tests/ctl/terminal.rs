@@ -144,7 +144,7 @@ async fn discard_prompt_names_the_data_that_would_be_lost() {
     assert_eq!(output.status.code(), Some(65));
     let printed_text = stdout(&output);
     assert!(
-        printed_text.contains("its server holds 43 min of changes that no snapshot has"),
+        printed_text.contains("its server holds 43 min of changes that are in no snapshot"),
         "{printed_text}"
     );
     assert_only_reads(&platform);

@@ -29,7 +29,7 @@ Example: svcctl deploy status --wait")]
         #[command(flatten)]
         wait: Wait,
     },
-    /// Pause a rollout: no further machine is updated
+    /// Pause a rollout: no more machines are updated
     #[command(after_help = "Example: svcctl deploy pause")]
     Pause(RolloutTarget),
     /// Resume a paused rollout

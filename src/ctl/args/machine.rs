@@ -104,7 +104,7 @@ pub struct Provision {
     /// The user's slot
     #[arg(long, default_value_t)]
     pub slot: Slot,
-    /// Server type, one of the slot's plan (default: the platform's)
+    /// Server type, from the slot's plan (default: the platform's)
     #[arg(long)]
     pub server_type: Option<ServerType>,
     /// Location at the provider, such as nbg1 (default: the platform's)
@@ -123,7 +123,7 @@ pub struct Provision {
     /// with its server
     #[arg(long)]
     pub accept_loss: bool,
-    /// Start empty although an earlier machine of the slot served and left no snapshot: its data is abandoned
+    /// Start empty although an earlier machine in the slot served and left no snapshot: its data is abandoned
     #[arg(long)]
     pub allow_empty: bool,
     /// Accept the monthly cost of a new customer's server, or of a server type other than the replaced machine's, without
@@ -189,16 +189,16 @@ pub struct Recover {
     /// not start, there is no server to fall back to: the snapshot is the only copy
     #[arg(long)]
     pub replace_first: bool,
-    /// Use another server type of the slot's plan, such as one with a larger disk
+    /// Use a different server type from the slot's plan, such as one with a larger disk
     #[arg(long)]
     pub server_type: Option<ServerType>,
-    /// Use another location, such as hel1 if nbg1 has no capacity
+    /// Use a different location, such as hel1 if nbg1 has no capacity
     #[arg(long)]
     pub location: Option<Location>,
     /// Locations to try if the first has no capacity, such as hel1,fsn1 (default: the platform's list)
     #[arg(long, value_name = "LOCATION,…", value_delimiter = ',')]
     pub fallback_locations: Vec<Location>,
-    /// Use another version of the published bundles
+    /// Use a different published bundle version
     #[arg(long)]
     pub image_version: Option<ImageVersion>,
     /// Skip the confirmation
@@ -212,7 +212,7 @@ pub struct Recover {
 pub struct Resize {
     /// A machine's id, its user's handle, or USER/SLOT
     pub machine: MachineTarget,
-    /// New server type, one of the slot's plan, with a disk at least as large
+    /// New server type, from the slot's plan, with a disk at least as large
     #[arg(value_name = "SERVER_TYPE")]
     pub server_type: ServerType,
     /// Skip the confirmation
@@ -297,7 +297,7 @@ pub enum PowerCommand {
     /// Shut down a machine and keep it off until `svcctl power on`
     #[command(
         after_help = "Requests a shutdown from the operating system, and cuts the power after the platform's \
-RESIZE_SHUTDOWN_SECONDS. The user sees a page which says that the machine is off. No backups are taken. The provider \
+RESIZE_SHUTDOWN_SECONDS. The user sees a page stating that the machine is off. No backups are taken. The provider \
 keeps billing the server.\n\n\
 Example: svcctl power off ada --wait"
     )]
@@ -310,7 +310,7 @@ Example: svcctl power off ada --wait"
         #[command(flatten)]
         wait: Wait,
     },
-    /// Restart the host of a machine
+    /// Restart a machine's host
     #[command(
         after_help = "Requests a restart from the operating system. If it does not respond, run `svcctl power off`, then \
 `svcctl power on`.\n\nExample: svcctl power reboot ada --wait"

@@ -101,10 +101,10 @@ pub struct GlobalOptions {
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Manage the subscriptions of slots
+    /// Manage slot subscriptions
     #[command(subcommand, after_help = "Example: svcctl slot set user_1 --plan starter")]
     Slot(SlotCommand),
-    /// Create the machine of a slot
+    /// Create a slot's machine
     #[command(after_help = "Example: svcctl provision user_1 --handle ada --wait")]
     Provision(Provision),
     /// List machines
@@ -122,7 +122,7 @@ pub enum Command {
     /// Manage the fleet-wide alarms that `svcctl fleet` lists
     #[command(subcommand, after_help = "Example: svcctl alarm release servers_missing")]
     Alarm(AlarmCommand),
-    /// Replace the machine of a slot, restoring its latest snapshot
+    /// Replace a slot's machine, restoring its latest snapshot
     #[command(
         after_help = "The old host stops its writers and takes a final backup. Its server is powered off, and is deleted \
 only when the new machine is healthy; if the recovery fails before that, the old machine serves again. If the old \
@@ -134,7 +134,7 @@ Example: svcctl recover user_1 --server-type cpx32 --location hel1 --wait"
     /// Change the server type of a running machine; it is down for a few minutes and keeps its disk
     #[command(after_help = "Example: svcctl resize ada cpx32 --wait")]
     Resize(Resize),
-    /// Manage the credentials of machines
+    /// Manage machine credentials
     #[command(subcommand, after_help = "Example: svcctl machine rotate-token ada")]
     Machine(MachineCommand),
     /// Power a machine's server off or on, or restart it

@@ -19,7 +19,7 @@ and you can grant only scopes that you have. The token is shown once.\n\n\
 Example: svcctl operator add ada --scope read,operate --token-file ada.token"
     )]
     Add {
-        /// Name of the operator, used in the audit
+        /// Name of the operator, used in the audit log
         #[arg(value_name = "NAME")]
         name: OperatorName,
         /// Scopes, separated by commas
@@ -71,7 +71,7 @@ pub struct TokenOptions {
 
 #[derive(Debug, Args)]
 pub struct Audit {
-    /// Only entries of this actor: an operator's name, `operator` for PLATFORM_SECRET, `platform`, `machine:ID`
+    /// Only entries by this actor: an operator's name, `operator` for PLATFORM_SECRET, `platform`, `machine:ID`
     #[arg(long, value_name = "NAME")]
     pub actor: Option<String>,
     /// Only entries with this action, such as `recover` or `operator.add`

@@ -21,7 +21,7 @@ fn plan_help() -> String {
 
 #[derive(Debug, Subcommand)]
 pub enum SlotCommand {
-    /// Set the subscription of a slot
+    /// Set a slot's subscription
     #[command(
         after_help = "Example: svcctl slot set user_1 --plan builder --period-end 2027-01-31T00:00:00Z"
     )]
@@ -45,7 +45,7 @@ pub enum SlotCommand {
         #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         test: Option<bool>,
     },
-    /// List the slots of a user
+    /// List a user's slots
     #[command(after_help = "Example: svcctl slot list user_1")]
     List {
         /// The user's id at the identity provider
@@ -79,7 +79,7 @@ pub enum AlarmCommand {
         after_help = "servers_missing: for one hour, machines whose servers are missing at the provider are marked as failed. \
 unknown_servers: the servers that currently belong to no machine are deleted, with their disks, each the platform's \
 ORPHAN_GRACE_SECONDS after it was first seen; servers that appear later stay blocked. Other alarms cannot be \
-released: docs/operating/on-call.md says what ends each of them.\n\n\
+released: docs/operating/on-call.md states what ends each of them.\n\n\
 Example: svcctl alarm release servers_missing"
     )]
     Release {
@@ -176,13 +176,13 @@ pub struct SlotTarget {
 }
 
 impl SlotTarget {
-    /// The slot as command-line arguments.
+    /// Formats the slot as command-line arguments.
     pub fn arguments(&self) -> String {
         slot_arguments(self.user.as_str(), self.slot.as_str())
     }
 }
 
-/// The user, and the slot unless it is the primary one, as command-line arguments.
+/// Formats the user, and the slot unless it is the primary one, as command-line arguments.
 pub fn slot_arguments(user: &str, slot: &str) -> String {
     if slot == Slot::primary().as_str() { user.to_owned() } else { format!("{user} --slot {slot}") }
 }
@@ -204,13 +204,13 @@ pub enum PointerCommand {
     /// Rebuild the pointer from the records of the slot's snapshots
     #[command(
         after_help = "For a pointer that is missing, unreadable, or refers to an incomplete snapshot. A rebuild never \
-lowers the fence of a replaced machine. An unreadable pointer is kept in the audit.\n\n\
+lowers the fence of a replaced machine. An unreadable pointer is kept in the audit log.\n\n\
 Example: svcctl pointer rebuild user_1"
     )]
     Rebuild {
         #[command(flatten)]
         slot: SlotTarget,
-        /// The snapshot to point to (default: the newest complete one of the highest epoch)
+        /// The snapshot to point to (default: the newest complete one with the highest epoch)
         #[arg(long, value_name = "KEY")]
         to: Option<SnapshotKey>,
         /// Point to no snapshot: a recovery with --allow-empty then starts empty. Nothing is deleted

@@ -1,6 +1,5 @@
-//! The manifest and signature of a bundle, in a build and in the store.
-//!
-//! Invariant: the manifest of a published version is replaced only by one that hosts trust for longer.
+//! A bundle's manifest and signature, in a build and in the store. Invariant: a published version's manifest is
+//! replaced only with one that hosts trust for longer.
 
 use std::path::Path as FilePath;
 
@@ -21,7 +20,7 @@ use svc_store::key::{self, BUNDLE_FILE};
 const MANIFEST: &str = ".json";
 const SIGNATURE: &str = ".json.sig";
 
-/// The archive that the manifest and the signature belong to, and the keys that hosts trust, if configured.
+/// The archive to which the manifest and the signature belong, and the keys that hosts trust, if configured.
 pub struct BundleContext<'a> {
     pub version: &'a ImageVersion,
     pub sha256: &'a str,
@@ -57,14 +56,15 @@ impl BundleContext<'_> {
     }
 }
 
-/// The manifest and the signature of a build, which may lack either.
+/// A build's manifest and signature; either may be missing.
 pub struct Companions {
     manifest: Option<Bytes>,
     signature: Option<Bytes>,
 }
 
 impl Companions {
-    /// Reads the companions of a build, and checks them before anything is uploaded: a host would refuse invalid ones.
+    /// Reads a build's companions, and checks them before anything is uploaded, because a host would reject invalid
+    /// ones.
     ///
     /// # Errors
     /// [`PublishError::Read`] if a file cannot be read; [`PublishError::InvalidCompanion`] if the manifest does not match
@@ -83,7 +83,7 @@ impl Companions {
         Ok(companions)
     }
 
-    /// The keys that hosts trust once they are healthy on this release.
+    /// Returns the keys that hosts trust once they are healthy on this release.
     pub fn key_set(&self) -> Option<KeySet> {
         Manifest::parse(self.manifest.as_ref()?).ok()?.trusted_keys
     }
@@ -100,7 +100,7 @@ impl Companions {
         manifest.into_iter().chain(signature.map(|signature| (SIGNATURE, signature)))
     }
 
-    /// Uploads the companions of a version that is not published yet.
+    /// Uploads the companions of a version that has not been published yet.
     pub async fn upload(&self, bucket: &Bucket, context: &BundleContext<'_>) -> Result<(), StoreError> {
         for (suffix, content) in self.entries() {
             bucket.put(&context.key(suffix), content.clone()).await?;
@@ -111,7 +111,7 @@ impl Companions {
     /// Adds the companions to a published version that lacks them, or renews its manifest.
     ///
     /// # Errors
-    /// [`PublishError::NoRenewal`] if the stored ones differ and hosts would not trust these for longer.
+    /// [`PublishError::NoRenewal`] if the stored companions differ and hosts would not trust these for longer.
     pub async fn add_or_renew(
         &self,
         bucket: &Bucket,
@@ -136,7 +136,8 @@ impl Companions {
         Ok(())
     }
 
-    /// Checks that hosts trust these companions, and do not trust the stored ones, or not for as long.
+    /// Checks that hosts trust these companions, and either do not trust the stored ones or do not trust them for as
+    /// long.
     fn check_renewal(&self, stored: &StoredCompanions, context: &BundleContext<'_>) -> Result<(), String> {
         let Some(signed) = self.signed() else { return Err("this one is not signed".to_owned()) };
         let Some(keys) = context.keys else {

@@ -1,12 +1,12 @@
-//! Before a release is published, checks that hosts accept its keys. A version can be published only once, so a rejected
-//! one cannot be corrected.
+//! Checks, before a release is published, that hosts accept its keys. A version can be published only once, so a
+//! rejected version cannot be corrected.
 
 use super::PublishError;
 use crate::vars;
 use svc_base::config::Env;
 use svc_store::bundle::{KeySet, max_sequence_after};
 
-/// The configured sequence of the keys that hosts trust.
+/// Returns the configured sequence of the keys that hosts trust.
 pub fn configured_sequence() -> u32 {
     Env::from_process().or_default(&vars::BUNDLE_KEYS_SEQUENCE)
 }

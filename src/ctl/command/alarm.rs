@@ -1,4 +1,4 @@
-//! `svcctl alarm`: releases the actions that an alarm of the fleet blocks.
+//! `svcctl alarm`: releases the actions that a fleet alarm blocks.
 
 use http::Method;
 use serde_json::json;

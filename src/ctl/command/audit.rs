@@ -15,7 +15,7 @@ use svc_base::applet::Failure;
 use svc_base::clock::rfc3339_ms;
 
 const FOLLOW_INTERVAL: Duration = Duration::from_secs(2);
-/// Maximum delay until an entry appears: it has the start time of its transaction, but appears when the transaction
+/// Maximum delay until an entry appears: it carries its transaction's start time, but appears when the transaction
 /// ends, possibly after later entries.
 const MAX_TRANSACTION_DURATION: SignedDuration = SignedDuration::from_secs(60);
 /// Maximum time without a response from the platform.
@@ -94,7 +94,7 @@ impl FollowWindow {
         entries
     }
 
-    /// A time that the platform's clock has reached, derived without the local clock, which may be wrong.
+    /// Returns a time that the platform's clock has reached, derived without the local clock, which may be wrong.
     fn platform_time(&self, now: Instant) -> Option<Timestamp> {
         let (at, received_at) = self.newest?;
         at.checked_add(now.saturating_duration_since(received_at)).ok()
@@ -117,8 +117,8 @@ fn filters(args: &Args) -> Vec<(&'static str, String)> {
     filters.into_iter().filter_map(|(name, value)| Some((name, value.clone()?))).collect()
 }
 
-/// Returns the window's new entries, oldest first. Retries during a short outage of the platform, and repeats an
-/// incomplete read.
+/// Returns the window's new entries, oldest first. Retries during a short platform outage, and repeats an incomplete
+/// read.
 async fn poll_new_entries(
     api: &ApiClient,
     args: &Args,

@@ -91,7 +91,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
         BackupCommand::Now { machine, wait } => {
             let machine = find(api, &machine).await?;
             let id = machine.machine_id.as_str();
-            // A new snapshot is recognized by a latest key that has changed; comparing times would depend on clocks.
+            // A new snapshot is recognized by a change in the latest key; comparing times would depend on clocks.
             let previous_latest = match wait.wait {
                 Some(_) => fetch_latest_page(api, id).await?.parse::<BackupPage>()?.latest,
                 None => None,
@@ -163,9 +163,9 @@ async fn accept(api: &ApiClient, target: &MachineTarget, yes: bool, out: &Output
     })
 }
 
-/// Finds the machine whose held snapshot the target refers to. That is the active machine, because the platform finds
-/// the machine that it replaces; without an active machine, it is the deleted machine whose operation has a question
-/// about its final backup.
+/// Finds the machine to whose held snapshot the target refers. This is the active machine, because the platform itself
+/// finds the machine that the active one replaces. Without an active machine, it is the deleted machine whose operation
+/// has a question about its final backup.
 async fn find_machine_with_held_snapshot(
     api: &ApiClient,
     target: &MachineTarget,
@@ -199,7 +199,7 @@ fn last_drill(machine: &MachineDetail) -> Option<&SnapshotCheck> {
     machine.checks.as_ref()?.drill.as_ref()
 }
 
-/// Waits until a heartbeat of the machine reports a drill other than `before`.
+/// Waits until one of the machine's heartbeats reports a drill other than `before`.
 async fn wait_for_drill(
     api: &ApiClient,
     id: &str,
@@ -214,7 +214,7 @@ async fn wait_for_drill(
     });
     reported.await?.ok_or_else(|| {
         let error = anyhow!(
-            "the host reported no result of the drill within {} s\n  next: journalctl -u svc-db-drill-request on the host",
+            "the host reported no drill result within {} s\n  next: journalctl -u svc-db-drill-request on the host",
             timeout.as_secs()
         );
         Failure::new(Exit::TryAgain, error)
@@ -251,12 +251,12 @@ struct BackupRequest<'a> {
     previous_latest: Option<String>,
     /// The host's last backup before the request.
     last_backup: Option<LastBackup>,
-    /// Time of the request, by the host's clock.
+    /// The time of the request, according to the host's clock.
     at: Option<Timestamp>,
 }
 
 impl BackupRequest<'_> {
-    /// Whether the requested backup has failed: the report may be a late one, of an earlier backup.
+    /// Whether the requested backup has failed. The report may be a late one, about an earlier backup.
     fn has_failed(&self, reported: &LastBackup) -> bool {
         let began: Option<Timestamp> = reported.began_at.as_deref().and_then(|at| at.parse().ok());
         let is_earlier = self.at.zip(began).is_some_and(|(requested, began)| began < requested);
@@ -329,7 +329,7 @@ mod tests {
             last_backup: Some(earlier.clone()),
             at: "2026-11-22T10:00:05.000Z".parse().ok(),
         };
-        assert!(!requested.has_failed(&earlier), "the report is from before the request");
+        assert!(!requested.has_failed(&earlier), "the report predates the request");
         assert!(
             !requested.has_failed(&failed("2026-11-22T10:00:04.999Z")),
             "the backup began before the request"

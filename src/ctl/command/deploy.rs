@@ -44,7 +44,7 @@ enum Fallback {
     Nothing,
 }
 
-/// Finds the id of the rollout that the operator names, or else of the open rollout.
+/// Finds the id of the rollout that the operator names, or else that of the open rollout.
 async fn find_rollout(api: &ApiClient, target: RolloutTarget, fallback: Fallback) -> Result<String, Failure> {
     if let Some(id) = target.rollout {
         return Ok(id.to_string());
@@ -91,7 +91,7 @@ async fn start(api: &ApiClient, args: StartRollout, out: &Output) -> Result<(), 
             body[name] = value.into();
         }
     }
-    // Older platforms do not accept the field; they verify nothing.
+    // Older platforms do not accept the field, and verify nothing.
     if args.no_verify {
         body["verify"] = false.into();
     }

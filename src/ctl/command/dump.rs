@@ -17,11 +17,11 @@ use svc_base::quantity::format_bytes;
 use svc_store::key::SnapshotCursor;
 use svc_wire::backup::{Backup, BackupPage};
 
-/// Maximum attempts without a new byte.
+/// Maximum number of attempts without a new byte.
 const MAX_ATTEMPTS: u32 = 6;
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Finds the snapshot with this key, or with this last part of a key; without a key, the latest.
+/// Finds the snapshot with this key, or whose key ends with this name; without a key, the latest snapshot.
 ///
 /// # Errors
 /// [`Exit::Refused`] if there is none, or the error of a failed call.
@@ -87,7 +87,7 @@ pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Pa
     fs::rename(&partial, into).map_err(FileError::wrap("rename", &partial)).or_exit(Exit::Internal)
 }
 
-/// The destination of the bytes.
+/// The destination for the bytes.
 enum Sink {
     /// Hashes the bytes and does not store them.
     Hash {
@@ -135,7 +135,7 @@ impl Sink {
             let before = self.length();
             let result = self.download_rest(api, machine, backup, &progress).await;
             let error = match result {
-                // A complete response: if the object is shorter than its record, it is damaged.
+                // The response is complete; if the object is shorter than its record says, it is damaged.
                 Ok(()) => return Ok(()),
                 Err(ReadError::Permanent(failure)) => return Err(failure),
                 Err(ReadError::Transient(error)) => error,

@@ -26,7 +26,7 @@ use svc_wire::text::Text;
 
 /// Maximum number of machines in a response.
 const MAX_PAGE_SIZE: &str = "500";
-/// Maximum wait for the platform to create the removal operation.
+/// Maximum time to wait for the platform to create the removal operation.
 const REMOVAL_CREATED_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub async fn undelete(api: &ApiClient, args: Undelete, out: &Output) -> Result<(), Failure> {
@@ -56,7 +56,7 @@ async fn undelete_active(
     let Some(id) = find_active_id(api, target).await? else { return Ok(None) };
     match api.send(Method::POST, &["vps", &id, "undelete"], None).await {
         Ok(response) => Ok(Some(response)),
-        // The machine was never deleted, so the caller's error, which says that there is no kept server, is clearer.
+        // The machine was never deleted, so the caller's error, which states that there is no kept server, is clearer.
         Err(CallError::Refused(refusal)) if refusal.status == StatusCode::CONFLICT => Ok(None),
         Err(error) => Err(error.into()),
     }
@@ -101,7 +101,7 @@ async fn wait_for_removal(api: &ApiClient, id: &str) -> Option<Text<OperationId>
     removal.await.ok()?.map(|removal| removal.operation_id)
 }
 
-/// Describes the data that only the machine's server has, and whether the provider still has the server.
+/// Describes the data that exists only on the machine's server, and whether the provider still has the server.
 fn data_at_risk(machine: &MachineDetail) -> String {
     let view = View::for_stdout();
     let mut message = format!("It is {} of {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
@@ -126,7 +126,7 @@ impl KeptServers {
         self.being_deleted.iter().chain(&self.kept)
     }
 
-    /// The only machine whose server is being deleted, if no server is kept: for a repeated discard.
+    /// Returns the only machine whose server is being deleted, if no server is kept; for a repeated discard.
     fn id_being_deleted(&self) -> Option<String> {
         match (self.being_deleted.as_slice(), self.kept.as_slice()) {
             ([server], []) => Some(server.machine_id.to_string()),
@@ -175,7 +175,7 @@ async fn find_kept_id(
     }
 }
 
-/// The error if the command applies to none of a slot's kept servers.
+/// Returns the error for a command that applies to none of a slot's kept servers.
 fn no_match_error(
     target: &MachineTarget,
     being_deleted: &[KeptServer],
@@ -205,7 +205,7 @@ fn no_match_error(
     }
 }
 
-/// Lists the kept servers of all slots that `target` may name. The record of each machine lists the copies of its slot.
+/// Lists the kept servers of all slots that `target` may name. Each machine's record lists its slot's copies.
 pub async fn list_kept_servers(api: &ApiClient, target: &MachineTarget) -> Result<Vec<KeptServer>, Failure> {
     let mut query = target.query();
     query.extend([("deleted", "true".to_owned()), ("limit", MAX_PAGE_SIZE.to_owned())]);

@@ -42,7 +42,7 @@ pub async fn recover(api: &ApiClient, args: Recover, out: &Output) -> Result<(),
     print_outcome::<RecoveredMachine>(api, response, args.wait, out).await
 }
 
-/// Describes what a replacement of the slot's machine may lose; empty without an active machine.
+/// Describes what replacing the slot's machine may lose; empty without an active machine.
 pub async fn slot_data_at_risk(api: &ApiClient, user: &IdpUserId, slot: &Slot) -> Result<String, Failure> {
     let query = [("idpUserId", user.to_string()), ("slot", slot.to_string())];
     let page: MachinePage = api.get(&["vps"], &query).await?.parse()?;
@@ -170,8 +170,8 @@ pub async fn status(api: &ApiClient, machine: &MachineTarget, out: &Output) -> R
     })
 }
 
-/// For machines whose kept servers hold unsaved changes, fetches the times at which they left the slot, to show how much
-/// is unsaved.
+/// Fetches the times at which machines whose kept servers hold unsaved changes left the slot, to show how much is
+/// unsaved.
 async fn fetch_slot_exit_times(api: &ApiClient, machine: &MachineDetail) -> Result<SlotExitTimes, Failure> {
     let mut times = SlotExitTimes::new();
     let kept = machine.copies.iter().flat_map(|copies| &copies.kept);
@@ -188,10 +188,10 @@ pub async fn find(api: &ApiClient, target: &MachineTarget) -> Result<MachineDeta
     Ok(api.get(&["vps", &id], &[]).await?.parse()?)
 }
 
-/// Finds the id of the only active machine. A target that is an id is returned as it is.
+/// Finds the id of the only active machine. A target that is an id is returned as is.
 ///
 /// # Errors
-/// `Refused` if there is none, or if several slots have one.
+/// `Refused` if there is no active machine, or if several slots have one.
 pub async fn find_id(api: &ApiClient, target: &MachineTarget) -> Result<String, Failure> {
     match find_active_id(api, target).await? {
         Some(id) => Ok(id),
@@ -240,7 +240,7 @@ pub fn object(value: Value) -> Map<String, Value> {
     }
 }
 
-/// Omits an empty list: the platform then uses its default.
+/// Omits an empty list, so that the platform uses its default.
 pub fn insert_list(body: &mut Map<String, Value>, name: &str, values: &[Location]) {
     if !values.is_empty() {
         body.insert(name.to_owned(), json!(values));

@@ -57,7 +57,7 @@ pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failur
             out.print_response(&response, |view| Ok(operation::details(view, &response.parse()?)))
         }
         (None, Some(operation)) => show(api, operation, args.wait, out).await,
-        (None, None) => Err(Failure::new(Exit::Usage, anyhow!("the id of the operation is missing"))),
+        (None, None) => Err(Failure::new(Exit::Usage, anyhow!("the operation id is missing"))),
     }
 }
 
@@ -80,7 +80,7 @@ async fn find_machine_after_abandoning(
     }
 }
 
-/// Finds the machine that gets its slot back if an operator had powered it off: its server is powered on nevertheless.
+/// Finds the machine that gets its slot back, if an operator had powered it off: its server is powered on nonetheless.
 async fn find_machine_to_power_on(api: &ApiClient, id: OperationId) -> Result<Option<String>, Failure> {
     let operation: Operation = api.get(&["vps", "operations", &id.to_string()], &[]).await?.parse()?;
     let machine: MachineDetail = api.get(&["vps", &operation.machine_id], &[]).await?.parse()?;

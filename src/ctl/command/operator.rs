@@ -63,7 +63,7 @@ enum ExistingFile {
     Replaced,
 }
 
-/// Refuses a token file that cannot be written, before a token is created.
+/// Rejects a token file that cannot be written, before a token is created.
 fn check_token_file(options: &TokenOptions, existing: ExistingFile) -> anyhow::Result<()> {
     let Some(file) = &options.token_file else { return Ok(()) };
     let name = file.display();

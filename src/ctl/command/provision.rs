@@ -61,7 +61,7 @@ fn request_body(args: &Provision) -> Map<String, Value> {
     body
 }
 
-/// Fetches the quote; `None` from a platform of an older release, which has no such route.
+/// Fetches the quote; `None` from a platform with an older release, which has no such route.
 async fn fetch_quote(api: &ApiClient, body: &Map<String, Value>) -> Result<Option<ApiResponse>, CallError> {
     let body = Value::Object(body.clone());
     match api.send(Method::POST, &["vps", "provision", "quote"], Some(&body)).await {
@@ -96,7 +96,7 @@ fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<
         format!("This adds the customer {} (slot {}), at {price}.", args.user, args.slot)
     } else {
         format!(
-            "This replaces the machine of {} (slot {}) with one of another server type, at {price}.",
+            "This replaces the machine of {} (slot {}) with one of a different server type, at {price}.",
             args.user, args.slot
         )
     };
@@ -130,10 +130,10 @@ fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<
     Ok(())
 }
 
-/// Compares the cost with the limit of `--confirm-cost`.
+/// Compares the cost with the limit from `--confirm-cost`.
 ///
 /// # Errors
-/// [`Exit::Refused`] if the cost is above the limit, in another currency, or unknown.
+/// [`Exit::Refused`] if the cost is above the limit, in a different currency, or unknown.
 fn check_cost(what: &str, cost: Option<&Text<Price>>, limit: &Price) -> Result<(), Failure> {
     let cost = cost.and_then(|cost| cost.as_str().parse::<Price>().ok());
     match cost {

@@ -1,4 +1,4 @@
-//! The risks of commands, for their prompts: which copies of the data exist during and after the command.
+//! Describes commands' risks, for their prompts: which copies of the data exist during and after each command.
 
 use crate::args::{Delete, Discard, Fail, MachineTarget, Provision, Recover};
 use crate::show::operation::kind_noun;
@@ -30,12 +30,12 @@ pub fn recovery_risk(args: &Recover) -> String {
     lines.join("\n")
 }
 
-/// The risk of creating a machine that may lack data of its slot; `None` if no data can be lost.
+/// The risk of creating a machine that may lack its slot's data; `None` if no data can be lost.
 pub fn provision_risk(args: &Provision) -> Option<String> {
     let mut lines = Vec::new();
     lines.extend(args.accept_loss.then_some(LOSS_ACCEPTED));
     lines.extend(args.allow_empty.then_some(
-        "--allow-empty: if no snapshot exists, the new machine starts empty, even if an earlier machine of the slot has served.",
+        "--allow-empty: if no snapshot exists, the new machine starts empty, even if an earlier machine in the slot has served.",
     ));
     if lines.is_empty() {
         return None;

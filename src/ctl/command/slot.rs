@@ -1,4 +1,4 @@
-//! `svcctl slot`: the subscriptions of slots.
+//! `svcctl slot`: slot subscriptions.
 
 use http::Method;
 use serde_json::json;

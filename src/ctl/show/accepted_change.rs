@@ -1,4 +1,4 @@
-//! Text view of the responses to requests that change a machine.
+//! Text view of responses to requests that change a machine.
 
 use super::human::format_time;
 use super::table::{self, Cell};
@@ -101,7 +101,8 @@ impl From<Resize> for AcceptedChange {
 }
 
 impl AcceptedChange {
-    /// A note if a repeated command changed nothing, or if there is a newer snapshot than a recovery restores.
+    /// Returns a note if a repeated command changed nothing, or if there is a newer snapshot than the one that a
+    /// recovery restores.
     pub fn note(&self) -> Option<String> {
         if self.already_undone == Some(true) {
             return Some("the deletion had already been undone; nothing was changed".to_owned());
@@ -116,7 +117,7 @@ impl AcceptedChange {
         self.is_off_already().then(|| "it had already been powered off; nothing was changed".to_owned())
     }
 
-    /// Whether the server was off before the power-off.
+    /// Whether the server was already off before the power-off.
     pub fn is_off_already(&self) -> bool {
         self.power.as_ref().is_some_and(|action| action.is(PowerAction::Off)) && self.operation_id.is_none()
     }
@@ -175,7 +176,7 @@ fn slot(deletion: &DeletedMachine) -> String {
     if handle.is_known() { format!("{handle}, slot {slot} of {idp_user_id}") } else { String::new() }
 }
 
-/// Describes the machine that was deleted with its intended replacement.
+/// Describes the machine that was deleted along with its intended replacement.
 fn also_deleted(also: &AlsoDeleted) -> String {
     format!(
         "machine {}, which was to be replaced: operation {} takes its final backup, then its server is powered off and \
@@ -184,7 +185,7 @@ fn also_deleted(also: &AlsoDeleted) -> String {
     )
 }
 
-/// The command that undoes the accepted request.
+/// Returns the command that undoes the accepted request.
 fn undo(view: &View, accepted: &AcceptedChange) -> String {
     if let Some(also) = &accepted.also_deleted {
         let until = also.undeletable_until.as_deref();

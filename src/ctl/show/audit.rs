@@ -1,4 +1,4 @@
-//! Text view of the operators' audit.
+//! Text view of the operators' audit log.
 
 use jiff::Timestamp;
 use serde::Deserialize;
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::{Colour, View, compact};
 
-/// Maximum changes shown per entry; `--json` shows all of them.
+/// Maximum number of changes shown per entry; `--json` shows all of them.
 const MAX_CHANGES: usize = 4;
 
 #[derive(Debug, Deserialize)]

@@ -1,4 +1,4 @@
-//! Text view of a host's first boot, as the host reports it.
+//! Text view of a host's first boot, as reported by the host.
 
 use super::View;
 use super::human::{format_ago, format_bytes, seconds_between};
@@ -6,8 +6,8 @@ use svc_base::quantity::pluralize;
 use svc_wire::machine::{Boot, BootProgress, BootStage};
 use svc_wire::text::Time;
 
-/// The duration of each stage, as in `bundle 0.4 s, database 1.2 s`. Until the host has registered, the current stage
-/// and its progress come first.
+/// Formats the duration of each stage, as in `bundle 0.4 s, database 1.2 s`. Until the host has registered, the current
+/// stage and its progress come first.
 pub fn summary_line(
     view: &View,
     boot: &Boot,
@@ -29,7 +29,7 @@ pub fn summary_line(
     if stages.is_empty() { current } else { format!("{current}; before: {stages}") }
 }
 
-/// Percentage of the current phase. Rows take precedence over bytes, because they are loaded after the download.
+/// Returns the current phase's percentage. Rows take precedence over bytes, because they are loaded after the download.
 pub fn percent(progress: &BootProgress) -> Option<u64> {
     let percent_of = |done: Option<u64>, total: Option<u64>| {
         let (done, total) = done.zip(total).filter(|(_, total)| *total > 0)?;
@@ -39,10 +39,10 @@ pub fn percent(progress: &BootProgress) -> Option<u64> {
         .or_else(|| percent_of(progress.bytes, progress.total_bytes))
 }
 
-/// `42 %, 1.2 GiB of 2.9 GiB downloaded, 1200 of 4000 rows loaded`.
+/// `42%, 1.2 GiB of 2.9 GiB downloaded, 1200 of 4000 rows loaded`.
 pub fn progress_line(progress: &BootProgress) -> String {
     let mut parts = Vec::new();
-    parts.extend(percent(progress).map(|percent| format!("{percent} %")));
+    parts.extend(percent(progress).map(|percent| format!("{percent}%")));
     parts.extend(progress.bytes.map(|bytes| match progress.total_bytes {
         Some(total) => format!("{} of {} downloaded", format_bytes(bytes), format_bytes(total)),
         None => format!("{} downloaded", format_bytes(bytes)),
@@ -65,13 +65,13 @@ mod tests {
             BootProgress { stage, bytes, total_bytes, rows, total_rows }
         };
         let downloading = progress(Some(1 << 30), Some(4 << 30), None, None);
-        assert_eq!(progress_line(&downloading), "25 %, 1.0 GiB of 4.0 GiB downloaded");
+        assert_eq!(progress_line(&downloading), "25%, 1.0 GiB of 4.0 GiB downloaded");
         let loading = progress(Some(4096), Some(4096), Some(900), Some(1000));
-        assert_eq!(progress_line(&loading), "90 %, 4.0 KiB of 4.0 KiB downloaded, 900 of 1000 rows loaded");
+        assert_eq!(progress_line(&loading), "90%, 4.0 KiB of 4.0 KiB downloaded, 900 of 1000 rows loaded");
         assert_eq!(percent(&progress(Some(5), Some(0), None, None)), None);
         assert_eq!(percent(&progress(Some(u64::MAX), Some(1), None, None)), Some(100));
         assert_eq!(progress_line(&progress(None, None, Some(7), None)), "7 rows loaded");
         assert_eq!(progress_line(&progress(None, None, Some(1), None)), "1 row loaded");
-        assert_eq!(progress_line(&progress(None, None, Some(1), Some(1))), "100 %, 1 of 1 row loaded");
+        assert_eq!(progress_line(&progress(None, None, Some(1), Some(1))), "100%, 1 of 1 row loaded");
     }
 }

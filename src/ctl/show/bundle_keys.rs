@@ -1,4 +1,4 @@
-//! The release keys that hosts trust: the text view of `svcctl bundle keys`, and findings of the doctor.
+//! The release keys that hosts trust: the text view for `svcctl bundle keys`, and findings for the doctor.
 
 use super::table::{self, Cell};
 use super::{Colour, View};
@@ -25,7 +25,7 @@ fn choose_form(count: u64, one: &'static str, many: &'static str) -> &'static st
     if count == 1 { one } else { many }
 }
 
-/// Findings for keys that only the hosts or only the platform trust.
+/// Adds findings for keys that only the hosts or only the platform trust.
 pub fn findings(keys: &BundleKeys, findings: Findings) -> Findings {
     let findings = keys.keys.iter().fold(findings, |findings, key| key_findings(key, findings));
     match outdated_sequence(keys) {
@@ -34,7 +34,7 @@ pub fn findings(keys: &BundleKeys, findings: Findings) -> Findings {
     }
 }
 
-/// The finding and advice if `BUNDLE_KEYS_SEQUENCE` was not updated.
+/// Returns the finding and the advice if `BUNDLE_KEYS_SEQUENCE` has not been updated.
 fn outdated_sequence(keys: &BundleKeys) -> Option<(String, String)> {
     let highest = keys.highest_sequence?;
     let who = format_machines(keys.ahead, &keys.ahead_handles);
@@ -45,7 +45,7 @@ fn outdated_sequence(keys: &BundleKeys) -> Option<(String, String)> {
         choose_form(keys.ahead, "trusts", "trust"),
     );
     let next = format!(
-        "set BUNDLE_KEYS_SEQUENCE to {highest} and BUNDLE_PUBLIC_KEYS to that set, and restart svc-platform, unless the report of {} is false",
+        "set BUNDLE_KEYS_SEQUENCE to {highest} and BUNDLE_PUBLIC_KEYS to that set, and restart svc-platform, unless the report from {} is false",
         choose_form(keys.ahead, "this host", "these hosts")
     );
     Some((what, next))
@@ -56,7 +56,7 @@ fn key_findings(key: &BundleKey, findings: Findings) -> Findings {
     if key.is_configured && *not_trusting > 0 {
         let who = format_machines(*not_trusting, &key.not_trusting_handles);
         let verb = choose_form(*not_trusting, "does", "do");
-        let what = format!("{who} {verb} not trust the key {key_id} of BUNDLE_PUBLIC_KEYS");
+        let what = format!("{who} {verb} not trust the key {key_id} in BUNDLE_PUBLIC_KEYS");
         return findings.warning(what, ROTATION_ADVICE);
     }
     if !key.is_configured && *trusting > 0 {
@@ -135,7 +135,7 @@ mod tests {
         assert_eq!(
             texts,
             [
-                "7 machines (bob, …) do not trust the key bbbbbbbbbbbbbbbb of BUNDLE_PUBLIC_KEYS",
+                "7 machines (bob, …) do not trust the key bbbbbbbbbbbbbbbb in BUNDLE_PUBLIC_KEYS",
                 "1 machine (bob) still trusts the key cccccccccccccccc, which BUNDLE_PUBLIC_KEYS does not contain",
                 "BUNDLE_KEYS_SEQUENCE is 0, but 1 machine (ada) trusts a later key set, up to 2: an older release could give \
                  new hosts a key that was dropped",

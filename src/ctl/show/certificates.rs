@@ -1,4 +1,4 @@
-//! Machine certificates: a line for the fleet and for one machine, and findings of the doctor.
+//! Machine certificates: a line for the fleet and one for a machine, and findings for the doctor.
 
 use super::Colour;
 use super::table::Cell;
@@ -38,7 +38,8 @@ pub fn fleet_cell(certificates: Option<&Certificates>) -> Cell {
     Cell::painted(is_bad.then_some(Colour::Bad), words.join(", ") + required)
 }
 
-/// A finding for machines without a trusted certificate, which are unreachable once `CUSTOMER_VPS_TLS_VERIFY` is set.
+/// Adds a finding for machines without a trusted certificate, which are unreachable once `CUSTOMER_VPS_TLS_VERIFY` is
+/// set.
 pub fn findings(certificates: Option<&Certificates>, findings: Findings) -> Findings {
     let Some(seen) = certificates.filter(|seen| seen.missing > seen.exempt) else { return findings };
     let who = format!(

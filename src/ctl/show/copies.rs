@@ -1,4 +1,4 @@
-//! Text view of the copies of a slot's data, and of the changes that the loss of a server would cost.
+//! Text view of the copies of a slot's data, and of the changes that losing a server would cost.
 
 use std::collections::BTreeMap;
 
@@ -10,13 +10,13 @@ use svc_wire::copies::{Copies, KeptServer, NewerSnapshot, UnrestoredSnapshot};
 use svc_wire::machine::{Machine, MachineDetail};
 use svc_wire::text::Time;
 
-/// Backups are hourly: two missed ones are shown as a problem.
+/// Backups are hourly, so two missed ones are shown as a problem.
 const MAX_NORMAL_EXPOSURE_SECONDS: u64 = 2 * 3600 + 600;
 
-/// The times at which machines left the slot, by id; the API's copies do not have them.
+/// The times at which machines left the slot, by id; the API's copies do not include them.
 pub type SlotExitTimes = BTreeMap<String, Time>;
 
-/// The time at which the machine of a kept server left the slot, if known.
+/// Returns the time at which a kept server's machine left the slot, if known.
 fn left_slot_at<'a>(
     machine: &'a MachineDetail,
     kept: &KeptServer,
@@ -29,7 +29,7 @@ fn left_slot_at<'a>(
     }
 }
 
-/// The rows for a machine's view.
+/// Returns the rows for a machine's view.
 pub fn rows(
     view: &View,
     copies: &Copies,
@@ -177,7 +177,7 @@ pub fn is_being_deleted(view: &View, kept: &KeptServer) -> bool {
     remaining.is_some_and(|remaining| remaining <= 0.0)
 }
 
-/// The reason why the slot has no live server.
+/// Describes why the slot has no live server.
 fn describe_no_live_server(machine: &MachineDetail) -> String {
     let is_gone = machine.is_active() && machine.failure.as_ref().is_some_and(failure::is_server_gone);
     match machine.provider_server_id.as_ref().filter(|_| is_gone) {
@@ -215,12 +215,12 @@ fn unrestored_cell(view: &View, snapshot: &UnrestoredSnapshot, machine: &Machine
     Cell::painted(Some(Colour::Warning), line)
 }
 
-/// `43 min of changes that no snapshot has`; `left_slot_at` is when the machine left its slot, if known.
+/// `43 min of changes that are in no snapshot`; `left_slot_at` is when the machine left its slot, if known.
 pub fn format_unsaved(view: &View, since: &str, left_slot_at: Option<&Time>) -> String {
     let length = left_slot_at.and_then(|left| seconds_between(since, left)).filter(|length| *length >= 0.0);
     match length {
-        Some(length) => format!("{} of changes that no snapshot has", format_span(length as u64)),
-        None => format!("changes since {} that no snapshot has", format_time(view.now, since)),
+        Some(length) => format!("{} of changes that are in no snapshot", format_span(length as u64)),
+        None => format!("changes since {} that are in no snapshot", format_time(view.now, since)),
     }
 }
 

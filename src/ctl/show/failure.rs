@@ -1,4 +1,4 @@
-//! Text view of a machine's failure, and the next step for the operator.
+//! Text view of a machine's failure, with the next step for the operator.
 
 use crate::args;
 use svc_base::untrusted_text::one_line;
@@ -6,7 +6,7 @@ use svc_machine::state::FailureCause;
 use svc_wire::machine::{Failure, MachineDetail};
 use svc_wire::registration::RestoreFailureCode;
 
-/// Cause, stage and message, as in `boot_reported at restore: …`.
+/// Formats the cause, stage and message, as in `boot_reported at restore: …`.
 pub fn summary_line(failure: &Failure) -> String {
     let mut line = failure.cause.to_string();
     if let Some(stage) = &failure.stage {
@@ -18,7 +18,7 @@ pub fn summary_line(failure: &Failure) -> String {
     line
 }
 
-/// Whether the machine got its slot back and its server is being powered on.
+/// Whether the machine has got its slot back and its server is being powered on.
 pub fn is_reinstating(failure: &Failure) -> bool {
     failure.cause.is(FailureCause::Reinstating)
 }
@@ -28,7 +28,7 @@ pub fn is_server_gone(failure: &Failure) -> bool {
     failure.cause.is(FailureCause::ServerGone)
 }
 
-/// The next step for the operator.
+/// Returns the next step for the operator.
 pub fn next_step(failure: &Failure, machine: &MachineDetail) -> String {
     if let Some(advice) = restore_next_step(failure, machine) {
         return advice;
@@ -71,7 +71,7 @@ pub fn next_step(failure: &Failure, machine: &MachineDetail) -> String {
         ),
         "operator" | "operation_hung" if machine.registered_at.is_some() => {
             format!(
-                "`svcctl resume {}` if its server runs and its host is healthy; otherwise {recover} replaces it and \
+                "`svcctl resume {}` if its server is running and its host is healthy; otherwise {recover} replaces it and \
                  restores the latest snapshot",
                 machine.machine_id
             )
@@ -82,14 +82,14 @@ pub fn next_step(failure: &Failure, machine: &MachineDetail) -> String {
     }
 }
 
-/// The advice for a replacement that never ran, if the machine that it was to replace has the slot again.
+/// Returns the advice for a replacement that never ran, if the machine that it was to replace has the slot again.
 pub fn advice_after_reinstatement(failure: &Failure, machine: &MachineDetail) -> Option<String> {
     let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref())?;
     let is_reinstated = machine.replaced_by.as_ref() == Some(&live.machine_id);
     restore_next_step(failure, machine).filter(|_| is_reinstated)
 }
 
-/// The advice for a new machine that could not restore its snapshot: the same command would fail again.
+/// Returns the advice for a new machine that could not restore its snapshot, because the same command would fail again.
 pub fn restore_next_step(failure: &Failure, machine: &MachineDetail) -> Option<String> {
     if !failure.cause.is(FailureCause::BootReported) || failure.stage.as_deref() != Some("restore") {
         return None;
@@ -121,7 +121,7 @@ pub fn is_held_by_another(machine: &MachineDetail) -> bool {
     newest.is_some_and(|newest| newest.error_code.as_deref() == Some("database_behind_store"))
 }
 
-/// The user, and the slot unless it is the primary one, as command-line arguments.
+/// Formats the user, and the slot unless it is the primary one, as command-line arguments.
 fn slot_arguments(machine: &MachineDetail) -> String {
     args::slot_arguments(&machine.idp_user_id, &machine.slot)
 }

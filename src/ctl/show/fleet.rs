@@ -16,7 +16,7 @@ use svc_wire::alarm::Alarm;
 use svc_wire::fleet::{BackupAges, EndReason, Exercises, Fleet, MachineNeedingAttention, OverdueOperation};
 use svc_wire::rollout::RolloutSummary;
 
-/// The alarm's name and figures: `servers_missing (limit 4, live 6, missing 5)`.
+/// Formats the alarm's name and figures: `servers_missing (limit 4, live 6, missing 5)`.
 pub fn alarm_line(alarm: &Alarm) -> String {
     let (cases, figures): (Vec<_>, Vec<_>) =
         alarm.detail.iter().partition(|(_, value)| value.is_array() || value.is_object());
@@ -39,7 +39,7 @@ fn format_figure(name: &str, value: &Value) -> String {
     format!("{} {}", split_words(name), compact(Some(value)))
 }
 
-/// `server 4711, machine 019a…, epoch 3`; the cases of a list are separated by semicolons.
+/// `server 4711, machine 019a…, epoch 3`; the cases in a list are separated by semicolons.
 fn format_case(value: &Value) -> String {
     match value {
         Value::Array(cases) => cases.iter().map(format_case).collect::<Vec<_>>().join("; "),
@@ -54,10 +54,10 @@ fn format_case(value: &Value) -> String {
     }
 }
 
-/// The members of a case that are shown first.
+/// The members of a case that are shown first, in this order.
 const CASE_ORDER: [&str; 4] = ["providerServerId", "machineId", "slot", "epoch"];
 
-/// A camel-case name as words: `failedInLastHour` is `failed in last hour`. Other names are unchanged.
+/// Splits a camel-case name into words: `failedInLastHour` becomes `failed in last hour`. Other names are unchanged.
 fn split_words(name: &str) -> String {
     match name {
         "providerServerId" => "server".to_owned(),
@@ -91,8 +91,8 @@ fn attention_state(machine: &MachineNeedingAttention) -> &str {
     machine.ended.as_deref().unwrap_or(&machine.status)
 }
 
-/// The next step for the operator, given these alarms. A handle names only the active machine, so other machines are
-/// named by id.
+/// Returns the next step for the operator, given these alarms. A handle names only the active machine, so other
+/// machines are named by id.
 fn next_step(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
     let name = if machine.ended.is_some() { machine.machine_id.as_str() } else { machine.handle.as_str() };
     let is_deleted = machine.ended.as_ref().is_some_and(|ended| ended.is(EndReason::Deleted));
@@ -110,15 +110,15 @@ fn next_step(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
     advice.replace("HANDLE", name).replace("OPERATION", operation).replace("USER_SLOT", &slot)
 }
 
-/// Whether the platform refuses live hosts, in which case a missing heartbeat does not mean that a host is lost.
+/// Whether the platform is rejecting live hosts, in which case a missing heartbeat does not mean that a host is lost.
 fn are_hosts_refused(alarms: &[Alarm]) -> bool {
     alarms.iter().any(|alarm| alarm.alarm == "host_tokens_refused")
 }
 
-/// Maximum machines, and maximum overdue operations, that findings name.
+/// Maximum number of machines, and of overdue operations, that findings name.
 const MAX_NAMED: usize = 20;
 
-/// Findings for the machines that need attention.
+/// Adds findings for the machines that need attention.
 pub fn findings(fleet: &Fleet, findings: Findings) -> Findings {
     let findings = fleet
         .alarms
@@ -234,12 +234,12 @@ fn backups_cell(backups: &BackupAges) -> Cell {
 }
 
 const UNSAVED_OF_DELETED_ADVICE: &str = "svcctl status HANDLE shows what only its server holds; svcctl undelete HANDLE restores it, \
-    unless a later machine of its slot has served; svcctl discard HANDLE --accept-loss deletes it";
+    unless a later machine in its slot has served; svcctl discard HANDLE --accept-loss deletes it";
 
 const HOSTS_REFUSED_ADVICE: &str = "live hosts are refused because of their tokens (alarm host_tokens_refused): resolve that first, then \
     check which hosts are still silent";
 
-/// The advice for a reason.
+/// Returns the advice for a reason.
 fn advice(reason: &str) -> &'static str {
     match reason.split(':').next().unwrap_or_default() {
         _ if reason == "failed:reinstating" => {

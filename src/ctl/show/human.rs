@@ -24,7 +24,7 @@ pub fn format_time(now: Timestamp, at: &str) -> String {
     }
 }
 
-/// One number and one unit, rounded down.
+/// Formats a duration as one number and one unit, rounded down.
 pub fn format_span(seconds: u64) -> String {
     let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
     match seconds {
@@ -35,7 +35,7 @@ pub fn format_span(seconds: u64) -> String {
     }
 }
 
-/// The seconds between two times of the API; `None` if one is invalid.
+/// Returns the seconds between two times from the API; `None` if either is invalid.
 pub fn seconds_between(from: &str, to: &str) -> Option<f64> {
     let (from, to): (Timestamp, Timestamp) = (from.parse().ok()?, to.parse().ok()?);
     Some(to.duration_since(from).as_secs_f64())

@@ -47,7 +47,7 @@ pub fn discarded(view: &View, discarded: &DiscardedMachine) -> String {
     )
 }
 
-/// The machine's state, or `off` instead of `running` while it is powered off.
+/// Returns the machine's state, or `off` instead of `running` while it is powered off.
 pub fn shown_state(machine: &Machine) -> &str {
     let is_off = machine.powered_off_at.is_some() && machine.state_word() == "running";
     if is_off { "off" } else { machine.state_word() }
@@ -66,7 +66,7 @@ fn power_cell(view: &View, machine: &Machine) -> Cell {
     Cell::painted(Some(Colour::Bad), line)
 }
 
-/// The changes that exist only on the machine's server, if known.
+/// Describes the changes that exist only on the machine's server, if known.
 pub fn unsaved_changes(view: &View, machine: &Machine) -> Option<String> {
     Some(format_unsaved(view, machine.unsaved_since.as_deref()?, machine.left_slot_at()))
 }
@@ -77,7 +77,7 @@ fn is_pointer_unusable(machine: &Machine) -> bool {
     backup.and_then(|backup| backup.error.as_deref()).is_some_and(is_unusable_pointer)
 }
 
-/// The machine's operation that waits for a decision, if any.
+/// Returns the machine's operation that is waiting for a decision, if any.
 pub fn waiting_operation(machine: &MachineDetail) -> Option<&Operation> {
     machine.operations.iter().find(|operation| operation.question().is_some())
 }
@@ -140,7 +140,7 @@ pub fn details(view: &View, m: &MachineDetail) -> String {
     details_with_slot_exit_times(view, m, &SlotExitTimes::new())
 }
 
-/// [`details`], with the times when the machines of kept servers left the slot.
+/// Like [`details`], with the times at which kept servers' machines left the slot.
 pub fn details_with_slot_exit_times(
     view: &View,
     m: &MachineDetail,
@@ -231,7 +231,7 @@ fn health_cell(health: Option<&Health>) -> Cell {
     Cell::painted(Some(if is_healthy { Colour::Good } else { Colour::Bad }), words.join(", "))
 }
 
-/// The last backup, as the host reported it.
+/// The last backup, as reported by the host.
 fn backup_cell(
     view: &View,
     backup: Option<&LastBackup>,
@@ -247,7 +247,7 @@ fn backup_cell(
     format!("{}{size}", format(view.now, taken)).into()
 }
 
-/// The data at risk if the machine is replaced or deleted.
+/// Describes the data at risk if the machine is replaced or deleted.
 pub fn data_at_risk(view: &View, m: &MachineDetail) -> String {
     let known = m.copies.as_ref().map(|copies| copies::describe_risk(view, copies));
     let reported = || {

@@ -1,6 +1,5 @@
-//! Text views of the API's responses.
-//!
-//! A text is a pure function of the response and a [`View`], so that the same response always looks the same.
+//! Text views of the API's responses. Each text is a pure function of the response and a [`View`], so the same response
+//! always looks the same.
 
 pub mod accepted_change;
 pub mod audit;
@@ -39,7 +38,7 @@ use svc_base::vars::NO_COLOR;
 pub struct View {
     pub now: Timestamp,
     pub colours: bool,
-    /// Width of the terminal; `None` for unlimited lines.
+    /// The terminal's width; `None` for unlimited lines.
     pub width: Option<u16>,
 }
 
@@ -53,7 +52,7 @@ pub enum Colour {
 }
 
 impl View {
-    /// The view for standard output: colours and a width only on a terminal, no colours with `NO_COLOR`.
+    /// Returns the view for standard output: colours and a width only on a terminal, and no colours with `NO_COLOR`.
     pub fn for_stdout() -> Self {
         let terminal = std::io::stdout().is_terminal();
         let width = terminal.then(|| comfy_table::Table::new().width()).flatten();
@@ -79,7 +78,7 @@ impl Colour {
         }
     }
 
-    /// The colour of a state in the API: of a machine, an operation, or a step.
+    /// Returns the colour for a state in the API: that of a machine, an operation or a step.
     pub fn for_state(state: &str) -> Option<Self> {
         match state {
             "running" | "succeeded" | "done" | "active" => Some(Self::Good),
@@ -100,7 +99,7 @@ fn or_empty(value: Option<&String>) -> String {
     value.cloned().unwrap_or_default()
 }
 
-/// A value on one line: a string unquoted, an object as `name=value …` without nulls.
+/// Formats a value on one line: a string unquoted, an object as `name=value …` without nulls.
 pub fn compact(value: Option<&Value>) -> String {
     match value {
         None | Some(Value::Null) => String::new(),

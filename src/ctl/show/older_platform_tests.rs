@@ -1,8 +1,7 @@
-//! Older platforms omit fields that were added later: every view shows the rest of a response.
-//!
-//! Each example is a response of the current platform with every field of the schema, and each test removes one field
-//! at a time. A field is essential if the view is meaningless without it: an identifier, a state, or the figure that
-//! the view is about. Each example lists its essential fields.
+//! Older platforms omit fields that were added later, so every view must show the rest of a response. Each example is a
+//! response from the current platform with every field in the schema, and each test removes one field at a time. A
+//! field is essential if the view is meaningless without it: an identifier, a state, or the figure that the view is
+//! about. Each example lists its essential fields.
 
 use std::collections::BTreeSet;
 
@@ -107,7 +106,7 @@ impl Example {
     }
 }
 
-/// The paths of all members of the objects in a value.
+/// Returns the paths of all object members in a value.
 fn members(value: &Value, parent: &str) -> Vec<String> {
     match value {
         Value::Object(object) => {
@@ -125,7 +124,7 @@ fn members(value: &Value, parent: &str) -> Vec<String> {
     }
 }
 
-/// Checks that a value has every property of its schema, so that no example lacks a field that is added later.
+/// Checks that a value has every property in its schema, so that no example lacks a field that is added later.
 #[track_caller]
 fn assert_complete(schema: &Value, value: &Value, path: &str) {
     let named_schema = |name: &str| match name {

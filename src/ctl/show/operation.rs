@@ -24,7 +24,7 @@ pub fn should_show(line: &LogLine) -> bool {
     !matches!(line.outcome.as_str(), "filed" | "begun")
 }
 
-/// The reason why the current step is retried or waits, if the last line of the log says so.
+/// Returns the reason why the current step is being retried or is waiting, if the last log line gives one.
 fn waiting_reason(operation: &Operation) -> Option<String> {
     let last = operation.log.last().filter(|_| operation.state.is(OperationState::Running))?;
     let is_waiting = match last.outcome.as_str() {
@@ -35,7 +35,7 @@ fn waiting_reason(operation: &Operation) -> Option<String> {
     why.map(|why| one_line(why).into_owned())
 }
 
-/// The commands that answer the operation's question, with their effects.
+/// Returns the commands that answer the operation's question, with their effects.
 pub fn answers(operation: &Operation) -> Vec<String> {
     let id = &operation.operation_id;
     let abandon_effect = match operation.kind.as_str() {
@@ -48,7 +48,7 @@ pub fn answers(operation: &Operation) -> Vec<String> {
         let retry_effect = match code {
             Some(HELD_BACK) => format!(
                 "after `svcctl backup accept {}` it continues with the accepted snapshot; otherwise its host takes \
-                 another backup, and the operation waits again if that is held, too",
+                 another backup, and the operation waits again if that one is held as well",
                 operation.machine_id
             ),
             Some(UNVERIFIED_FENCE) => "with the right platform keys, the fence is verified again".to_owned(),
@@ -80,7 +80,7 @@ pub fn answers(operation: &Operation) -> Vec<String> {
     newer.into_iter().chain(retry).chain(others).collect()
 }
 
-/// The question and its answers, one per line.
+/// Formats the question and its answers, one per line.
 pub fn question_lines(operation: &Operation) -> Vec<String> {
     let Some(question) = operation.question() else { return Vec::new() };
     let words = std::iter::once("either").chain(std::iter::repeat("or"));
@@ -113,20 +113,20 @@ fn format_repeats(operation: &Operation, entry: &LogLine) -> String {
     })
 }
 
-/// The entries after this sequence number, and the last sequence number.
+/// Returns the entries after this sequence number, and the last sequence number.
 pub fn lines_after(operation: &Operation, seen: u64) -> (Vec<&LogLine>, u64) {
     let numbered = operation.log.iter().zip(1..).map(|(entry, place)| (entry.seq.unwrap_or(place), entry));
     let last = numbered.clone().map(|(number, _)| number).max().unwrap_or(seen);
     (numbered.filter(|(number, _)| *number > seen).map(|(_, entry)| entry).collect(), last)
 }
 
-/// A time of the API, relative to the operation's start.
+/// Formats a time from the API, relative to the operation's start.
 pub fn format_offset(operation: &Operation, at: &str) -> String {
     let from = seconds_between(&operation.created_at, at);
     from.map_or_else(|| at.to_owned(), |from| format!("{:>7.1} s", from.max(0.0)))
 }
 
-/// The noun for an operation of this kind.
+/// Returns the noun for an operation of this kind.
 pub fn kind_noun(kind: &str) -> &str {
     match kind {
         "provision" => "provisioning",
@@ -172,7 +172,8 @@ pub fn details(view: &View, o: &Operation) -> String {
     shown
 }
 
-/// The state for the colour of an operation: a running operation is in progress, while a running machine is healthy.
+/// Returns the state whose colour an operation gets: a running operation is in progress, while a running machine is
+/// healthy.
 fn operation_colour(state: &str) -> &str {
     if state == "running" { "retry" } else { state }
 }

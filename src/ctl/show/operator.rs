@@ -30,7 +30,7 @@ pub fn list(view: &View, operators: &[Operator]) -> String {
     table::render(view, &["NAME", "SCOPES", "STATE", "EXPIRES", "LAST USED", "ADDED BY"], &rows)
 }
 
-/// Shows a new token, or the file that it was written to.
+/// Shows a new token, or the file to which it was written.
 pub fn issued(view: &View, issued: &IssuedToken, file: Option<&Path>) -> String {
     let (operator, token) = (&issued.issue.operator, &issued.token);
     let shown = file.map_or_else(|| token.clone(), |file| format!("written to {}", file.display()));
@@ -71,7 +71,7 @@ pub fn who_am_i(view: &View, me: &WhoAmI) -> String {
     )
 }
 
-/// The names of scopes, joined with a separator.
+/// Joins scope names with a separator.
 pub fn join_scopes(scopes: &[Text<Scope>], separator: &str) -> String {
     scopes.iter().map(Text::as_str).collect::<Vec<_>>().join(separator)
 }

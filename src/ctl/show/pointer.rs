@@ -1,4 +1,4 @@
-//! Text view of a slot's snapshot pointer, and of the one that a rebuild would write.
+//! Text view of a slot's snapshot pointer, and of the pointer that a rebuild would write.
 
 use super::human::{format_bytes, format_time};
 use super::table::{self, Cell};

@@ -6,8 +6,8 @@ use super::{Colour, View};
 use svc_wire::fleet::{Exercise, Exercises};
 use svc_wire::quote::{LocationCost, ProvisionQuote};
 
-/// The cost in one phrase: `9.5081 EUR a month (cpx22 in nbg1)`, or with several locations
-/// `up to 11.90 EUR a month (cpx22 in nbg1 or ash)`.
+/// Formats the cost in one phrase: `9.5081 EUR a month (cpx22 in nbg1)` or, with several locations, `up to 11.90 EUR a
+/// month (cpx22 in nbg1 or ash)`.
 pub fn cost(quote: &ProvisionQuote) -> String {
     let cost = quote.monthly_cost.as_ref().map_or("no cost", |cost| cost.as_str());
     let (limit, locations) = match &quote.costs[..] {
@@ -55,7 +55,7 @@ pub fn show(view: &View, quote: &ProvisionQuote) -> String {
     let costs: Vec<_> = quote.costs.iter().map(|cost| ("cost", Cell::from(location_cost(cost)))).collect();
     shown.push_str(&table::render_pairs(view, &costs));
     if !costs.is_empty() {
-        let excluded = "object storage and extra traffic; no volume and no provider backup is ordered";
+        let excluded = "object storage and extra traffic; no volume or provider backup is ordered";
         shown.push_str(&table::render_pairs(view, &[("not included", excluded.into())]));
     }
     shown.push_str(&table::render_pairs(
@@ -115,7 +115,7 @@ pub fn exercises(view: &View, exercises: &Exercises) -> String {
     format!("recovery {}, rollback {}", last(&exercises.recovery), last(&exercises.rollback))
 }
 
-/// Warnings about the exercises that are due.
+/// Returns warnings about exercises that are due.
 pub fn warnings(quote: &ProvisionQuote) -> Vec<String> {
     let Exercises { recovery, rollback } = &quote.exercises;
     [
@@ -126,8 +126,8 @@ pub fn warnings(quote: &ProvisionQuote) -> Vec<String> {
     .filter(|(_, exercise, _)| !exercise.is_current)
     .map(|(name, _, command)| {
         format!(
-            "a {name} was not exercised on a test slot within 90 days: do so before you enable many users \
-             (`svcctl slot set USER --plan PLAN --test`, then {command})"
+            "a {name} has not been exercised on a test slot within 90 days: do so before you enable many \
+             users (`svcctl slot set USER --plan PLAN --test`, then {command})"
         )
     })
     .collect()

@@ -147,7 +147,7 @@ fn status_shows_unsaved_changes_and_expiry_of_kept_servers() {
     };
     let live = json!({"machineId": MACHINE, "providerServerId": "4711"});
     let unsaved = shown(live.clone(), kept("replaced", Value::Null, json!("2026-11-21T10:17:00.000Z")));
-    let held = "holds 43 min of changes that no snapshot has; kept until `svcctl discard";
+    let held = "holds 43 min of changes that are in no snapshot; kept until `svcctl discard";
     assert!(unsaved.contains(held) && unsaved.ends_with("--accept-loss`"), "{unsaved}");
     let unproven = shown(Value::Null, kept("replaced", Value::Null, Value::Null));
     assert!(unproven.ends_with("kept until a new machine is healthy"), "{unproven}");
