@@ -92,7 +92,8 @@ pub static APPLETS: &[Applet] = &[
     },
 ];
 
-/// The checks of the local installation, for `svcctl doctor`. Only this file depends on both the host and the platform.
+/// The checks for the local installation, for `svcctl doctor`. Only this file depends on both the host and the
+/// platform.
 const LOCAL_CHECKS: LocalChecks = LocalChecks {
     is_host: host::doctor::is_installed,
     check_host: || Box::pin(host::doctor::run_checks()),

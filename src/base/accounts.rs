@@ -28,7 +28,7 @@ impl Accounts {
         entry(&self.passwd, user)?.get(2)?.parse().ok()
     }
 
-    /// The user with its primary group and the groups that list it.
+    /// Returns the user with its primary group and the groups that list it.
     pub fn credentials(&self, user: &str) -> Option<Credentials> {
         let primary_gid = entry(&self.passwd, user)?.get(3)?.parse().ok()?;
         let other_gids = self.group.lines().filter_map(|line| {
@@ -43,7 +43,7 @@ impl Accounts {
     }
 }
 
-/// The fields of the line whose first field is `name`.
+/// Returns the fields of the line whose first field is `name`.
 fn entry<'a>(text: &'a str, name: &str) -> Option<Vec<&'a str>> {
     text.lines().map(|line| line.split(':').collect::<Vec<_>>()).find(|fields| fields.first() == Some(&name))
 }

@@ -2,7 +2,7 @@
 
 use jiff::{Timestamp, Unit};
 
-/// `2026-11-21T00:36:34.123Z`.
+/// Formats a time as `2026-11-21T00:36:34.123Z`.
 pub fn rfc3339_ms(at: Timestamp) -> String {
     format!("{at:.3}")
 }
@@ -14,7 +14,7 @@ pub fn now_ms() -> Timestamp {
         .unwrap_or(now)
 }
 
-/// serde adapter for a [`Timestamp`] field in the wire form.
+/// serde adapter for a [`Timestamp`] field in the wire format.
 pub mod wire {
     use jiff::Timestamp;
     use serde::{Deserialize, Deserializer, Serializer};
@@ -28,7 +28,7 @@ pub mod wire {
     }
 }
 
-/// serde adapter for an optional [`Timestamp`] field in the wire form.
+/// serde adapter for an optional [`Timestamp`] field in the wire format.
 pub mod wire_option {
     use jiff::Timestamp;
     use serde::{Deserialize, Deserializer, Serializer};

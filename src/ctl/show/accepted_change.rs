@@ -170,7 +170,7 @@ fn newest_snapshot(view: &View, deletion: &DeletedMachine) -> String {
     newest + &problem
 }
 
-/// `ada, slot primary of user_1`; empty if an older platform omits the slot.
+/// Formats the slot as `ada, slot primary of user_1`; empty if an older platform omits it.
 fn slot(deletion: &DeletedMachine) -> String {
     let DeletedMachine { handle, slot, idp_user_id, .. } = deletion;
     if handle.is_known() { format!("{handle}, slot {slot} of {idp_user_id}") } else { String::new() }

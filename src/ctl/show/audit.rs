@@ -47,7 +47,7 @@ pub fn list(view: &View, page: &AuditEntryPage) -> String {
     text
 }
 
-/// `2026-01-02 03:04:05 UTC  ada  recover  <target>  status=running→recovering`.
+/// Formats an entry as `2026-01-02 03:04:05 UTC  ada  recover  <target>  status=running→recovering`.
 pub fn line(view: &View, entry: &AuditEntry) -> String {
     let member = |name: &str| compact(entry.json.get(name));
     let at = entry.at.strftime("%Y-%m-%d %H:%M:%S UTC").to_string();

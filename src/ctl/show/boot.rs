@@ -39,7 +39,7 @@ pub fn percent(progress: &BootProgress) -> Option<u64> {
         .or_else(|| percent_of(progress.bytes, progress.total_bytes))
 }
 
-/// `42%, 1.2 GiB of 2.9 GiB downloaded, 1200 of 4000 rows loaded`.
+/// Formats progress as `42%, 1.2 GiB of 2.9 GiB downloaded, 1200 of 4000 rows loaded`.
 pub fn progress_line(progress: &BootProgress) -> String {
     let mut parts = Vec::new();
     parts.extend(percent(progress).map(|percent| format!("{percent}%")));

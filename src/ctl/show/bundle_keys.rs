@@ -11,7 +11,7 @@ use svc_wire::text::Text;
 const ROTATION_ADVICE: &str =
     "svcctl bundle --help explains the steps of a rotation; svcctl bundle keys shows its progress";
 
-/// `3 machines (ada, bob, cy)`.
+/// Formats a machine count with handles, as `3 machines (ada, bob, cy)`.
 fn format_machines(count: u64, handles: &[Text<Handle>]) -> String {
     let ellipsis = if count > handles.len() as u64 { ", …" } else { "" };
     format!("{} ({}{ellipsis})", pluralize(count, "machine"), join_handles(handles))

@@ -15,7 +15,7 @@ fn join_handles(handles: &[Text<Handle>], count: u64) -> String {
     format!("{}{ellipsis}", handles.join(", "))
 }
 
-/// `3 trusted, 1 missing (ada); required`.
+/// Formats the fleet's certificates as `3 trusted, 1 missing (ada); required`.
 pub fn fleet_cell(certificates: Option<&Certificates>) -> Cell {
     let Some(seen) = certificates else { return "".into() };
     let mut words = vec![format!("{} trusted", seen.trusted)];
@@ -60,7 +60,7 @@ pub fn findings(certificates: Option<&Certificates>, findings: Findings) -> Find
     }
 }
 
-/// `acme, trusted, until 2026-12-01T00:00:00.000Z`.
+/// Formats a machine's certificate as `acme, trusted, until 2026-12-01T00:00:00.000Z`.
 pub fn machine_cell(seen: &HostCertificate) -> Cell {
     let trust = if seen.is_trusted { "trusted" } else { "not trusted" };
     let line = format!("{}, {trust}, until {}", seen.source, seen.expires_at);

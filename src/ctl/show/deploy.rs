@@ -14,7 +14,7 @@ fn totals_line(totals: &RolloutTotals) -> String {
     format!("{updated} updated, {failed} failed, {skipped} skipped, {asked} asked, {waiting} waiting")
 }
 
-/// `ada/primary failed: why`.
+/// Formats a machine's state as `ada/primary failed: why`.
 pub fn machine_line(view: &View, machine: &RolloutMachine) -> String {
     let state = view.paint(colour(&machine.state), &machine.state);
     let error = machine.error.as_deref().map(|error| format!(": {}", one_line(error))).unwrap_or_default();
@@ -38,7 +38,7 @@ fn verification_cell(view: &View, rollout: &RolloutSummary) -> Cell {
     )
 }
 
-/// A rollout's progress, as in `running to 2026.11.2: 1 updated, …`.
+/// Formats a rollout's progress, as in `running to 2026.11.2: 1 updated, …`.
 pub fn progress_line(rollout: &RolloutSummary) -> String {
     format!("{} to {}: {}", rollout.state, rollout.image_version, totals_line(&rollout.totals))
 }

@@ -34,12 +34,12 @@ pub fn alarm_line(alarm: &Alarm) -> String {
     format!("{}{figures} since {}{released}", alarm.alarm, alarm.since)
 }
 
-/// `missing 5`.
+/// Formats a figure as `missing 5`.
 fn format_figure(name: &str, value: &Value) -> String {
     format!("{} {}", split_words(name), compact(Some(value)))
 }
 
-/// `server 4711, machine 019a…, epoch 3`; the cases in a list are separated by semicolons.
+/// Formats a case as `server 4711, machine 019a…, epoch 3`; the cases in a list are separated by semicolons.
 fn format_case(value: &Value) -> String {
     match value {
         Value::Array(cases) => cases.iter().map(format_case).collect::<Vec<_>>().join("; "),
@@ -201,7 +201,7 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
     shown
 }
 
-/// `3 running, 1 failed`: sorted by count, and without zeros.
+/// Formats counts as `3 running, 1 failed`: sorted by count, without zeros.
 fn format_counts(counts: &BTreeMap<String, u64>) -> String {
     let mut nonzero: Vec<_> = counts.iter().filter(|(_, count)| **count > 0).collect();
     nonzero.sort_by_key(|(name, count)| (std::cmp::Reverse(**count), name.as_str()));

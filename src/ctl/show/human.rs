@@ -8,7 +8,7 @@ const MINUTE: i64 = 60;
 const HOUR: i64 = 60 * MINUTE;
 const DAY: i64 = 24 * HOUR;
 
-/// `12 s ago`, `5 min ago`, `in 3 d`; an invalid time is returned unchanged.
+/// Formats a time as `12 s ago`, `5 min ago` or `in 3 d`; an invalid time is returned unchanged.
 pub fn format_ago(now: Timestamp, at: &str) -> String {
     let Ok(then) = at.parse::<Timestamp>() else { return at.to_owned() };
     let seconds = now.as_second() - then.as_second();
@@ -16,7 +16,7 @@ pub fn format_ago(now: Timestamp, at: &str) -> String {
     if seconds < 0 { format!("in {length}") } else { format!("{length} ago") }
 }
 
-/// `2026-01-02 03:04:05 UTC, 5 min ago`.
+/// Formats a time as `2026-01-02 03:04:05 UTC, 5 min ago`.
 pub fn format_time(now: Timestamp, at: &str) -> String {
     match at.parse::<Timestamp>() {
         Ok(then) => format!("{}, {}", then.strftime("%Y-%m-%d %H:%M:%S UTC"), format_ago(now, at)),

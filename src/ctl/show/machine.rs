@@ -97,7 +97,7 @@ fn has_update_failed(update: &LastUpdate) -> bool {
     !update.outcome.is(UpdateOutcome::Updated)
 }
 
-/// `2026.11.2 rolled_back at health: not ready; 2026-01-01 00:00:00 UTC, 5 min ago`.
+/// Formats an update as `2026.11.2 rolled_back at health: not ready; 2026-01-01 00:00:00 UTC, 5 min ago`.
 fn update_cell(view: &View, update: &LastUpdate) -> Cell {
     let LastUpdate { version, outcome, stage, error, at } = update;
     let at = format_time(view.now, at);
@@ -218,7 +218,7 @@ pub fn details_with_slot_exit_times(
     shown
 }
 
-/// `gateway ok, database failing`, and the free disk space or `disk unknown`.
+/// Formats a host's health as `gateway ok, database failing`, with the free disk space or `disk unknown`.
 fn health_cell(health: Option<&Health>) -> Cell {
     let Some(Health { gateway, database, code, disk }) = health else { return "".into() };
     let mut words = vec![format!("gateway {gateway}"), format!("database {database}")];

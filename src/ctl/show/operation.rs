@@ -88,7 +88,7 @@ pub fn question_lines(operation: &Operation) -> Vec<String> {
     std::iter::once(format!("question: {}", one_line(&question.detail))).chain(answers).collect()
 }
 
-/// `  12.3 s  create_server  done`, with the time since the operation's start.
+/// Formats a log line as `  12.3 s  create_server  done`, with the time since the operation's start.
 pub fn line(view: &View, operation: &Operation, entry: &LogLine) -> String {
     let outcome = entry.outcome.as_str();
     let detail = entry.detail.as_deref().map(one_line).unwrap_or_default();

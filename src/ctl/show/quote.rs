@@ -82,7 +82,8 @@ fn subscription(view: &View, quote: &ProvisionQuote) -> String {
     if quote.billing_enforced { shown } else { format!("{shown} (not enforced)") }
 }
 
-/// `nbg1: 10.1031 EUR a month with VAT, 8.49 EUR without: server 9.5081 EUR, public IPv4 0.595 EUR`.
+/// Formats a location's cost as `nbg1: 10.1031 EUR a month with VAT, 8.49 EUR without: server 9.5081 EUR, public IPv4
+/// 0.595 EUR`.
 fn location_cost(cost: &LocationCost) -> String {
     let LocationCost { location, server, public_ipv4, total, total_net } = cost;
     let address = public_ipv4.as_ref().map(|price| format!(", public IPv4 {price}")).unwrap_or_default();
@@ -106,7 +107,7 @@ fn quota(quote: &ProvisionQuote) -> String {
     }
 }
 
-/// `recovery 12 d ago, rollback never`.
+/// Formats the last exercises as `recovery 12 d ago, rollback never`.
 pub fn exercises(view: &View, exercises: &Exercises) -> String {
     let last = |exercise: &Exercise| match &exercise.last_at {
         Some(at) => format_ago(view.now, at),
