@@ -147,8 +147,8 @@ fn format_cost(copies: &Copies, exposed: u64) -> String {
     }
 }
 
-/// Formats the risk: `its newest snapshot is from 2026-01-01 00:00:00 UTC, 9 min ago: 9 min of changes exist only on
-/// its server`.
+/// Formats the risk:
+/// `its newest snapshot is from 2026-01-01 00:00:00 UTC, 9 min ago: 9 min of changes exist only on its server`.
 pub fn describe_risk(view: &View, copies: &Copies) -> String {
     let newest = copies.newest_snapshot_at.as_deref();
     let newest = newest.map_or_else(

@@ -6,8 +6,8 @@ use super::{Colour, View};
 use svc_wire::fleet::{Exercise, Exercises};
 use svc_wire::quote::{LocationCost, ProvisionQuote};
 
-/// Formats the cost in one phrase: `9.5081 EUR a month (cpx22 in nbg1)` or, with several locations, `up to 11.90 EUR a
-/// month (cpx22 in nbg1 or ash)`.
+/// Formats the cost in one phrase: `9.5081 EUR a month (cpx22 in nbg1)` or, with several locations,
+/// `up to 11.90 EUR a month (cpx22 in nbg1 or ash)`.
 pub fn cost(quote: &ProvisionQuote) -> String {
     let cost = quote.monthly_cost.as_ref().map_or("no cost", |cost| cost.as_str());
     let (limit, locations) = match &quote.costs[..] {
@@ -82,8 +82,8 @@ fn subscription(view: &View, quote: &ProvisionQuote) -> String {
     if quote.billing_enforced { shown } else { format!("{shown} (not enforced)") }
 }
 
-/// Formats a location's cost as `nbg1: 10.1031 EUR a month with VAT, 8.49 EUR without: server 9.5081 EUR, public IPv4
-/// 0.595 EUR`.
+/// Formats a location's cost as
+/// `nbg1: 10.1031 EUR a month with VAT, 8.49 EUR without: server 9.5081 EUR, public IPv4 0.595 EUR`.
 fn location_cost(cost: &LocationCost) -> String {
     let LocationCost { location, server, public_ipv4, total, total_net } = cost;
     let address = public_ipv4.as_ref().map(|price| format!(", public IPv4 {price}")).unwrap_or_default();
