@@ -28,13 +28,13 @@ use svc_base::chain::format_chain;
 use svc_http::problem::{Code, Problem};
 use svc_http::rate_limit::RateLimit;
 
-/// Interval between writes of `usage.jsonl`.
+/// Interval between writes to `usage.jsonl`.
 const USAGE_WRITE_INTERVAL: Duration = Duration::from_secs(300);
 /// Interval between checks for a new day and changed settings.
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum time that a request waits for the book.
 const BOOK_TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum concurrent streams of records.
+/// Maximum concurrent record streams.
 const MAX_LISTENERS: usize = 32;
 /// Interval between retries after the records could not be read.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
@@ -50,9 +50,9 @@ pub struct Kernel {
     /// `None` after [`Self::close`].
     writer: Mutex<Option<Writer>>,
     book: OnceLock<UsageBook>,
-    /// Reserved amounts of active dispatches, by user.
+    /// Amounts reserved for active dispatches, by user.
     pub(super) reserved: Mutex<HashMap<String, Dollars>>,
-    /// Limits concurrent streams of records.
+    /// Limits concurrent record streams.
     listeners: Arc<Semaphore>,
     /// Cancelled when the book is open.
     book_opened: CancellationToken,
@@ -62,7 +62,7 @@ pub struct Kernel {
 
 impl Kernel {
     /// # Errors
-    /// The writer's thread cannot be started.
+    /// The writer thread cannot be started.
     pub fn new(layout: &Layout) -> std::io::Result<Self> {
         let writer = Writer::start(layout.logs())?;
         let records = writer.records();
@@ -84,7 +84,7 @@ impl Kernel {
         &self.records
     }
 
-    /// The directory of the records.
+    /// The records directory.
     pub fn logs(&self) -> PathBuf {
         self.layout.logs()
     }
@@ -94,7 +94,7 @@ impl Kernel {
         Arc::clone(&self.settings_lock)
     }
 
-    /// Admits one more stream of records, until the permit is dropped.
+    /// Admits one more record stream, until the permit is dropped.
     pub fn admit_listener(&self) -> Option<OwnedSemaphorePermit> {
         Arc::clone(&self.listeners).try_acquire_owned().ok()
     }

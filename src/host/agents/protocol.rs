@@ -17,7 +17,7 @@ use super::adapters::{AdapterKind, Exit};
 
 /// The socket's file name in [`crate::system::layout::Layout::owner_sockets`].
 pub const SOCKET: &str = "agent.sock";
-/// Maximum bytes of a forwarded line; the input of a tool may be a whole file.
+/// Maximum bytes in a forwarded line; a tool's input may be a whole file.
 pub const MAX_LINE_BYTES: usize = 8 << 20;
 /// Maximum bytes of a frame: an order with its prompt, or a line.
 const MAX_FRAME_BYTES: u32 = 16 << 20;
@@ -41,7 +41,7 @@ pub struct Order {
     pub model: Option<String>,
     pub conversation_id: Option<String>,
     pub prompt: String,
-    /// Environment variables in addition to those of every run.
+    /// Environment variables in addition to those set for every run.
     pub environment: BTreeMap<String, String>,
 }
 
@@ -87,7 +87,7 @@ pub enum RunnerFrame {
     Line(Vec<u8>),
     /// A line longer than [`MAX_LINE_BYTES`], which is skipped.
     LongLine,
-    /// The last frame of a run, sent when none of its processes remains.
+    /// The last frame of a run, sent when none of its processes remain.
     Ended(RunResult),
     /// The last frame if no run took place, with the reason.
     Refused(String),

@@ -1,4 +1,4 @@
-//! The table of dispatches: looks dispatches up, starts the next ones, and ends them at shutdown.
+//! The dispatch table: looks up dispatches, starts the next ones, and ends them at shutdown.
 //!
 //! Invariants: an accepted dispatch is in the journal until its record is durable, unless the journal could not be
 //! written; an ID names one dispatch or batch; at most the configured number run concurrently; an amount is reserved
@@ -108,9 +108,9 @@ pub struct Dispatcher {
     /// The bridge socket for agents.
     bridge_socket: PathBuf,
     pub(super) journal: Journal,
-    /// The socket of svc-agent.
+    /// The svc-agent socket.
     agent_socket: PathBuf,
-    /// The socket of svc-watch.
+    /// The svc-watch socket.
     pub(super) watcher_socket: PathBuf,
     table: Mutex<DispatchTable>,
     pub(super) runs: TaskTracker,
@@ -118,7 +118,7 @@ pub struct Dispatcher {
     stop: CancellationToken,
     /// Cancelled when all runs have ended: event streams end.
     pub closed: CancellationToken,
-    /// Cancelled when the dispatches of the previous process have been restored.
+    /// Cancelled when the previous process's dispatches have been restored.
     pub(super) recovered: CancellationToken,
 }
 
@@ -158,10 +158,10 @@ impl Dispatcher {
         Ok(())
     }
 
-    /// Looks up an ID, in memory and then in the records of the last days.
+    /// Looks up an ID, in memory and then in the records of the last few days.
     ///
     /// # Errors
-    /// The records cannot be read; logged.
+    /// The records cannot be read; the failure is logged.
     pub async fn find(&self, id: &DispatchId) -> Result<Option<DispatchTarget>, Problem> {
         if let Some(found) = self.lock().targets.get(id.as_str()).cloned() {
             return Ok(Some(found));
@@ -348,8 +348,8 @@ impl Dispatcher {
         self.end(dispatch, interaction, text).await;
     }
 
-    /// Reports the end to svc-watch, which closes the tool calls that the agent left open. Does nothing without
-    /// svc-watch.
+    /// Reports the end to svc-watch, which closes the tool calls that the agent left open. Does nothing if svc-watch is
+    /// not running.
     async fn report_end_to_watcher(&self, dispatch: &Dispatch) {
         let message = Message::dispatch_end(dispatch.id(), dispatch.take_seen_calls());
         audit_protocol::send_from_dispatcher(&self.watcher_socket, message).await;
@@ -362,7 +362,8 @@ impl Dispatcher {
         let refused = JournalEntry { refused: Some(reached.period), ..dispatch.accepted.clone() };
         if !self.write_journal(vec![refused]).await {
             let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());
-            // After a crash, the dispatch is then recorded as interrupted. That is wrong, but it does not run.
+            // After a crash, a dispatch marked as started is recorded as interrupted. That is wrong, but it does not
+            // run.
             let _ = tokio::task::spawn_blocking(move || journal.mark_started(&accepted)).await;
         }
         self.end_refused(dispatch, reached.period);
@@ -392,7 +393,7 @@ impl Dispatcher {
                 warnings.iter().for_each(|warning| dispatch.publish("warning", &warning.to_json()));
                 self.lock().recorded.push(JournalFile::One(dispatch.id().to_owned()));
             }
-            // The dispatch is recorded at the next start.
+            // The dispatch will be recorded at the next start.
             None => {
                 tracing::warn!(id = dispatch.id(), "a dispatch stays in the journal: its record was dropped");
             }
@@ -403,7 +404,7 @@ impl Dispatcher {
         self.retain_ended(dispatch);
     }
 
-    /// Keeps an ended dispatch for later requests, and evicts the oldest ones above the limits.
+    /// Keeps an ended dispatch for later requests, and evicts the oldest ones beyond the limits.
     pub(super) fn retain_ended(&self, dispatch: &Arc<Dispatch>) {
         let mut table = self.lock();
         if let Some(batch) = dispatch.batch.as_ref().filter(|batch| batch.is_over()) {

@@ -1,5 +1,5 @@
-//! Restores the dispatches of the previous process: queues those that waited, records those that ran, and prunes the
-//! journal.
+//! Restores the dispatches of the previous process: queues those that were waiting, records those that were running,
+//! and prunes the journal.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
@@ -47,8 +47,8 @@ impl Dispatcher {
                 tokio::spawn(report_ends_to_watcher(self.watcher_socket.clone(), started_ids(&unfinished)));
                 self.restore(unfinished, &recorded_interactions);
             }
-            // It is unknown which of the dispatches are recorded. All stay in the journal until the next start, so that
-            // none is recorded twice.
+            // It is unknown which of the dispatches have been recorded. All stay in the journal until the next start,
+            // so that none is recorded twice.
             Ok((unfinished, Err(error))) => {
                 tracing::error!(unfinished = unfinished.len(), error = %format_chain(&error),
                     "cannot restore dispatches; they stay in the journal");

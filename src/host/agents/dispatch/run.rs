@@ -30,12 +30,12 @@ use svc_base::clock;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time that the runner has to end a cancelled run, in addition to the agent's grace periods.
 const END_TIMEOUT: Duration = Duration::from_secs(15);
-/// The recorded model if none is known.
+/// The model that is recorded if none is known.
 const UNKNOWN_MODEL: &str = "unknown";
 /// Tools that start subagents.
 const SPAWN_TOOLS: [&str; 4] = ["Agent", "Task", "spawn_agent", "task"];
 
-/// The reason why a run was ended early_end.
+/// The reason for ending a run early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum EndReason {
     Cancelled,
@@ -47,12 +47,12 @@ enum EndReason {
 /// The gateway's resources that a run uses.
 pub struct RunContext<'a> {
     pub kernel: &'a Kernel,
-    /// The socket of svc-agent.
+    /// The svc-agent socket.
     pub agent_socket: &'a Path,
     pub agent_tokens: &'a Arc<AgentTokens>,
     /// The bridge socket for agents.
     pub bridge_socket: &'a Path,
-    /// The socket of svc-watch.
+    /// The svc-watch socket.
     pub watcher_socket: &'a Path,
     /// Cancelled at shutdown.
     pub stop: &'a CancellationToken,
@@ -121,15 +121,15 @@ fn estimate_cost(
     }
 }
 
-/// Builds the interaction of a dispatch that ended without a run.
+/// Builds the interaction for a dispatch that ended without a run.
 pub fn interaction_without_run(dispatch: &Dispatch, name: &str, message: &str) -> Interaction {
     let outcome = failed_outcome(name, message);
     let model = dispatch.accepted.entry.model.clone();
     build_interaction(dispatch, outcome, model, Dollars::ZERO, Duration::ZERO)
 }
 
-/// Builds the interaction of a dispatch whose run was interrupted without an outcome. Its cost is unknown, so the
-/// reservation counts.
+/// Builds the interaction for a dispatch whose run was interrupted without an outcome. Its cost is unknown, so the
+/// reservation is recorded.
 pub fn interrupted_interaction(
     dispatch: &Dispatch,
     name: &str,
@@ -147,7 +147,7 @@ struct RunEnd {
 }
 
 impl From<Outcome> for RunEnd {
-    /// No agent was running, or it ended by itself.
+    /// No agent was running, or it ended on its own.
     fn from(outcome: Outcome) -> Self {
         Self { outcome, is_cut_off: false }
     }
@@ -489,7 +489,7 @@ mod tests {
         let estimate = |outcome: &Outcome, cost, is_cut_off| {
             estimate_cost(&settings, outcome, outcome.cost.or(cost), is_cut_off, reserved)
         };
-        // The agent ended by itself and may have chosen any exit code.
+        // The agent ended on its own and may have chosen any exit code.
         assert_eq!(estimate(&outcome(true, None), None, false), Some(reserved));
         assert_eq!(estimate(&outcome(true, None), Some(dollars(300)), false), Some(dollars(300)));
         assert_eq!(estimate(&outcome(true, Some(1)), None, false), Some(dollars(201)));

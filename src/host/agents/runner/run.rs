@@ -2,7 +2,7 @@
 //!
 //! A run ends when the agent exits, when the gateway cancels or disconnects, or when this process is stopped. The agent
 //! first gets SIGINT, so that it can still report its cost, and then SIGTERM, because its tools may run in their own
-//! sessions, which only the agent ends. Then all remaining processes are killed.
+//! sessions, which only the agent can end. Then all remaining processes are killed.
 
 use std::io;
 use std::os::unix::process::ExitStatusExt;
@@ -41,12 +41,12 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 const USAGE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval at which the agent's orphans are reaped.
 const REAP_INTERVAL: Duration = Duration::from_secs(1);
-/// The search path of an agent, after the release's own directories.
+/// An agent's search path, after the release's own directories.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// Environment variables that a run inherits from this process.
 const INHERITED_VARIABLES: [&str; 5] = ["HOME", "USER", "LOGNAME", "LANG", "TZ"];
 
-/// Serves one connection of the gateway.
+/// Serves one connection from the gateway.
 ///
 /// # Errors
 /// The connection failed before the agent started.
@@ -138,11 +138,11 @@ fn has_conversation(adapter: AdapterKind, location: &StateLocation<'_>, conversa
 }
 
 async fn write_prompt(mut stdin: ChildStdin, prompt: Vec<u8>) {
-    // The exit of an agent that does not read its prompt reports the reason.
+    // If the agent does not read its prompt, its exit reports the reason.
     let _ = stdin.write_all(&prompt).await;
 }
 
-/// The session files that a program writes about its runs.
+/// The session files that a program writes for its runs.
 struct SessionFiles {
     sessions: PathBuf,
     since: Timestamp,

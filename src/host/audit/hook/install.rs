@@ -21,7 +21,7 @@ const fn without_matcher(event: &'static str) -> HookSpec {
     HookSpec { event, matcher: None }
 }
 
-/// An agent's program, and its settings file below the home.
+/// An agent's program, and its settings file below the home directory.
 struct Program {
     actor: &'static str,
     file: &'static str,

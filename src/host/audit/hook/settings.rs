@@ -14,7 +14,7 @@ pub struct HookSpec {
     pub matcher: Option<&'static str>,
 }
 
-/// Settings whose structure does not allow hooks.
+/// An error in the structure of the settings.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0} must be {1}")]
 pub struct SettingsError(pub String, pub &'static str);
