@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn read_refuses_invalid_frames() {
+    async fn read_rejects_invalid_frames() {
         for bytes in [&b"S\0\0\0\x01x"[..], b"?\0\0\0\0", b"L\xff\xff\xff\xff", b"L\0\0\0\x05ab", b"S\0"] {
             assert!(RunnerFrame::read(&mut &bytes[..]).await.is_err(), "{bytes:?}");
         }

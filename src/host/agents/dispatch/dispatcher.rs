@@ -250,7 +250,7 @@ impl Dispatcher {
                     let interaction = run::interrupted_interaction(
                         &dispatch,
                         "Internal",
-                        "internal error of the gateway",
+                        "internal gateway error",
                         reserved,
                     );
                     dispatcher.end(&dispatch, interaction, None).await;
@@ -362,8 +362,7 @@ impl Dispatcher {
         let refused = JournalEntry { refused: Some(reached.period), ..dispatch.accepted.clone() };
         if !self.write_journal(vec![refused]).await {
             let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());
-            // After a crash, a dispatch marked as started is recorded as interrupted. That is wrong, but it does not
-            // run.
+            // After a crash, a dispatch marked as started is recorded as interrupted: wrong, but it does not run.
             let _ = tokio::task::spawn_blocking(move || journal.mark_started(&accepted)).await;
         }
         self.end_refused(dispatch, reached.period);
@@ -448,7 +447,7 @@ impl Dispatcher {
         let journal = self.journal.clone();
         let written = run_blocking(move || journal.write(&all)).await;
         if written.is_err() {
-            tracing::warn!("cannot write a dispatch to the journal; a crash of the gateway would lose it");
+            tracing::warn!("cannot write a dispatch to the journal; a gateway crash would lose it");
         }
         written.is_ok()
     }
@@ -493,7 +492,7 @@ impl Dispatcher {
         self.stop.cancel();
         self.runs.close();
         if tokio::time::timeout(SHUTDOWN_TIMEOUT, self.runs.wait()).await.is_err() {
-            tracing::warn!("dispatches did not end in time; they are recorded at the next start");
+            tracing::warn!("dispatches did not end in time; they will be recorded at the next start");
         }
         self.closed.cancel();
         self.prune_journal().await;

@@ -194,7 +194,7 @@ fn read_entry<T: DeserializeOwned>(path: &Path) -> Option<T> {
     })?;
     let entry = serde_json::from_slice(&text);
     if entry.is_err() {
-        tracing::warn!(path = %path.display(), "invalid file in the journal of dispatches; leaving it in place");
+        tracing::warn!(path = %path.display(), "invalid file in the dispatch journal; leaving it in place");
     }
     entry.ok()
 }

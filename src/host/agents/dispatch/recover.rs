@@ -53,7 +53,7 @@ impl Dispatcher {
                 tracing::error!(unfinished = unfinished.len(), error = %format_chain(&error),
                     "cannot restore dispatches; they stay in the journal");
             }
-            Err(_) => tracing::error!("cannot read the journal of dispatches; its files stay in place"),
+            Err(_) => tracing::error!("cannot read the dispatch journal; its files stay in place"),
         }
         self.recovered.cancel();
         self.start_ready();
@@ -107,14 +107,14 @@ impl Dispatcher {
                 }
                 (None, None) => {
                     self.kernel.note(&format!(
-                        "dispatch {}: queued again after a restart of the gateway",
+                        "dispatch {}: queued again after a gateway restart",
                         dispatch.id()
                     ));
                     self.lock().queue.push(&dispatch.accepted.sender_id, Arc::clone(&dispatch));
                     continue;
                 }
             };
-            self.kernel.note(&format!("dispatch {}: recorded after a restart of the gateway", dispatch.id()));
+            self.kernel.note(&format!("dispatch {}: recorded after a gateway restart", dispatch.id()));
             if self.kernel.record(&interaction).is_some() {
                 self.lock().recorded.push(JournalFile::One(dispatch.id().to_owned()));
             }

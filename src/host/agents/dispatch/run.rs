@@ -424,7 +424,7 @@ impl<'a> Run<'a> {
                 self.is_started = true;
                 let entry = &self.dispatch.accepted.entry;
                 self.context.kernel.note(&format!(
-                    "dispatch {}: {} runs for {} as process {pid}",
+                    "dispatch {}: {} is running for {} as process {pid}",
                     self.dispatch.id(),
                     entry.agent_name,
                     self.dispatch.accepted.sender_id

@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn read_ignores_irrelevant_and_refuses_invalid_input() {
+    fn read_ignores_irrelevant_and_rejects_invalid_input() {
         assert!(parse(r#"{"hook_event_name":"PreToolUse","tool_name":"Read","tool_input":{}}"#).is_none());
         assert!(parse(r#"{"hook_event_name":"SessionStart"}"#).is_none());
         let unexpected = parse(

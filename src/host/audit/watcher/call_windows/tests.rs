@@ -1,4 +1,4 @@
-//! Tests of the attribution of changes to overlapping calls.
+//! Tests for attributing changes to overlapping calls.
 
 use proptest::prelude::*;
 
