@@ -64,7 +64,7 @@ pub fn check_key(layout: &Layout) -> Findings {
         }
     };
     let next =
-        "journalctl -u svc-register -n 50; `svcctl status` on the platform shows the result of the boot";
+        "journalctl -u svc-register -n 50; `svcctl status` on the platform shows the boot's result";
     let registration = match fsx::read_if_exists(&layout.registration()) {
         Ok(Some(text)) => serde_json::from_slice::<RegistrationFile>(&text).ok(),
         Ok(None) => None,

@@ -1,4 +1,4 @@
-//! Reads request bodies within a size and time limit, and drains those of refused requests.
+//! Reads request bodies within a size and time limit, and drains those of rejected requests.
 
 use std::time::Duration;
 

@@ -106,7 +106,7 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
     // After the timeout, the thread ends with the process.
     let _ = tokio::time::timeout(CONNECTION_TIMEOUT * 2, ended).await;
     drop(writer);
-    is_stopped.then_some(()).ok_or_else(|| anyhow::anyhow!("the watcher's thread ended unexpectedly").into())
+    is_stopped.then_some(()).ok_or_else(|| anyhow::anyhow!("the watcher thread ended unexpectedly").into())
 }
 
 /// Feeds the watchdog while the thread makes progress.

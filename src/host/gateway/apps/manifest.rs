@@ -11,7 +11,7 @@ use crate::gateway::name::{Slug, SqlIdentifier};
 const MAX_TABLES: usize = 100;
 const MAX_COLUMNS: usize = 200;
 const MAX_ORIGINS: usize = 20;
-/// PostgreSQL's limit on the columns of an index.
+/// PostgreSQL's limit on the columns in an index.
 const MAX_INDEX_COLUMNS: usize = 32;
 
 /// How an app's pages are built or served.
@@ -122,7 +122,7 @@ struct ManifestReader {
 }
 
 impl ManifestReader {
-    /// Reports a mistake; always returns `None`.
+    /// Records an error; always returns `None`.
     fn reject<T>(&mut self, path: &str, message: impl std::fmt::Display) -> Option<T> {
         self.mistakes.push(format!("{path}: {message}"));
         None

@@ -31,7 +31,7 @@ const MAX_GZIP_BYTES: u64 = 8 << 20;
 /// Maximum bytes of compressed files in memory.
 const GZIP_CACHE_BYTES: u64 = 16 << 20;
 
-/// The files of the apps' folders.
+/// The files in the apps' folders.
 pub struct AppFiles {
     pub(super) registry: Arc<Registry>,
     pub(super) home: PathBuf,
@@ -89,7 +89,7 @@ enum PageTarget {
     File(Box<AppFile>, HeaderValue),
 }
 
-/// A file of an app, and its compressed form where there is one.
+/// An app's file, and its compressed form, if there is one.
 struct AppFile {
     plain: StaticFile,
     gzip: Option<StaticFile>,

@@ -1,6 +1,6 @@
-//! Keeps the registry up to date: copies bundled apps, reads folders, registers manifests, and enables the logins of
-//! their roles. A single task does all of this, so registrations never run concurrently. It retries for as long as the
-//! gateway runs.
+//! Keeps the registry up to date: copies bundled apps, reads folders, registers manifests, and enables their roles'
+//! logins. A single task does all of this, so registrations never run concurrently. It retries for as long as the
+//! gateway is running.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -142,7 +142,7 @@ impl Supervisor {
         let mut new_manifests: Vec<Manifest> =
             manifests.into_iter().filter(|m| !self.is_registered(m)).collect();
         if self.context.writers.is_quiesced() {
-            // Creating a table is a write: the first scan after the resume registers these manifests.
+            // Creating a table is a write: the first scan after writers resume registers these manifests.
             new_manifests.clear();
         }
         if self.snapshot.is_loaded && new_manifests.is_empty() {

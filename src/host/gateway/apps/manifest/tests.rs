@@ -1,4 +1,4 @@
-//! Valid manifests, and the reported errors of invalid ones.
+//! Tests for valid manifests, and for the errors that invalid ones report.
 
 use super::*;
 
