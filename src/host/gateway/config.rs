@@ -31,7 +31,7 @@ pub struct Config {
     /// The issuer of the owner's bearer tokens, if configured.
     pub issuer: Option<TrustedIssuer>,
     pub postgres: tokio_postgres::Config,
-    /// Timeout of one statement of an app.
+    /// Timeout for a single app statement.
     pub statement_timeout: Duration,
     /// Retention of change events.
     pub changes_retention: Duration,

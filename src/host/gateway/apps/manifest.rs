@@ -268,7 +268,7 @@ impl ManifestReader {
     }
 
     fn read_type(&mut self, path: &str, value: &Value) -> Option<ColumnType> {
-        let Some(name) = value.as_str() else { return self.reject(path, "must be the name of a type") };
+        let Some(name) = value.as_str() else { return self.reject(path, "must be a type name") };
         ColumnType::from_name(name).or_else(|| {
             let names = ColumnType::ALL.map(ColumnType::name).join(", ");
             self.reject(path, format!("unknown type {name:?}; the types are {names}"))

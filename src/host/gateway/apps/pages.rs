@@ -108,7 +108,7 @@ async fn find_page(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> R
     let (folder, manifest) = snapshot.folders.get(slug).ok_or_else(not_found)?;
     let Some(path) = path else { return Ok(PageTarget::Redirect(format!("/apps/{slug}/"))) };
     if manifest.runtime == Runtime::Node {
-        return Err(Problem::new(Code::Unavailable, "Apps with the runtime node are not served yet."));
+        return Err(Problem::new(Code::Unavailable, "Apps with the `node` runtime are not served yet."));
     }
     let path = parse_path(path).ok_or_else(not_found)?;
     let output = folder.join(&manifest.output);

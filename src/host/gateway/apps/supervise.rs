@@ -43,7 +43,7 @@ pub struct SupervisorContext {
     pub writers: Arc<Writers>,
     pub kernel: Arc<Kernel>,
     pub epoch: Epoch,
-    /// Timeout of one statement of an app.
+    /// Timeout for a single app statement.
     pub statement_timeout: Duration,
 }
 

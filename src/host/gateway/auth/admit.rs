@@ -61,7 +61,7 @@ impl IntoResponse for AuthFailure {
             Self::AppsNotLoaded => {
                 Problem::new(Code::Unavailable, "The apps are not loaded yet.").retry_after(1)
             }
-            Self::RequestMismatch => Problem::new(Code::Forbidden, "The proof is for another request."),
+            Self::RequestMismatch => Problem::new(Code::Forbidden, "The proof is for a different request."),
             Self::ReplayCacheFull => {
                 Problem::new(Code::Unavailable, "Too many concurrent internal calls.").retry_after(30)
             }

@@ -74,7 +74,7 @@ pub enum AuthFailure {
     AppNotInstalled,
     #[error("the apps are not loaded yet")]
     AppsNotLoaded,
-    #[error("the proof is for another request")]
+    #[error("the proof is for a different request")]
     RequestMismatch,
     #[error("the proof was used before")]
     Replayed,

@@ -42,7 +42,7 @@ impl Cursor {
     }
 
     /// # Errors
-    /// The text is not a cursor, or belongs to another order or filter.
+    /// The text is not a cursor, or belongs to a different order or filter.
     pub fn decode(text: &str, order: &Order<'_>, filter: &str) -> Result<Self, &'static str> {
         let invalid = "is not a cursor of this server";
         let bytes = if text.len() <= MAX_ENCODED_BYTES { URL_SAFE_NO_PAD.decode(text).ok() } else { None };
@@ -62,7 +62,7 @@ impl Cursor {
 }
 
 /// A hash that is equal for equal filters with equal values, regardless of their notation; empty for no filter. It only
-/// guards against mistakes, so another version may hash differently.
+/// guards against mistakes, so a different version may hash differently.
 pub fn fingerprint(filter: &Filter<'_>) -> String {
     if filter.is_empty() {
         return String::new();

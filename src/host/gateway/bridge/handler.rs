@@ -157,7 +157,8 @@ pub(super) fn default_app(principal: &Principal) -> Result<Option<&str>, Problem
     }
 }
 
-/// Returns the schema of `app`, by default those of all apps; an app, or an agent with a single app, gets only its own.
+/// Returns the schema of `app` or, by default, the schemas of all apps; an app, or an agent with a single app, gets
+/// only its own.
 fn schemas_response(bridge: &Bridge, principal: &Principal, app: Option<&str>) -> Result<Response, Problem> {
     let requested = match app {
         Some(app) => Some(app),

@@ -1,5 +1,5 @@
-//! The planner's SQL and errors, and its invariant over arbitrary requests: SQL text never contains a value, and every
-//! quoted name in it is the planner's or the manifest's.
+//! Tests for the planner's SQL and errors, and for its invariant over arbitrary requests: SQL text never contains a
+//! value, and every quoted name in it is the planner's or the manifest's.
 
 use super::*;
 use crate::gateway::apps::Manifest;
@@ -115,7 +115,7 @@ fn change() -> BoxedStrategy<Value> {
         .boxed()
 }
 
-/// Mostly valid data, so that statements are tested and not only rejections.
+/// Mostly valid data, so that statements are tested, not just rejections.
 fn data() -> BoxedStrategy<Value> {
     let valid = (hostile_text(), any::<i32>(), hostile_text()).prop_map(|(text, number, deep)| {
         json!({ "c_text": text, "c_integer": number, "c_numeric": number.to_string(), "c_jsonb": { "a": [deep] } })
