@@ -37,7 +37,7 @@ pub struct Config {
     pub changes_retention: Duration,
     /// A certificate chain that the operator places on the machine.
     pub certificate_file: Option<PathBuf>,
-    /// Initial backoff after a failed request for a certificate.
+    /// Initial backoff after a failed certificate request.
     pub acme_initial_backoff: Duration,
 }
 

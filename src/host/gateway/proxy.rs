@@ -15,7 +15,7 @@ use svc_http::problem::{Code, Problem, format_chain};
 use svc_http::proof;
 use svc_http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits};
 
-/// Reload interval of the waiting page, and `Retry-After` of a problem, in seconds.
+/// Reload interval for the waiting page, and `Retry-After` for problems, in seconds.
 const RETRY_AFTER_SECONDS: u64 = 3;
 
 /// The machine's services behind the gateway.
@@ -40,7 +40,7 @@ impl Dial for UnixDialer {
     }
 }
 
-/// Proxies the requests that no route of the gateway handles.
+/// Proxies the requests that no gateway route handles.
 pub async fn proxy_to_shell(State(upstreams): State<Arc<Upstreams>>, request: Request) -> Response {
     forward(&upstreams.shell, "The shell", request).await
 }

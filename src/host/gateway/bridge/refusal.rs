@@ -129,7 +129,7 @@ pub fn from_database_error(error: &tokio_postgres::Error, context: ErrorContext)
         "42P10" => {
             Problem::field("/onConflict", "must be the columns of the primary key or of a unique index")
         }
-        "21000" => Problem::field(context.data_pointer, "contains the same row twice"),
+        "21000" => Problem::field(context.data_pointer, "contains the same row more than once"),
         "57014" => statement_timed_out(),
         text if text.starts_with("23") || text.starts_with("22") || text.starts_with("54") => {
             invalid(db_error, context)

@@ -59,7 +59,7 @@ pub struct CertificateKeeper {
     unstored_chain: Option<String>,
 }
 
-/// A verification of the presented chain with this machine's roots.
+/// A verification of the presented chain against this machine's roots.
 struct Verification {
     at: Instant,
     name: Option<String>,
@@ -79,12 +79,12 @@ const DIRECTORY_LINE: &str = "Directory: ";
 
 const NOT_TRUSTED: &str = "is not trusted by this machine's roots, but the presented certificate is";
 
-/// The schedule of requests under the same settings.
+/// The request schedule under the same settings.
 struct RequestSchedule {
     /// The settings as JSON; a change resets the backoff.
     settings: Option<String>,
     delays: backon::ExponentialBackoff,
-    /// The earliest time of the next request. Set by each attempt, and by a change of the settings.
+    /// The earliest time of the next request. Set by each attempt, and by a settings change.
     retry_at: Option<Timestamp>,
 }
 
@@ -255,7 +255,8 @@ impl CertificateKeeper {
         }
     }
 
-    /// Whether the presented chain is trusted and this one is not, as with a wrong directory or missing intermediates.
+    /// Whether the presented chain is trusted but this one is not, for instance because of a wrong directory or missing
+    /// intermediates.
     fn loses_trust(&self, chain: &Chain, name: &str) -> bool {
         let is_trusted = |chain: &Chain| chain.verify(&self.verifier, name).is_ok();
         is_trusted(&self.presented.chain) && !is_trusted(chain)
@@ -280,7 +281,7 @@ impl CertificateKeeper {
                 self.present(CertificateSource::Acme, chain);
                 self.presented.directory = Some(acme.directory_url.clone());
                 self.attempts.reset(self.config.first_retry);
-                // If the renewal of the new certificate is already due, it must not be ordered in a loop.
+                // If the new certificate is already due for renewal, it must not be ordered in a loop.
                 let delay = self.attempts.next_delay();
                 self.attempts.schedule_retry(delay);
                 self.error = None;
@@ -345,7 +346,7 @@ impl CertificateKeeper {
         Ok((chain, pem))
     }
 
-    /// Updates the metrics and the recorded state of the certificate.
+    /// Updates the metrics and the certificate's recorded state.
     fn publish_status(&mut self, settings: &CertificateSettings) {
         let name = settings.host_name.as_deref();
         let is_trusted = match &self.last_verification {
@@ -406,7 +407,7 @@ fn error_chain(error: &anyhow::Error) -> String {
     chain::format_chain(AsRef::<dyn std::error::Error>::as_ref(error))
 }
 
-/// Reads the operator's file up to the maximum size of a chain. The error says why it cannot be read.
+/// Reads the operator's file up to the maximum size of a chain. The error states why it cannot be read.
 fn read_limited(file: &Path) -> Result<Vec<u8>, String> {
     use std::io::Read;
     let mut content = Vec::new();

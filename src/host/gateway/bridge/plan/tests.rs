@@ -362,10 +362,10 @@ fn find_pages_follow_order_and_cursor() {
         sql.contains(r#"("t"."created_at", "t"."id") < ($1::text::timestamptz, $2::text::uuid)"#),
         "{sql}"
     );
-    assert!(find(json!(["id"]), Some(cursor.clone())).unwrap_err().contains("another orderBy"));
+    assert!(find(json!(["id"]), Some(cursor.clone())).unwrap_err().contains("a different orderBy"));
     let filtered = json!({ "action": "find", "app": "n", "table": "things", "after": cursor,
         "orderBy": [{ "column": "created_at", "direction": "desc" }], "filter": { "c_text": "a" } });
-    assert!(plan_statements(&table, &filtered).unwrap_err().contains("another filter"));
+    assert!(plan_statements(&table, &filtered).unwrap_err().contains("a different filter"));
     assert!(find(json!(["id"]), Some("x".into())).unwrap_err().contains("/after"));
     assert!(find(json!(["c_jsonb"]), None).unwrap_err().contains("jsonb"));
     assert!(find(json!([{ "column": "id", "direction": "up" }]), None).is_err());
