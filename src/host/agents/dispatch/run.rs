@@ -1,4 +1,4 @@
-//! The gateway's side of a run: sends the order, follows the agent's output, and builds the interaction.
+//! The gateway's side of a run: sends the request, follows the agent's output, and builds the interaction.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -19,7 +19,7 @@ use crate::agents::adapters::{Adapter, Event, Exit, Outcome};
 use crate::agents::bridge_tokens::{AgentToken, AgentTokens};
 use crate::agents::kernel::Kernel;
 use crate::agents::protocol::{
-    GatewayFrame, INTERRUPT_GRACE, Order, RunResult, RunnerFrame, TERMINATE_GRACE,
+    GatewayFrame, INTERRUPT_GRACE, RunRequest, RunResult, RunnerFrame, TERMINATE_GRACE,
 };
 use crate::audit::protocol::{self, COMMAND_TOOLS, Message, Process, WRITER_TOOLS};
 use crate::records::entry::{DispatchError, Interaction, Status};
@@ -261,10 +261,10 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn build_order(&self, agent: &Agent) -> GatewayFrame {
+    fn build_request(&self, agent: &Agent) -> GatewayFrame {
         let accepted = &self.dispatch.accepted;
-        GatewayFrame::Order(Box::new(Order {
-            version: Order::VERSION,
+        GatewayFrame::Run(Box::new(RunRequest {
+            version: RunRequest::VERSION,
             id: accepted.id.clone(),
             agent_name: accepted.entry.agent_name.clone(),
             adapter: agent.adapter,
@@ -288,11 +288,11 @@ impl<'a> Run<'a> {
             let error = Some(self.early_end_error(why));
             return Outcome { error, ..failed_outcome("", String::new()) }.into();
         }
-        let order = self.build_order(agent);
+        let request = self.build_request(agent);
         let timeout = CONNECT_TIMEOUT.min(self.deadline.saturating_duration_since(Instant::now()));
         let connected = async {
             let mut connection = UnixStream::connect(self.context.agent_socket).await?;
-            order.write(&mut connection).await?;
+            request.write(&mut connection).await?;
             Ok::<_, std::io::Error>(connection.into_split())
         };
         let (from, to) = match tokio::time::timeout(timeout, connected).await {
@@ -305,7 +305,7 @@ impl<'a> Run<'a> {
                 )
                 .into();
             }
-            Err(_) => return failed_outcome("NoRunner", "svc-agent did not accept the order in time").into(),
+            Err(_) => return failed_outcome("NoRunner", "svc-agent did not accept the run in time").into(),
         };
         let ended = self.follow(from, to).await;
         let at = self.elapsed_ms();
