@@ -38,7 +38,7 @@ const BOOK_TIMEOUT: Duration = Duration::from_secs(2);
 const MAX_LISTENERS: usize = 32;
 /// Interval between retries after the records could not be read.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
-/// Minimum interval between notes that a limit has refused a user's dispatches.
+/// Minimum interval between notes about a user's refused dispatches.
 const REFUSAL_NOTE_INTERVAL: Duration = Duration::from_secs(60);
 
 pub struct Kernel {
@@ -109,10 +109,11 @@ impl Kernel {
         let _ = self.records.note(text);
     }
 
-    /// Notes in `activity.log` that a cost limit has refused a dispatch, at most once a minute for each user.
+    /// Notes in `activity.log` that a dispatch was refused because of a cost limit, at most once a minute for each
+    /// user.
     pub fn note_refusal(&self, user: &str, why: &str) {
         if self.refusal_notes.check(&user.to_owned()).is_ok() {
-            self.note(&format!("a dispatch of {user} was refused: {why}"));
+            self.note(&format!("a dispatch from {user} was refused: {why}"));
         }
     }
 

@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn mistake_quotes_no_value() {
+    fn error_quotes_no_values() {
         for text in [r#"{"costLimits": {"daily": "hunter2"}}"#, r#"{"costLimits": "hunter2"}"#, "hunter2"] {
             let mistake = Settings::parse(text.as_bytes()).unwrap_err();
             assert!(!mistake.contains("hunter2"), "{mistake}");

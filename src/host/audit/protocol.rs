@@ -135,7 +135,7 @@ pub struct Message {
 #[serde(rename_all = "camelCase")]
 pub struct SeenCalls {
     pub ids: Vec<String>,
-    /// Number of further calls, whose IDs are not listed.
+    /// Number of additional calls, whose IDs are not listed.
     #[serde(rename = "more")]
     pub further_calls: u64,
     /// Whether the program's hooks use the same IDs.

@@ -122,7 +122,7 @@ impl Config {
 }
 
 /// `None` if the token is too short to be safe. A short token is ignored rather than rejected, because the machine must
-/// start in any case, even after an update to the first release with this rule.
+/// always start, even after an update to the first release with this rule.
 fn read_admin_token(env: &mut Env) -> Option<SecretString> {
     let token = env.secret(&vars::ADMIN_TOKEN)?;
     let is_long_enough = token.expose_secret().chars().count() >= MIN_ADMIN_TOKEN_CHARS;

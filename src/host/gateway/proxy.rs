@@ -70,7 +70,7 @@ async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response
     match upstream.forward(request).await {
         Ok(response) => response,
         Err(ProxyError::ConnectMethod) => {
-            Problem::new(Code::InvalidRequest, "The method CONNECT is not supported.").into_response()
+            Problem::new(Code::InvalidRequest, "The CONNECT method is not supported.").into_response()
         }
         Err(error) => {
             tracing::warn!(error = %format_chain(&error), "{name} did not respond");
@@ -82,7 +82,7 @@ async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response
                 _ => Code::UpstreamUnavailable,
             };
             unavailable_response(
-                Problem::new(code, format!("{name} does not respond.")).retry_after(RETRY_AFTER_SECONDS),
+                Problem::new(code, format!("{name} is not responding.")).retry_after(RETRY_AFTER_SECONDS),
                 is_page,
             )
         }

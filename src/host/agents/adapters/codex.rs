@@ -171,7 +171,7 @@ impl Codex {
                 Some(Event::Text { text })
             }
             ItemKind::CommandExecution { status, aggregated_output, exit_code, .. } => {
-                // The same format as in Claude Code's output.
+                // The same format as Claude Code's output.
                 let code = exit_code.map(|code| format!("Exit code {code}\n")).unwrap_or_default();
                 self.end_tool(at_ms, &item.id, &status, Some(&(code + &aggregated_output)))
             }

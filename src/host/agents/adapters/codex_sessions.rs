@@ -111,7 +111,7 @@ fn session_files(sessions: &Path) -> impl Iterator<Item = DirEntry> {
 }
 
 /// Adds the usage in one file since `since`. Returns whether there is any; `None` if the file is unreadable or belongs
-/// to another thread.
+/// to a different thread.
 fn add_usage(path: &Path, thread: &str, since: Timestamp, total: &mut SessionUsage) -> Option<bool> {
     let mut lines = BufReader::new(open_regular(path)?.take(MAX_FILE_BYTES));
     let mut line = Vec::new();

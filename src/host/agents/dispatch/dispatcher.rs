@@ -91,7 +91,7 @@ pub(super) struct DispatchTable {
     /// Dispatches that are being written to the journal, and will then be queued.
     pub(super) unjournaled: Vec<Arc<Dispatch>>,
     pub(super) queue: Queue<Arc<Dispatch>>,
-    /// At most one dispatch per conversation runs: two would both start or resume it.
+    /// At most one dispatch per conversation runs at once: two would both start or resume it.
     running: Vec<Arc<Dispatch>>,
     /// Cancelled while writers are stopped: nothing starts, and running dispatches are ended.
     pause: CancellationToken,
@@ -358,7 +358,7 @@ impl Dispatcher {
     /// Ends a dispatch whose cost limit was reached before its turn. Like any refused dispatch, it has no interaction.
     async fn refuse(&self, dispatch: &Arc<Dispatch>, reached: &LimitReached) {
         DISPATCHES.add_one(["limited"]);
-        // Its batch stays in the journal until all entries have ended: a crash must not queue this one again.
+        // Its batch stays in the journal until all entries have ended, and a crash must not queue this one again.
         let refused = JournalEntry { refused: Some(reached.period), ..dispatch.accepted.clone() };
         if !self.write_journal(vec![refused]).await {
             let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());

@@ -123,8 +123,8 @@ impl Journal {
         }
     }
 
-    /// Reads all entries, in the order of acceptance. Other files stay in place; unreadable and invalid ones are
-    /// logged. Must run before anything is written.
+    /// Reads all entries, in order of acceptance. Other files stay in place; unreadable and invalid ones are logged.
+    /// Must run before anything is written.
     ///
     /// # Errors
     /// [`FileError`] if the journal exists but cannot be read.

@@ -28,7 +28,7 @@ pub enum Authority {
     Proven,
     /// The peer has since ended. Its report is accepted, and recorded as a gap.
     Unproven,
-    /// The call belongs to another process.
+    /// The call belongs to a different process.
     None,
 }
 

@@ -321,7 +321,7 @@ fn is_written_or_replaced(old: FileState, new: FileState, marks: Marks) -> bool 
         return true;
     }
     if marks.has_name_change && (old.size, old.mtime) == (new.size, new.mtime) {
-        // The file was moved and came back, or was linked again; the write events belong to another file.
+        // The file was moved and came back, or was linked again; the write events belong to a different file.
         return false;
     }
     if marks.is_created {
@@ -353,7 +353,7 @@ fn compare_other_names(
             continue;
         }
         let new = probe.probe(&path, folder, std::slice::from_ref(&name)).pop().flatten();
-        // If the name belongs to another file now, the events of that file report the change.
+        // If the name now belongs to a different file, that file's events report the change.
         let Some(new) = new.filter(|new| new.id() == old.id()) else { continue };
         let (is_written, is_touched) = shared.0.get(&new.id()).copied().unwrap_or_default();
         let marks = Marks { is_written, is_touched, ..Marks::default() };

@@ -125,7 +125,7 @@ impl HomeWatcher {
         for folder in folders {
             if let Some(watch) = self.watches.remove(folder) {
                 self.folders.remove(&watch);
-                // The kernel has already removed the watch of a deleted folder.
+                // The kernel has already removed a deleted folder's watch.
                 let _ = self.inotify.rm_watch(watch);
             }
         }

@@ -157,7 +157,7 @@ impl Watcher {
             PollFd::new(waker.as_fd(), PollFlags::POLLIN),
         ];
         let timeout = PollTimeout::try_from(timeout).unwrap_or(PollTimeout::ZERO);
-        // An interruption is harmless: the caller reads the available events in any case.
+        // An interruption is harmless: the caller reads the available events anyway.
         let _ = poll(&mut ends, timeout);
         if ends[0].any() == Some(true) && ends[1].any() == Some(false) {
             // Batch events from a busy writer: the kernel queues them.
@@ -377,7 +377,7 @@ impl Watcher {
     }
 
     /// Returns the write that a tool reports. It is used if the tree shows no change, because the content was the same
-    /// or the check of another call has already seen the change.
+    /// or a check for another call has already seen the change.
     fn reported_write(&self, cwd: Option<&str>, path: &str) -> Option<Change> {
         let paths = tool_paths::resolve_written_paths(&self.home, cwd, path);
         let path = paths.last()?;
@@ -466,7 +466,7 @@ impl Watcher {
         for UndeliveredHook { why, message, .. } in saved {
             let Some(message) = message.filter(|message| message.phase != Phase::Pre) else { continue };
             let tool_use = message.tool_use_id.as_deref().unwrap_or_default();
-            // A message from a hook that timed out may have been processed nevertheless.
+            // A message from a hook that timed out may still have been processed.
             if why == GapReason::Unheard || self.windows.contains(&message.session_id, tool_use) {
                 // The hook's process has ended.
                 self.process_message(message, &Peer::default());

@@ -33,7 +33,7 @@ pub struct FileState {
 }
 
 impl FileState {
-    /// The file's identity. The inode does not suffice, because inodes are reused.
+    /// The file's identity. The inode alone is not enough, because inodes are reused.
     pub fn id(&self) -> FileId {
         FileId { inode: self.inode, birth_time: self.birth_time }
     }

@@ -235,7 +235,8 @@ impl Quotas {
     }
 
     async fn measure(&self, database: &Database) -> Result<(), DatabaseError> {
-        // Writes from here on may already be in the measured sizes; they count twice until the next measurement.
+        // Writes from this point on may already be included in the measured sizes; they are counted twice until the
+        // next measurement.
         let before = std::mem::take(&mut *self.written());
         let sizes = tokio::time::timeout(MEASURE_TIMEOUT, measure_sizes(database)).await;
         match sizes.unwrap_or(Err(DatabaseError::Deadline)) {

@@ -61,7 +61,7 @@ async fn handle_query(
     };
     let slug = app.unwrap_or_default();
     require_access(principal, slug)?;
-    // While writers are stopped, the bridge refuses reads as well.
+    // While writers are stopped, the bridge rejects reads as well.
     let _permit = bridge.writers.admit()?;
     let app = bridge.find_app(slug)?;
     let is_transaction = matches!(action, Action::Transaction(_));

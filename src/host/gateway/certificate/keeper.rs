@@ -29,7 +29,7 @@ use svc_wire::host::{CertificateSource, HostCertificate};
 
 /// How often the settings, the operator's file and the schedule are checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
-/// How often the presented chain is verified again: it expires, and the machine's clock may be corrected.
+/// How often the presented chain is verified again: it may expire, and the machine's clock may be corrected.
 const VERIFY_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The inputs of a [`CertificateKeeper`].
@@ -185,7 +185,7 @@ impl CertificateKeeper {
                     std::str::from_utf8(first).ok().and_then(|line| line.strip_prefix(DIRECTORY_LINE));
                 self.presented.directory = directory.map(str::to_owned);
             }
-            Err(error) => tracing::warn!("the stored certificate chain {error}; requesting another one"),
+            Err(error) => tracing::warn!("the stored certificate chain {error}; requesting a new one"),
         }
     }
 
@@ -271,7 +271,8 @@ impl CertificateKeeper {
         if registration::read_accepted(&self.config.layout, machine).is_none() {
             return;
         }
-        // Record the attempt first: a gateway that is killed during the request must not order again at its next start.
+        // Record the attempt first: a gateway that is killed during the request must not place another order at its
+        // next start.
         let delay = self.attempts.next_delay();
         self.attempts.schedule_retry(delay);
         self.publish_status(settings);
@@ -422,7 +423,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn start_ignores_stored_chain_for_another_key() {
+    fn start_ignores_stored_chain_for_a_different_key() {
         svc_http::tls::install_provider();
         let root = tempfile::tempdir().unwrap();
         let layout = Layout::new(root.path());

@@ -81,7 +81,7 @@ impl Connection {
         usize::try_from(self.occupancy.count()).unwrap_or(usize::MAX)
     }
 
-    /// Counts another request as in flight; `false` if a transaction has reserved the connection.
+    /// Counts one more request as in flight; `false` if a transaction has reserved the connection.
     pub(super) fn enter(&self) -> bool {
         let previous = self.occupancy.enter();
         if previous == Some(0) {

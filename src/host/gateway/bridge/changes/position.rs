@@ -132,7 +132,7 @@ mod tests {
         let (first, second) = (one.format(ID), one.format(ID));
         assert_ne!(first, second, "equal positions must be indistinguishable");
         assert!(!first.contains("7421"));
-        // The ids stay valid after a restart.
+        // The ids remain valid after a restart.
         let after_restart = EventIdFormat::for_app(&EventIdSecret::derive(b"machine secret"), "one");
         assert_eq!(
             (after_restart.parse(&first, Epoch(3)), after_restart.parse(&second, Epoch(3))),
