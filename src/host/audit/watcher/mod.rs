@@ -1,5 +1,5 @@
-//! `svc-watch`: audits the files in the home directory. It records in `audit.jsonl` the changes that agents' tools
-//! make.
+//! `svc-watch`: audits the files in the home directory. Changes made by agents' tools are recorded
+//! in `audit.jsonl`.
 //!
 //! This module contains the command line, the socket for hooks, and the service lifecycle. The watcher runs as a user
 //! whose processes the owner's programs can neither kill nor impersonate. It reads names and sizes, never contents.

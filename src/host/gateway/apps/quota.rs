@@ -41,8 +41,8 @@ const MIN_DEFAULT_QUOTA_BYTES: u64 = 1 << 30;
 const STORAGE_FACTOR: u64 = 2;
 /// Estimated bytes of a row's header and index entries.
 const ROW_OVERHEAD_BYTES: u64 = 64;
-/// Bounds on the estimated size of a changed row: an update does not rewrite large values, and a PostgreSQL page is 8
-/// KiB.
+/// Bounds on the estimated size of a changed row: an update does not rewrite large values, and a PostgreSQL page is
+/// 8 KiB.
 const MIN_ROW_BYTES: u64 = 256;
 const MAX_ROW_BYTES: u64 = 8 << 10;
 /// A measurement is requested when the estimates reach the quota divided by this.
