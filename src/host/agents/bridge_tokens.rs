@@ -36,12 +36,12 @@ impl AgentTokens {
     /// Issues a token for the bridge of `apps`.
     ///
     /// # Errors
-    /// The system's random generator fails.
+    /// The system's random number generator fails.
     pub fn issue(self: &Arc<Self>, dispatch: &str, apps: &[String]) -> anyhow::Result<AgentToken> {
         let mut bytes = [0; TOKEN_BYTES];
         SystemRandom::new()
             .fill(&mut bytes)
-            .map_err(|_| anyhow::anyhow!("the system's random generator failed"))?;
+            .map_err(|_| anyhow::anyhow!("the system's random number generator failed"))?;
         let secret = SecretString::from(format!("svc_agent_{}", hex::encode(bytes)));
         let digest = digest(secret.expose_secret());
         let grant = BridgeGrant { dispatch: dispatch.to_owned(), apps: apps.into() };

@@ -1,7 +1,7 @@
 //! The kernel: agent runs, their cost and their records.
 //!
-//! The usage book is read in the background, because the gateway accepts connections earlier. Until the book has been
-//! read, requests that need it get a 503 with `Retry-After`.
+//! The usage book is read in the background, so that the gateway can accept connections in the meantime. Until the book
+//! has been read, requests that need it get a 503 with `Retry-After`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
@@ -130,7 +130,7 @@ impl Kernel {
         find::find_interactions(&self.layout.logs(), ids)
     }
 
-    /// Waits up to `BOOK_TIMEOUT` while the book is being read, and returns it.
+    /// Waits up to `BOOK_TIMEOUT` for the book to be read, and returns it.
     ///
     /// # Errors
     /// The records are still being read after `BOOK_TIMEOUT`.

@@ -90,7 +90,7 @@ pub fn read_own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
     Ok(port)
 }
 
-/// Checks that the database server that the gateway reports is the one on this port of this machine.
+/// Checks that the database server reported by the gateway is the one on this port of this machine.
 ///
 /// # Errors
 /// A description of the difference.

@@ -183,8 +183,8 @@ fn guard_route(route: &Route) -> MethodRouter<Gateway> {
         .route_layer(from_fn(move |request, next| limit_body(max_bytes, request, next)))
 }
 
-/// Rejects a request by its declared length, whether or not its credential is valid. A body without a declared length
-/// is limited where it is read.
+/// Rejects a request based on its declared length, whether or not its credential is valid. A body without a declared
+/// length is limited where it is read.
 async fn limit_body(max_bytes: usize, request: Request, next: Next) -> Response {
     if declares_more_than(request.headers(), max_bytes) {
         body::LIMITS.drain(request.into_body()).await;

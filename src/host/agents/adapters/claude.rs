@@ -154,7 +154,7 @@ pub struct Claude {
     turn_end: Option<TurnEnd>,
     has_result: bool,
     /// Input tokens per model message since the last result. For an interrupted run, no other usage is known: output
-    /// tokens are only reported at the end.
+    /// tokens are reported only at the end.
     input_tokens: BTreeMap<String, u64>,
 }
 

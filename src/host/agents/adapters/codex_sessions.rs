@@ -148,7 +148,7 @@ fn open_regular(path: &Path) -> Option<File> {
     file.metadata().ok()?.is_file().then_some(file)
 }
 
-/// Reads the next line, up to [`MAX_LINE_BYTES`]; a longer line is truncated, so that it is invalid JSON. Returns
+/// Reads the next line, up to [`MAX_LINE_BYTES`]; a longer line is truncated, which makes it invalid JSON. Returns
 /// `false` at the end.
 fn read_line(lines: &mut impl BufRead, line: &mut Vec<u8>) -> std::io::Result<bool> {
     line.clear();

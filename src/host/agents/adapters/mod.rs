@@ -66,8 +66,8 @@ pub enum Exit {
 }
 
 impl Exit {
-    /// Whether a signal ended the process. By convention, a program that handles a signal exits with 128 plus its
-    /// number.
+    /// Whether a signal ended the process. By convention, a program that handles a signal exits with 128 plus the
+    /// signal's number.
     pub fn is_caused_by_signal(self) -> bool {
         match self {
             Self::Code(code) => code > 128,

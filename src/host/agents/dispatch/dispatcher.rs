@@ -35,7 +35,7 @@ use svc_http::problem::{Code, Problem};
 /// Maximum ended dispatches kept in memory with their text and events.
 const MAX_ENDED: usize = 1000;
 const MAX_ENDED_BYTES: usize = 32 << 20;
-/// Multiplies both limits while a full disk prevents recording: a dispatch must stay findable by its ID until its
+/// Multiplies both limits while a full disk prevents recording: a dispatch must remain findable by its ID until its
 /// record is durable.
 const MAX_NOT_DURABLE_FACTOR: usize = 8;
 /// Interval at which the journal is pruned and the start of queued dispatches is retried.

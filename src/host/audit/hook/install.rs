@@ -90,7 +90,7 @@ pub fn install(home: &Path, bin: &Path) -> Result<(), InstallError> {
 /// Removes the hook from all programs.
 ///
 /// # Errors
-/// As [`install`].
+/// See [`install`].
 pub fn uninstall(home: &Path) -> Result<(), InstallError> {
     change_all(home, |_, settings| settings::uninstall(settings))
 }

@@ -43,7 +43,7 @@ pub fn install(settings: &mut Value, specs: &[HookSpec], command: &str) -> Resul
 /// Removes our hook; `true` if there was one.
 ///
 /// # Errors
-/// As [`install`].
+/// See [`install`].
 pub fn uninstall(settings: &mut Value) -> Result<bool, SettingsError> {
     check_structure(settings)?;
     if settings.get("hooks").is_none() {

@@ -21,7 +21,7 @@ pub struct AppFolder {
     pub manifest: Result<Manifest, String>,
 }
 
-/// Reads all app folders in name order. Without an apps folder there are no apps; an invalid manifest affects only its
+/// Reads all app folders in name order. Without an apps folder, there are no apps; an invalid manifest affects only its
 /// app.
 ///
 /// # Errors

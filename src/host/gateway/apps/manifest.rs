@@ -77,7 +77,7 @@ impl Manifest {
     }
 
     /// # Errors
-    /// As [`Self::parse`].
+    /// See [`Self::parse`].
     pub fn from_value(value: &Value) -> Result<Self, ManifestError> {
         let mut reader = ManifestReader::default();
         let manifest = reader.read_manifest(value);

@@ -83,8 +83,8 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
     }
 }
 
-/// Copies the bundled apps. Where a unit of the owner's user installs them, the gateway has no write access and skips
-/// this.
+/// Copies the bundled apps. Where a unit running as the owner's user installs them, the gateway has no write access and
+/// skips this.
 async fn install_bundled(layout: Layout) {
     let installed = tokio::task::spawn_blocking(move || {
         bundled::can_install(&layout).then(|| bundled::install(&layout)).transpose()

@@ -57,8 +57,8 @@ impl BridgeResponse {
     }
 }
 
-/// The number of bytes that the response may still use, and the counter of changed rows. The operations of a
-/// transaction share one budget.
+/// The number of bytes that the response may still use, and the counter of changed rows. A transaction's operations
+/// share one budget.
 #[derive(Debug)]
 pub struct ResponseBudget<'c> {
     bytes: AtomicUsize,
@@ -267,8 +267,8 @@ impl Executor<'_> {
         })
     }
 
-    /// Reads rows until the page has reached its limit or the byte budget is used up; the cursor continues in both
-    /// cases.
+    /// Reads rows until the page has reached its limit or the byte budget is used up; in either case, the cursor
+    /// continues from there.
     async fn fill_page(
         self,
         page: &FindPlan<'_>,

@@ -108,8 +108,8 @@ impl CertificateIssuance<'_> {
         Ok(guards)
     }
 
-    /// Returns an error with the authority's reason, which it reads from the failed challenge: the order's own error
-    /// has no detail.
+    /// Returns an error with the authority's reason, read from the failed challenge: the order's own error has no
+    /// detail.
     async fn explain_refusal(&self, order: &mut Order, error: Option<Error>) -> anyhow::Error {
         let mut authorizations = order.authorizations();
         while let Some(Ok(mut authorization)) = authorizations.next().await {

@@ -298,8 +298,8 @@ impl CertificateKeeper {
         }
     }
 
-    /// Stores an issued chain, which is already presented. If it is not stored, the gateway requests another one after
-    /// a restart.
+    /// Stores an issued chain, which is already presented. If it is not stored, the gateway requests a new one after a
+    /// restart.
     fn store_chain(&mut self) {
         let Some(text) = &self.unstored_chain else { return };
         match fsx::write_atomic(&self.config.layout.tls_chain(), text.as_bytes(), 0o600) {

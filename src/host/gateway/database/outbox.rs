@@ -17,7 +17,7 @@ use svc_machine::epoch::Epoch;
 /// The notification channel for changes by other sessions.
 pub const CHANNEL: &str = "svc_changes";
 
-/// The position of an event is its transaction id. Arrays of more than 1000 ids are stored as NULL: the reader then
+/// An event's position is its transaction id. Arrays of more than 1000 ids are stored as NULL, in which case the reader
 /// reloads the table.
 pub const SCHEMA_SQL: &str = "
     CREATE TABLE IF NOT EXISTS svc.watched (

@@ -1,5 +1,5 @@
 //! An app's connections. When all are busy, requests share them: PostgreSQL's protocol allows pipelining, so the next
-//! statement can be sent before the previous one has finished. A transaction has a connection exclusively.
+//! statement can be sent before the previous one has finished. A transaction has exclusive use of a connection.
 //!
 //! Invariants: all pools together never exceed the shared connection budget; a connection with unfinished work is never
 //! leased again.
@@ -114,7 +114,7 @@ impl Pool {
     /// Leases a connection exclusively, for a transaction.
     ///
     /// # Errors
-    /// As [`Self::lease`].
+    /// See [`Self::lease`].
     pub async fn lease_exclusive(self: &Arc<Self>) -> Result<Lease, PoolError> {
         let waited = tokio::time::timeout(LEASE_TIMEOUT, async {
             loop {
@@ -174,7 +174,7 @@ impl Pool {
         connection.abandon()
     }
 
-    /// Terminates a backend of this pool's role.
+    /// Terminates a backend that belongs to this pool's role.
     ///
     /// # Errors
     /// The database is unreachable.
