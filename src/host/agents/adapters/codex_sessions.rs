@@ -78,7 +78,7 @@ impl SessionUsage {
 pub fn read_usage(sessions: &Path, thread: &str, since: Timestamp) -> Option<SessionUsage> {
     let (mut total, mut has_usage) = (SessionUsage::default(), false);
     for file in session_files(sessions) {
-        let is_own_file = is_thread_file(&file, thread);
+        let is_own_file = is_file_for_thread(&file, thread);
         let modified = || Timestamp::try_from(file.metadata().ok()?.modified().ok()?).ok();
         if is_own_file || modified().is_some_and(|modified| modified >= since) {
             has_usage |= add_usage(&file.path(), thread, since, &mut total) == Some(true);
@@ -90,10 +90,10 @@ pub fn read_usage(sessions: &Path, thread: &str, since: Timestamp) -> Option<Ses
 /// Whether the thread exists and can be resumed.
 pub fn has_thread(sessions: &Path, thread: &str) -> bool {
     uuid::Uuid::try_parse(thread).is_ok()
-        && session_files(sessions).any(|file| is_thread_file(&file, thread))
+        && session_files(sessions).any(|file| is_file_for_thread(&file, thread))
 }
 
-fn is_thread_file(file: &DirEntry, thread: &str) -> bool {
+fn is_file_for_thread(file: &DirEntry, thread: &str) -> bool {
     file.file_name().to_str().is_some_and(|name| {
         name.strip_suffix(".jsonl")
             .and_then(|name| name.strip_suffix(thread))
