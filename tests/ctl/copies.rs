@@ -241,7 +241,7 @@ async fn recovery_without_backup_waits_and_abandon_keeps_machine() {
     let output = operator.run(69, &["operation", "show", &operation, "--wait=60"]).await;
     assert_contains(
         &output,
-        &["recovery failed (abandoned)", &format!("machine {} serves the slot now", guest.machine)],
+        &["recovery failed (abandoned)", &format!("machine {} is now serving the slot", guest.machine)],
     );
     let output = operator.run(0, &["status", HANDLE]).await;
     assert_contains(&output, &[&guest.machine, "status       running", "epoch        3"]);

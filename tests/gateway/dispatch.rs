@@ -367,7 +367,7 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
         (&problem["code"], &problem["detail"], &problem["period"], &problem["spent"]),
         (&json!("cost_limit_reached"), &json!("Daily cost limit reached."), &json!("daily"), &json!(0.75))
     );
-    wait_until_logged(&host, "a dispatch of user_owner was refused: Daily cost limit reached.").await?;
+    wait_until_logged(&host, "a dispatch from user_owner was refused: Daily cost limit reached.").await?;
     // Another user has a separate limit. A request for a free model is limited, too: the agent may use another model.
     assert_eq!(
         request_dispatch(&host, json!({ "prompt": "ok", "senderId": "another", "id": "o" })).await?.0,

@@ -150,7 +150,7 @@ async fn check_any_frames(bytes: &[u8]) -> Result<(), String> {
         frame.write(&mut written).await.map_err(|error| error.to_string())?;
         let again = GatewayFrame::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
         let is_same = match (&frame, again) {
-            (GatewayFrame::Order(one), Some(GatewayFrame::Order(other))) => {
+            (GatewayFrame::Run(one), Some(GatewayFrame::Run(other))) => {
                 serde_json::to_vec(one).ok() == serde_json::to_vec(&other).ok()
             }
             (GatewayFrame::Go, Some(GatewayFrame::Go))
