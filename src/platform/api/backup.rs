@@ -133,8 +133,8 @@ async fn request_host_task(
     Ok(outcome.into_reply())
 }
 
-/// Finds the machine whose host holds a snapshot back: `named`, or its predecessor while the predecessor's final backup
-/// is pending.
+/// Finds the machine whose host is holding back a snapshot: `named`, or its predecessor while the predecessor's final
+/// backup is pending.
 async fn find_machine_holding_snapshot(
     session: &impl GenericClient,
     named: MachineRow,

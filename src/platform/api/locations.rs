@@ -7,7 +7,7 @@ use svc_http::fields::Fields;
 use svc_http::problem::{Problem, format_chain};
 use svc_machine::name::Location;
 
-/// The locations of a request; `None` means the platform's default.
+/// The locations in a request; `None` means the platform's default.
 #[derive(Debug, Clone, Default)]
 pub struct RequestedLocations {
     pub location: Option<Location>,
@@ -37,7 +37,7 @@ impl RequestedLocations {
         Ok(())
     }
 
-    /// [`Self::ensure_known`], using the locations that are cached for quotes.
+    /// Like [`Self::ensure_known`], but uses the locations cached for quotes.
     ///
     /// # Errors
     /// `invalid_request`.
@@ -55,7 +55,7 @@ impl RequestedLocations {
         self.location.iter().map(|location| ("/location", location)).chain(fallback)
     }
 
-    /// The requested fallback locations, or the platform's, without `location` itself.
+    /// The requested fallback locations, or the platform's, excluding `location` itself.
     pub fn fallback_for(&self, platform: &Platform, location: &Location) -> Vec<Location> {
         let fallback = self.fallback.as_ref().unwrap_or(&platform.config.provisioning.fallback_locations);
         fallback.iter().filter(|other| *other != location).cloned().collect()

@@ -267,7 +267,7 @@ async fn abandon_operation(
         | OperationKind::PowerOff
         | OperationKind::Reboot => {}
     }
-    // If the change of the machine has already ended the operation, this has no effect.
+    // If the change to the machine has already ended the operation, this has no effect.
     Ok(db::operations::end(tx, operation.id, "cancelled", Some("abandoned")).await?)
 }
 

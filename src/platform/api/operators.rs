@@ -1,5 +1,5 @@
 //! `/operators`: named operators, their scopes and tokens. Only the response to the request that issues a token
-//! contains the token; the stored response and the audit do not.
+//! contains the token; the stored response and the audit log do not.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -37,7 +37,7 @@ const MIN_TTL_SECONDS: u64 = 60;
 const MAX_TTL_SECONDS: u64 = 400 * DAY_SECONDS;
 const DEFAULT_OVERLAP_SECONDS: u64 = 3600;
 const MAX_OVERLAP_SECONDS: u64 = 7 * DAY_SECONDS;
-/// Includes revoked and expired operators, which are kept as long as the audit names them.
+/// Includes revoked and expired operators, which are kept as long as the audit log names them.
 const MAX_OPERATORS: i64 = 1000;
 
 async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {

@@ -39,13 +39,13 @@ use svc_store::pointer_repair::{
 };
 use svc_wire::pointer as wire;
 
-/// Timeout for all store requests of a call together. It is shorter than the timeout of `svcctl`.
+/// Timeout for all of a call's store requests together. It is shorter than the timeout of `svcctl`.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 
 struct PointerTarget {
     user: IdpUserId,
     slot: Slot,
-    /// The snapshot to name, instead of the newest one of the highest epoch.
+    /// The snapshot to name, instead of the newest one from the highest epoch.
     snapshot_key: Option<SnapshotKey>,
     /// Whether the pointer should name no snapshot.
     should_be_empty: bool,
@@ -153,7 +153,7 @@ async fn replace(
     let inspection = inspect(platform, target, record.clone()).await?;
     ensure_exists(target, is_known, &inspection)?;
     if inspection.found.is_sound() && sound == SoundPointer::Keep {
-        // If this request is a repetition, the original may have completed in the meantime.
+        // If this request is a retry, the original may have completed in the meantime.
         if let Some(reply) = mutation.replay(&platform.db.session().await?).await? {
             return Ok(reply);
         }

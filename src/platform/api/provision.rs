@@ -185,7 +185,7 @@ struct ProvisionPlan {
     image_version: ImageVersion,
     bundle_sha256: String,
     restore: RestoreMode,
-    /// The highest epoch of the slot in the store.
+    /// The slot's highest epoch in the store.
     epoch_floor: Epoch,
     /// The failed machine that the new one replaces.
     replaces: Option<MachineId>,
@@ -211,7 +211,7 @@ async fn prepare_plan(
     Ok(ProvisionPlan { image_version, bundle_sha256, restore, epoch_floor, replaces })
 }
 
-/// Runs a provision's checks for a quote, without changing anything. Returns the new machine's release.
+/// Runs the provisioning checks for a quote, without changing anything. Returns the new machine's release.
 pub async fn check_possible(
     platform: &Platform,
     request: &ProvisionRequest,
@@ -380,7 +380,7 @@ fn has_failed(machine: &MachineRow) -> bool {
     machine.status == Status::Failed
 }
 
-/// The problem of a slot whose deleted machine is still taking the final backup that a new machine would restore.
+/// The problem for a slot whose deleted machine is still taking the final backup that a new machine would restore.
 fn deletion_pending(deletion: &OperationRow) -> Problem {
     let OperationRow { id, machine, .. } = deletion;
     let subject = format!("The deletion of the slot's machine {machine} (operation {id})");
@@ -435,7 +435,7 @@ pub fn body_schema() -> Value {
     )
 }
 
-/// The problems of a provision.
+/// The problems that provisioning may report.
 const PROBLEMS: [Code; 16] = [
     Code::ConfirmationRequired,
     Code::PriceChanged,

@@ -1,5 +1,5 @@
-//! Preconditions for replacing a slot's machine. While the old machine still serves, they check everything that a new
-//! one needs.
+//! Preconditions for replacing a slot's machine. While the old machine is still serving, they check everything that a
+//! new one needs.
 
 use deadpool_postgres::GenericClient;
 use serde_json::json;
@@ -79,8 +79,8 @@ fn needed_bytes(database_bytes: u64) -> u64 {
     RESERVED_BYTES.saturating_add((database_bytes as f64 * BYTES_PER_DATABASE_BYTE) as u64)
 }
 
-/// Finds the highest epoch of the slot in the store. An unreadable pointer is an error, because no fence could be
-/// written to it.
+/// Finds the slot's highest epoch in the store. An unreadable pointer is an error, because no fence could be written to
+/// it.
 ///
 /// # Errors
 /// `snapshot_unusable`, `store_unavailable`.
@@ -136,7 +136,7 @@ pub async fn ensure_no_unknown_holder(
     Err(held_by_another(detail, current))
 }
 
-/// Rejects a change of a machine's server if, according to the store, another machine holds its slot under an epoch
+/// Rejects a change to a machine's server if, according to the store, another machine holds its slot under an epoch
 /// that this database does not record. If the pointer is unreadable, the check passes.
 ///
 /// # Errors
