@@ -55,12 +55,12 @@ fn listed_handles<'a>(handles: impl Iterator<Item = &'a &'a str>) -> Vec<Text<Ha
     handles.take(MAX_HANDLES).map(|handle| Text::from_stored(*handle)).collect()
 }
 
-/// The keys that get an entry. They are limited to [`MAX_LISTED_KEYS`] because each entry scans every row.
+/// Returns the keys that get an entry. They are limited to [`MAX_LISTED_KEYS`] because each entry scans every row.
 fn listed_keys<'a>(own: &'a [String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
     own.iter().map(String::as_str).chain(other_keys(own, reporting)).take(MAX_LISTED_KEYS).collect()
 }
 
-/// Keys that hosts trust but the platform does not, most widely trusted first.
+/// Returns the keys that hosts trust but the platform does not, most widely trusted first.
 fn other_keys<'a>(own: &[String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
     for id in reporting.iter().flat_map(|(_, ids)| ids).filter(|id| !own.iter().any(|own| own == *id)) {

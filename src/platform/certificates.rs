@@ -1,5 +1,5 @@
-//! Reports which machines have a certificate that clients with public roots accept. Operators need this report before
-//! they enable `CUSTOMER_VPS_TLS_VERIFY` and while it is enabled.
+//! Reports which machines have a certificate that clients trusting the public roots accept. Operators need this report
+//! before they enable `CUSTOMER_VPS_TLS_VERIFY` and while it is enabled.
 //!
 //! Pure: the input is the fleet's rows.
 
@@ -56,7 +56,7 @@ fn is_expected(row: &FleetRow) -> bool {
 /// Attention reason for a machine that is unreachable because it has no trusted certificate.
 pub const CERTIFICATE_MISSING: &str = "certificate_missing";
 
-/// Why a machine's certificate needs an operator's attention.
+/// Returns the reason a machine's certificate needs an operator's attention, if any.
 pub fn attention_reason(row: &FleetRow, trust: &HostTrust) -> Option<&'static str> {
     if !is_expected(row) {
         return None;

@@ -92,7 +92,7 @@ impl ApiCall {
     /// Authenticates the operator and checks the route's scopes.
     ///
     /// # Errors
-    /// As [`access::authorize`].
+    /// Same as [`access::authorize`].
     pub async fn authenticate_operator(&self, platform: &Platform) -> Result<Operator, Problem> {
         let token = self.rate_limited_bearer(platform)?;
         access::authorize(platform, self.access, &self.method, token).await

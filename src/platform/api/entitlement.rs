@@ -35,7 +35,7 @@ pub async fn ensure_entitled(
 /// Ensures that this machine may have the server type: under its slot's plan, or under the limits for previews.
 ///
 /// # Errors
-/// As [`ensure_entitled`] and [`ensure_plan_includes`].
+/// Same as [`ensure_entitled`] and [`ensure_plan_includes`].
 pub async fn ensure_machine_entitled(
     platform: &Platform,
     client: &impl GenericClient,

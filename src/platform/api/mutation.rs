@@ -137,7 +137,7 @@ impl Mutation {
     /// replayed.
     ///
     /// # Errors
-    /// As [`Self::replay`] and `change`. On an error, nothing is changed.
+    /// Same as [`Self::replay`] and `change`. On an error, nothing is changed.
     pub async fn run(
         &self,
         platform: &Platform,
@@ -151,7 +151,7 @@ impl Mutation {
     /// Like [`Self::run`], but locks all of a user's machines, for a change that may assign or release a slot.
     ///
     /// # Errors
-    /// As [`Self::run`].
+    /// Same as [`Self::run`].
     pub async fn run_for_user(
         &self,
         platform: &Platform,
@@ -184,7 +184,7 @@ impl Mutation {
     /// Like [`Self::replay`], but in the change's transaction. A lock serializes requests with the same key.
     ///
     /// # Errors
-    /// As [`Self::replay`].
+    /// Same as [`Self::replay`].
     pub async fn begin(&self, tx: &Transaction<'_>) -> Result<Option<Reply>, Problem> {
         if let Some(key) = &self.key {
             db::lock(tx, &self.lock_name(key)).await?;

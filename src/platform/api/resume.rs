@@ -1,4 +1,4 @@
-//! POST `/vps/:id/resume`: returns a failed machine to service if its server runs and its host is healthy.
+//! POST `/vps/:id/resume`: returns a failed machine to service if its server is running and its host is healthy.
 
 use std::sync::Arc;
 
@@ -72,7 +72,7 @@ async fn resume(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
     change.end(effect, StatusCode::OK, |after| Machine::from(after)).await
 }
 
-/// Checks that the machine's server runs and its host is healthy. Returns the server's type.
+/// Checks that the machine's server is running and its host is healthy. Returns the server's type.
 async fn check_server_and_host(
     platform: &Platform,
     machine: &MachineRow,
