@@ -130,7 +130,7 @@ fn is_booting(row: &FleetRow) -> bool {
     matches!(row.status.as_str(), "provisioning" | "recovering")
 }
 
-/// Why a machine needs attention, most severe first.
+/// Returns the reasons a machine needs attention, most severe first.
 fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust) -> Vec<String> {
     // A machine that is powered off is expected to be silent and to make no backups.
     let is_running = row.status == "running" && row.powered_off_age.is_none();
@@ -305,7 +305,7 @@ pub mod tests {
             row.heartbeat_age = Some(5000.0);
         };
         assert_eq!(reasons_of(failed), one("failed:server_gone"));
-        // An old report of a silent host gives no reason.
+        // An old report from a silent host is not a reason.
         let stale = |row: &mut FleetRow| {
             row.heartbeat_age = Some(500.0);
             row.database = Some("failing".into());

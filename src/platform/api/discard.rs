@@ -126,7 +126,7 @@ async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result
     }
     if db::machines::is_successor_unproven(tx, machine).await? {
         let backup_state = match machine.final_backup_at {
-            Some(at) => format!("The snapshot of {} contains its data", rfc3339_ms(at)),
+            Some(at) => format!("The snapshot taken at {} contains its data", rfc3339_ms(at)),
             None => "No final backup of it is on record, so this server may hold the only copy of its data"
                 .to_owned(),
         };

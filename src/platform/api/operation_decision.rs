@@ -241,7 +241,7 @@ async fn abandon_operation(
 ) -> Result<(), Problem> {
     db::operations::log(tx, operation.id, &operation.step, "abandoned", None).await?;
     let kind: OperationKind = operation.kind.parse().map_err(|_| {
-        invalid_state(operation, "This release of the platform does not support operations of this kind.")
+        invalid_state(operation, "This platform release does not support operations of this kind.")
     })?;
     match kind {
         OperationKind::Provision | OperationKind::Recover => {

@@ -76,7 +76,7 @@ async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<
 fn name_taken(name: &OperatorName) -> Problem {
     let detail = format!(
         "An operator {name} already exists, possibly revoked: `svcctl operator list` shows all. A name cannot be reused \
-         while the audit contains it."
+         while the audit log contains it."
     );
     Problem::new(Code::Conflict, detail)
 }
@@ -104,7 +104,7 @@ async fn rotate(
             ensure_may_grant(&operator, &before.scopes)?;
             if before.revoked_at.is_some() {
                 let detail =
-                    format!("Operator {name} has been revoked: add an operator with another name instead.");
+                    format!("Operator {name} has been revoked: add an operator with a different name instead.");
                 return Err(Problem::new(Code::Conflict, detail));
             }
             let hash = tokens::hash(token_value.expose_secret());
@@ -250,7 +250,7 @@ async fn with_stored_token(platform: &Platform, reply: Reply) -> Result<Reply, P
     let Some(stored) = stored else { return Ok(with_token(reply, &platform.mint.operator_token(id))) };
     let token = platform.mint.stored_operator_token(id, &stored.token_hash).ok_or_else(|| {
         let detail = format!(
-            "The token of this response was issued with a PLATFORM_KEY that is no longer in use, and cannot be shown again: \
+            "The token in this response was issued with a PLATFORM_KEY that is no longer in use, and cannot be shown again: \
              `svcctl operator rotate {}` issues a new one.",
             stored.name
         );

@@ -238,7 +238,7 @@ async fn ensure_nothing_restorable(
     }
     let Some(complete) = found.next.and_then(|next| next.snapshot) else { return Ok(()) };
     let detail = format!(
-        "{} of {} can be restored, and the pointer was not changed; `svcctl pointer rebuild {} --slot {} --empty --force` \
+        "{}, taken at {}, can be restored, and the pointer was not changed; `svcctl pointer rebuild {} --slot {} --empty --force` \
          ignores that snapshot.",
         complete.key,
         rfc3339_ms(complete.taken_at),
@@ -256,7 +256,7 @@ fn describe_failed_search(inspection: &Inspection) -> String {
     }
     let checked = all - unchecked;
     format!(
-        "None of the {checked} checked snapshots is complete; {unchecked} others of the slot were not checked."
+        "None of the {checked} checked snapshots is complete; {unchecked} others in the slot were not checked."
     )
 }
 

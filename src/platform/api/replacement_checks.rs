@@ -219,7 +219,7 @@ pub async fn ensure_may_start_empty(
         return Ok(());
     }
     let detail = format!(
-        "The store's pointer names no snapshot, but a host reported a snapshot of {}: `svcctl pointer show` shows the slot's \
+        "The store's pointer names no snapshot, but a host reported a snapshot taken at {}: `svcctl pointer show` shows the slot's \
          snapshots, and `svcctl pointer rebuild` restores the pointer.",
         rfc3339_ms(taken_at)
     );

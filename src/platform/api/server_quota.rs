@@ -145,7 +145,7 @@ async fn measure_room(
 ) -> Result<(u64, Option<Problem>), DbError> {
     let used = count_used(client, listed).await?;
     if db::alarms::get(client, Alarm::ProviderLimit.as_str()).await?.is_some() {
-        let detail = "The provider has refused a server because of the project's limit: raise the limit at the \
+        let detail = "The provider has refused to create a server because of the project's limit: raise the limit at the \
                       provider, or delete unused servers. The alarm provider_limit ends with the next accepted order, or a few minutes \
                       after the last refusal.";
         return Ok((used, Some(Problem::new(Code::ServerLimitReached, detail))));

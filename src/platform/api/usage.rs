@@ -66,7 +66,7 @@ async fn fetch_report(
     parse_report(&response).map_err(|error| {
         tracing::warn!(machine = %id, %error, "the host's response is not a valid usage report");
         let detail =
-            format!("The response of machine {id} is not a valid usage report; see the platform's log.");
+            format!("The response from machine {id} is not a valid usage report; see the platform's log.");
         Problem::new(Code::HostAnswerInvalid, detail)
     })
 }
