@@ -17,7 +17,7 @@ use crate::tokens::TokenMint;
 
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Why a process may not start.
+/// The reason a process may not start.
 #[derive(Debug, thiserror::Error)]
 pub enum AdmissionError {
     #[error(transparent)]
@@ -41,7 +41,7 @@ pub enum AdmissionError {
 /// if it was killed, its row expires.
 ///
 /// # Errors
-/// [`AdmissionError`]; `Incompatible` if such a process is still running after the lifetime of a row.
+/// [`AdmissionError`]; `Incompatible` if such a process is still running after a row's lifetime.
 pub async fn admit(
     db: &Db,
     own: &ProcessKeys,
@@ -93,7 +93,7 @@ async fn refuse_if_other_key_needed(
 ) -> Result<(), AdmissionError> {
     let key = &own.ids.current;
     let need = if is_first {
-        // In a database of an earlier release, only the signing keys show which key was used.
+        // In a database from an earlier release, only the signing keys show which key was used.
         KeyNeed::find_for_signing_keys(tx, seal).await?
     } else if platform_keys::load_state(tx, key).await?.is_sole {
         return Ok(());

@@ -1,6 +1,6 @@
-//! Deletes the server of one machine that has left its slot.
+//! Deletes the server of a machine that has left its slot.
 //!
-//! The invariant: a machine is recorded as having no server only if the provider reports none while no process can
+//! Invariant: a machine is recorded as having no server only if the provider reports none while no process can
 //! still be creating one.
 
 use std::time::Duration;
@@ -26,7 +26,7 @@ pub async fn delete_own_server(leased: &LeasedOperation<'_>) -> Result<StepOutco
             return Ok(StepOutcome::Fail { code: later_holder::BEHIND_STORE, note });
         }
     }
-    // The data is in no final backup, and no discard has accepted its loss.
+    // No final backup contains the data, and no discard has accepted its loss.
     let is_unsaved = machine.registered_at.is_some()
         && machine.final_backup_at.is_none()
         && machine.discard_ordered_at.is_none();
@@ -53,7 +53,7 @@ async fn is_discard_confirmed(leased: &LeasedOperation<'_>, machine: &MachineRow
     Ok(kept_at.is_some_and(|kept_at| kept_at < ordered_at))
 }
 
-/// Deletes the server of one machine. Returns `false` while a server may still appear.
+/// Deletes a machine's server. Returns `false` while a server may still appear.
 pub async fn delete_server(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let platform = leased.platform;
     let session = platform.db.session().await?;
