@@ -1,5 +1,5 @@
 //! POST `/vps/operations/:id/continue` and `…/abandon`: an operator's decision on an operation that is waiting for one
-//! or makes no progress.
+//! or is making no progress.
 
 use std::sync::Arc;
 use std::time::Duration;
