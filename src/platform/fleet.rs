@@ -13,7 +13,7 @@ use svc_store::bucket::is_unusable_pointer;
 use svc_wire::fleet::{BackupAges, MachineNeedingAttention, Totals};
 use svc_wire::text::Text;
 
-/// A host that sends no heartbeat for this long counts as silent. Hosts send one every 30 s.
+/// A host that has sent no heartbeat for this long counts as silent. Hosts send one every 30 s.
 const SILENT_SECONDS: f64 = 120.0;
 /// Backups are hourly: at this age, one backup was missed and the next one is late.
 const BACKUP_OVERDUE_SECONDS: f64 = 2.0 * 3600.0 + 600.0;

@@ -122,7 +122,7 @@ impl HostSettings {
     }
 }
 
-/// Reads a text that fits on one line of an env file.
+/// Reads text that fits on one line of an env file.
 fn read_line(env: &mut Env, variable: &Variable) -> Option<String> {
     let text = env.text(variable)?;
     if text.chars().any(char::is_control) {

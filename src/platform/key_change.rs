@@ -6,7 +6,7 @@
 //! work.
 //!
 //! Invariant: at any time, each running process can read what every other process has written. A process that would
-//! violate this is refused at startup ([`admission`]). The object store names the current key as well ([`mark`]),
+//! violate this is rejected at startup ([`admission`]). The object store names the current key as well ([`mark`]),
 //! because a database and settings restored from before a rotation do not show the rotation.
 
 pub mod admission;
@@ -174,7 +174,7 @@ async fn finish_change(platform: &Platform, seal: &Seal) -> Result<(), KeyChange
         return Ok(());
     }
     // The mark must name the current key before the previous one may be removed: otherwise a process with only the
-    // current key would be refused.
+    // current key would be rejected.
     mark::write(&platform.bucket, &own.ids).await?;
     let tx = db::begin(&mut session).await?;
     // No process can start until the transaction ends.

@@ -52,7 +52,7 @@ pub enum ChangeStart<'a> {
     Started(Box<MachineChange<'a>>),
 }
 
-/// A change to one machine, in progress.
+/// An in-progress change to one machine.
 pub struct MachineChange<'a> {
     pub tx: Transaction<'a>,
     /// The locked row before the change.

@@ -1,6 +1,6 @@
 //! POST `/vps/recover`: replaces the slot's machine with a new one, restored from the slot's latest snapshot.
 //!
-//! The snapshot is checked before any change. During a recovery, a repeated request gets the same response, and a
+//! The snapshot is checked before any change. During a recovery, a repeated request receives the same response, and a
 //! request with different options is rejected.
 
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! POST `/vps/register`: registers a host with a single-use token, which makes its machine routable.
 //!
-//! A repeated request with an identical body gets the same response until the token expires, because the first response
-//! may have been lost.
+//! A repeated request with an identical body receives the same response until the token expires, because the first
+//! response may have been lost.
 
 use std::sync::Arc;
 

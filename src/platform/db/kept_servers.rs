@@ -25,7 +25,7 @@ pub struct ServerRetention {
     pub unregistered: Duration,
 }
 
-/// The server, possibly holding data, of a machine that has left its slot.
+/// The server of a machine that has left its slot; it may hold data.
 #[derive(Debug, Clone)]
 pub struct KeptServerRow {
     pub machine: MachineId,

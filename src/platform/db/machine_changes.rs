@@ -173,7 +173,7 @@ pub async fn record_create_refused(tx: &Transaction<'_>, id: MachineId) -> Resul
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Removes a machine that has never served from its slot, in favor of the machine that is being reinstated.
+/// Removes from its slot a machine that has never served, in favor of the machine that is being reinstated.
 pub async fn leave_slot(tx: &Transaction<'_>, id: MachineId, to: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET retired_at = now(), replaced_by = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &to.0]).await.map(drop)

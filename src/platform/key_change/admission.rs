@@ -1,8 +1,8 @@
 //! Decides whether a process may start with its platform keys.
 //!
-//! A process is refused if it lacks a key that stored secrets still need, or if it and another running process could not
-//! read each other's secrets. Otherwise some of its work would fail later: machines could not register, or a router would
-//! lack a signing key.
+//! A process is rejected if it lacks a key that stored secrets still need, or if it and another running process could
+//! not read each other's secrets. Otherwise some of its work would fail later: machines could not register, or a router
+//! would lack a signing key.
 
 use std::time::Duration;
 

@@ -185,7 +185,7 @@ fn decide_for_holder(kind: OperationKind, subject: OperationSubject, holder: Lat
 }
 
 /// Whether an unverified fence makes an operation wait for an operator. The fence has no other effect, because the
-/// machine that it names may be forged.
+/// machine id in it may be forged.
 fn needs_decision(kind: OperationKind, step: Step, subject: OperationSubject, named: LaterHolder) -> bool {
     let is_other = named.machine != subject.machine;
     match kind {

@@ -171,7 +171,7 @@ pub enum RetryDecision {
     Fail,
 }
 
-/// Decides how a resize continues after a step has failed, or while it waits.
+/// Decides how a resize continues after a step has failed or while it is waiting.
 ///
 /// # Errors
 /// [`StepError`] if the database cannot report the step's age.

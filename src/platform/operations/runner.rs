@@ -83,7 +83,7 @@ pub async fn run_current_step(
             wait_for(&leased, to, code, &why).await.map(|()| None)
         }
         Err(StepError::Lost) => Err(StepError::Lost),
-        // While the provider restricts the account, no server can be powered on. That is not the machine's failure.
+        // While the provider restricts the account, no server can be powered on. That is not a machine failure.
         Err(error) if step == Step::PowerOn && as_account_error(&error).is_some() => {
             retry_step(&leased, step, &error).await.map(|()| None)
         }
@@ -231,7 +231,7 @@ async fn suspend_for_decision(
     Ok(db::commit(tx).await?)
 }
 
-/// Returns the cause if the provider restricts the account. That is not the machine's failure: the step is retried
+/// Returns the cause if the provider restricts the account. That is not a machine failure: the step is retried
 /// indefinitely.
 fn as_account_error(error: &StepError) -> Option<&ProviderError> {
     let StepError::Transient { source, .. } = error else { return None };
@@ -378,7 +378,7 @@ async fn write_record(
     }
 }
 
-/// Writes an audit entry for an accepted loss of a server's data, with the time since which data is lost.
+/// Writes an audit entry for an accepted loss of a server's data, with the time from which data was lost.
 async fn audit_loss(
     leased: &LeasedOperation<'_>,
     tx: &Transaction<'_>,

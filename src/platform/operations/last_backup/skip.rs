@@ -18,7 +18,7 @@ use svc_store::key::SlotPrefix;
 use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
 use svc_store::{StoreError, newer_snapshot, pointer_io};
 
-/// The code of the question of which snapshot to restore to the new machine.
+/// The code of the question that asks which snapshot to restore to the new machine.
 pub const NEWER_SNAPSHOT: &str = "newer_snapshot";
 /// Key in an operation's facts, set when an operator has answered the question.
 pub const SNAPSHOT_CHOSEN: &str = "newerSnapshotAnswered";
