@@ -15,7 +15,7 @@ const MAX_HANDLES: usize = 20;
 /// Maximum number of keys listed: the platform's keys, then the most widely trusted other keys.
 const MAX_LISTED_KEYS: usize = 2 * MAX_KEYS;
 
-/// `bundleKeys` of `GET /vps/fleet`: the hosts that trust each key, those that do not, and those that have not
+/// Builds `bundleKeys` for `GET /vps/fleet`: the hosts that trust each key, those that do not, and those that have not
 /// reported.
 ///
 /// `sequence` is `BUNDLE_KEYS_SEQUENCE`. If a host has a later key set, the variable was not raised when a release was

@@ -47,8 +47,8 @@ fn certificate_state(row: &FleetRow, trust: &HostTrust) -> CertificateState {
     CertificateState::classify(row.certificate.as_ref(), name.as_deref())
 }
 
-/// Whether the machine should have a certificate: a booting machine has none yet, and a machine that is off cannot renew
-/// its certificate.
+/// Returns whether the machine should have a certificate: a booting machine has none yet, and a machine that is off
+/// cannot renew its certificate.
 fn is_expected(row: &FleetRow) -> bool {
     !matches!(row.status.as_str(), "provisioning" | "recovering" | "failed") && row.powered_off_age.is_none()
 }
@@ -72,7 +72,7 @@ pub fn attention_reason(row: &FleetRow, trust: &HostTrust) -> Option<&'static st
     }
 }
 
-/// `certificates` of `GET /vps/fleet`; `None` without `HOST_DOMAIN`.
+/// Builds `certificates` for `GET /vps/fleet`; `None` without `HOST_DOMAIN`.
 pub fn summarize(rows: &[FleetRow], trust: &HostTrust) -> Option<Certificates> {
     trust.domain.as_ref()?;
     let of_state = |state: CertificateState| {

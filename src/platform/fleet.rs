@@ -51,7 +51,7 @@ impl Health {
         }
     }
 
-    /// Whether the gateway, the database and, if the release has it, code-server are healthy.
+    /// Returns whether the gateway, the database and, if the release has it, code-server are healthy.
     fn are_parts_ok(row: &FleetRow) -> bool {
         is_ok(row.gateway.as_deref())
             && is_ok(row.database.as_deref())
@@ -187,8 +187,8 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
     reasons
 }
 
-/// Whether the host should have adopted its next token long ago. It may be silent, or its release may not support
-/// rotation.
+/// Returns whether the host should have adopted its next token long ago. It may be silent, or its release may not
+/// support rotation.
 fn is_token_overdue(row: &FleetRow, rotation: Duration) -> bool {
     let since_due = (row.token_age - rotation.as_secs_f64()).max(row.token_request_age.unwrap_or(0.0));
     since_due > TOKEN_OVERDUE_SECONDS

@@ -97,7 +97,8 @@ async fn collect_fleet_metrics(db: &Db, token_rotation: Duration, trust: &HostTr
     Ok(())
 }
 
-/// A missing age is NaN: without a value, the gauge would keep the age from an earlier scrape.
+/// Converts an age for a gauge. A missing age is NaN: without a value, the gauge would keep the age from an earlier
+/// scrape.
 fn seconds_or_nan(age: Option<u64>) -> f64 {
     age.map_or(f64::NAN, |seconds| seconds as f64)
 }

@@ -102,7 +102,7 @@ impl HostSettings {
 }
 
 impl HostSettings {
-    /// Whether a URL has the origin of the platform's public or internal URL.
+    /// Returns whether a URL has the origin of the platform's public or internal URL.
     pub fn is_platform_url(&self, url: &str) -> bool {
         let url = Url::parse(url).map(|url| url.origin());
         url.is_ok_and(|origin| {

@@ -229,12 +229,12 @@ impl HostStore {
         self
     }
 
-    /// Whether hosts hold credentials that reach every slot.
+    /// Returns whether hosts hold credentials that reach every slot.
     pub fn shares_platform_credentials(&self) -> bool {
         self.sts.is_none() && matches!(self.store, StoreConfig::S3(_))
     }
 
-    /// Whether host sessions may overwrite snapshots; `None` without sessions.
+    /// Returns whether host sessions may overwrite snapshots; `None` without sessions.
     pub fn snapshot_writes(&self) -> Option<SnapshotWrites> {
         self.sts.as_ref().map(|issuer| issuer.writes)
     }

@@ -72,12 +72,12 @@ pub fn current_process_keys(ids: KeyIds, timing: &Timing) -> ProcessKeys {
     ProcessKeys { process: uuid::Uuid::now_v7(), ids, ttl: row_ttl(timing) }
 }
 
-/// How long a process counts as running after its row was last renewed.
+/// Returns how long a process counts as running after its row was last renewed.
 pub fn row_ttl(timing: &Timing) -> Duration {
     timing.lease_ttl * LEASES_UNTIL_ENDED
 }
 
-/// Interval between renewals of a process's row, and between rotation passes.
+/// Returns the interval between renewals of a process's row, and between rotation passes.
 fn pass_interval(own: &ProcessKeys) -> Duration {
     (own.ttl / 12).clamp(Duration::from_millis(100), MAX_INTERVAL)
 }

@@ -163,7 +163,7 @@ async fn write_state(
     machine_changes::compare_and_set(tx, before, &written).await
 }
 
-/// Whether the machine had already left its slot in this way.
+/// Returns whether the machine had already left its slot in this way.
 fn has_already_left(before: &MachineRow, next: &State) -> bool {
     match next {
         State::Retired { .. } => before.retired_at.is_some(),

@@ -117,7 +117,7 @@ enum Command {
     Probe,
 }
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }

@@ -38,7 +38,7 @@ impl Scopes {
         self.0.is_empty()
     }
 
-    /// Whether the set contains at least one of these scopes.
+    /// Returns whether the set contains at least one of these scopes.
     pub fn has_any(&self, wanted: &[Scope]) -> bool {
         wanted.iter().any(|scope| self.0.contains(scope))
     }

@@ -35,7 +35,7 @@ impl ProcessClock {
         Some(self.skew_ms.load(Ordering::Relaxed)).filter(|skew| *skew != UNKNOWN_SKEW)
     }
 
-    /// Whether the clocks agree or have not been compared yet.
+    /// Returns whether the clocks agree or have not been compared yet.
     pub fn is_ok(&self) -> bool {
         self.skew_ms().is_none_or(|skew| self.is_within(skew))
     }

@@ -151,7 +151,7 @@ impl ApiCall {
         content_type.and_then(|value| value.split(';').next()).map(str::trim).unwrap_or_default()
     }
 
-    /// Whether the body is an HTML form.
+    /// Returns whether the body is an HTML form.
     pub fn is_form(&self) -> bool {
         self.media_type().eq_ignore_ascii_case("application/x-www-form-urlencoded")
     }

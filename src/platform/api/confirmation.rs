@@ -36,7 +36,7 @@ impl Confirmation {
         Self { monthly_cost: fields.optional(COST), opt_in: fields.boolean(OPT_IN).unwrap_or(false) }
     }
 
-    /// Whether there is a cost to compare with the provider's prices.
+    /// Returns whether there is a cost to compare with the provider's prices.
     pub fn has_cost(&self) -> bool {
         self.monthly_cost.is_some()
     }

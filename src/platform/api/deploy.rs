@@ -190,7 +190,7 @@ async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Resul
     Ok(rollouts::insert(tx, &new).await?)
 }
 
-/// The problem for a handle whose machine a rollout cannot reach.
+/// Returns the problem for a handle whose machine a rollout cannot reach.
 async fn unreachable_target(client: &impl GenericClient, handle: &Handle) -> Result<Problem, Problem> {
     let Some(machine) = db::machines::find_by_handle(client, handle).await? else {
         return Ok(problems::machine_not_found(handle.as_str()));
@@ -251,7 +251,7 @@ impl RolloutCommand {
         }
     }
 
-    /// The resulting state; `None` if the current state does not allow the command.
+    /// Returns the resulting state, or `None` if the current state does not allow the command.
     fn next_state(self, from: RolloutState) -> Option<RolloutState> {
         match (self, from) {
             (Self::Pause, RolloutState::Running | RolloutState::Paused) => Some(RolloutState::Paused),

@@ -80,7 +80,7 @@ async fn find_pending_removal(tx: &Transaction<'_>, id: MachineId) -> Result<Opt
     Ok(removal.filter(|removal| !removal.has_ended()).map(|removal| removal.id))
 }
 
-/// Whether a discard has been requested and the removal has not been abandoned since.
+/// Returns whether a discard has been requested and the removal has not been abandoned since.
 fn is_discard_ordered(machine: &MachineRow) -> bool {
     machine.discard_ordered_at.is_some() && machine.removal_abandoned_at.is_none()
 }

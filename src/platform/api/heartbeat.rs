@@ -133,8 +133,8 @@ async fn issue_next_token(
     }
 }
 
-/// Whether a token of a later generation may be issued: not while, or shortly after, a process with a different current
-/// platform key is running.
+/// Returns whether a token of a later generation may be issued: not while, or shortly after, a process with a different
+/// current platform key is running.
 async fn may_issue_next(platform: &Platform) -> Result<bool, Problem> {
     if platform.process.ids.previous.is_none() {
         return Ok(true);
@@ -220,7 +220,7 @@ async fn reconcile_with_store(
     Ok(false)
 }
 
-/// Whether an operation is waiting for the machine's final backup, so that its host needs access to the store.
+/// Returns whether an operation is waiting for the machine's final backup, so that its host needs access to the store.
 pub(super) async fn is_final_backup_pending(
     platform: &Platform,
     machine: &MachineRow,

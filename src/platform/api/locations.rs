@@ -49,13 +49,13 @@ impl RequestedLocations {
         Ok(())
     }
 
-    /// The requested locations, each with the JSON pointer to its field.
+    /// Returns the requested locations, each with the JSON pointer to its field.
     fn locations_with_pointers(&self) -> impl Iterator<Item = (&'static str, &Location)> {
         let fallback = self.fallback.iter().flatten().map(|location| ("/fallbackLocations", location));
         self.location.iter().map(|location| ("/location", location)).chain(fallback)
     }
 
-    /// The requested fallback locations, or the platform's, excluding `location` itself.
+    /// Returns the requested fallback locations, or the platform's, excluding `location` itself.
     pub fn fallback_for(&self, platform: &Platform, location: &Location) -> Vec<Location> {
         let fallback = self.fallback.as_ref().unwrap_or(&platform.config.provisioning.fallback_locations);
         fallback.iter().filter(|other| *other != location).cloned().collect()

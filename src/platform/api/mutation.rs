@@ -192,8 +192,8 @@ impl Mutation {
         self.replay(tx).await
     }
 
-    /// The name of the lock. For [`PLATFORM_SECRET_ACTOR`], earlier releases use the same name, and may be running at
-    /// the same time.
+    /// Returns the name of the lock. For [`PLATFORM_SECRET_ACTOR`], earlier releases use the same name, and may be
+    /// running at the same time.
     fn lock_name(&self, key: &str) -> String {
         if self.actor == PLATFORM_SECRET_ACTOR {
             format!("idempotency {key}")

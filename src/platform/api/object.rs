@@ -93,7 +93,7 @@ fn quoted(etag: &str) -> String {
     if etag.ends_with('"') { etag.to_owned() } else { format!("\"{etag}\"") }
 }
 
-/// Whether `If-None-Match` names this version, by weak comparison (RFC 9110, section 13.1.2).
+/// Returns whether `If-None-Match` names this version, by weak comparison (RFC 9110, section 13.1.2).
 fn is_unchanged(headers: &HeaderMap, meta: &ObjectMeta) -> bool {
     let Some(etag) = meta.e_tag.as_deref().map(quoted) else { return false };
     let given = headers.get_all(header::IF_NONE_MATCH).iter().filter_map(|value| value.to_str().ok());
@@ -101,7 +101,7 @@ fn is_unchanged(headers: &HeaderMap, meta: &ObjectMeta) -> bool {
     candidates.any(|candidate| candidate == "*" || candidate.strip_prefix("W/").unwrap_or(candidate) == etag)
 }
 
-/// Whether `If-Range`, if present, names this version, by strong comparison (RFC 9110, section 13.1.5).
+/// Returns whether `If-Range`, if present, names this version, by strong comparison (RFC 9110, section 13.1.5).
 fn permits_range(headers: &HeaderMap, meta: &ObjectMeta) -> bool {
     let Some(given) = headers.get(header::IF_RANGE) else { return true };
     meta.e_tag.as_deref().is_some_and(|etag| given.as_bytes() == quoted(etag).as_bytes())

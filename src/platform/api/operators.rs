@@ -216,12 +216,12 @@ fn ensure_may_grant(operator: &Operator, scopes: &Scopes) -> Result<(), Problem>
     Err(Problem::new(Code::Forbidden, detail).with("missingScopes", json!(missing)))
 }
 
-/// The response without the token, as it is stored for replays.
+/// Returns the response without the token, as it is stored for replays.
 fn issue_reply(status: StatusCode, operator: &OperatorRow) -> Reply {
     Reply::new(status, TokenIssue { operator: operator.into(), token_id: operator.token_id.into() })
 }
 
-/// The response with the token. A replayed response contains the token that was issued first.
+/// Returns the response with the token. A replayed response contains the token that was issued first.
 async fn issue_response(
     platform: &Platform,
     outcome: Outcome,

@@ -71,7 +71,7 @@ impl PointerTarget {
         }
     }
 
-    /// Whether the database has a record of the slot.
+    /// Returns whether the database has a record of the slot.
     async fn is_known(&self, client: &impl GenericClient) -> Result<bool, DbError> {
         let machines = db::machines::list_newest_in_slot(client, &self.user, &self.slot).await?;
         Ok(!machines.is_empty()

@@ -19,7 +19,7 @@ impl From<DbError> for Problem {
     }
 }
 
-/// The problem for an unusable snapshot or an unavailable store.
+/// Returns the problem for an unusable snapshot or an unavailable store.
 pub fn snapshot_unusable(error: SnapshotUnusable) -> Problem {
     match error {
         SnapshotUnusable::Absent => Problem::new(
@@ -33,7 +33,7 @@ pub fn snapshot_unusable(error: SnapshotUnusable) -> Problem {
     }
 }
 
-/// The problem for a rejected change to a machine, as shown to an operator.
+/// Returns the problem for a rejected change to a machine, as shown to an operator.
 pub fn lifecycle_problem(error: LifecycleError, machine: &MachineRow) -> Problem {
     match error {
         LifecycleError::Db(error) => error.into(),
@@ -63,7 +63,7 @@ pub fn invalid_state(status: &str, allowed: &[Status]) -> Problem {
         .with("allowed", allowed.into())
 }
 
-/// The problem for a failed call to the provider; details are only logged.
+/// Returns the problem for a failed call to the provider; details are only logged.
 pub fn provider_problem(error: &ProviderError) -> Problem {
     tracing::warn!(error = %format_chain(error), "provider error");
     provisioning_error()

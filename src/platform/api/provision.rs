@@ -58,13 +58,13 @@ pub struct ProvisionRequest {
 }
 
 impl ProvisionRequest {
-    /// Whether the request adds a customer. The customer of a failed machine already exists.
+    /// Returns whether the request adds a customer. The customer of a failed machine already exists.
     pub fn adds_customer(&self, existing: Option<&MachineRow>) -> bool {
         self.kind == MachineKind::Customer && existing.is_none()
     }
 
-    /// The confirmations that the request requires. `existing` is the slot's machine, which is replaced if it has
-    /// failed.
+    /// Returns the confirmations that the request requires. `existing` is the slot's machine, which is replaced if it
+    /// has failed.
     pub fn required_confirmation(&self, existing: Option<&MachineRow>) -> RequiredConfirmation {
         match existing {
             _ if self.kind != MachineKind::Customer => RequiredConfirmation::Nothing,
@@ -352,7 +352,7 @@ pub async fn find_bundle_digest(bucket: &Bucket, version: &ImageVersion) -> Resu
     })
 }
 
-/// A slot that has a snapshot, or should have one, never starts empty.
+/// Chooses whether to restore a snapshot. A slot that has a snapshot, or should have one, never starts empty.
 async fn choose_restore_mode(
     platform: &Platform,
     request: &ProvisionRequest,
@@ -380,7 +380,8 @@ fn has_failed(machine: &MachineRow) -> bool {
     machine.status == Status::Failed
 }
 
-/// The problem for a slot whose deleted machine is still taking the final backup that a new machine would restore.
+/// Returns the problem for a slot whose deleted machine is still taking the final backup that a new machine would
+/// restore.
 fn deletion_pending(deletion: &OperationRow) -> Problem {
     let OperationRow { id, machine, .. } = deletion;
     let subject = format!("The deletion of the slot's machine {machine} (operation {id})");

@@ -282,7 +282,7 @@ async fn find_initial_data(
     }
 }
 
-/// The problem for a machine whose server has the only copy of the slot's data, which can be backed up first.
+/// Returns the problem for a machine whose server has the only copy of the slot's data, which can be backed up first.
 fn unsaved_machine_problem(machine: &MachineRow) -> Option<Problem> {
     if machine.registered_at.is_none() || !machine.has_server() {
         return None;

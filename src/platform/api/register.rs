@@ -163,7 +163,7 @@ impl HostRegistration {
         Some(Self { sent, pin })
     }
 
-    /// Whether the registration is for this machine.
+    /// Returns whether the registration is for this machine.
     pub fn is_for(&self, machine: MachineId) -> bool {
         self.sent.machine_id == machine
     }

@@ -246,8 +246,8 @@ pub async fn ensure_no_unsaved_data(
     unsaved.map_or(Ok(()), |machine| Err(unsaved_problem(machine)))
 }
 
-/// Whether the last machine that served may have data. A deleted machine has data while its server exists, unless an
-/// operator accepted the loss.
+/// Returns whether the last machine that served may have data. A deleted machine has data while its server exists,
+/// unless an operator accepted the loss.
 async fn may_hold_data(client: &impl GenericClient, last: &MachineRow) -> Result<bool, DbError> {
     if last.deleted_at.is_none() {
         return Ok(true);

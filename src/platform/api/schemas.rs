@@ -55,7 +55,7 @@ pub fn plan() -> Value {
     one_of(Plan::NAMES)
 }
 
-/// A component's status in a health route's response.
+/// Returns the schema for a component's status in a health route's response.
 pub fn component_status() -> Value {
     one_of(&ComponentStatus::ALL.map(ComponentStatus::as_str))
 }

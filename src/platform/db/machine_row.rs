@@ -246,22 +246,23 @@ impl MachineRow {
         }
     }
 
-    /// Whether the machine has a server at the provider, as far as the database shows.
+    /// Returns whether the machine has a server at the provider, as far as the database shows.
     pub fn has_server(&self) -> bool {
         self.may_have_server() && !self.has_lost_server()
     }
 
-    /// Whether the server is not confirmed as deleted. The provider may still have a server that it reported missing.
+    /// Returns whether the server is not confirmed as deleted. The provider may still have a server that it reported
+    /// missing.
     pub fn may_have_server(&self) -> bool {
         self.provider_server_id.is_some() && self.server_deleted_at.is_none()
     }
 
-    /// Whether the machine failed because the provider reported its server missing.
+    /// Returns whether the machine failed because the provider reported its server missing.
     pub fn has_lost_server(&self) -> bool {
         self.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::ServerGone)
     }
 
-    /// Whether the machine has a server that is not about to be discarded.
+    /// Returns whether the machine has a server that is not about to be discarded.
     pub fn is_server_kept(&self) -> bool {
         self.has_server() && self.discard_ordered_at.is_none()
     }
@@ -272,12 +273,12 @@ impl MachineRow {
         if may_be_off { ServerPower::MaybeOff } else { ServerPower::On }
     }
 
-    /// Whether the machine holds its slot.
+    /// Returns whether the machine holds its slot.
     pub fn is_active(&self) -> bool {
         self.deleted_at.is_none() && self.retired_at.is_none()
     }
 
-    /// Whether the host's last heartbeat reported the gateway and the database as healthy.
+    /// Returns whether the host's last heartbeat reported the gateway and the database as healthy.
     pub fn is_healthy(&self) -> bool {
         let ok = |part: &str| self.health.as_ref().is_some_and(|health| health[part] == "ok");
         ok("gateway") && ok("database")

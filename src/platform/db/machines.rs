@@ -142,7 +142,7 @@ pub async fn find_by_handle(
     Ok(find_many(client, &rest, &[&handle.as_str()]).await?.pop())
 }
 
-/// Whether a later machine in the slot has registered.
+/// Returns whether a later machine in the slot has registered.
 pub async fn has_registered_successor(
     client: &impl GenericClient,
     machine: &MachineRow,
@@ -150,7 +150,7 @@ pub async fn has_registered_successor(
     has_later_machine(client, machine, "registered_at IS NOT NULL").await
 }
 
-/// Whether the machine had registered, was replaced, and has no proven successor yet.
+/// Returns whether the machine had registered, was replaced, and has no proven successor yet.
 pub async fn is_successor_unproven(
     client: &impl GenericClient,
     machine: &MachineRow,

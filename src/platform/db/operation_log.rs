@@ -66,7 +66,7 @@ pub async fn load_newest_lines(client: &impl GenericClient, id: OperationId) -> 
     Ok(NewestLines { lines, omitted })
 }
 
-/// Whether any line in an operation's log has this outcome.
+/// Returns whether any line in an operation's log has this outcome.
 pub async fn has_outcome(
     client: &impl GenericClient,
     id: OperationId,

@@ -75,7 +75,7 @@ impl ProcessKeys {
         Ok(query(client, sql, params).await?.iter().map(parse_other_process).collect())
     }
 
-    /// Whether all running processes have had this process's key as their current key for at least `ttl`.
+    /// Returns whether all running processes have had this process's key as their current key for at least `ttl`.
     pub async fn is_settled(&self, client: &impl GenericClient) -> Result<bool, DbError> {
         let sql = "SELECT EXISTS (SELECT 1 FROM platform_processes WHERE process_id = $1 \
                        AND steady_since <= clock_timestamp() - make_interval(secs => $3)) \
@@ -117,19 +117,19 @@ pub async fn count_with_key(
     Ok(found.map_or((0, 0), |row| (row.get(0), row.get(1))))
 }
 
-/// Whether a release with these tables has migrated the database.
+/// Returns whether a release with these tables has migrated the database.
 pub async fn has_tables(client: &impl GenericClient) -> Result<bool, DbError> {
     let found = query_opt(client, "SELECT to_regclass('platform_processes') IS NOT NULL", &[]).await?;
     Ok(found.is_some_and(|row| row.get(0)))
 }
 
-/// Whether any key has been recorded.
+/// Returns whether any key has been recorded.
 pub async fn has_any(client: &impl GenericClient) -> Result<bool, DbError> {
     let found = query_opt(client, "SELECT EXISTS (SELECT 1 FROM platform_keys)", &[]).await?;
     Ok(found.is_some_and(|row| row.get(0)))
 }
 
-/// Whether any process has used this key.
+/// Returns whether any process has used this key.
 pub async fn has_been_used(client: &impl GenericClient, key: &KeyId) -> Result<bool, DbError> {
     let sql = "SELECT EXISTS (SELECT 1 FROM platform_keys WHERE key_id = $1)";
     Ok(query_opt(client, sql, &[&key.as_str()]).await?.is_some_and(|row| row.get(0)))

@@ -68,7 +68,7 @@ pub async fn find_operation_needing_server(
     Ok(query_opt(client, &sql, params).await?.as_ref().map(OperationRow::parse))
 }
 
-/// Whether an operator accepted the loss of unsaved data when this machine was taken out of service.
+/// Returns whether an operator accepted the loss of unsaved data when this machine was taken out of service.
 pub async fn is_loss_accepted(client: &impl GenericClient, machine: MachineId) -> Result<bool, DbError> {
     let Some(id) = find_retiring_operation(client, machine).await? else { return Ok(false) };
     let operation = super::operations::get(client, id).await?;

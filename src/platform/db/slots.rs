@@ -38,7 +38,7 @@ pub struct NewSubscription {
 }
 
 impl SlotRow {
-    /// Whether the subscription entitles the slot to a machine at `now`.
+    /// Returns whether the subscription entitles the slot to a machine at `now`.
     pub fn is_entitled(&self, now: Timestamp) -> bool {
         let is_current = |end: Timestamp| end.saturating_add(SUBSCRIPTION_GRACE).is_ok_and(|end| now <= end);
         self.status == SubscriptionStatus::Active && self.current_period_end.is_none_or(is_current)

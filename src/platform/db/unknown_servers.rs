@@ -22,7 +22,7 @@ pub struct UnknownServers {
 }
 
 impl UnknownServers {
-    /// When the last unknown server may be deleted; `None` while any server is held.
+    /// Returns when the last unknown server may be deleted; `None` while any server is held.
     pub fn released_until(&self) -> Option<Timestamp> {
         self.last_deletion.filter(|_| self.held == 0)
     }
@@ -60,7 +60,7 @@ pub async fn count(client: &impl GenericClient, grace: Duration) -> Result<Unkno
     }))
 }
 
-/// Whether any unknown server is waiting for an operator's decision.
+/// Returns whether any unknown server is waiting for an operator's decision.
 pub async fn is_any_held(client: &impl GenericClient) -> Result<bool, DbError> {
     let sql = "SELECT 1 FROM unknown_servers WHERE released_at IS NULL LIMIT 1";
     Ok(query_opt(client, sql, &[]).await?.is_some())

@@ -60,7 +60,7 @@ pub fn check_env_file(file: Option<&Path>) -> Vec<Finding> {
     findings.or_ok(format!("{path} has mode {mode:04o}")).into_list()
 }
 
-/// Whether the platform or one of its libraries reads this variable.
+/// Returns whether the platform or one of its libraries reads this variable.
 fn is_setting(name: &str) -> bool {
     const LIBRARY_PREFIXES: [&str; 5] = ["AWS_", "RUST_", "TOKIO_", "LC_", "MALLOC_"];
     const SYSTEM_NAMES: [&str; 5] = ["HOME", "LANG", "PATH", "TMPDIR", "TZ"];

@@ -141,7 +141,7 @@ impl SessionStores {
     }
 }
 
-/// A slot that no user has and that differs from the session's slot.
+/// Returns a slot that no user has and that differs from the session's slot.
 fn other_slot() -> SlotPrefix {
     SlotPrefix::new(&"svc-doctor-other".parse().expect("the user's id is valid"), &Slot::primary())
 }

@@ -97,7 +97,7 @@ pub enum MarkError {
 }
 
 impl MarkError {
-    /// Whether a process with these keys must not run. An unavailable store is not a reason to stop it.
+    /// Returns whether a process with these keys must not run. An unavailable store is not a reason to stop it.
     pub fn is_refusal(&self) -> bool {
         matches!(self, Self::UnknownKey(_) | Self::Store(StoreError::Corrupt { .. }))
     }

@@ -120,13 +120,15 @@ impl KeyNeed {
         Ok(())
     }
 
-    /// Whether nothing needs a different key. Ignores silent machines, because a rotation does not wait for them.
+    /// Returns whether nothing needs a different key. Ignores silent machines, because a rotation does not wait for
+    /// them.
     pub fn is_empty(&self) -> bool {
         let Self { signing_keys, machines, silent: _, fences, processes } = self;
         [signing_keys, machines, fences, processes].iter().all(|names| names.count == 0)
     }
 
-    /// Whether processes with a different current key are running. No secret is replaced before they have switched.
+    /// Returns whether processes with a different current key are running. No secret is replaced before they have
+    /// switched.
     pub fn has_processes(&self) -> bool {
         self.processes.count > 0
     }

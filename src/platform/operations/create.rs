@@ -73,7 +73,7 @@ pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     }
 }
 
-/// After a failed create request: looks up the server and decides whether to retry.
+/// Handles a failed create request: looks up the server and decides whether to retry.
 async fn handle_create_error(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,

@@ -43,8 +43,8 @@ pub async fn delete_own_server(leased: &LeasedOperation<'_>) -> Result<StepOutco
     })
 }
 
-/// Whether an operator discarded the server after it was kept because of the store's fence. An earlier discard may be
-/// outdated, like the database.
+/// Returns whether an operator discarded the server after it was kept because of the store's fence. An earlier discard
+/// may be outdated, like the database.
 async fn is_discard_confirmed(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let Some(ordered_at) = machine.discard_ordered_at else { return Ok(false) };
     let session = leased.platform.db.session().await?;

@@ -320,7 +320,7 @@ async fn fetch_host_report(
     }
 }
 
-/// Whether a status indicates that the release does not have the route.
+/// Returns whether a status indicates that the release does not have the route.
 fn is_unsupported(status: StatusCode) -> bool {
     matches!(status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
 }

@@ -184,8 +184,8 @@ fn decide_for_holder(kind: OperationKind, subject: OperationSubject, holder: Lat
     }
 }
 
-/// Whether an unverified fence makes an operation wait for an operator. The fence has no other effect, because the
-/// machine id in it may be forged.
+/// Returns whether an unverified fence makes an operation wait for an operator. The fence has no other effect, because
+/// the machine id in it may be forged.
 fn needs_decision(kind: OperationKind, step: Step, subject: OperationSubject, named: LaterHolder) -> bool {
     let is_other = named.machine != subject.machine;
     match kind {
@@ -201,8 +201,8 @@ fn needs_decision(kind: OperationKind, step: Step, subject: OperationSubject, na
     }
 }
 
-/// Whether the step may stop, power off, create, fence or delete something that a later holder needs. The deletion
-/// of a kept server has its own check ([`is_holder_per_store`]).
+/// Returns whether the step may stop, power off, create, fence or delete something that a later holder needs. The
+/// deletion of a kept server has its own check ([`is_holder_per_store`]).
 fn needs_holder_check(kind: OperationKind, step: Step) -> bool {
     match kind {
         OperationKind::Provision | OperationKind::Recover | OperationKind::Delete => true,
@@ -333,8 +333,8 @@ async fn apply_decision(
     }
 }
 
-/// Whether the machine's kept server must stay because, according to the store, the machine was reinstated or has
-/// served without a record in this database.
+/// Returns whether the machine's kept server must stay because, according to the store, the machine was reinstated or
+/// has served without a record in this database.
 pub async fn is_holder_per_store(platform: &Platform, machine: &MachineRow) -> Result<bool, LookupError> {
     let (user, slot) = (&machine.user, &machine.slot);
     let Some(pointer) = read_pointer(platform, &SlotPrefix::new(user, slot)).await? else { return Ok(false) };

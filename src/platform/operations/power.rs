@@ -28,8 +28,8 @@ pub async fn start_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
     Ok(StepOutcome::wait(POLL_INTERVAL))
 }
 
-/// Whether the host may still obey a shutdown request from an operation that ended shortly before this one was created.
-/// A shutdown takes a bounded time.
+/// Returns whether the host may still obey a shutdown request from an operation that ended shortly before this one was
+/// created. A shutdown takes a bounded time.
 async fn may_shut_down_late(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let deadline = leased.platform.config.timing.resize_shutdown;
     if leased.age().await? >= deadline {
@@ -106,7 +106,7 @@ async fn load_machine_in_slot(leased: &LeasedOperation<'_>) -> Result<MachineRow
     if machine.is_active() { Ok(machine) } else { Err(StepError::Lost) }
 }
 
-/// Whether another process may still be running an ended operation on the slot.
+/// Returns whether another process may still be running an ended operation on the slot.
 async fn is_slot_leased(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let session = leased.platform.db.session().await?;
     Ok(db::leases::has_other_lease_in_slot(&session, machine.id, leased.operation.id).await?)

@@ -138,7 +138,7 @@ fn time_since_cut(cut_at: f64, age: Duration) -> Duration {
     age.saturating_sub(Duration::try_from_secs_f64(cut_at).unwrap_or_default())
 }
 
-/// After two consecutive reports that a server is missing, records it as gone, so that it cannot be kept or reinstated.
+/// Records a server as gone after two consecutive reports that it is missing, so that it cannot be kept or reinstated.
 fn confirm_server_gone(leased: &LeasedOperation<'_>, machine: &MachineRow) -> StepOutcome {
     let mut facts = leased.facts();
     if facts.contains_key(ABSENT) {

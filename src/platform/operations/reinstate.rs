@@ -46,7 +46,7 @@ pub async fn power_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepE
     Ok(StepOutcome::wait(POLL_INTERVAL))
 }
 
-/// Whether the host may still obey a recent shutdown request. A shutdown takes a bounded time.
+/// Returns whether the host may still obey a recent shutdown request. A shutdown takes a bounded time.
 async fn may_shut_down_late(
     leased: &LeasedOperation<'_>,
     ordered_at: Option<Timestamp>,

@@ -202,8 +202,8 @@ async fn retry_step(leased: &LeasedOperation<'_>, step: Step, error: &StepError)
     store_waiting(leased, to, Some((RETRY, Some(&error.to_string())))).await
 }
 
-/// Whether operations of this kind create a machine. If such an operation fails, its machine fails too, and the slot
-/// returns to the previous machine if that still exists.
+/// Returns whether operations of this kind create a machine. If such an operation fails, its machine fails too, and the
+/// slot returns to the previous machine if that still exists.
 fn creates_machine(kind: OperationKind) -> bool {
     matches!(kind, OperationKind::Provision | OperationKind::Recover)
 }
@@ -331,7 +331,7 @@ async fn advance_operation(
     Ok(db::commit(tx).await?)
 }
 
-/// Lock order everywhere: machines before their operations.
+/// Locks the machine that the record is about. Lock order everywhere: machines before their operations.
 async fn lock_machine_for_record(
     leased: &LeasedOperation<'_>,
     tx: &Transaction<'_>,

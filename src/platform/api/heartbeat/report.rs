@@ -254,7 +254,7 @@ mod tests {
         Time::from_stored("2026-11-21T11:05:00.000Z")
     }
 
-    /// A heartbeat with every field.
+    /// Returns a heartbeat with every field.
     fn full_heartbeat() -> Heartbeat {
         let check = |status: Outcome| SnapshotCheck {
             status: status.into(),

@@ -81,7 +81,7 @@ fn reported_backup(report: &HostReport) -> Option<&BackupOutcome> {
     host.last.as_ref().filter(|last| last.status == "success")
 }
 
-/// Whether the report leaves a final backup possible, so that the store must be read.
+/// Returns whether the report leaves a final backup possible, so that the store must be read.
 fn may_have_final_backup(report: &HostReport, window: SnapshotWindow) -> bool {
     let key = reported_backup(report).and_then(|last| last.key.as_deref());
     let is_recent = || key.and_then(key::taken_at).is_some_and(|at| window.contains(at));

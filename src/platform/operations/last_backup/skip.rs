@@ -47,7 +47,7 @@ impl SkipReason {
     }
 }
 
-/// Whether an operator has chosen the snapshot. If so, the host is not called again.
+/// Returns whether an operator has chosen the snapshot. If so, the host is not called again.
 pub fn is_snapshot_chosen(leased: &LeasedOperation<'_>) -> bool {
     leased.facts().contains_key(SNAPSHOT_CHOSEN)
 }
