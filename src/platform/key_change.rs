@@ -90,7 +90,7 @@ pub async fn renew_process_row(db: Db, own: ProcessKeys) {
         tokio::time::sleep(period).await;
         let renewed = async { own.renew(&db.session().await?).await };
         if let Err(error) = renewed.await {
-            tracing::warn!(error = %format_chain(&error), "cannot renew the row of this process; retrying");
+            tracing::warn!(error = %format_chain(&error), "cannot renew this process's row; retrying");
         }
     }
 }
@@ -108,7 +108,7 @@ pub async fn run_key_change(platform: Arc<Platform>, seal: Seal) {
             () = tokio::time::sleep(period) => {}
         }
         if let Err(error) = run_pass(&platform, &seal).await {
-            tracing::warn!(error = %format_chain(&error), "a pass of the key rotation failed; retrying");
+            tracing::warn!(error = %format_chain(&error), "a key rotation pass failed; retrying");
         }
     }
 }

@@ -337,7 +337,7 @@ fn log_start(process: &ProcessKeys, api: &str) {
 async fn delete_process_row(platform: &Platform) {
     let deleted = async { platform.process.delete(&platform.db.session().await?).await };
     if let Err(error) = deleted.await {
-        tracing::debug!(error = %svc_base::chain::format_chain(&error), "cannot delete the row of this process; it will expire");
+        tracing::debug!(error = %svc_base::chain::format_chain(&error), "cannot delete this process's row; it will expire");
     }
 }
 

@@ -136,7 +136,9 @@ impl ApiRateLimits {
     /// # Errors
     /// `rate_limited`.
     pub fn admit_host(&self, machine: MachineId) -> Result<(), Problem> {
-        self.hosts.check(&machine).map_err(|wait| rate_limited("This host is sending too many requests.", wait))
+        self.hosts
+            .check(&machine)
+            .map_err(|wait| rate_limited("This host is sending too many requests.", wait))
     }
 
     /// Counts a host's request for object store credentials.

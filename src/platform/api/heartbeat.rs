@@ -200,7 +200,7 @@ async fn reconcile_with_store(
         // The machine may hold its slot, so it is not superseded until the fence has been read. The next heartbeat
         // retries.
         Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot read the fence of the slot");
+            tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot read the slot's fence");
             return Ok(true);
         }
     };

@@ -73,5 +73,5 @@ fn ensure_found(pointer: &str, location: &Location, found: Result<bool, Problem>
     if found.unwrap_or(true) {
         return Ok(());
     }
-    Err(Problem::field(pointer, format!("{location} is not a location of the provider")))
+    Err(Problem::field(pointer, format!("{location} is not a location that the provider offers")))
 }

@@ -198,7 +198,7 @@ async fn restore_snapshot(
 ) -> Result<(), Problem> {
     if !is_snapshot_question(operation) {
         let detail = format!(
-            "The {} is not waiting for the choice of a snapshot, and nothing was changed. To restore another snapshot: `svcctl \
+            "The {} is not waiting for a snapshot to be chosen, and nothing was changed. To restore a different snapshot: `svcctl \
              operation abandon {}`, then `svcctl recover` with `--snapshot`.",
             operation.noun(),
             operation.id

@@ -103,8 +103,9 @@ async fn rotate(
             // A rotation hands the operator's scopes to the caller.
             ensure_may_grant(&operator, &before.scopes)?;
             if before.revoked_at.is_some() {
-                let detail =
-                    format!("Operator {name} has been revoked: add an operator with a different name instead.");
+                let detail = format!(
+                    "Operator {name} has been revoked: add an operator with a different name instead."
+                );
                 return Err(Problem::new(Code::Conflict, detail));
             }
             let hash = tokens::hash(token_value.expose_secret());

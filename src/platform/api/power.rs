@@ -137,7 +137,7 @@ async fn find_same_operation(
         return Ok(Some(operation.id));
     }
     let detail = format!(
-        "Operation {} ({}) of the machine is running; wait until it has ended, or abandon it.",
+        "Operation {} ({}) is running on the machine; wait until it has ended, or abandon it.",
         operation.id, operation.kind
     );
     Err(invalid_state(machine, &detail))

@@ -51,7 +51,7 @@ pub async fn ensure_fits_disk(
     let info = match platform.provider.server_type(server_type).await {
         Ok(Some(info)) => info,
         Ok(None) => {
-            let detail = format!("{server_type} is not a server type of the provider");
+            let detail = format!("{server_type} is not a server type that the provider offers");
             return Err(Problem::field("/serverType", detail));
         }
         Err(error) => {
@@ -260,7 +260,9 @@ fn unsaved_problem(machine: &MachineRow) -> Problem {
     let next_step = if !machine.has_server() {
         "Its server no longer exists.".to_owned()
     } else if machine.is_active() {
-        format!("`svcctl resume {id}` returns it to service if its server runs and its host is healthy.")
+        format!(
+            "`svcctl resume {id}` returns it to service if its server is running and its host is healthy."
+        )
     } else if machine.deleted_at.is_some() {
         format!("`svcctl undelete {id}` returns it to its slot.")
     } else {

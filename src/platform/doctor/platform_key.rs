@@ -45,7 +45,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     };
     match load_usage(config).await {
         Ok(Some(usage)) => assess(findings, &ids, &usage, named),
-        Ok(None) => findings.skipped("svc-platform of this release has not started yet"),
+        Ok(None) => findings.skipped("this release of svc-platform has not started yet"),
         Err(error) => findings.problem(format!("{error:#}"), "see the check `database`"),
     }
 }

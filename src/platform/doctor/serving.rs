@@ -53,7 +53,7 @@ pub fn check_env_file(file: Option<&Path>) -> Vec<Finding> {
     let findings =
         names.iter().filter(|(name, _)| !is_setting(name)).fold(findings, |findings, (name, _)| {
             findings.warning(
-                format!("{path} sets {name}, which is not a setting of the platform and has no effect"),
+                format!("{path} sets {name}, which is not a platform setting and has no effect"),
                 "correct its name; docs/reference/configuration.md lists all settings",
             )
         });

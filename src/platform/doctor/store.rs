@@ -69,7 +69,10 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Ok(0) => findings
             .or_ok("supports all that svc relies on: reads, lists, uploads, and atomic conditional puts"),
         Ok(count) => findings.warning(
-            format!("{} of this check could not be deleted", pluralize(count as u64, "temporary object")),
+            format!(
+                "{} left by this check could not be deleted",
+                pluralize(count as u64, "temporary object")
+            ),
             format!(
                 "grant the access key the right to delete, then delete the objects below {PREFIX}/ manually"
             ),

@@ -30,7 +30,7 @@ pub enum AdmissionError {
     )]
     Needed(KeyNeed),
     #[error(
-        "a platform process with other keys is running ({processes}): each must have the PLATFORM_KEY of every other as \
+        "a platform process with different keys is running ({processes}): each must have the PLATFORM_KEY of every other as \
          PLATFORM_KEY or PLATFORM_KEY_PREVIOUS. First restart the processes that run with the new key as \
          PLATFORM_KEY_PREVIOUS; docs/operating/keys.md gives the order"
     )]
@@ -78,7 +78,7 @@ pub async fn admit(
         if Instant::now() >= deadline {
             return Err(AdmissionError::Incompatible { processes });
         }
-        tracing::warn!(processes, "waiting for platform processes with other keys to end");
+        tracing::warn!(processes, "waiting for platform processes with different keys to end");
         sleep((own.ttl / 8).max(MIN_RETRY_INTERVAL)).await;
     }
 }

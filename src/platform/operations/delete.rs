@@ -19,7 +19,7 @@ pub async fn delete_own_server(leased: &LeasedOperation<'_>) -> Result<StepOutco
     let machine = leased.machine().await?;
     if !is_discard_confirmed(leased, &machine).await? {
         let is_holder = later_holder::is_holder_per_store(leased.platform, &machine).await;
-        if is_holder.map_err(|error| StepError::transient("cannot read the fence of the slot", error))? {
+        if is_holder.map_err(|error| StepError::transient("cannot read the slot's fence", error))? {
             leased.mark_kept(machine.id).await?;
             let note = "according to the store, the machine got its slot back or has served, which this database does not \
                         record: its server is kept until an operator discards it";

@@ -121,7 +121,7 @@ impl NewestCopy {
 impl fmt::Display for NewestCopy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Snapshot(at) => write!(f, "the snapshot of {}", clock::rfc3339_ms(*at)),
+            Self::Snapshot(at) => write!(f, "the snapshot taken at {}", clock::rfc3339_ms(*at)),
             Self::Nothing(Some(at)) => {
                 write!(
                     f,

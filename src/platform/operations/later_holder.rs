@@ -225,11 +225,11 @@ pub async fn check_step(leased: &LeasedOperation<'_>, step: Step) -> Result<Opti
         Err(LookupError::Store(StoreError::Corrupt { .. })) => FenceClaim::Nothing,
         // An unavailable store does not end a long wait: the next poll, or the registration, checks again.
         Err(error) if step == Step::AwaitRegistration => {
-            tracing::debug!(error = %format_chain(&error), "cannot read the fence of the slot");
+            tracing::debug!(error = %format_chain(&error), "cannot read the slot's fence");
             FenceClaim::Nothing
         }
         Err(error) if step == Step::LastBackup => {
-            tracing::info!(error = %format_chain(&error), "cannot read the fence of the slot; retrying");
+            tracing::info!(error = %format_chain(&error), "cannot read the slot's fence; retrying");
             let (code, source) = match error {
                 LookupError::Store(_) => ("store_unavailable", "object store"),
                 LookupError::Db(_) => ("database_unavailable", "database"),
@@ -237,7 +237,7 @@ pub async fn check_step(leased: &LeasedOperation<'_>, step: Step) -> Result<Opti
             let why = format!("the {source} is unavailable: cannot check who holds the slot");
             return Ok(Some(StepOutcome::wait_for(RETRY_INTERVAL, code, why)));
         }
-        Err(error) => return Err(StepError::transient("cannot read the fence of the slot", error)),
+        Err(error) => return Err(StepError::transient("cannot read the slot's fence", error)),
     };
     let subject = OperationSubject {
         machine: machine.id,
@@ -353,7 +353,7 @@ pub async fn is_holder_per_store(platform: &Platform, machine: &MachineRow) -> R
 pub async fn raise_unverified_alarm(platform: &Platform, machine: &MachineRow, named: LaterHolder) {
     let LaterHolder { machine: holder, epoch } = named;
     let slot = format!("{}/{}", machine.user, machine.slot);
-    tracing::warn!(slot, %holder, %epoch, "no platform key in force verifies the fence of the slot");
+    tracing::warn!(slot, %holder, %epoch, "no platform key in force verifies the slot's fence");
     let detail = json!({slot: {"machineId": holder, "epoch": epoch}});
     alarms::raise_or_log(platform, Alarm::UnverifiedFence, &detail).await;
 }

@@ -219,7 +219,7 @@ pub(super) async fn await_action(leased: &LeasedOperation<'_>) -> Result<Option<
         None | Some(ActionStatus::Success) => Ok(None),
         Some(ActionStatus::Running) => Ok(Some(StepOutcome::wait(poll_interval(leased.step_age().await?)))),
         Some(ActionStatus::Error { code, message }) => {
-            tracing::warn!(operation = %leased.operation.id, code, message, "an action of the provider failed");
+            tracing::warn!(operation = %leased.operation.id, code, message, "a provider action failed");
             let mut facts = leased.facts();
             facts.remove(ACTION);
             Ok(Some(StepOutcome::Wait { delay: Duration::from_secs(1), facts: Some(facts) }))

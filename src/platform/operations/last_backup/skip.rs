@@ -67,7 +67,7 @@ pub async fn skip_host(
     let Some(newer) = Box::pin(find_newer_snapshot(leased, machine)).await? else {
         return Ok(finish_without_backup(leased, machine, reason, &latest, ""));
     };
-    let stored = format!("{} of {}", newer.key, rfc3339_ms(newer.taken_at));
+    let stored = format!("{} (taken at {})", newer.key, rfc3339_ms(newer.taken_at));
     let saved = NewestCopy::Snapshot(newer.taken_at);
     if leased.kind == OperationKind::Delete {
         let suffix = format!("; that copy is {}, which is stored but not the latest", newer.key);
@@ -104,7 +104,7 @@ pub async fn record_unrestored(leased: &LeasedOperation<'_>, machine: &MachineRo
     if leased.kind != OperationKind::Delete && leased.record_unrestored(newer.key.clone()).await.is_err() {
         tracing::warn!(key = newer.key, "cannot record a newer snapshot that is not restored");
     }
-    format!("; {} of {} is stored but not the latest", newer.key, rfc3339_ms(newer.taken_at))
+    format!("; {} (taken at {}) is stored but not the latest", newer.key, rfc3339_ms(newer.taken_at))
 }
 
 fn question(
@@ -116,7 +116,7 @@ fn question(
 ) -> String {
     let (operation, key) = (leased.operation.id, &newer.key);
     format!(
-        "No final backup of {}: {}. The store has a newer snapshot, of {}, that was not made the latest ({key}); the latest is \
+        "No final backup of {}: {}. The store has a newer snapshot, taken at {}, that was not made the latest ({key}); the latest is \
          {latest}. `svcctl operation continue {operation} --snapshot {key}` restores the newer snapshot to the new machine; \
          with `--accept-loss`, the command restores the latest, and the newer snapshot stays in the store. `svcctl operation \
          abandon {operation}` abandons the operation.",
