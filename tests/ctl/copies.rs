@@ -285,7 +285,7 @@ async fn recovery_waits_for_snapshot_choice_after_an_outage() {
     );
     assert_contains(
         &output,
-        &["2026-01-02T04:00:15.000Z", "the latest is the snapshot of 2026-01-02T03:45:03.000Z"],
+        &["2026-01-02T04:00:15.000Z", "the latest is the snapshot taken at 2026-01-02T03:45:03.000Z"],
     );
 
     let other = "system/db/snapshots/2026-01-02T05-00-00.000Z-1.dump";
@@ -295,7 +295,10 @@ async fn recovery_waits_for_snapshot_choice_after_an_outage() {
     let output = operator.run(0, &["operation", &operation]).await;
     assert_contains(
         &output,
-        &["the newest copy is the snapshot of 2026-01-02T04:00:15.000Z", "the new machine is restored from"],
+        &[
+            "the newest copy is the snapshot taken at 2026-01-02T04:00:15.000Z",
+            "the new machine is restored from",
+        ],
     );
     let server = operator.stack.provider.servers().pop().unwrap();
     assert!(server.user_data.contains(&newer), "{}", server.user_data);

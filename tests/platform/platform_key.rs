@@ -276,7 +276,7 @@ async fn process_with_incompatible_keys_is_refused() {
     let stack = Stack::start().await;
     let running = start_process(&stack, OLD, None, &[]);
     let printed = assert_refused(&stack, NEW, Some(OLD)).await;
-    assert!(printed.contains("a platform process with other keys is running"), "{printed}");
+    assert!(printed.contains("a platform process with different keys is running"), "{printed}");
     // The refused process did not start a rotation, so the running process can be restarted with its own key.
     stop(running).await;
     assert!(stack.store.remove(BUCKET, mark::MARK_PATH), "the current key's mark is in the store");
@@ -285,7 +285,11 @@ async fn process_with_incompatible_keys_is_refused() {
     drop(start_process(&stack, OLD, None, &[]));
     // A new process waits until a killed process's row has expired.
     let prepared = start_process(&stack, NEW, Some(OLD), &[]);
-    assert!(stack.log().contains("waiting for platform processes with other keys to end"), "{}", stack.log());
+    assert!(
+        stack.log().contains("waiting for platform processes with different keys to end"),
+        "{}",
+        stack.log()
+    );
     stop(prepared).await;
 }
 
