@@ -1,4 +1,4 @@
-//! The age of the router's routes, shared with the readiness check of the process.
+//! The age of the router's routes, shared with the process's readiness check.
 //!
 //! Invariant: routes are served only while their age is below the configured maximum, and never before the first load.
 

@@ -1,4 +1,4 @@
-//! The choice of account in a browser whose session and whose identity provider's cookie belong to different users.
+//! Account choice in a browser whose session and identity provider cookie belong to different users.
 //!
 //! Two people may share a browser, so a page prompts for the choice. Any host of the same domain can set the provider's
 //! cookie, so the session takes precedence until the person decides.
@@ -67,7 +67,7 @@ pub(super) fn choice_page(
     Some(page::html_response(StatusCode::CONFLICT, body))
 }
 
-/// Keeps the session, or replaces it with a session of the provider's user.
+/// Keeps the session, or replaces it with a session for the provider's user.
 pub(super) async fn handle_choice(
     router: &RouterState,
     context: &RequestContext,

@@ -1,4 +1,4 @@
-//! Cookies (RFC 6265): sets and reads the router's cookies, and drops cookies with their names that a machine sets.
+//! Cookies (RFC 6265): sets and reads the router's cookies, and drops machine cookies that use the same names.
 //!
 //! Over HTTPS, the router's cookies have the prefix `__Host-`: a browser accepts such a cookie only from the host itself,
 //! so that no other host of the same domain can set one.
@@ -89,7 +89,7 @@ fn find(headers: &HeaderMap, matches: impl Fn(&str) -> bool) -> Option<&str> {
     pairs.find(|(name, _)| matches(name)).map(|(_, value)| value.trim_matches('"'))
 }
 
-/// Whether machines must not set a cookie with this name. Browsers ignore the case of the prefix.
+/// Whether machines are forbidden to set a cookie with this name. Browsers ignore the case of the prefix.
 fn is_reserved(name: &[u8]) -> bool {
     let bare = match name.split_at_checked(HOST_PREFIX.len()) {
         Some((prefix, bare)) if prefix.eq_ignore_ascii_case(HOST_PREFIX.as_bytes()) => bare,

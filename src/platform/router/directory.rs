@@ -28,7 +28,7 @@ struct Table {
     machines: HashMap<MachineId, Arc<Machine>>,
 }
 
-/// Result of looking up a user's machine.
+/// The result of looking up a user's machine.
 pub(super) enum MachineLookup {
     /// The machine is running, and its upstream was open at the time of the lookup.
     Running(Arc<Machine>, Arc<Upstream>),
@@ -52,8 +52,8 @@ impl Directory {
         Self { trust, freshness, table: RwLock::default() }
     }
 
-    /// Finds the machine of the chosen slot. Without a choice, or if that slot has no machine, finds the running machine
-    /// of `primary`, else the oldest running machine, else the machine of `primary`, else the oldest machine.
+    /// Finds the machine in the chosen slot. Without a choice, or if that slot has no machine, finds the running
+    /// machine in `primary`, else the oldest running machine, else the machine in `primary`, else the oldest machine.
     pub(super) fn find(&self, user: &IdpUserId, chosen: Option<&Slot>) -> MachineLookup {
         let Some(users) = self.fresh_users() else { return MachineLookup::Unknown };
         let Some(machines) = users.get(user) else { return MachineLookup::NoMachine };

@@ -1,7 +1,7 @@
 //! The frame around an app's page, in the owner's origin (docs/apps/tokens.md).
 //!
 //! The frame passes the app a token instead of the session, renews the token, and restricts the inner page to that app.
-//! Invariant: no code of the app runs in the owner's origin.
+//! Invariant: none of the app's code runs in the owner's origin.
 
 use axum::response::Response;
 use base64::Engine;
@@ -49,7 +49,7 @@ pub(super) fn render(slug: &str, rest: &str, uri: &Uri, origin: &str, minted: &M
     response
 }
 
-/// The page that is shown inside the frame after the token has expired.
+/// The page shown inside the frame after the token has expired.
 pub(super) fn expired_page() -> Response {
     let body = EXPIRED.replace("{{style}}", EXPIRED_STYLE).replace("{{script}}", EXPIRED_SCRIPT);
     let mut response = page::html_response(StatusCode::UNAUTHORIZED, body);
