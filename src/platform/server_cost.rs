@@ -1,7 +1,7 @@
 //! The monthly cost of a new machine's server, from the provider's price list.
 //!
 //! A server is ordered with a public IPv4 address, but without volumes and without the provider's backups
-//! (`provider::hetzner`), so that no other item of the price list applies.
+//! (`provider::hetzner`), so no other item in the price list applies.
 
 use std::time::Duration;
 

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-/// The meaning of a failure for the caller. Only the kind decides about retries.
+/// The meaning of a failure for the caller. Only the kind determines whether to retry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case")]
 pub enum ErrorKind {
@@ -13,7 +13,7 @@ pub enum ErrorKind {
     NotFound,
     /// The name is taken.
     Conflict,
-    /// The provider refuses this request from any caller, and would refuse a retry, too.
+    /// The provider rejects this request from any caller, and would reject a retry too.
     Refused,
     /// A problem with the account, its token, its limits or the provider's capacity, not with the requested server. It
     /// lasts until an operator or the provider fixes it. Nothing was done.

@@ -1,4 +1,4 @@
-//! The used part of the provider's JSON, and its conversion into our types.
+//! The part of the provider's JSON that the platform uses, and its conversion into our types.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
