@@ -1,4 +1,4 @@
-//! Reads, writes and conditional writes of a bucket's objects, with errors that callers can act on.
+//! Reads, writes and conditionally writes a bucket's objects, with errors that callers can act on.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ use super::pointer;
 use svc_base::metrics::{STORE_CALLS, STORE_DURATION};
 use svc_base::untrusted_text::truncate_printable;
 
-/// An error of the store, classified by its meaning for the caller.
+/// A store error, classified by its meaning for the caller.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     #[error("{key} does not exist in the object store")]
@@ -48,7 +48,7 @@ pub enum StoreError {
         #[source]
         source: Box<Error>,
     },
-    /// Permanent: another machine has replaced this one, and only it has access.
+    /// Permanent: another machine has replaced this one, and only that machine has access.
     #[error("this machine has been replaced and may no longer use the object store ({key})")]
     Withdrawn { key: String },
     #[error("the object store failed at {key}")]
@@ -65,7 +65,7 @@ impl StoreError {
         Self::Corrupt { key: key.to_string(), why: truncate_printable(&why.to_string()) }
     }
 
-    /// Converts an error of the underlying store to the class that callers act on.
+    /// Converts an error from the underlying store to the class that callers act on.
     pub fn classify(key: &Path, error: Error) -> Self {
         let key = key.to_string();
         if is_withdrawn(&error) {
@@ -161,7 +161,7 @@ impl Condition {
 pub struct Bucket {
     inner: Arc<dyn ObjectStore>,
     multipart: Option<MultipartUploads>,
-    /// Timeout of one call including its retries; `None` for the store's own limits.
+    /// Timeout for one call, including its retries; `None` for the store's own limits.
     call_timeout: Option<Duration>,
 }
 
@@ -216,8 +216,7 @@ impl Bucket {
         }
     }
 
-    /// Aborts an upload of another process, so that the store drops its parts. Succeeds if the upload has already
-    /// ended.
+    /// Aborts another process's upload, so that the store drops its parts. Succeeds if the upload has already ended.
     pub async fn abort_upload(&self, open: &OpenUpload) -> Result<(), StoreError> {
         let Some(store) = &self.multipart else { return Ok(()) };
         let key = Path::from(open.key.as_str());

@@ -1,7 +1,7 @@
-//! Probes what an object store can do. Each capability says what fails without it.
+//! Probes what an object store can do. Each capability states what fails without it.
 //!
-//! The probes write only temporary objects below [`RUN_PREFIX`] and delete them again. Hosts' sessions are not probed
-//! here, because only the platform requests them.
+//! The probes write only temporary objects below [`RUN_PREFIX`] and delete them. Hosts' sessions are not probed here,
+//! because only the platform requests them.
 
 mod objects;
 mod raw_requests;
@@ -53,7 +53,7 @@ pub enum Support {
     Yes,
     /// The store's actual behaviour.
     No(String),
-    /// Why the probe was inconclusive.
+    /// The reason the probe was inconclusive.
     Unknown(String),
 }
 
@@ -136,17 +136,17 @@ pub const CONDITIONAL_COPY: Capability = Capability {
     without: "Nothing: svc copies no objects inside the store.",
 };
 
-/// Limits of the probes with concurrent writers.
+/// Limits for the probes with concurrent writers.
 #[derive(Debug, Clone, Copy)]
 pub struct RaceLimits {
     pub rounds: usize,
     pub timeout: Duration,
 }
 
-/// Probes the conditional puts of a single writer.
+/// Probes conditional puts by a single writer.
 ///
 /// # Errors
-/// [`StoreError`] of the first call that failed for a reason other than its condition.
+/// [`StoreError`] from the first call that failed for a reason other than its condition.
 pub async fn probe_conditions(bucket: &Bucket) -> Result<[ProbeResult; 2], StoreError> {
     Ok([
         ProbeResult::new(CREATE_ONCE, to_support(objects::probe_create_once(bucket).await?)),

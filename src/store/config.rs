@@ -83,7 +83,7 @@ impl StoreConfig {
         self.open_with(None)
     }
 
-    /// Like [`Self::open`], with credentials from `source` instead of those of the settings.
+    /// Like [`Self::open`], with credentials from `source` instead of those in the settings.
     ///
     /// # Errors
     /// Those of [`Self::open`].
@@ -178,7 +178,7 @@ impl HttpConnector for Connector {
 mod tests {
     use super::*;
 
-    /// The bucket's name, or the error.
+    /// Returns the bucket's name, or the error.
     fn read_bucket(pairs: &[(&str, &str)]) -> Result<String, String> {
         let credentials = [("AWS_ACCESS_KEY_ID", "a"), ("AWS_SECRET_ACCESS_KEY", "s")];
         let mut env = Env::from_pairs(pairs.iter().copied().chain(credentials));

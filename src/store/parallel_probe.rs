@@ -1,4 +1,4 @@
-//! Probes whether the store honours the conditions of concurrent writers. A store may refuse a second writer that comes
+//! Probes whether the store honours the conditions of concurrent writers. A store may reject a second writer that comes
 //! later, but accept two concurrent writers.
 
 use std::sync::LazyLock;
@@ -11,9 +11,9 @@ use serde_json::json;
 
 use super::bucket::{Bucket, Condition, StoreError};
 
-/// Prefix of the objects of all probes; not a valid user id.
+/// Prefix of all probes' objects; not a valid user id.
 pub const PREFIX: &str = "system-doctor";
-/// Prefix of the objects of this process, because other processes may probe the same store at the same time.
+/// Prefix of this process's objects, because other processes may probe the same store at the same time.
 pub static RUN_PREFIX: LazyLock<String> = LazyLock::new(|| format!("{PREFIX}/{}", uuid::Uuid::new_v4()));
 const WRITERS: usize = 6;
 /// Number of rounds of each kind. A store that accepts two writers in half of the rounds passes once in 256 runs.
@@ -50,7 +50,7 @@ pub struct ProbeFindings {
 }
 
 impl ProbeFindings {
-    /// The reason why the store must not be used, if any.
+    /// The reason the store must not be used, if any.
     pub fn refusal(&self) -> Option<String> {
         let Atomicity::Violated { winners } = self.create else { return None };
         Some(format!(

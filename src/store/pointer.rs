@@ -1,9 +1,8 @@
 //! `system/db/latest`: the pointer, and its changes by a fence or a new snapshot. All functions are pure; `pointer_io`
 //! reads and writes the pointer.
 //!
-//! Invariants: `seq` and `fenceEpoch` only increase, except that an implausible fence is replaced; a machine below
-//! the fence, or another machine with the fence's epoch, never moves the pointer; nothing depends on the clocks of
-//! hosts.
+//! Invariants: `seq` and `fenceEpoch` only increase, except that an implausible fence is replaced; a machine below the
+//! fence, or another machine with the fence's epoch, never moves the pointer; nothing depends on the hosts' clocks.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -19,8 +18,8 @@ pub const MAX_SEQ: u64 = 1 << 53;
 /// restored from an earlier time must still be repaired.
 pub const MAX_SEQ_AHEAD: u64 = 1_000_000;
 
-/// The pointer to the latest verified snapshot of a slot. `snapshot: null` is a tombstone: a fence without a
-/// snapshot, or, with `emptiedAt`, an operator's decision to restore no earlier snapshot.
+/// The pointer to a slot's latest verified snapshot. `snapshot: null` is a tombstone: a fence without a snapshot, or,
+/// with `emptiedAt`, an operator's decision to restore no earlier snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Pointer {
@@ -74,7 +73,7 @@ pub struct Fence {
 }
 
 impl Fence {
-    /// A fence without the platform's signature.
+    /// Creates a fence without the platform's signature.
     pub fn unsigned(epoch: Epoch, machine: MachineId) -> Self {
         Self { epoch, machine, proof: None }
     }
@@ -92,7 +91,7 @@ pub struct Fenced {
 }
 
 impl Fenced {
-    /// Whether no machine of the slot can have had the fence's epoch.
+    /// Whether no machine in the slot can have had the fence's epoch.
     pub fn is_implausible(&self) -> bool {
         self.fence > self.mine.max_plausible()
     }
@@ -357,8 +356,8 @@ pub(crate) mod tests {
     }
 
     proptest! {
-        /// For any order of fences and snapshots, neither `seq` nor the fence decreases, no two machines have the
-        /// same epoch, and the snapshot is only ever replaced by another one.
+        /// For any order of fences and snapshots, neither `seq` nor the fence decreases, no two machines have the same
+        /// epoch, and the snapshot is only ever replaced by another snapshot.
         #[test]
         fn pointer_never_moves_back(
             steps in prop::collection::vec((any::<bool>(), 1u32..6, 1u8..4, 0u32..1000), 0..60),

@@ -1,4 +1,4 @@
-//! Rebuilds a pointer that is missing, unreadable, or names a missing snapshot, from the side records of snapshots.
+//! Rebuilds a pointer that is missing, unreadable, or names a missing snapshot, from the snapshots' side records.
 //!
 //! Invariants: the fence is never lowered, unless it is implausible, and `seq` never decreases; the new pointer names a
 //! snapshot whose object and side record exist and agree; a concurrent write is never overwritten.
@@ -15,7 +15,7 @@ use super::{epoch_floor, pointer_io, pointer_log, snapshots};
 use svc_base::clock;
 use svc_machine::epoch::Epoch;
 
-/// Maximum bytes of an unreadable pointer to return.
+/// Maximum number of bytes to return from an unreadable pointer.
 const MAX_RETURNED_BYTES: u64 = 8 << 10;
 /// Maximum number of snapshots to check until a complete one is found.
 const MAX_CHECKED_SNAPSHOTS: usize = 64;
@@ -26,7 +26,7 @@ pub type CurrentFence = Fence;
 /// The platform's record of a slot.
 #[derive(Debug, Clone)]
 pub struct SlotRecord {
-    /// The highest epoch of all machines of the slot.
+    /// The highest epoch of all machines in the slot.
     pub highest: Epoch,
     pub holder: Option<CurrentFence>,
 }
@@ -78,7 +78,7 @@ pub enum RebuildTarget<'a> {
     /// The newest complete snapshot of the highest epoch; none if the slot has no snapshots.
     Newest,
     Snapshot(&'a SnapshotKey),
-    /// No snapshot, even if there are some: the operator has decided so.
+    /// No snapshot, even if there are some: an operator's decision.
     Nothing,
 }
 
@@ -95,7 +95,7 @@ pub struct Inspection {
     condition: Condition,
 }
 
-/// The reason why the pointer was not rebuilt.
+/// The reason the pointer was not rebuilt.
 #[derive(Debug, thiserror::Error)]
 pub enum RepairError {
     #[error("{key} is not usable: {why}")]
@@ -409,7 +409,7 @@ mod tests {
         (bucket, named.key)
     }
 
-    /// Writes an object and a record as a session of the slot could forge them.
+    /// Writes an object and a record as one of the slot's sessions could forge them.
     async fn forge(bucket: &Bucket, name: &str, epoch: u32) {
         let (at, key) = (slot().snapshots().join(name), format!("system/db/snapshots/{name}"));
         bucket.put(&at, "d").await.unwrap();

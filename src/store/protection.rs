@@ -12,11 +12,11 @@ use super::signed_request::{RequestError, SignedClient};
 pub enum Setting {
     On,
     Off,
-    /// The store does not support the request, or refuses it for these credentials.
+    /// The store does not support the request, or rejects it for these credentials.
     Unknown(StatusCode),
 }
 
-/// Both settings of a bucket.
+/// A bucket's two protection settings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Protection {
     pub versioning: Setting,

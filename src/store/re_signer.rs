@@ -1,5 +1,5 @@
-//! An HTTP layer below object_store: if the store refuses a request because its credentials have expired, signs it
-//! with new credentials and retries it once.
+//! An HTTP layer below object_store: if the store rejects a request because its credentials have expired, signs it with
+//! new credentials and retries it once.
 //!
 //! A host compares the expiry with its own clock; this layer helps if that clock is wrong.
 

@@ -172,7 +172,7 @@ pub async fn load_recorded(
     Ok((side, RecordedSnapshot::new(named)))
 }
 
-/// The reason why there is no snapshot to restore.
+/// The reason there is no snapshot to restore.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotUnusable {
     /// Confirmed: there are no snapshots, and no pointer or only a tombstone; or an operator decided to start empty.
@@ -210,7 +210,7 @@ pub async fn find_latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotR
     }
 }
 
-/// The reason why the pointer names no snapshot.
+/// The reason the pointer names no snapshot.
 #[derive(Debug, Clone, Copy)]
 enum NoSnapshot {
     Missing,

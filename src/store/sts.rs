@@ -26,7 +26,7 @@ const TIMEOUTS: Deadlines = Deadlines {
     idle: Duration::from_secs(5),
 };
 
-/// The reason why STS returned no session.
+/// The reason STS returned no session.
 #[derive(Debug, thiserror::Error)]
 pub enum StsError {
     /// The role, its trust policy or the session policy is wrong: an operator must fix it.

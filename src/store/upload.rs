@@ -40,7 +40,7 @@ impl PartLayout {
     }
 }
 
-/// The reason why an upload failed.
+/// The reason an upload failed.
 #[derive(Debug, thiserror::Error)]
 pub enum UploadError {
     #[error(transparent)]

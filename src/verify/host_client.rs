@@ -65,7 +65,7 @@ impl HostResponse {
     }
 
     /// # Errors
-    /// The reason why the body is not JSON of this type.
+    /// The reason the body is not JSON of this type.
     pub fn json<T: DeserializeOwned>(&self) -> Result<T, String> {
         serde_json::from_slice(&self.body).map_err(|error| error.to_string())
     }

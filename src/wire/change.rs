@@ -77,7 +77,7 @@ pub struct DeletedMachine {
     pub deleted_at: Option<Time>,
     pub newest_snapshot_at: Option<Time>,
     pub newest_snapshot_source: Option<Text<SnapshotSource>>,
-    /// The reason why the store's newest snapshot is unknown or cannot be restored.
+    /// The reason the store's newest snapshot is unknown or cannot be restored.
     pub snapshot_problem: Option<String>,
     /// `null` if its server is not kept.
     pub undeletable_until: Option<Time>,

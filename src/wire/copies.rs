@@ -30,7 +30,7 @@ pub struct Copies {
     pub kept: Vec<KeptServer>,
     pub newest_snapshot_at: Option<Time>,
     pub newest_snapshot: Option<NewestSnapshot>,
-    /// The reason why the store's newest snapshot is unknown or cannot be restored.
+    /// The reason the store's newest snapshot is unknown or cannot be restored.
     pub snapshot_problem: Option<String>,
     /// Seconds of changes that a loss of the live server would cost.
     pub exposed_seconds: Option<u64>,

@@ -1,4 +1,4 @@
-//! Tests of manifests signed by OpenSSL, and of each reason to refuse one.
+//! Tests for manifests signed by OpenSSL, and for each reason to reject one.
 
 use proptest::prelude::*;
 
