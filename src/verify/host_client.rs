@@ -1,4 +1,4 @@
-//! A client of a host: through the gateway's trusted socket, through the router with the owner's session, or directly
+//! A client for a host: through the gateway's trusted socket, through the router with the owner's session, or directly
 //! with the platform's proofs.
 
 use std::path::Path;
@@ -102,7 +102,7 @@ impl HostClient {
         &self.base
     }
 
-    /// The URL of a path on this host.
+    /// Returns the URL of a path on this host.
     pub fn url(&self, path: &str) -> Url {
         self.base.join(path).unwrap_or_else(|_| self.base.clone())
     }
@@ -124,7 +124,7 @@ impl HostClient {
     ) -> Result<HostResponse, String> {
         // The credential is only for this host.
         if url.origin() != self.base.origin() {
-            return Err(format!("{url} has another origin"));
+            return Err(format!("{url} has a different origin"));
         }
         let failed =
             |error: reqwest::Error| format!("{}: {}", url.path(), format_chain(&error.without_url()));
@@ -133,7 +133,7 @@ impl HostClient {
             request = request.header(name, value);
         }
         if method != Method::GET {
-            // A page of this host would send the same header.
+            // A page from this host would send the same header.
             request = request.header(header::ORIGIN, self.base.origin().ascii_serialization());
         }
         if let Some(body) = body {

@@ -1,4 +1,4 @@
-//! Snapshots of a slot.
+//! A slot's snapshots.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

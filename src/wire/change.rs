@@ -15,7 +15,7 @@ words!(
     PowerAction { On = "on", Off = "off", Reboot = "reboot" }
 );
 
-/// The machine of a slot. It is being created unless the slot already had one.
+/// A slot's machine. It is being created unless the slot already had one.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -35,7 +35,7 @@ pub struct ProvisionedMachine {
     pub operation_id: Option<Text<OperationId>>,
 }
 
-/// The machine that replaces another one.
+/// The machine that replaces another.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -125,7 +125,7 @@ pub struct PowerChange {
     pub operation_id: Option<Text<OperationId>>,
 }
 
-/// A machine's change to another server type.
+/// A machine's change to a different server type.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

@@ -16,7 +16,7 @@ words!(
     }
 );
 words!(
-    /// Why a machine whose server is kept left its slot.
+    /// The reason a machine whose server is kept left its slot.
     KeptReason { Replaced = "replaced", Deleted = "deleted" }
 );
 

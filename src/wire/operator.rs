@@ -9,7 +9,7 @@ use svc_machine::id::OperatorTokenId;
 words!(
     /// The permission that a route requires.
     Scope {
-        /// Machines, operations, rollouts and the audit, without owner data.
+        /// Machines, operations, rollouts and the audit log, without owner data.
         Read = "read",
         /// Changes to machines, and their snapshots.
         Operate = "operate",
@@ -17,7 +17,7 @@ words!(
         Billing = "billing",
         /// The platform's metrics.
         Metrics = "metrics",
-        /// Operators and the audit.
+        /// Operators and the audit log.
         Admin = "admin",
     }
 );
