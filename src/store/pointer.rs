@@ -306,7 +306,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn pointer_of_an_older_release_is_compatible() {
+    fn pointer_from_an_older_release_is_compatible() {
         let text = r#"{"version":1,"fenceEpoch":3,"seq":7,"snapshot":null}"#;
         let old: Pointer = serde_json::from_str(text).unwrap();
         assert_eq!(old.fence_machine_id, None);

@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn find_returns_the_code_of_a_message() {
+    fn find_returns_the_code_in_a_message() {
         for code in RestoreFailureCode::ALL {
             let message = format!("exit code 70: svc-restore: {}: details", code.marker());
             assert_eq!(RestoreFailureCode::find(&message), Some(code));

@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn text_accepts_words_of_a_newer_release() {
+    fn text_accepts_words_from_a_newer_release() {
         let read: Text<Colour> = serde_json::from_str(r#""ultraviolet""#).unwrap();
         assert_eq!(read.as_str(), "ultraviolet");
         assert!("ultraviolet".parse::<Colour>().is_err());

@@ -117,7 +117,7 @@ fn run_scripts(seed: u64, count: u64, failpoints: &'static str) -> Result<Figure
     for index in 0..count {
         let mut generator = ScriptGenerator(seed.wrapping_add(index));
         let script = generator.next_script(failpoints.is_empty());
-        // A failure also depends on the files of earlier scripts, so a replay begins with the first script.
+        // A failure also depends on files from earlier scripts, so a replay begins with the first script.
         let context = || format!("AUDIT_SEED={seed}, script {index}:\n{script}");
         if generator.next_below(8) == 0 {
             // Changes by the owner, which no hook reports.

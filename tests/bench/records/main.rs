@@ -1,5 +1,5 @@
 //! The program that `cargo xtask bench records` runs once per round: it measures the real writer and usage book, and
-//! upper bounds of the writer.
+//! upper bounds for the writer.
 //!
 //! It links the product, which the kit never does. Each figure is an output line `{name, whose, value}`.
 
@@ -74,7 +74,7 @@ fn event(n: u64) -> Interaction {
     event
 }
 
-/// Distinct events, few enough to fit into the CPU caches.
+/// Distinct events, few enough to fit in the CPU caches.
 fn events() -> Vec<Interaction> {
     (0..256).map(event).collect()
 }

@@ -69,9 +69,9 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     );
     for round in 0..options.rounds {
         print_round(round, options.rounds);
-        // The order rotates, because each side starts with the caches of the previous one.
+        // The order rotates, because each side starts with the caches left by the previous one.
         for turn in 0..3 {
-            // Flush pending writes of the previous run.
+            // Flush pending writes from the previous run.
             nix::unistd::sync();
             let (name, (stats, dumped)) = match (turn + round) % 3 {
                 0 => (PRODUCT, testbed.run_svc_backup()?),

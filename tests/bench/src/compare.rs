@@ -1,10 +1,11 @@
-//! Compares the product with an earlier build of it: each figure of both, the ratio, and whether it got worse.
+//! Compares the product with an earlier build of it: both builds' figures, their ratio, and whether the product got
+//! worse.
 //!
 //! All functions here are pure. Each round measures both builds, so that a disturbance affects both sides of a ratio.
 
 use super::figures::{Figure, PRODUCT, Spec, Tally, median, quantile};
 
-/// A median that differs by at most this share is never a change.
+/// A median that differs by at most this fraction is never a change.
 const MIN_CHANGE: f64 = 0.02;
 /// Fewer rounds cannot distinguish a change from noise.
 const MIN_ROUNDS: usize = 3;
@@ -81,7 +82,7 @@ impl Comparison {
     }
 }
 
-/// Returns each name once, in the order of the table.
+/// Returns each name once, in table order.
 fn names(specs: &[Spec]) -> Vec<&'static str> {
     let mut names: Vec<&'static str> = Vec::new();
     for spec in specs {
@@ -154,7 +155,7 @@ mod tests {
     fn change_within_noise_is_the_same() {
         let baseline = [100.0; 5];
         assert_eq!(verdict(&RATE, &baseline, &[80.0, 101.0, 95.0, 110.0, 102.0]), Verdict::Same, "noise");
-        assert_eq!(verdict(&RATE, &baseline, &[99.0; 5]), Verdict::Same, "a steady difference of 1 %");
+        assert_eq!(verdict(&RATE, &baseline, &[99.0; 5]), Verdict::Same, "a steady difference of 1%");
         assert_eq!(verdict(&RATE, &baseline, &[97.0; 5]), Verdict::Worse);
         assert_eq!(verdict(&RATE, &[100.0; 2], &[80.0; 2]), Verdict::Same, "too few rounds");
         let nine = [97.0, 96.0, 97.0, 110.0, 95.0, 96.0, 97.0, 97.0, 96.0];

@@ -87,7 +87,7 @@ impl RunningPostgrest {
         Ok(())
     }
 
-    /// A JWT for `role`, valid for one hour.
+    /// Returns a JWT for `role`, valid for one hour.
     pub fn token(&self, role: &str) -> String {
         let exp = jiff::Timestamp::now().as_second() + 3600;
         let encode = |value: serde_json::Value| B64.encode(value.to_string());
