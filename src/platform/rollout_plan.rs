@@ -1,4 +1,4 @@
-//! Plans the next step of a rollout: maps the state of its machines to effects. Pure: reads no clock and no database.
+//! Plans the next step of a rollout: maps its machines' states to effects. Pure: reads no clock and no database.
 //!
 //! Invariants:
 //!

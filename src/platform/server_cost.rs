@@ -47,7 +47,7 @@ pub async fn read_cost(
 /// Returns the cost of a server for a quote, from prices that are at most a few minutes old.
 ///
 /// # Errors
-/// Those of [`read_cost`].
+/// Same as [`read_cost`].
 pub async fn read_quoted_cost(
     platform: &Platform,
     server_type: &ServerType,

@@ -61,7 +61,7 @@ pub enum TokenStatus {
 pub enum TokenOffer {
     /// The stored token, which the host does not use yet.
     Stored(SecretString),
-    /// A token of a later generation, which the caller makes with the current platform key. It must make none while
+    /// A token with a later generation, which the caller makes with the current platform key. It must make none while
     /// processes with a different current key are running: they would replace each other's tokens.
     Next(Generation),
 }

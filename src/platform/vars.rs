@@ -178,8 +178,7 @@ svc_base::variables! {
         STS_ROLE_ARN: "ARN" = derived "**required** with `sts`";
         /// URL to which AssumeRole requests are sent.
         STS_ENDPOINT: "URL" = derived "`OBJECT_STORE_ENDPOINT`, else AWS's for `AWS_REGION`";
-        /// Whether hosts' sessions can create snapshots and entries of the pointer log but not overwrite them. See
-        /// below.
+        /// Whether hosts' sessions can create snapshots and pointer-log entries but not overwrite them. See below.
         STORE_WRITE_ONCE: "flag" = "false";
         /// Lifetime of a host's outage session. See below.
         STS_DURATION_SECONDS: "seconds, 900 to 604800" = "43200";
@@ -259,7 +258,7 @@ svc_base::variables! {
         /// Bearer tokens per second from one address (IPv4) or network (IPv6, /64); the burst is ten seconds'
         /// worth. Tokens that the process has accepted in the last ten minutes do not count.
         PLATFORM_ADDRESS_CHECKS_PER_SECOND: "number" = "100";
-        /// Addresses of the proxies in front of the API. They are exempt from the limit per address.
+        /// Addresses of the proxies in front of the API. They are exempt from the per-address limit.
         PLATFORM_TRUSTED_PROXIES: "addresses and CIDRs, separated by commas" = unset;
     }
 

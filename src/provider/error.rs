@@ -9,7 +9,7 @@ use std::time::Duration;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case")]
 pub enum ErrorKind {
-    /// The target of the call does not exist.
+    /// The call's target does not exist.
     NotFound,
     /// The name is taken.
     Conflict,

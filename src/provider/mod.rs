@@ -38,7 +38,7 @@ pub trait Provider: Send + Sync {
     /// Deletes a server and its disk. A missing server counts as deleted.
     async fn delete(&self, id: ServerId) -> Result<DeleteOutcome, ProviderError>;
 
-    /// Looks up the progress of an action.
+    /// Looks up an action's progress.
     async fn action(&self, id: ActionId) -> Result<Action, ProviderError>;
 
     /// Powers the server on; a running server is unaffected.
@@ -63,9 +63,9 @@ pub trait Provider: Send + Sync {
     /// Looks up a server type; `None` if the provider does not offer it.
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError>;
 
-    /// Looks up the prices of servers of this type.
+    /// Looks up the prices for servers of this type.
     async fn prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError>;
 
-    /// Counts the servers in the account's project, including servers of other installations.
+    /// Counts the servers in the account's project, including other installations' servers.
     async fn count_servers(&self) -> Result<u64, ProviderError>;
 }

@@ -135,14 +135,14 @@ impl Version {
     }
 }
 
-/// A value with the version of its object.
+/// A value with its object's version.
 #[derive(Debug, Clone)]
 pub struct Versioned<T> {
     pub value: T,
     pub version: Version,
 }
 
-/// The condition of a write.
+/// The condition for a write.
 #[derive(Debug, Clone)]
 pub enum Condition {
     Absent,
@@ -170,20 +170,20 @@ impl Bucket {
         Self { inner, multipart: None, call_timeout: None }
     }
 
-    /// The same bucket, with upload ids.
+    /// Returns the same bucket with upload ids.
     #[must_use]
     pub fn with_upload_ids(self, store: Arc<dyn MultipartStore>) -> Self {
         Self { multipart: Some(MultipartUploads(store)), ..self }
     }
 
-    /// The same bucket, with a timeout for each read and write of a whole object, including retries.
+    /// Returns the same bucket with a timeout for each read and write of a whole object, including retries.
     #[must_use]
     pub fn with_call_timeout(self, timeout: Duration) -> Self {
         Self { call_timeout: Some(timeout), ..self }
     }
 
-    /// Records the metrics of one call, and runs it with the call timeout. Callers box the future, because it is
-    /// large and part of most of the platform's futures.
+    /// Records the metrics for one call, and runs it with the call timeout. Callers box the future, because it is large
+    /// and part of most of the platform's futures.
     async fn call<T>(
         &self,
         name: &'static str,
@@ -229,7 +229,7 @@ impl Bucket {
     /// Runs `work` with a timeout.
     ///
     /// # Errors
-    /// Those of `work`, or [`StoreError::Unavailable`] after the timeout.
+    /// The errors from `work`, or [`StoreError::Unavailable`] after the timeout.
     pub async fn run_with_timeout<T>(
         &self,
         key: &Path,

@@ -1,4 +1,4 @@
-//! Published host bundles: the digest of the archive, and the signed manifest that hosts need for an update.
+//! Published host bundles: the archive's digest, and the signed manifest that hosts need for an update.
 //!
 //! A manifest is trusted only as [`VerifiedManifest`], which only [`verify`] creates. Unknown formats are rejected;
 //! unknown fields are ignored, except in a key set.
@@ -215,7 +215,7 @@ pub enum BundleUnusable {
     Store(#[from] StoreError),
 }
 
-/// Verifies the published manifest of the archive with this SHA-256, as a host does.
+/// Verifies the published manifest for the archive with this SHA-256, as a host does.
 ///
 /// # Errors
 /// [`BundleUnusable`].
@@ -230,7 +230,7 @@ pub async fn verify_published(
     if verified.manifest().sha256 == sha256 { Ok(verified) } else { Err(BundleUnusable::WrongArchive) }
 }
 
-/// Parses the lines of a signature file, each a key id and a signature.
+/// Parses the lines in a signature file, each a key id and a signature.
 ///
 /// # Errors
 /// [`ManifestError::MalformedSignature`].

@@ -86,7 +86,7 @@ impl StoreConfig {
     /// Like [`Self::open`], with credentials from `source` instead of those in the settings.
     ///
     /// # Errors
-    /// Those of [`Self::open`].
+    /// Same as [`Self::open`].
     pub fn open_with(&self, source: Option<Arc<dyn CredentialSource>>) -> anyhow::Result<Bucket> {
         match self {
             Self::S3(config) => config.open(source),
@@ -139,7 +139,7 @@ impl S3Config {
     }
 }
 
-/// Reads a time. The error does not quote the value: if lines of the file were joined, it may contain a secret.
+/// Reads a time. The error does not quote the value: if lines in the file were joined, it may contain a secret.
 fn read_time(env: &mut Env, variable: &Variable) -> Option<Timestamp> {
     let parsed = env.text(variable)?.parse();
     parsed.map_err(|_| env.add_mistake(variable, "must be a time such as 2026-01-02T03:04:05Z")).ok()

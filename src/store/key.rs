@@ -9,7 +9,7 @@ use svc_machine::name::{IdpUserId, ImageVersion, Slot};
 /// The file name of a host bundle, in the store and in URLs.
 pub const BUNDLE_FILE: &str = "svc-host-bundle.tar.gz";
 
-/// Number of digits in the name of a pointer-log entry, enough for the highest `seq`.
+/// Number of digits in a pointer-log entry's name, enough for the highest `seq`.
 const SEQ_DIGITS: usize = 16;
 
 /// The part common to all snapshot and side-record keys.
@@ -60,14 +60,14 @@ impl SlotPrefix {
         self.join(&["system", "db", "snapshots"])
     }
 
-    /// The path of a snapshot's object. `key` is relative to the slot: `system/db/snapshots/….dump`. `None` for any
-    /// other format, so that no pointer can refer to another slot.
+    /// Returns the path of a snapshot's object. `key` is relative to the slot: `system/db/snapshots/….dump`. `None` for
+    /// any other format, so that no pointer can refer to another slot.
     pub fn snapshot(&self, key: &str) -> Option<Path> {
         let key: SnapshotKey = key.parse().ok()?;
         Some(self.snapshots().join(key.as_str().rsplit('/').next()?))
     }
 
-    /// The path of a snapshot's side record.
+    /// Returns the path of a snapshot's side record.
     pub fn side_record(&self, key: &str) -> Option<Path> {
         self.snapshot(key).map(|path| Path::from(format!("{path}.json")))
     }
@@ -161,7 +161,7 @@ pub fn epoch_of(key: &str) -> Option<Epoch> {
     parse_time_and_epoch(key).map(|(_, epoch)| epoch)
 }
 
-/// The time at the beginning of a key or cursor.
+/// Returns the time at the beginning of a key or cursor.
 pub(super) fn time_in(key: &str) -> Option<Timestamp> {
     let name = key.strip_prefix("system/db/snapshots/")?;
     let (date, rest) = name.split_once('T')?;
@@ -194,7 +194,7 @@ pub fn entry_seq(entry: &Path) -> Option<u64> {
 /// The folder with all bundles, at the root of the bucket.
 pub const BUNDLES: &str = "system-bundles";
 
-/// The path of a bundle's object; `suffix` is empty, `.sha256`, `.json` or `.json.sig`.
+/// Returns the path of a bundle's object; `suffix` is empty, `.sha256`, `.json` or `.json.sig`.
 pub fn bundle(version: &ImageVersion, suffix: &str) -> Path {
     Path::from_iter([BUNDLES, version.as_str(), &format!("{BUNDLE_FILE}{suffix}")])
 }

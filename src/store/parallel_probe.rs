@@ -16,7 +16,7 @@ pub const PREFIX: &str = "system-doctor";
 /// Prefix of this process's objects, because other processes may probe the same store at the same time.
 pub static RUN_PREFIX: LazyLock<String> = LazyLock::new(|| format!("{PREFIX}/{}", uuid::Uuid::new_v4()));
 const WRITERS: usize = 6;
-/// Number of rounds of each kind. A store that accepts two writers in half of the rounds passes once in 256 runs.
+/// Number of rounds of each kind. A store that accepts two writers in half the rounds passes once in 256 runs.
 const ROUNDS: usize = 8;
 
 /// Whether one kind of conditional write has exactly one winner.
@@ -38,7 +38,7 @@ impl Atomicity {
     }
 }
 
-/// The result of the rounds.
+/// The results of the rounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProbeFindings {
     /// `If-None-Match: *`, which the pointer's log requires.
@@ -82,7 +82,7 @@ pub async fn run(bucket: &Bucket, timeout: Duration) -> Result<ProbeFindings, St
 /// Like [`run`], with at most `max_rounds` rounds.
 ///
 /// # Errors
-/// Like [`run`].
+/// Same as [`run`].
 pub async fn run_rounds(
     bucket: &Bucket,
     max_rounds: usize,

@@ -14,8 +14,8 @@ use svc_machine::id::MachineId;
 pub const FORMAT: u32 = 1;
 /// Upper bound on `seq`: every JSON parser represents smaller integers exactly.
 pub const MAX_SEQ: u64 = 1 << 53;
-/// Maximum distance of a log entry from `latest`. The protocol leaves at most one entry ahead, but a `latest` that was
-/// restored from an earlier time must still be repaired.
+/// Maximum distance between a log entry and `latest`. The protocol leaves at most one entry ahead, but a `latest` that
+/// was restored from an earlier time must still be repaired.
 pub const MAX_SEQ_AHEAD: u64 = 1_000_000;
 
 /// The pointer to a slot's latest verified snapshot. `snapshot: null` is a tombstone: a fence without a snapshot, or,
@@ -28,7 +28,7 @@ pub struct Pointer {
     /// The machine that the fence admits. Older releases omit it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fence_machine_id: Option<MachineId>,
-    /// The platform's signature of its fence. Older releases omit it, and it is absent if a host raised the fence.
+    /// The platform's signature on its fence. Older releases omit it, and it is absent if a host raised the fence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fence_proof: Option<String>,
     pub seq: u64,

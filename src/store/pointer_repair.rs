@@ -140,8 +140,8 @@ pub async fn inspect(
     Ok(Inspection { found, snapshots: keys.len(), unchecked, next, condition })
 }
 
-/// Plans the pointer to write, with a `seq` above which a reader finds no entry. It respects the fence of the last
-/// skipped entry, if that entry is readable.
+/// Plans the pointer to write, with a `seq` above which a reader finds no entry. It respects the last skipped entry's
+/// fence, if that entry is readable.
 async fn plan_rebuild(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -286,7 +286,7 @@ async fn find_newest_complete(
     Ok((None, keys.len().saturating_sub(MAX_CHECKED_SNAPSHOTS)))
 }
 
-/// Reads the `seq` and value of the newest log entry. If the entry is unreadable, the value is that of `latest`.
+/// Reads the `seq` and value of the newest log entry. If the entry is unreadable, the value comes from `latest`.
 async fn read_newest_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, Option<Pointer>), StoreError> {
     let Some((seq, _)) = pointer_log::find_newest_entry(bucket, slot, 0).await? else { return Ok((0, None)) };
     let value = match try_read_entry(bucket, slot, seq).await? {

@@ -84,7 +84,7 @@ fn day_prefix(at: Timestamp) -> String {
     snapshot_name_at(at).split_inclusive('T').next().unwrap_or_default().to_owned()
 }
 
-/// The common prefix of the days.
+/// Returns the days' common prefix.
 fn common_prefix(days: &[String]) -> String {
     let (Some(first), Some(last)) = (days.first(), days.last()) else { return String::new() };
     first.chars().zip(last.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a).collect()
@@ -118,7 +118,7 @@ fn render_outage_policy(
     prefixes: &[String],
     writes: SnapshotWrites,
 ) -> String {
-    // The name of a side record ends in `.dump.json`.
+    // A side record's name ends in `.dump.json`.
     let own: Vec<String> =
         prefixes.iter().map(|prefix| format!("{bucket}/{db}/snapshots/{prefix}*-{epoch}.dump*")).collect();
     let mut statements = vec![

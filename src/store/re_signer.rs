@@ -99,7 +99,7 @@ impl ReSigner {
     }
 }
 
-/// The id of the access key with which a request was signed.
+/// Returns the id of the access key with which a request was signed.
 fn access_key_of(request: &HttpRequest) -> Option<&str> {
     let text = request.headers().get(AUTHORIZATION)?.to_str().ok()?;
     text.split_once("Credential=")?.1.split('/').next()

@@ -49,7 +49,7 @@ pub struct SideRecord {
     /// Facts that a dump does not contain. Older hosts omit them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub database: Option<DatabaseFacts>,
-    /// The identity of the database. Older hosts omit it.
+    /// The database's identity. Older hosts omit it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub database_identity: Option<DatabaseIdentity>,
 }
@@ -130,7 +130,7 @@ pub struct TableCount {
     pub rows: u64,
 }
 
-/// Writes the side record of a complete, verified object, whose ETag is `etag`. A side record is written only once.
+/// Writes the side record for a complete, verified object, whose ETag is `etag`. A side record is written only once.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if the key is not a snapshot's, `Precondition` if the object has a different side record.
@@ -305,7 +305,7 @@ pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<SideR
     Ok(record)
 }
 
-/// Reads the side record of a snapshot from [`find_latest`].
+/// Reads the side record for a snapshot from [`find_latest`].
 pub async fn read_side_record(
     bucket: &Bucket,
     slot: &SlotPrefix,

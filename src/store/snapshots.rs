@@ -21,7 +21,7 @@ use svc_machine::id::MachineId;
 /// Maximum number of concurrent side-record reads, of at most 1 MiB each.
 const MAX_CONCURRENT_READS: usize = 4;
 const SUFFIX: &str = ".json";
-/// Initial time range of a page: hours per snapshot, plus additional hours. Backups are hourly.
+/// Initial time range for a page: hours per snapshot, plus additional hours. Backups are hourly.
 const HOURS_PER_SNAPSHOT: i64 = 1;
 const EXTRA_HOURS: i64 = 2;
 /// If a page is not full, its time range grows by this factor.

@@ -59,7 +59,7 @@ pub struct Upload {
     open_upload: Option<OpenUpload>,
     inner: Box<dyn MultipartUpload>,
     layout: PartLayout,
-    /// The chunks of the next part.
+    /// The chunks in the next part.
     buffer: Vec<Bytes>,
     buffered_bytes: usize,
     started_parts: u64,
@@ -151,7 +151,7 @@ impl Upload {
         Ok(self.wait_for_parts(0).await?)
     }
 
-    /// Completes the upload and checks the size of the object, which also resolves a lost response. After an error, the
+    /// Completes the upload and checks the object's size, which also resolves a lost response. After an error, the
     /// upload may still be open, and the caller must abort it.
     pub async fn complete(&mut self) -> Result<ObjectMeta, UploadError> {
         self.flush().await?;

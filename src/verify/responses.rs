@@ -43,7 +43,7 @@ pub struct SchemaList {
     pub data: SchemaNames,
 }
 
-/// The names of the apps in `data`: an array of objects, or an object keyed by name.
+/// The app names in `data`: an array of objects, or an object keyed by name.
 #[derive(Debug)]
 pub struct SchemaNames(pub Vec<String>);
 

@@ -11,8 +11,8 @@ const MAX_NAME_BYTES: usize = 300;
 /// Maximum length of a host name. The search for its start and end stops there.
 const MAX_HOST_BYTES: usize = 253;
 
-/// Finds the distinct quoted names of scripts and styles in HTML or JavaScript, at most `max` of them. Takes time
-/// linear in the length of the text, which a hostile host may have crafted.
+/// Finds the distinct quoted script and style names in HTML or JavaScript, at most `max` of them. Takes time linear in
+/// the length of the text, which a hostile host may have crafted.
 pub fn find_script_and_style_names(text: &str, max: usize) -> Vec<&str> {
     let mut seen = HashSet::new();
     let parts = ['"', '\'', '`'].into_iter().flat_map(|quote| text.split(quote));
@@ -26,7 +26,7 @@ pub fn find_script_and_style_names(text: &str, max: usize) -> Vec<&str> {
     names.filter(|name| seen.insert(*name)).take(max).collect()
 }
 
-/// The identity provider's host in shells built without a key, and its host in our examples.
+/// The identity provider's host in shells built without a key, and in our examples.
 const PLACEHOLDER_HOSTS: [&str; 2] = ["placeholder-idp.invalid", "idp.example.com"];
 
 /// Finds a placeholder host, in plain text or inside a publishable key. A shell that was built without the identity

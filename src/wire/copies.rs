@@ -36,7 +36,7 @@ pub struct Copies {
     pub exposed_seconds: Option<u64>,
     /// A complete snapshot that is newer than the one that the pointer names.
     pub newer_snapshot: Option<NewerSnapshot>,
-    /// A snapshot of the previous machine that is newer than the one that was restored.
+    /// A snapshot from the previous machine that is newer than the one that was restored.
     pub unrestored_snapshot: Option<UnrestoredSnapshot>,
 }
 
@@ -72,7 +72,7 @@ pub struct KeptServer {
     pub removal_abandoned_at: Option<Time>,
 }
 
-/// The newest snapshot of the slot.
+/// The slot's newest snapshot.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

@@ -26,7 +26,7 @@ words!(
     OperatorState { Active = "active", Expired = "expired", Revoked = "revoked" }
 );
 
-/// An operator, with the times of their tokens.
+/// An operator, with token expiry and usage times.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Operator {

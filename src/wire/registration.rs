@@ -54,7 +54,7 @@ impl RestoreFailureCode {
     }
 }
 
-/// The registration of a new host.
+/// A new host's registration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -67,7 +67,7 @@ pub struct Registration {
     /// SHA-256 of the release's bundle: 64 hexadecimal digits.
     #[schemars(schema_with = "sha256")]
     pub bundle_sha256: String,
-    /// SHA-256 of the public key of the gateway's certificate: 64 hexadecimal digits.
+    /// SHA-256 of the gateway certificate's public key: 64 hexadecimal digits.
     #[schemars(schema_with = "sha256")]
     pub tls_spki_sha256: String,
     /// Milliseconds from the time when user-data was written until the gateway was ready.

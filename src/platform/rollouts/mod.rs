@@ -31,7 +31,7 @@ pub const FAILPOINTS: &[&str] = &["rollouts.decided", "rollouts.written", "rollo
 /// Maximum number of hosts notified at once.
 const MAX_CONCURRENT_CALLS: usize = 8;
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// The total timeout of a requested update is this multiple of the silence timeout.
+/// The total timeout for a requested update is this multiple of the silence timeout.
 const TOTAL_TIMEOUT_FACTOR: u32 = 6;
 
 /// Advances rollouts until `stop`.
@@ -153,7 +153,7 @@ async fn end_rollout(
     Ok(())
 }
 
-/// Notifies hosts of their requested update.
+/// Notifies hosts of their requested updates.
 async fn notify_hosts(platform: &Platform, rollout: &RolloutRow, machines: Vec<MachineId>) {
     let calls = machines.into_iter().map(|id| async move {
         let call = async {

@@ -1,4 +1,4 @@
-//! Verifies the release of a rollout on the first machines that receive it, before the next batch starts.
+//! Verifies a rollout's release on the first machines that receive it, before the next batch starts.
 //!
 //! The checks take a long time, so they run outside any transaction, under a claim that is renewed: if the process stops,
 //! another process takes over. A finding pauses the rollout and raises an alarm; after `svcctl deploy resume`, the release
@@ -41,7 +41,7 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 const MACHINE_TIMEOUT: Duration = Duration::from_secs(CHECK_TIMEOUT.as_secs() * 3);
 pub const CLAIM_TTL: Duration = Duration::from_secs(60);
 const CLAIM_RENEWAL_INTERVAL: Duration = Duration::from_secs(15);
-/// Maximum number of findings in the reason of a paused rollout.
+/// Maximum number of findings in a paused rollout's reason.
 const MAX_REASON_FINDINGS: usize = 3;
 
 /// Verifies the release on the first machines that run it, and stores the result.
@@ -138,7 +138,7 @@ async fn verify_machine(
             };
             machine = current;
         }
-        // After a timeout, the findings of the last complete attempt count.
+        // After a timeout, the findings from the last complete attempt count.
         let Ok(found) = timeout_at(deadline, check_machine(platform, &machine)).await else { break };
         findings = found;
         if findings.is_empty() {

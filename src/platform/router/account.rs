@@ -1,6 +1,6 @@
 //! Account choice in a browser whose session and identity provider cookie belong to different users.
 //!
-//! Two people may share a browser, so a page prompts for the choice. Any host of the same domain can set the provider's
+//! Two people may share a browser, so a page prompts for the choice. Any host on the same domain can set the provider's
 //! cookie, so the session takes precedence until the person decides.
 
 use axum::response::Response;
@@ -103,7 +103,7 @@ pub(super) async fn handle_choice(
 }
 
 impl RouterState {
-    /// A name that the user recognizes: the handle of their machine.
+    /// A name that the user recognizes: their machine's handle.
     fn account_name(&self, user: &IdpUserId) -> String {
         let machines = self.directory.list_machines(user).unwrap_or_default();
         // Handles contain no HTML special characters.

@@ -79,7 +79,7 @@ fn user_digest(key: &hmac::Key, user: &IdpUserId) -> String {
     B64.encode(&hmac::sign(key, user.as_str().as_bytes()).as_ref()[..16])
 }
 
-/// Rejects a service worker script on `APP_HOST`: the worker would intercept every later page of the origin. The editor
+/// Rejects a service worker script on `APP_HOST`: the worker would intercept every later page on the origin. The editor
 /// on `CODE_HOST` needs its service worker.
 ///
 /// # Errors

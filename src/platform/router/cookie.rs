@@ -1,7 +1,7 @@
 //! Cookies (RFC 6265): sets and reads the router's cookies, and drops machine cookies that use the same names.
 //!
-//! Over HTTPS, the router's cookies have the prefix `__Host-`: a browser accepts such a cookie only from the host itself,
-//! so that no other host of the same domain can set one.
+//! Over HTTPS, the router's cookies have the prefix `__Host-`: a browser accepts such a cookie only from the host
+//! itself, so that no other host on the same domain can set one.
 
 use http::header::{COOKIE, HeaderMap, SET_COOKIE};
 use http::{HeaderName, HeaderValue};

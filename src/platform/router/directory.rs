@@ -1,4 +1,4 @@
-//! Maps users to their machines: an in-memory copy of the active rows of `user_machines`.
+//! Maps users to their machines: an in-memory copy of the active rows in `user_machines`.
 //!
 //! The watcher replaces the whole table; requests read it. Invariant: an upstream exists exactly while its machine's row
 //! is active, `running` and not powered off, and has an endpoint; after that, the upstream is closed together with its
@@ -91,7 +91,7 @@ impl Directory {
         &self.trust
     }
 
-    /// Finds the address of a routable machine by its host name, for validations of that name.
+    /// Finds the address of a routable machine by its host name, for validating that name.
     pub(super) fn find_address(&self, name: &str) -> Option<SocketAddr> {
         let id = self.trust.domain.as_ref()?.parse_machine(name)?;
         if !self.freshness.state().are_served() {

@@ -22,7 +22,7 @@ const EXPIRED_STYLE: &str = include_str!("signed_out.css");
 /// Notifies the outer frame, which can request another token.
 const EXPIRED_SCRIPT: &str = r#"parent.postMessage({ type: "svc:app-token-ended" }, "*");"#;
 
-/// Splits the path of an app's page into the app and the path inside it; `None` for any other path.
+/// Splits the path of an app's page into the app and the path inside it; `None` for all other paths.
 pub(super) fn parse_target(path: &str) -> Option<(&str, &str)> {
     let (slug, rest) = path.strip_prefix("/apps/")?.split_once('/')?;
     (app_token::is_slug(slug) && !rest.starts_with('~')).then_some((slug, rest))

@@ -30,7 +30,7 @@ const PROXY_HEADERS: [&str; 8] = [
     "x-rewrite-url",
 ];
 
-/// Values of the headers that the router adds.
+/// Values for the headers that the router adds.
 pub(super) struct ForwardHeaders<'a> {
     pub(super) peer: Option<SocketAddr>,
     pub(super) scheme: &'static str,

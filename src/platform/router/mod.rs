@@ -57,7 +57,7 @@ use svc_http::{client, jwt};
 use svc_machine::name::IdpUserId;
 use watch::Watcher;
 
-/// Dependencies of the router.
+/// The router's dependencies.
 pub struct RouterContext {
     pub pool: Pool,
     /// For the watcher's dedicated connection, which does not wait for the pool.

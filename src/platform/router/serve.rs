@@ -32,7 +32,7 @@ use svc_http::proxy::{ProxyError, TimeLimit};
 use svc_http::request_id;
 use svc_http::server::Scheme;
 
-/// Omits `includeSubDomains`, because other hosts of the operator's domain may not support HTTPS.
+/// Omits `includeSubDomains`, because other hosts on the operator's domain may not support HTTPS.
 const HSTS_ONE_YEAR: &str = "max-age=31536000";
 
 /// The properties of a request, except its caller.

@@ -212,7 +212,7 @@ impl Sessions {
         Ok(is_open)
     }
 
-    /// Revokes all sessions and unused codes of a user on both hosts, and returns the generation of this sign-out.
+    /// Revokes all of a user's sessions and unused codes on both hosts, and returns the generation of this sign-out.
     pub(super) async fn revoke_all(&self, user: &IdpUserId) -> Result<i64, SessionError> {
         let sql = "WITH ended AS (UPDATE sessions SET revoked_at = now() \
                      WHERE idp_user_id = $1 AND revoked_at IS NULL), \

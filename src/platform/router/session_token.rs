@@ -1,4 +1,4 @@
-//! The value of a session cookie: a random id, signed with the key for app tokens.
+//! A session cookie's value: a random id, signed with the key for app tokens.
 //!
 //! The signature grants no access: access requires a row in `sessions`. The signature only proves that a router issued
 //! the value, so that a forged value is rejected without a query.

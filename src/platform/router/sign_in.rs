@@ -1,7 +1,7 @@
-//! Browser sign-in: at the identity provider on `APP_HOST`, and with a single-use code from `APP_HOST` on `CODE_HOST`.
+//! Signs browsers in: on `APP_HOST` through the identity provider, and on `CODE_HOST` with a code from `APP_HOST`.
 //!
-//! The code works only together with a nonce in a `CODE_HOST` cookie in the same browser, so that a link cannot sign a
-//! person in as another user (login CSRF).
+//! The code can be used once, and only together with a nonce in a `CODE_HOST` cookie in the same browser, so that a
+//! link cannot sign a person in as another user (login CSRF).
 
 use std::time::Duration;
 

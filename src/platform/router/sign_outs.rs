@@ -1,5 +1,5 @@
-//! Recent sign-outs, and the open streams of each user. A sign-out invalidates the user's older app tokens and closes
-//! the user's streams.
+//! Recent sign-outs, and each user's open streams. A sign-out invalidates the user's older app tokens and closes the
+//! user's streams.
 //!
 //! The watcher reports sign-outs from other processes. Invariant: a sign-out closes every stream that was registered
 //! before it. After registering a stream, the caller checks that no sign-out has happened in the meantime.

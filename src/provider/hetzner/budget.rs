@@ -81,7 +81,7 @@ impl Budget {
                 },
             };
             if Instant::now() >= deadline {
-                // Without a shared budget, the gate only estimates the calls of other users.
+                // Without a shared budget, the gate only estimates other users' calls.
                 return if self.shared.is_none() { Ok(permit) } else { Err(Exhausted) };
             }
             tokio::time::sleep_until(until.min(deadline)).await;

@@ -55,7 +55,7 @@ struct Price {
 }
 
 impl PricingResponse {
-    /// Extracts the prices of a server type and of an IPv4 address.
+    /// Extracts the prices for a server type and an IPv4 address.
     ///
     /// # Errors
     /// If one of these prices cannot be parsed.

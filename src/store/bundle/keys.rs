@@ -19,7 +19,7 @@ use super::{ManifestError, SignedManifest, parse_signatures};
 const CONTEXT: &[u8] = b"svc-host-bundle-manifest-v1\n";
 /// Maximum number of trusted keys, and of signatures in a file.
 pub const MAX_KEYS: usize = 16;
-/// Maximum increase of the sequence, so that a typo does not prevent later increases.
+/// Maximum increase in the sequence, so that a typo does not prevent later increases.
 const MAX_SEQUENCE_STEP: u32 = 1000;
 
 /// Returns the highest sequence that a host with this sequence accepts.

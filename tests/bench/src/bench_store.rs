@@ -109,7 +109,7 @@ impl BenchStore {
     }
 }
 
-/// A machine's directory, and the environment of its programs.
+/// A machine's directory, and its programs' environment.
 pub struct MachineDir {
     root: TempDir,
     env: Vec<(String, String)>,
@@ -153,7 +153,7 @@ impl MachineDir {
         self.root.path().join("opt/svc/restore-complete")
     }
 
-    /// Returns a command that runs one of the machine's programs, with the environment of its unit.
+    /// Returns a command that runs one of the machine's programs, with its unit's environment.
     pub fn command(&self, svc: &Path, applet: &str) -> Command {
         let mut command = Command::new(svc);
         command.arg(applet).env_clear().envs(self.env.iter().map(|(name, value)| (name, value)));

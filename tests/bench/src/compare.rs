@@ -10,14 +10,14 @@ const MIN_CHANGE: f64 = 0.02;
 /// Fewer rounds cannot distinguish a change from noise.
 const MIN_ROUNDS: usize = 3;
 
-/// The samples of both builds, by round.
+/// Both builds' samples, by round.
 #[derive(Debug, Default)]
 pub struct Comparison {
     baseline: Tally,
     current: Tally,
 }
 
-/// Which of the two builds is measured.
+/// Which of the two builds is being measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Build {
     Baseline,
@@ -38,13 +38,13 @@ pub struct ComparedRow {
     pub unit: &'static str,
     pub baseline: Figure,
     pub current: Figure,
-    /// The median of the rounds' ratios of the current build to the baseline.
+    /// The median, over the rounds, of the ratio of the current build to the baseline.
     pub ratio: f64,
     pub verdict: Verdict,
 }
 
 impl Comparison {
-    /// Adds the samples of one round.
+    /// Adds one round's samples.
     pub fn add(&mut self, build: Build, specs: &[Spec], round: &Tally) {
         let tally = match build {
             Build::Baseline => &mut self.baseline,

@@ -1,7 +1,7 @@
 //! Samples per round, their medians and spread, and whether a target is met.
 //!
 //! All functions here are pure. A ratio is the median of the per-round ratios, because a disturbance affects both sides
-//! of a round.
+//! in a round.
 
 use std::collections::BTreeMap;
 
@@ -30,7 +30,7 @@ pub struct Spec {
 /// The name of the product's side.
 pub const PRODUCT: &str = "svc";
 
-/// The samples of all rounds.
+/// The samples from all rounds.
 #[derive(Debug, Default)]
 pub struct Tally {
     samples: BTreeMap<(&'static str, &'static str), Vec<f64>>,

@@ -55,7 +55,7 @@ impl Report {
     }
 }
 
-/// Renders the rows of a comparison with an earlier build.
+/// Renders the rows for a comparison with an earlier build.
 pub fn comparison_table(rows: &[ComparedRow]) -> String {
     let mut lines = vec![["", "before", "now", "unit", "ratio", ""].map(str::to_owned)];
     lines.extend(rows.iter().map(|row| {

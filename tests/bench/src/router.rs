@@ -1,6 +1,6 @@
 //! Router benchmark: the product, nginx and HAProxy, with TLS to the client and to a common upstream, and keep-alive.
 //!
-//! The product's figures include session lookup, cookie filtering, proof signing and pinning of the upstream's key.
+//! The product's figures include session lookup, cookie filtering, proof signing and upstream key pinning.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

@@ -22,7 +22,7 @@ pub struct RunStats {
     pub wall: Duration,
     /// CPU time of the program and its children.
     pub cpu: Duration,
-    /// CPU time of this process during the run, that is, of the object store, which runs in this process.
+    /// CPU time of this process during the run, that is, of the object store, which runs inside it.
     pub store_cpu: Duration,
     /// Peak resident memory of the program, without its children.
     pub peak_mib: f64,

@@ -43,7 +43,7 @@ impl Postgrest {
         Ok(Self { program })
     }
 
-    /// Serves `schema` of the database at `url`, whose user is [`LOGIN`]. The schema's role has the schema's name.
+    /// Serves `schema` in the database at `url`, whose user is [`LOGIN`]. The schema's role has the schema's name.
     pub async fn serve(
         &self,
         dir: &Path,

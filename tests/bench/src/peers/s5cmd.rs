@@ -1,4 +1,4 @@
-//! s5cmd: parallel uploads and downloads, without verification of the data.
+//! s5cmd: parallel uploads and downloads, without verifying the data.
 
 use std::path::PathBuf;
 use std::time::Duration;
