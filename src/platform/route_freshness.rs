@@ -59,7 +59,7 @@ impl RouteFreshness {
         self.confirmed_ms.fetch_max(confirmed, Ordering::AcqRel);
     }
 
-    /// The age of the routes; `None` before the first load.
+    /// Returns the age of the routes; `None` before the first load.
     pub fn age(&self) -> Option<Duration> {
         match self.confirmed_ms.load(Ordering::Acquire) {
             NOT_LOADED => None,

@@ -41,7 +41,7 @@ pub struct ProviderError {
 }
 
 impl ProviderError {
-    /// Used by the adapter, and by fakes in tests.
+    /// Creates an error; used by the adapter, and by fakes in tests.
     pub fn new(call: &'static str, kind: ErrorKind, cause: Cause) -> Self {
         Self { call, kind, cause }
     }
@@ -50,7 +50,7 @@ impl ProviderError {
         self.kind
     }
 
-    /// The provider's error code; empty if it sent none.
+    /// Returns the provider's error code; empty if it sent none.
     pub fn code(&self) -> &str {
         match &self.cause {
             Cause::Response { code, .. } => code,

@@ -82,7 +82,7 @@ impl StoreError {
         }
     }
 
-    /// The metric label.
+    /// Returns the metric label.
     fn kind(&self) -> &'static str {
         match self {
             Self::NotFound { .. } => "not_found",
@@ -242,7 +242,7 @@ impl Bucket {
         })
     }
 
-    /// The underlying store, for streams and multipart uploads.
+    /// Returns the underlying store, for streams and multipart uploads.
     pub fn raw(&self) -> &Arc<dyn ObjectStore> {
         &self.inner
     }

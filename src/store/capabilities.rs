@@ -230,7 +230,7 @@ async fn determine_support(probe: impl Future<Output = Outcome>) -> Support {
     probe.await.map_or_else(|error| Support::Unknown(format_chain(&error)), to_support)
 }
 
-/// The key of a temporary object, in a folder of its own.
+/// Returns the key of a temporary object, in a folder of its own.
 fn temporary_key(name: &str) -> Path {
     Path::from(format!("{}/{}/{name}", *RUN_PREFIX, uuid::Uuid::new_v4()))
 }

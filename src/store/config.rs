@@ -96,7 +96,7 @@ impl StoreConfig {
 }
 
 impl S3Config {
-    /// The credentials in the settings.
+    /// Returns the credentials in the settings.
     pub fn credential(&self) -> AwsCredential {
         AwsCredential {
             key_id: self.access_key.clone(),

@@ -46,12 +46,12 @@ impl SlotPrefix {
         self.join(&["system", "db", "latest"])
     }
 
-    /// The folder with the log entries that claim each of the pointer's `seq` values.
+    /// Returns the folder with the log entries that claim each of the pointer's `seq` values.
     pub fn pointer_log(&self) -> Path {
         self.join(&["system", "db", "pointer-log"])
     }
 
-    /// The log entry that claims `seq`. Names sort in numeric order.
+    /// Returns the log entry that claims `seq`. Names sort in numeric order.
     pub fn pointer_entry(&self, seq: u64) -> Path {
         self.pointer_log().join(format!("{seq:0SEQ_DIGITS$}.json"))
     }
@@ -134,7 +134,7 @@ impl std::str::FromStr for SnapshotCursor {
     }
 }
 
-/// A snapshot's key: `system/db/snapshots/<YYYY-MM-DDTHH-MM-SS.mmmZ>-<epoch>.dump`, relative to the slot.
+/// Returns a snapshot's key: `system/db/snapshots/<YYYY-MM-DDTHH-MM-SS.mmmZ>-<epoch>.dump`, relative to the slot.
 pub fn snapshot_key(taken_at: Timestamp, epoch: Epoch) -> String {
     format!("system/db/snapshots/{}-{epoch}.dump", snapshot_name_at(taken_at))
 }

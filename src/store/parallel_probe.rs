@@ -50,7 +50,7 @@ pub struct ProbeFindings {
 }
 
 impl ProbeFindings {
-    /// The reason the store must not be used, if any.
+    /// Returns the reason the store must not be used, if any.
     pub fn refusal(&self) -> Option<String> {
         let Atomicity::Violated { winners } = self.create else { return None };
         Some(format!(
@@ -59,7 +59,7 @@ impl ProbeFindings {
         ))
     }
 
-    /// The warning about a usable store, if any.
+    /// Returns the warning about a usable store, if any.
     pub fn warning(&self) -> Option<String> {
         let Atomicity::Violated { winners } = self.replace else { return None };
         Some(format!(

@@ -109,14 +109,14 @@ impl Fenced {
 }
 
 impl Pointer {
-    /// The machine with the fence's epoch: the fence's machine, or the machine that took the latest snapshot, if that
-    /// snapshot has the same epoch.
+    /// Returns the machine with the fence's epoch: the fence's machine, or the machine that took the latest snapshot,
+    /// if that snapshot has the same epoch.
     pub fn fence_holder(&self) -> Option<MachineId> {
         let writer = || self.snapshot.as_ref().filter(|named| named.epoch == self.fence_epoch);
         self.fence_machine_id.or_else(|| writer().map(|named| named.machine_id))
     }
 
-    /// The fence's proof, if the fence is for this machine and epoch.
+    /// Returns the fence's proof, if the fence is for this machine and epoch.
     fn proof_of(&self, epoch: Epoch, machine: MachineId) -> Option<String> {
         let is_same = self.fence_epoch == epoch && self.fence_holder() == Some(machine);
         self.fence_proof.clone().filter(|_| is_same)

@@ -359,7 +359,7 @@ impl KnownState<'_> {
         })
     }
 
-    /// The last `seq`, or a higher one. Without a pointer it is estimated: one move per snapshot and per fence.
+    /// Returns the last `seq`, or a higher one. Without a pointer it is estimated: one move per snapshot and per fence.
     fn last_seq(&self, fence: Epoch) -> u64 {
         let estimate = self.keys.len() as u64 + u64::from(fence.0);
         let seen = [self.found.pointer().map_or(estimate, |pointer| pointer.seq), self.newest_entry.0];
@@ -393,7 +393,7 @@ mod tests {
         }
     }
 
-    /// A slot with one snapshot, and a pointer with `seq` 2.
+    /// Creates a slot with one snapshot, and a pointer with `seq` 2.
     async fn slot_with_backup() -> (Bucket, String) {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
         let taken_at = "2026-11-24T03:04:05.678Z".parse().unwrap();

@@ -64,7 +64,7 @@ pub struct SessionWindow {
 }
 
 impl SessionWindow {
-    /// The name prefixes of all UTC days in the window.
+    /// Returns the name prefixes of all UTC days in the window.
     fn day_prefixes(self) -> Vec<String> {
         let from = self.from.saturating_sub(MAX_CLOCK_SKEW).unwrap_or(Timestamp::MIN);
         let until = self.until.saturating_add(MAX_CLOCK_SKEW).unwrap_or(Timestamp::MAX);

@@ -24,7 +24,7 @@ pub struct RoleFacts {
 }
 
 impl Default for RoleFacts {
-    /// The defaults of `CREATE ROLE`.
+    /// Returns the defaults of `CREATE ROLE`.
     fn default() -> Self {
         Self {
             name: String::new(),

@@ -38,7 +38,7 @@ impl<'a> SignedClient<'a> {
         Ok(Self { client: HttpClient::new(client), s3 })
     }
 
-    /// `target` is an object's key with an optional query, or only a query.
+    /// Sends a request. `target` is an object's key with an optional query, or only a query.
     pub(super) async fn send(
         &self,
         method: Method,

@@ -256,7 +256,8 @@ mod tests {
 
     const TOTAL: i64 = 2000;
 
-    /// A slot with [`TOTAL`] hourly snapshots, the newest of the given age, in a store that counts listed names.
+    /// Creates a slot with [`TOTAL`] hourly snapshots, the newest of the given age, in a store that counts listed
+    /// names.
     async fn hourly_snapshots(
         newest_ago: SignedDuration,
     ) -> (Bucket, SlotPrefix, Arc<LenientStore>, Vec<String>) {
@@ -331,7 +332,7 @@ mod tests {
         assert!(found.is_sorted_by(|a, b| a > b));
     }
 
-    /// A valid record for a key, with some members replaced.
+    /// Returns a valid record for a key, with some members replaced.
     fn record(key: &str, changes: &serde_json::Value) -> String {
         let mut record = json!({"version": 1, "key": key, "sizeBytes": 4, "sha256": "ab".repeat(32), "pgVersion": "16",
             "machineId": uuid::Uuid::nil(), "epoch": 1, "takenAt": key::time_in(key).map(clock::rfc3339_ms),

@@ -88,17 +88,17 @@ impl Upload {
         })
     }
 
-    /// The handle with which another process can abort the upload, if the store supports ids.
+    /// Returns the handle with which another process can abort the upload, if the store supports ids.
     pub fn open_upload(&self) -> Option<&OpenUpload> {
         self.open_upload.as_ref()
     }
 
-    /// The number of bytes that the store has acknowledged.
+    /// Returns the number of bytes that the store has acknowledged.
     pub fn acknowledged_bytes(&self) -> u64 {
         self.acknowledged_bytes
     }
 
-    /// The maximum number of bytes for the next [`Self::push`].
+    /// Returns the maximum number of bytes for the next [`Self::push`].
     pub fn part_space(&self) -> usize {
         self.layout.size - self.buffered_bytes
     }

@@ -83,7 +83,8 @@ impl HostClient {
         Self { client, base, credential, max_body_bytes: MAX_PLATFORM_BODY_BYTES }
     }
 
-    /// `token` is the identity provider's session JWT, or the value of a browser's `svc_session` cookie.
+    /// Connects through the router. `token` is the identity provider's session JWT, or the value of a browser's
+    /// `svc_session` cookie.
     pub fn through_router(base: Url, token: &SecretString) -> anyhow::Result<Self> {
         let token = token.expose_secret();
         let is_session = token.starts_with("svcs_");

@@ -38,7 +38,7 @@ pub fn find_placeholder_host(text: &str) -> Option<String> {
     find_placeholder_in_text(text).map(str::to_owned).or_else(in_key)
 }
 
-/// The hosts in publishable keys: `pk_test_` or `pk_live_`, then base64 of a host and a `$`.
+/// Returns the hosts in publishable keys: `pk_test_` or `pk_live_`, then base64 of a host and a `$`.
 fn hosts_in_keys(text: &str) -> impl Iterator<Item = String> {
     let keys = ["pk_test_", "pk_live_"].into_iter().flat_map(|prefix| text.split(prefix).skip(1));
     keys.filter_map(|rest| {

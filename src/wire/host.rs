@@ -116,7 +116,7 @@ pub struct SnapshotCheck {
 /// Maximum number of damaged snapshots that a report names.
 pub const MAX_DAMAGED_KEYS: usize = 20;
 
-/// The schema of text without NUL, which PostgreSQL cannot store.
+/// Returns the schema of text without NUL, which PostgreSQL cannot store.
 fn nul_free_text(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
     schemars::json_schema!({ "type": "string", "pattern": "^[^\\u0000]*$" })
 }

@@ -245,7 +245,7 @@ impl Machine {
         self.deleted_at.is_none() && self.replaced_by.is_none()
     }
 
-    /// When the machine left its slot.
+    /// Returns when the machine left its slot.
     pub fn left_slot_at(&self) -> Option<&Time> {
         self.retired_at.as_ref().or(self.deleted_at.as_ref())
     }

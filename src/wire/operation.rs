@@ -95,7 +95,7 @@ pub struct LogLine {
 }
 
 impl Operation {
-    /// The question, if the operation waits for a decision.
+    /// Returns the question, if the operation waits for a decision.
     pub fn question(&self) -> Option<&Question> {
         self.question.as_ref().filter(|_| self.state.is(OperationState::Waiting))
     }

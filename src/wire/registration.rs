@@ -39,7 +39,7 @@ words!(
 );
 
 impl RestoreFailureCode {
-    /// The code as it appears in a message, such as `code no_space`.
+    /// Returns the code as it appears in a message, such as `code no_space`.
     pub fn marker(self) -> String {
         format!("{CODE_PREFIX}{self}")
     }

@@ -65,7 +65,7 @@ impl<T> Text<T> {
 /// The value that a reader uses for a field that an older platform omits.
 pub const UNKNOWN: &str = "unknown";
 
-/// [`UNKNOWN`], for texts without a type.
+/// Returns [`UNKNOWN`], for texts without a type.
 pub fn unknown() -> String {
     UNKNOWN.to_owned()
 }
@@ -226,7 +226,7 @@ pub struct UnknownWord {
     pub words: &'static [&'static str],
 }
 
-/// `a, b or c`.
+/// Joins words as `a, b or c`.
 fn join_words(words: &[&str]) -> String {
     match words {
         [] => String::new(),

@@ -220,7 +220,7 @@ fn timeout_finding() -> Finding {
     Finding { check: "verification", level: Level::Problem, what, next: Some(next.to_owned()) }
 }
 
-/// The finding for a release that cannot be verified, because none of the first machines is still running it.
+/// Returns the finding for a release that cannot be verified, because none of the first machines is still running it.
 fn release_missing_finding(rollout: &RolloutRow, machine: &MachineRow) -> RolloutFinding {
     let version = &rollout.image_version;
     let what = format!(

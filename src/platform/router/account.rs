@@ -45,8 +45,8 @@ impl std::str::FromStr for AccountChoice {
     }
 }
 
-/// The page that prompts for the choice; `None` if none is needed, if the request is not for a page, or if the person has
-/// already chosen between these two users.
+/// Returns the page that prompts for the choice; `None` if none is needed, if the request is not for a page, or if the
+/// person has already chosen between these two users.
 pub(super) fn choice_page(
     router: &RouterState,
     context: &RequestContext,
@@ -103,7 +103,7 @@ pub(super) async fn handle_choice(
 }
 
 impl RouterState {
-    /// A name that the user recognizes: their machine's handle.
+    /// Returns a name that the user recognizes: their machine's handle.
     fn account_name(&self, user: &IdpUserId) -> String {
         let machines = self.directory.list_machines(user).unwrap_or_default();
         // Handles contain no HTML special characters.
@@ -114,7 +114,7 @@ impl RouterState {
     }
 }
 
-/// The cookie value that records a decision between these two users.
+/// Returns the cookie value that records a decision between these two users.
 fn decision_mark(session: &IdpUserId, provider: &IdpUserId) -> String {
     B64.encode(sha256(format!("{session}\0{provider}").as_bytes()))
 }

@@ -190,7 +190,7 @@ fn find_token(request: &Request) -> Option<PresentedToken> {
     Some(PresentedToken::AsBearer(token.to_owned()))
 }
 
-/// The request target without the token, which the machine must not see.
+/// Returns the request target without the token, which the machine must not see.
 fn upstream_uri(uri: &Uri, slug: &str, rest: &str) -> Option<Uri> {
     let query = uri.query().map(|query| format!("?{query}")).unwrap_or_default();
     let mut parts = uri.clone().into_parts();

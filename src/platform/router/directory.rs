@@ -86,7 +86,7 @@ impl Directory {
         are_served.then(|| Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner).users))
     }
 
-    /// How connections to hosts are verified.
+    /// Returns how connections to hosts are verified.
     pub(super) fn trust(&self) -> &HostTrust {
         &self.trust
     }

@@ -84,7 +84,8 @@ struct CachedVerdict {
 }
 
 impl Authenticator {
-    /// `check_rate` is the maximum number of uncached credentials verified per client address per second.
+    /// Creates an authenticator. `check_rate` is the maximum number of uncached credentials verified per client address
+    /// per second.
     pub(super) fn new(verifier: Verifier, sessions: Arc<Sessions>, check_rate: u32) -> Self {
         let checks = RateLimit::new(check_rate, CHECK_BURST_SECONDS);
         Self { verifier, sessions, cache: Mutex::default(), checks }
@@ -199,7 +200,7 @@ impl Authenticator {
     }
 }
 
-/// The token of `Authorization: Bearer` (RFC 6750); other schemes are ignored.
+/// Returns the token from `Authorization: Bearer` (RFC 6750); other schemes are ignored.
 pub(super) fn bearer_token(headers: &HeaderMap) -> Option<&str> {
     headers.get_all(AUTHORIZATION).iter().find_map(|value| {
         let (scheme, token) = value.to_str().ok()?.split_once(' ')?;

@@ -79,7 +79,7 @@ impl UnavailableReason {
         }
     }
 
-    /// The machine's status for problem+json and pages.
+    /// Returns the machine's status for problem+json and pages.
     fn status(self) -> &'static str {
         match self {
             Self::NoMachine => "none",
@@ -103,7 +103,7 @@ impl UnavailableReason {
     }
 }
 
-/// The response to a request that could not be sent to the machine, or to which it did not respond.
+/// Returns the response to a request that could not be sent to the machine, or to which it did not respond.
 pub(super) fn upstream_unreachable(wants_page: bool) -> Response {
     let (title, text) =
         ("Your computer is not responding", "It may be restarting. This page will try again in a moment.");
@@ -115,7 +115,7 @@ pub(super) fn upstream_unreachable(wants_page: bool) -> Response {
         .into_response()
 }
 
-/// The response to a request that the machine accepted but did not answer in time.
+/// Returns the response to a request that the machine accepted but did not answer in time.
 pub(super) fn upstream_timeout(wants_page: bool) -> Response {
     let (title, text) = (
         "Your computer is taking too long to respond",

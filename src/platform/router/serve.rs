@@ -66,7 +66,7 @@ impl RouterState {
         response
     }
 
-    /// The scheme that the browser used.
+    /// Returns the scheme that the browser used.
     fn scheme(&self, request: &Request) -> &'static str {
         let listener = request.extensions().get::<Scheme>().copied().unwrap_or(Scheme::Http);
         self.config.public_scheme.unwrap_or(listener.as_str())
@@ -390,7 +390,7 @@ pub(super) fn rate_limited(wait: Duration) -> Problem {
         .retry_after(wait.as_secs() + 1)
 }
 
-/// A redirect that browsers do not cache, because its target depends on the caller.
+/// Returns a redirect that browsers do not cache, because its target depends on the caller.
 pub(super) fn redirect(code: StatusCode, to: &str) -> Response {
     let mut response = code.into_response();
     match HeaderValue::from_str(to) {

@@ -311,8 +311,8 @@ impl Sessions {
         self.lock_cache().clear();
     }
 
-    /// [`Self::query_row`], serialized per user: a concurrent sign-out either revokes the session that is being opened, or
-    /// prevents it from being opened.
+    /// Like [`Self::query_row`], but serialized per user: a concurrent sign-out either revokes the session that is
+    /// being opened, or prevents it from being opened.
     async fn query_row_serialized(
         &self,
         user: &IdpUserId,

@@ -168,7 +168,7 @@ fn host_url(router: &RouterState, context: &RequestContext, host: PublicHost) ->
     format!("{}://{}", context.scheme, router.config.address(host).authority(&context.authority))
 }
 
-/// The path and query of a request, or `/` if a browser could interpret them as a URL on another host.
+/// Returns the path and query of a request, or `/` if a browser could interpret them as a URL on another host.
 pub(super) fn local_path(uri: &Uri) -> &str {
     uri.path_and_query()
         .map(http::uri::PathAndQuery::as_str)

@@ -53,13 +53,13 @@ impl<T> UserMap<T> {
 }
 
 impl SignOuts {
-    /// The generation of the user's last sign-out, for a new token; 0 without a recent sign-out.
+    /// Returns the generation of the user's last sign-out, for a new token; 0 without a recent sign-out.
     pub(super) fn generation(&self, user: &IdpUserId) -> i64 {
         self.generation_newer_than(user, SIGN_OUT_TTL)
     }
 
-    /// The minimum generation of this user's valid tokens. A sign-out that is older than every valid token is not
-    /// enforced: a process that started later may not have loaded it, and would then issue tokens with a lower
+    /// Returns the minimum generation of this user's valid tokens. A sign-out that is older than every valid token is
+    /// not enforced: a process that started later may not have loaded it, and would then issue tokens with a lower
     /// generation.
     pub(super) fn required_generation(&self, user: &IdpUserId) -> i64 {
         self.generation_newer_than(user, MAX_APP_TOKEN_LIFETIME)

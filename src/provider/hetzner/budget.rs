@@ -157,7 +157,7 @@ impl Budget {
         state.reserved = 0;
     }
 
-    /// The time until which the gate is closed; `None` if it is open.
+    /// Returns the time until which the gate is closed; `None` if it is open.
     fn closed_until(&self) -> Option<Instant> {
         self.state().closed_until.filter(|until| *until > Instant::now())
     }

@@ -47,7 +47,7 @@ pub struct Hetzner {
 }
 
 impl Hetzner {
-    /// `base` is the API's root, such as `https://api.hetzner.cloud/v1`.
+    /// Creates an adapter. `base` is the API's root, such as `https://api.hetzner.cloud/v1`.
     pub fn new(client: reqwest::Client, base: Url, token: &SecretString) -> Result<Self, InvalidToken> {
         Self::with_limits(client, base, token, CallLimits::default())
     }

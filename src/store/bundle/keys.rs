@@ -32,7 +32,7 @@ pub const fn max_sequence_after(sequence: u32) -> u32 {
 struct PublicKey([u8; 32]);
 
 impl PublicKey {
-    /// The first 16 hexadecimal digits of the key's SHA-256.
+    /// Returns the first 16 hexadecimal digits of the key's SHA-256.
     fn id(&self) -> String {
         hex::encode(&Sha256::digest(self.0)[..8])
     }
@@ -81,7 +81,7 @@ impl TrustedKeys {
         self.0.iter().map(|key| STANDARD.encode(key.0)).collect()
     }
 
-    /// The first 16 hexadecimal digits of each key's SHA-256.
+    /// Returns the first 16 hexadecimal digits of each key's SHA-256.
     pub fn ids(&self) -> Vec<String> {
         self.0.iter().map(PublicKey::id).collect()
     }
@@ -147,7 +147,9 @@ impl TryFrom<KeySetJson> for KeySet {
         ids.dedup();
         match (ids.len(), json.sequence) {
             (0, _) => Err("trustedKeys has no key: a host would no longer trust any release".to_owned()),
-            (distinct, _) if distinct < keys.0.len() => Err("trustedKeys contains a key more than once".to_owned()),
+            (distinct, _) if distinct < keys.0.len() => {
+                Err("trustedKeys contains a key more than once".to_owned())
+            }
             (_, 0) => Err("the sequence of trustedKeys must be at least 1".to_owned()),
             (_, sequence) => Ok(Self { sequence, keys }),
         }

@@ -44,7 +44,7 @@ fn print_figure(name: &str, whose: &str, value: f64) {
     println!("{}", json!({ "name": name, "whose": whose, "value": value }));
 }
 
-/// An event as written by a dispatch, [`EVENT_BYTES`] long.
+/// Builds an event as written by a dispatch, [`EVENT_BYTES`] long.
 fn event(n: u64) -> Interaction {
     let mut event = Interaction {
         version: Interaction::VERSION,
@@ -74,7 +74,7 @@ fn event(n: u64) -> Interaction {
     event
 }
 
-/// Distinct events, few enough to fit in the CPU caches.
+/// Returns distinct events, few enough to fit in the CPU caches.
 fn events() -> Vec<Interaction> {
     (0..256).map(event).collect()
 }

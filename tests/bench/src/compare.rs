@@ -98,8 +98,8 @@ fn is_higher_better(unit: &str) -> bool {
     unit.ends_with("/s")
 }
 
-/// A figure has changed if nearly all of its ratios are on one side of 1, and their median is further from 1 than
-/// [`MIN_CHANGE`] and than twice their spread. `None` if there are no ratios.
+/// Judges a figure, which has changed if nearly all of its ratios are on one side of 1, and their median is further
+/// from 1 than [`MIN_CHANGE`] and than twice their spread. `None` if there are no ratios.
 fn judge(ratios: &[f64], is_higher_better: bool) -> Option<Verdict> {
     let (low, high) = (quantile(ratios, 0.1)?, quantile(ratios, 0.9)?);
     let change = median(ratios)? - 1.0;

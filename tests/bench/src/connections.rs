@@ -106,7 +106,7 @@ impl Connection {
     }
 }
 
-/// A masked binary frame.
+/// Builds a masked binary frame.
 fn message() -> Vec<u8> {
     let mut frame = vec![0x82, 0x80 | MESSAGE_BYTES as u8];
     frame.extend(MASK);

@@ -200,7 +200,7 @@ async fn measure(options: &Options) -> Result<(&'static [Spec], Tally)> {
     })
 }
 
-/// A temporary directory for sockets, logs and settings.
+/// Creates a temporary directory for sockets, logs and settings.
 fn create_temp_dir() -> Result<TempDir> {
     // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
     let dir = tempfile::Builder::new().prefix("svc-bench-").tempdir_in("/tmp")?;

@@ -113,7 +113,7 @@ fn read_number(file: &str, name: &str) -> Result<u64> {
     Ok(number.with_context(|| format!("no {name} in {file}"))?.parse()?)
 }
 
-/// A process and its direct children.
+/// Returns a process and its direct children.
 fn process_and_children(pid: u32) -> Vec<u32> {
     let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     let children = children.split_whitespace().filter_map(|child| child.parse().ok());
