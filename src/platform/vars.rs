@@ -201,8 +201,8 @@ svc_base::variables! {
         PREDECESSOR_KEEP_SECONDS: "seconds" = "86400";
         /// How long a deleted machine's server is kept, powered off, for `undelete`.
         DELETE_GRACE_SECONDS: "seconds" = "86400";
-        /// How long a server of this installation without a known machine is kept after it was first seen. It is then
-        /// deleted only if an operator has released it.
+        /// How long this installation keeps a server without a known machine after first seeing it. It is then deleted
+        /// only if an operator has released it.
         ORPHAN_GRACE_SECONDS: "seconds" = "86400";
     }
 
@@ -269,7 +269,7 @@ svc_base::variables! {
         // Stale routes are safe, because a connection requires the TLS key that the machine registered.
         /// How long routes are served while the database is unreachable.
         ROUTER_MAX_STALE_SECONDS: "seconds, at least 1" = "1800";
-        // A quarter of the throughput of one core.
+        // A quarter of one core's throughput.
         /// Requests from one user that a router process forwards per second; the burst is two seconds' worth. Requests
         /// beyond that get 429 with `Retry-After`. `0` means no limit.
         ROUTER_USER_REQUESTS_PER_SECOND: "number" = "5000";

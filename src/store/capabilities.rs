@@ -264,7 +264,7 @@ mod tests {
         found.extend(probe_other_capabilities(&directory(), &bucket).await);
         for ProbeResult { capability, support } in found {
             match support {
-                // A store in memory has no requests, and completes every upload.
+                // An in-memory store has no requests, and completes every upload.
                 Support::Unknown(why) => {
                     assert!(capability.applies_only_to_servers(), "{}: {why}", capability.name);
                 }

@@ -290,7 +290,7 @@ async fn find_newest_complete(
 async fn read_newest_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, Option<Pointer>), StoreError> {
     let Some((seq, _)) = pointer_log::find_newest_entry(bucket, slot, 0).await? else { return Ok((0, None)) };
     let value = match try_read_entry(bucket, slot, seq).await? {
-        // The entry was not written by the protocol: `latest` still has the fence.
+        // The entry was not written according to the protocol: `latest` still has the fence.
         None => try_read_latest(bucket, slot).await?,
         value => value,
     };

@@ -23,7 +23,7 @@ pub const MAX_ATTENTION_ITEMS: usize = 16;
 pub const MAX_ATTENTION_CODE_CHARS: usize = 40;
 
 /// A host's report. Optional fields may be `null` or absent. If the last backup, the last update, the checks or the
-/// trusted keys are, the platform keeps those from the previous report.
+/// trusted keys are missing, the platform keeps those from the previous report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

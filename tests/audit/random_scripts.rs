@@ -91,7 +91,7 @@ impl ScriptGenerator {
     }
 
     fn next_script(&mut self, can_touch: bool) -> String {
-        // docs/host/audit.md lists a write through `mmap` to a file that is also touched as not recorded.
+        // As docs/host/audit.md states, a write through `mmap` to a file that is also touched is not recorded.
         let is_mapping = self.next_below(12) == 0;
         let can_touch = can_touch && !is_mapping;
         let steps = 1 + self.next_below(14);

@@ -80,7 +80,7 @@ pub(super) async fn handle_choice(
     let choice = fields.finish(choice)?;
     let return_to = return_to.filter(|path| sign_in::is_local_path(path)).unwrap_or_else(|| "/".to_owned());
     let mut response = redirect(StatusCode::SEE_OTHER, &return_to);
-    // The person has already decided, for example in another tab or by a double click.
+    // The person has already decided, for example in another tab or with a double click.
     let Identity::Disputed(session, subject) = &identity else { return Ok(response) };
     let set_cookie = match choice {
         AccountChoice::Session => RouterCookie::KeptAccount.set_cookie_header(

@@ -310,7 +310,7 @@ impl RouterState {
     fn stream_limit(&self, caller: Caller<'_>, now: Timestamp) -> Option<TimeLimit> {
         let (user, expires_at) = match caller {
             Caller::Owner(Identity::Bearer(_), _) => return None,
-            // Like a session that is opened now.
+            // As for a session opened now.
             Caller::Owner(Identity::Cookie(subject), _) => {
                 (&subject.user, now.as_second() + SESSION_SECONDS.cast_signed())
             }
