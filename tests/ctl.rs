@@ -138,12 +138,12 @@ fn accepted() -> Reply {
     Reply::Json(202, json!({"machineId": MACHINE, "status": "provisioning", "operationId": OPERATION}))
 }
 
-/// The response to a request for a quote from a platform of an older release.
+/// An older platform's response to a quote request.
 fn unsupported_quote() -> Reply {
     Reply::Json(404, problem(404, "not_found", "No such route."))
 }
 
-/// Arguments of a `provision` that does not prompt.
+/// Arguments for a `provision` that does not prompt.
 const PROVISION: [&str; 6] = ["provision", "user_1", "--handle", "ada", "--confirm-cost", "--confirm-opt-in"];
 
 fn stderr(output: &Output) -> String {
@@ -273,7 +273,7 @@ async fn handle_resolves_to_its_active_machine() {
 #[tokio::test]
 async fn json_failure_is_one_line() {
     let platform =
-        FakePlatform::start([Reply::Json(409, problem(409, "handle_taken", "It is another's."))]).await;
+        FakePlatform::start([Reply::Json(409, problem(409, "handle_taken", "The handle is taken."))]).await;
     let output = platform.svcctl(&["--json", "provision", "user_1", "--handle", "ada"]).await;
     assert_eq!(output.status.code(), Some(65));
     assert!(output.stdout.is_empty());

@@ -61,7 +61,7 @@ async fn command_runs_only_after_exact_confirmation() {
 }
 
 #[tokio::test]
-async fn recovery_prompt_shows_the_age_of_the_backup() {
+async fn recovery_prompt_shows_backup_age() {
     let mut machine = record("running", None);
     machine["lastBackup"] = json!({"status": "success", "takenAt": "2026-01-01T00:00:00.000Z"});
     let page = || Reply::Json(200, json!({"machines": [record("running", None)], "nextCursor": null}));
