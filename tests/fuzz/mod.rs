@@ -2,8 +2,8 @@
 //! rules.
 //!
 //! A [`Target`] is a parser with its rules; `cargo xtask fuzz` also runs it with libFuzzer. Valid documents are
-//! generated and then mutated, because random bytes are refused at the first check. Inputs that once violated a rule
-//! are kept below `tests/corpus/<target>` and are always replayed. A short run tests a few cases on every change; a
+//! generated and then mutated, because random bytes are rejected at the first check. Inputs that once violated a rule
+//! are kept under `tests/corpus/<target>` and are always replayed. A short run tests a few cases on every change; a
 //! long run (`cargo xtask test --long`) takes a minute per target.
 
 mod mutation;
@@ -22,10 +22,10 @@ use mutation::{Mutation, mutate};
 use parsers::Target;
 
 const LONG_DURATION: Duration = Duration::from_secs(60);
-/// The deadline of a long run is checked between rounds.
+/// A long run's deadline is checked between rounds.
 const CASES_PER_ROUND: u32 = 400;
 
-/// The input of a parser: a valid document, and the mutations to apply.
+/// A parser's input: a valid document, and the mutations to apply.
 type Case = (Vec<u8>, Vec<Mutation>);
 
 impl Target {
@@ -48,8 +48,7 @@ impl Target {
 
     /// Runs random cases.
     ///
-    /// # Errors
-    /// The smallest case that violated a rule or panicked.
+    /// # Errors Returns the smallest case that violated a rule or panicked.
     fn run_cases(&self, cases: u32) -> Result<(), String> {
         let config = Config { cases, failure_persistence: None, ..Config::default() };
         let mut runner = TestRunner::new(config);
@@ -75,7 +74,7 @@ impl Target {
     }
 }
 
-/// All targets. libFuzzer runs them all except user-data, which a separate program, cloud-init, parses.
+/// Returns all targets. libFuzzer runs them all except user-data, which a separate program, cloud-init, parses.
 fn targets() -> Vec<Target> {
     parsers::targets().into_iter().chain([userdata::user_data()]).collect()
 }

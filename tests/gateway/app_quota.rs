@@ -99,7 +99,7 @@ async fn app_at_its_quota_cannot_add_rows() -> Result<()> {
     Ok(())
 }
 
-/// A host with one app whose quota is `bytes`, after the first measurement of its size.
+/// Returns a host with one app whose quota is `bytes`, once the app's size has been measured.
 async fn host_with_quota(database_url: &str, slug: &str, columns: &Value, bytes: u64) -> Result<Host> {
     let machine = Machine::new(database_url)?;
     machine.add_app(slug, &json!({ "t": { "columns": columns } }))?;

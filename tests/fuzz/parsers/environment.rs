@@ -63,7 +63,7 @@ fn check_any_file(bytes: &[u8]) -> Result<(), String> {
 /// Every line that defines a variable is parsed.
 fn check_valid_file(bytes: &[u8]) -> Result<(), String> {
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
-    let pairs = parse_env_file(text).map_err(|line| format!("line {line} was refused"))?;
+    let pairs = parse_env_file(text).map_err(|line| format!("line {line} was rejected"))?;
     let lines = text.lines().filter(|line| !line.is_empty() && !line.starts_with(['#', ';'])).count();
     if pairs.len() == lines { Ok(()) } else { Err(format!("{} of {lines} lines were parsed", pairs.len())) }
 }

@@ -37,7 +37,7 @@ fn parse_header_lines(name: &HeaderName, bytes: &[u8]) -> HeaderMap {
     headers
 }
 
-/// The name that a browser stores a cookie under (RFC 6265bis, section 5.6).
+/// Returns the name under which a browser stores a cookie (RFC 6265bis, section 5.6).
 fn stored_name(line: &[u8]) -> Vec<u8> {
     let pair = line.split(|byte| *byte == b';').next().unwrap_or_default();
     let name = pair.iter().position(|byte| *byte == b'=').map_or(&[][..], |end| &pair[..end]);

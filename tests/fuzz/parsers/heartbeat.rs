@@ -1,4 +1,4 @@
-//! A heartbeat, which anyone with access to that host can forge: stored values are bounded and safe to print.
+//! A heartbeat, which anyone with access to the host can forge: stored values are bounded and safe to print.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -60,9 +60,9 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
             if !(400..500).contains(&status) {
                 return Err(format!("response status {status}"));
             }
-            // A refusal quotes at most field names, which JSON may escape.
+            // An error response quotes at most field names, which JSON may escape.
             if response.len() > 8192 + 16 * bytes.len() {
-                Err(format!("a refusal of {} bytes", response.len()))
+                Err(format!("an error response of {} bytes", response.len()))
             } else {
                 Ok(())
             }
@@ -103,7 +103,7 @@ fn check_stored(stored: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// Calls `check` with every text of a value.
+/// Calls `check` with every string in a value.
 fn check_texts(value: &Value, check: &mut impl FnMut(&str) -> Result<(), String>) -> Result<(), String> {
     match value {
         Value::String(text) => check(text),

@@ -141,17 +141,17 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// A manifest is accepted only if it lists exactly the entries of the archive.
+/// A manifest is accepted only if it lists exactly the archive's entries.
 fn check_any_manifest(bytes: &[u8]) -> Result<(), String> {
     match compare_manifest(bytes, &ARCHIVE_ENTRIES) {
         Err(why) => check_printable(&why),
         Ok(()) => {
-            // Ignored members may be JSON that this test's parser refuses, such as an unpaired surrogate.
+            // Ignored members may be JSON that this test's parser rejects, such as an unpaired surrogate.
             let Ok(manifest) = serde_json::from_slice::<Value>(bytes) else { return Ok(()) };
             let listed = serde_json::from_value::<Vec<ArchiveEntry>>(manifest["entries"].clone());
             match listed {
                 Ok(listed) if listed == *ARCHIVE_ENTRIES => Ok(()),
-                other => Err(format!("{other:?} was accepted as the entries of the archive")),
+                other => Err(format!("{other:?} was accepted as the archive's entries")),
             }
         }
     }
