@@ -124,7 +124,7 @@ fn columns() -> Vec<(&'static str, BoxedStrategy<Pair>)> {
     ]
 }
 
-/// Compares values; objects of a jsonb column are unordered.
+/// Compares values; objects in a jsonb column are unordered.
 fn is_equal(a: &Value, b: &Value) -> bool {
     match (a, b) {
         (Value::Object(a), Value::Object(b)) => {

@@ -71,7 +71,7 @@ fn sum_recorded_calls(bytes: &[u8]) -> (usize, u64, u64) {
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Some(usage) = read_usage(bytes) else { return Ok(()) };
-    // A thread with another id belongs to the session, and its calls count.
+    // A file whose thread has a different id is a subagent's, so all its calls count and this rule does not apply.
     let first = bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
     let is_own = serde_json::from_slice::<Value>(first).is_ok_and(|meta| meta["payload"]["id"] == THREAD);
     let (count, tokens_in, tokens_out) = sum_recorded_calls(bytes);
