@@ -7,7 +7,7 @@ use std::net::{Ipv4Addr, TcpListener};
 use anyhow::{Context, Result};
 use uuid::Uuid;
 
-/// Allocates addresses; chooses the HTTPS port of all hosts of the simulator.
+/// Allocates addresses, and chooses the HTTPS port for all the simulator's hosts.
 pub(super) struct Addresses {
     network: [u8; 2],
     next_index: u16,
