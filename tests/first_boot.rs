@@ -1,6 +1,5 @@
-//! The first boot of a machine, run by the script in its user-data: stages and failures are reported to the platform
-//! before and after the product's binary exists, interrupted work is completed, and no credential is a process
-//! argument.
+//! A machine's first boot, run by the script in its user-data: stages and failures are reported to the platform before
+//! and after the product's binary exists, interrupted work is completed, and no credential is a process argument.
 //!
 //! The files come from rendered user-data, under a directory that stands in for `/`. The bundle, `svc`, curl and tar
 //! are real; fakes stand in for the machine's own programs and record their calls.
@@ -141,7 +140,7 @@ impl Machine {
         started.map(|unit| unit.trim_start_matches("--no-block ").to_owned()).collect()
     }
 
-    /// The requests to the platform, with only the prefix of each token.
+    /// Returns the requests to the platform, with only the prefix of each token.
     fn requests(&self) -> Vec<String> {
         self.requests.lock().unwrap().clone()
     }

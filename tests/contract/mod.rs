@@ -1,5 +1,5 @@
 //! Checks every response in a test against its route's description: status, code, media type, schema, the headers that
-//! a refusal needs, and that it reveals no internals. The cases of the table-driven tests come from the same
+//! an error response needs, and that it reveals no internals. The cases of the table-driven tests come from the same
 //! descriptions, so a new route is covered without a change to this module; a test need only provoke each code that the
 //! route declares.
 
@@ -26,7 +26,7 @@ pub struct Contract {
     document: Value,
     operations: Vec<&'static Operation>,
     validators: Mutex<HashMap<String, Arc<Validator>>>,
-    /// The operation and code of every refusal so far.
+    /// The operation and code of every error response so far.
     provoked_codes: Mutex<BTreeSet<(&'static str, String)>>,
     secrets: Mutex<Vec<String>>,
 }
@@ -74,12 +74,12 @@ impl Contract {
         &self.document
     }
 
-    /// Registers a secret or internal text that no refusal may contain.
+    /// Registers a secret or internal text that no error response may contain.
     pub fn register_secret(&self, secret: &str) {
         self.secrets.lock().unwrap().push(secret.to_owned());
     }
 
-    /// Checks a response. A response for an unknown path is only checked as a refusal.
+    /// Checks a response. A response for an unknown path is checked only as an error response.
     #[track_caller]
     pub fn check(&self, exchange: &Exchange<'_>) {
         let Exchange { status, headers, text, path, .. } = *exchange;

@@ -98,7 +98,7 @@ pub fn is_valid(contract: &Contract, schema: &Value, value: &Value) -> bool {
     contract.validator(schema).is_valid(value)
 }
 
-/// Returns a body with every field of the schema. `meaningful_value` supplies values for fields where any valid value
+/// Returns a body with every field in the schema. `meaningful_value` supplies values for fields where any valid value
 /// will not do, and null for a field to omit.
 pub fn valid_value(
     contract: &Contract,
@@ -125,7 +125,7 @@ pub fn valid_value(
     members.into_iter().map(member).filter(|(_, value)| !value.is_null()).collect::<Map<_, _>>().into()
 }
 
-/// Returns one probe for each pair of a property and a sample value.
+/// Returns one probe for each combination of property and sample value.
 pub fn probes(schema: &Value, body: &Value) -> Vec<Probe> {
     let mut all = Vec::new();
     walk_properties(schema, "", &mut |pointer, field_schema| {

@@ -427,10 +427,10 @@ async fn operator_add_keeps_existing_file_and_reports_lost_token() {
             platform.svcctl(&["operator", "add", "bob", "--scope", "read", "--token-file", &file]).await;
         (output.status.code(), stderr(&output), platform.requests().len())
     };
-    for (file, why) in [(&existing, "already exists"), (&missing, "does not exist")] {
+    for (file, reason) in [(&existing, "already exists"), (&missing, "does not exist")] {
         let (code, printed, sent) = add(file).await;
         assert_eq!((code, sent), (Some(65), 0), "{printed}");
-        assert!(printed.contains(why) && printed.contains("nothing was changed"), "{printed}");
+        assert!(printed.contains(reason) && printed.contains("nothing was changed"), "{printed}");
     }
     assert_eq!(std::fs::read_to_string(&existing).unwrap(), "svco_ada");
     assert!(!missing.parent().unwrap().exists());

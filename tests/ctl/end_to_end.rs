@@ -40,7 +40,7 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
     let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
     let operator = Operator(Stack::start(svc, dir.path(), RouterTransport::Plain).await.unwrap().0);
 
-    // Each refusal names the next step, and following these steps leads to a running machine.
+    // Each error names the next step, and following these steps leads to a running machine.
     assert_contains(&operator.run(0, &["list"]).await, &["no machines"]);
     let printed = operator.run(65, &["provision", "user_1", "--handle", "ada"]).await;
     assert_contains(&printed, &["subscription_required", "next: `svcctl slot set"]);

@@ -174,11 +174,11 @@ async fn refused_quote_ends_provision_before_any_prompt() {
         (403, "server_type_not_allowed", 77),
     ] {
         let platform =
-            FakePlatform::start([Reply::Json(status, problem(status, code, "That is why."))]).await;
+            FakePlatform::start([Reply::Json(status, problem(status, code, "That is the reason."))]).await;
         let output =
             run_on_terminal(&platform, &["provision", "user_1", "--handle", "ada"], "yes\nyes\n", &[]).await;
         assert_eq!(output.status.code(), Some(exit), "{code}: {}", stdout(&output));
-        assert!(stdout(&output).contains("That is why.") && !stdout(&output).contains("Type yes"));
+        assert!(stdout(&output).contains("That is the reason.") && !stdout(&output).contains("Type yes"));
         assert_eq!(platform.requests().len(), 1);
     }
 }

@@ -1,4 +1,4 @@
-//! Runs parsers of untrusted input on mutated documents: no parser may panic, or accept a document that violates its
+//! Runs parsers for untrusted input on mutated documents: no parser may panic, or accept a document that violates its
 //! rules.
 //!
 //! A [`Target`] is a parser with its rules; `cargo xtask fuzz` also runs it with libFuzzer. Valid documents are
@@ -53,11 +53,11 @@ impl Target {
         let config = Config { cases, failure_persistence: None, ..Config::default() };
         let mut runner = TestRunner::new(config);
         runner.run(&self.strategy(), |case| self.check(&case)).map_err(|error| match error {
-            TestError::Abort(why) => format!("{}: {why}", self.name),
-            TestError::Fail(why, (valid, mutations)) => {
+            TestError::Abort(reason) => format!("{}: {reason}", self.name),
+            TestError::Fail(reason, (valid, mutations)) => {
                 let bytes = mutate(valid, &mutations);
                 let (name, text, hex) = (self.name, String::from_utf8_lossy(&bytes), hex::encode(&bytes));
-                format!("{name}: {why}\ninput {text:?}\nto keep this input, add a file to tests/corpus/{name} with the bytes {hex}")
+                format!("{name}: {reason}\ninput {text:?}\nto keep this input, add a file to tests/corpus/{name} with the bytes {hex}")
             }
         })
     }

@@ -90,7 +90,7 @@ impl Arbitrary for Mutation {
     }
 }
 
-/// Values that many fields must reject.
+/// Generates values that many fields must reject.
 fn replacement_values() -> impl Strategy<Value = Value> {
     let fixed = vec![
         json!(null),

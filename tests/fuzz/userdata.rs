@@ -20,7 +20,7 @@ pub fn user_data() -> Target {
     Target { name: "user-data", valid: parts().boxed(), check_any, check_valid, cases: 60 }
 }
 
-/// Valid names, and arbitrary text where no format is specified.
+/// Generates valid names, and arbitrary text where no format is specified.
 fn parts() -> impl Strategy<Value = Vec<u8>> {
     let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
     let names = (user, "[a-z][a-z0-9]{1,20}", "[a-z][a-z0-9]{0,20}", "[0-9]{1,4}\\.[0-9]{1,3}");
@@ -46,8 +46,8 @@ fn parts() -> impl Strategy<Value = Vec<u8>> {
     )
 }
 
-/// Either the input is rejected, or cloud-init parses the intended document: the files that every machine gets, and
-/// nothing that a value injected.
+/// Checks that either the input is rejected, or cloud-init parses the intended document: the files that every machine
+/// gets, and nothing that a value injected.
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Ok(parts) = serde_json::from_slice::<UserDataInput>(bytes) else { return Ok(()) };
     if parts.proof_keys > 1000 || parts.bundle_keys > 1000 {

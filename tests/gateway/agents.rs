@@ -31,7 +31,7 @@ fn spawn_and_wait_for_file(command: &mut Command, file: &Path) -> Result<OwnedCh
     Ok(running)
 }
 
-/// The stub model's responses to Claude Code, one for each turn.
+/// Returns the stub model's responses to Claude Code, one for each turn.
 fn claude_script(home: &Path) -> Value {
     let file = |name: &str| home.join(name).display().to_string();
     let bash =
@@ -50,7 +50,7 @@ fn claude_script(home: &Path) -> Value {
     } })
 }
 
-/// The stub model's responses to Codex.
+/// Returns the stub model's responses to Codex.
 fn codex_script(_: &Path) -> Value {
     let patch = |text: &str| {
         let input = format!("*** Begin Patch\n{text}*** End Patch\n");
@@ -232,7 +232,7 @@ fn summarize(line: &Value) -> (&str, &str, &str) {
     (text("tool"), text("op"), text("path"))
 }
 
-/// A machine whose agent is Codex.
+/// Returns a machine whose agent is Codex.
 fn codex_machine() -> Result<(Machine, BackgroundProcesses)> {
     let program = agent_program("codex")?;
     prepare_machine(codex_script, |url, machine| {

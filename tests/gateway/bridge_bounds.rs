@@ -1,4 +1,4 @@
-//! Limits on the size of a response: rows written, read and processed at once are bounded before they are copied.
+//! Limits on response size: rows written, read and processed at once are bounded before they are copied.
 
 use anyhow::Result;
 use kit::pg::test_database;

@@ -8,7 +8,7 @@ use super::bridge::TestApp;
 
 const CANARY: &str = "s3cret-canary";
 
-/// An app whose inserts fail with the SQLSTATE in their title, with a message that contains every value.
+/// Returns an app whose inserts fail with the SQLSTATE in their title, with a message that contains every value.
 async fn app_with_failing_inserts() -> Result<TestApp> {
     let app = TestApp::with_env(&[("RUST_LOG", "debug")]).await?;
     let admin = app.database.connect().await?;

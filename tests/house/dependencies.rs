@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{File, format_violation, source};
 
-/// The modules of `src/host`, each with the modules that it may import.
+/// The modules in `src/host`, each with the modules that it may import.
 const HOST_MODULES: [(&str, &[&str]); 11] = [
     ("agents", &["audit", "records", "system"]),
     ("audit", &["records", "system"]),

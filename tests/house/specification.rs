@@ -211,7 +211,7 @@ const ITEMS: [&str; 199] = [
     "Not restored / failed backup",
 ];
 
-/// The items that no test can cover. Their row has the reason instead of code and a test.
+/// The items that no test can cover. Their rows state the reason instead of code and a test.
 const UNTESTABLE: [&str; 4] =
     ["1.5 other exclusions", "9.2", "Not restored / process state", "1.3 integrations"];
 

@@ -32,7 +32,8 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// A stored manifest parses back to the same value, has no path outside the app, and produces single statements.
+/// Checks that a stored manifest parses back to the same value, has no path outside the app, and produces single
+/// statements.
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     let (stored, statements) = match read_manifest(bytes) {
         Ok(read) => read,

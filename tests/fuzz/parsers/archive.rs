@@ -96,7 +96,8 @@ pub fn target() -> Target {
     }
 }
 
-/// A valid release's files and links. Numbered names avoid duplicates and conflicts with directories.
+/// Generates archives with a valid release's files and links. Numbered names avoid duplicates and conflicts with
+/// directories.
 pub(super) fn valid_release() -> impl Strategy<Value = Vec<u8>> {
     let body = prop::collection::vec(any::<u8>(), 0..700);
     prop::collection::vec((0..4usize, body, any::<bool>()), 1..8).prop_map(|files| {
@@ -117,7 +118,7 @@ pub(super) fn is_valid_release_path(path: &str) -> bool {
     number.is_some_and(|number| number.len() == 1 && number < "8")
 }
 
-/// Entries that try to escape the directory, in any order.
+/// Generates entries that try to escape the directory, in any order.
 pub(super) fn hostile_archive() -> impl Strategy<Value = Vec<u8>> {
     let name = || {
         prop_oneof![
@@ -238,7 +239,7 @@ fn check_any_archive(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// Only archives without hostile entries must be accepted.
+/// Checks that archives without hostile entries are accepted; others need not be.
 fn check_valid_archive(bytes: &[u8]) -> Result<(), String> {
     let mut archive = tar::Archive::new(bytes);
     let mut wanted = Vec::new();
@@ -268,7 +269,7 @@ fn check_valid_archive(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// Tests the checks themselves: they detect each of these effects that an archive could have.
+/// Tests the checks themselves: they detect each effect that an archive must not have.
 #[test]
 fn archive_checks_detect_each_violation() {
     type Violation = fn(&UnpackDir);

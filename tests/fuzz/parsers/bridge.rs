@@ -65,7 +65,7 @@ pub fn request() -> Target {
     }
 }
 
-/// A column of the table, and a valid value.
+/// Generates a column of the table and a valid value for it.
 fn field() -> impl Strategy<Value = (String, Value)> {
     prop_oneof![
         "\\PC{0,12}".prop_map(|text| ("c_text".to_owned(), json!(text))),
@@ -221,7 +221,7 @@ fn check_any_filter(bytes: &[u8]) -> Result<(), String> {
     ] {
         match read_filter(&outer) {
             Some(Ok((nested, _))) if nested.text == expected && nested.params == statement.params => {}
-            Some(Err(why)) if why.contains("levels deep") => {}
+            Some(Err(reason)) if reason.contains("levels deep") => {}
             other => return Err(format!("within {outer} it parses as {other:?}")),
         }
     }
@@ -261,7 +261,7 @@ fn cursors() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// A cursor is valid only for its own order and filter, and its values are always bound.
+/// Checks that a cursor is valid only for its own order and filter, and that its values are always bound.
 fn check_any_cursor(bytes: &[u8]) -> Result<(), String> {
     let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
     let mut accepted = 0;

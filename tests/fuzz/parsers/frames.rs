@@ -48,7 +48,7 @@ fn hooks() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Every text sent to the watcher comes from one of the permitted fields.
+/// Checks that every text sent to the watcher comes from one of the permitted fields.
 fn check_any_hook(bytes: &[u8]) -> Result<(), String> {
     let Ok(Some(message)) = hook::read_input(bytes) else { return check_any_message(bytes) };
     // Ignored input may contain invalid text, which this test's parser rejects.
@@ -71,7 +71,7 @@ fn check_any_hook(bytes: &[u8]) -> Result<(), String> {
     check_any_message(&serde_json::to_vec(&message).map_err(|error| error.to_string())?)
 }
 
-/// A message that the watcher accepts is unchanged after it is written and parsed again.
+/// Checks that a message that the watcher accepts is unchanged after it is written and parsed again.
 fn check_any_message(line: &[u8]) -> Result<(), String> {
     let Ok(message) = serde_json::from_slice::<Message>(line) else { return Ok(()) };
     let text = serde_json::to_vec(&message).map_err(|error| error.to_string())?;
@@ -127,7 +127,8 @@ fn frames() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Any input is read to its end or rejected; every frame is unchanged after it is written and parsed again.
+/// Checks that any input is read to its end or rejected, and that every frame is unchanged after it is written and
+/// parsed again.
 async fn check_any_frames(bytes: &[u8]) -> Result<(), String> {
     let mut input = bytes;
     loop {
@@ -193,7 +194,7 @@ pub fn agent_output() -> Target {
 
 const ADAPTER_KINDS: [AdapterKind; 3] = [AdapterKind::ClaudeCode, AdapterKind::Codex, AdapterKind::JsonLines];
 
-/// Recorded output, truncated to a few lines.
+/// Generates recorded output, truncated to a few lines.
 fn outputs() -> impl Strategy<Value = Vec<u8>> {
     (prop::sample::select(&RECORDED_OUTPUT[..]), 3..40usize)
         .prop_map(|(text, lines)| text.lines().take(lines).collect::<Vec<_>>().join("\n").into_bytes())

@@ -17,7 +17,7 @@ pub fn set_cookie() -> Target {
     }
 }
 
-/// One line per cookie; some have the name of one of the router's own cookies.
+/// Generates one line per cookie; some have the name of one of the router's own cookies.
 fn cookies() -> impl Strategy<Value = Vec<u8>> {
     let other_names =
         prop_oneof!["[a-z]{1,6}", Just("__Host-theme".to_owned()), Just("__Secure-id".to_owned())];

@@ -59,12 +59,12 @@ fn listings() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Every number passed to `pg_restore` identifies only entries that may be loaded.
+/// Checks that every number passed to `pg_restore` identifies only entries that may be loaded.
 fn check_any_listing(bytes: &[u8]) -> Result<(), String> {
     let Ok(listing) = std::str::from_utf8(bytes) else { return Ok(()) };
     let (list, extensions) = match read_listing(listing) {
         Ok(read) => read,
-        Err(why) => return check_printable(&why),
+        Err(reason) => return check_printable(&reason),
     };
     for line in list.lines() {
         let id = line.strip_suffix(';').filter(|id| id.parse::<u32>().is_ok());
@@ -141,10 +141,10 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// A manifest is accepted only if it lists exactly the archive's entries.
+/// Checks that a manifest is accepted only if it lists exactly the archive's entries.
 fn check_any_manifest(bytes: &[u8]) -> Result<(), String> {
     match compare_manifest(bytes, &ARCHIVE_ENTRIES) {
-        Err(why) => check_printable(&why),
+        Err(reason) => check_printable(&reason),
         Ok(()) => {
             // Ignored members may be JSON that this test's parser rejects, such as an unpaired surrogate.
             let Ok(manifest) = serde_json::from_slice::<Value>(bytes) else { return Ok(()) };

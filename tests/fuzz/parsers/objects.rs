@@ -31,7 +31,7 @@ fn timestamp(millis: i64) -> Timestamp {
     Timestamp::from_millisecond(millis).expect("the time is in range")
 }
 
-/// The only complete snapshot in the slot.
+/// Returns the side record of the only complete snapshot in the slot.
 fn complete_record() -> SideRecord {
     SideRecord {
         version: 1,

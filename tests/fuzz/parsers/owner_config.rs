@@ -55,11 +55,11 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
         serde_json::from_slice::<Value>(bytes).is_ok_and(|config| !is_misplaced(&config));
     let settings = match Settings::parse(bytes) {
         Ok(settings) => settings,
-        Err(why) if is_secret_only_in_values && why.contains(SECRET) => {
-            return Err(format!("the message quotes a value: {why}"));
+        Err(reason) if is_secret_only_in_values && reason.contains(SECRET) => {
+            return Err(format!("the message quotes a value: {reason}"));
         }
-        Err(why) if why.chars().any(char::is_control) || why.len() > 1024 => {
-            return Err(format!("the message is not printable: {why:?}"));
+        Err(reason) if reason.chars().any(char::is_control) || reason.len() > 1024 => {
+            return Err(format!("the message is not printable: {reason:?}"));
         }
         Err(_) => return Ok(()),
     };

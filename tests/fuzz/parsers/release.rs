@@ -74,7 +74,8 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
     )
 }
 
-/// The rules hold even if the publisher signs arbitrary content, and a signature is valid only for its own manifest.
+/// Checks that the rules hold even if the publisher signs arbitrary content, and that a signature is valid only for its
+/// own manifest.
 fn check_any_manifest(bytes: &[u8]) -> Result<(), String> {
     if bytes != MANIFEST.as_bytes() && accept(bytes, PUBLISHER.line.as_bytes()).is_some() {
         return Err("a signature for a different manifest was accepted".to_owned());
@@ -120,7 +121,7 @@ pub fn signature() -> Target {
     }
 }
 
-/// The publisher's line, with lines from other publishers before and after it.
+/// Generates the publisher's line, with lines from other publishers before and after it.
 fn files() -> impl Strategy<Value = Vec<u8>> {
     use base64::Engine;
     let other = (any::<[u8; 8]>(), any::<[u8; 32]>(), any::<[u8; 32]>()).prop_map(|(id, r, s)| {
@@ -137,7 +138,8 @@ fn publisher_signature() -> (String, Vec<u8>) {
     parse_signatures(PUBLISHER.line.as_bytes()).expect("the publisher's line is valid").remove(0)
 }
 
-/// A file is accepted only if it contains the publisher's own signature and no other signature by the same key.
+/// Checks that a file is accepted only if it contains the publisher's own signature and no other signature by the same
+/// key.
 fn check_any_signature(bytes: &[u8]) -> Result<(), String> {
     let lines = parse_signatures(bytes).ok();
     for (id, signature) in lines.iter().flatten() {

@@ -67,7 +67,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// Every entry of a valid archive, as the `tar` crate parses it, is returned.
+/// Checks that every entry of a valid archive, as the `tar` crate parses it, is returned.
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let mut wanted = Vec::new();
     for entry in tar::Archive::new(bytes).entries().into_iter().flatten() {

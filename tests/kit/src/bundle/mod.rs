@@ -56,7 +56,7 @@ pub struct Part {
     pub dir: PathBuf,
 }
 
-/// The inputs of a build.
+/// The inputs for a build.
 #[derive(Debug, Clone)]
 pub struct Options {
     pub svc: PathBuf,

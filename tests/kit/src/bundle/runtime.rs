@@ -291,7 +291,7 @@ fn prune(dir: &Path) -> Result<()> {
 }
 
 /// Replaces additional hard links to a file with symbolic links, because an archive would contain another copy for
-/// each. Install scripts create hard links to files of hundreds of megabytes.
+/// each. Install scripts create hard links to files that are hundreds of megabytes in size.
 fn link_duplicates(root: &Path, dir: &Path, first: &mut HashMap<u64, PathBuf>) -> Result<()> {
     let mut entries = fs::read_dir(dir)?.collect::<std::io::Result<Vec<_>>>()?;
     entries.sort_by_key(fs::DirEntry::file_name);
@@ -313,7 +313,7 @@ fn link_duplicates(root: &Path, dir: &Path, first: &mut HashMap<u64, PathBuf>) -
     Ok(())
 }
 
-/// Creates `bin/<command>` for each command of the package, run by the release's Node.js if there is one.
+/// Creates `bin/<command>` for each of the package's commands, run by the release's Node.js if there is one.
 fn write_launchers(dir: &Path, package: &str, depth: usize) -> Result<()> {
     let manifest = dir.join("node_modules").join(package).join("package.json");
     let json: serde_json::Value = serde_json::from_slice(&fs::read(&manifest)?)?;

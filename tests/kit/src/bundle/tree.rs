@@ -1,7 +1,7 @@
 //! A bundle's content: sorted entries whose content stays on disk until it is written.
 //!
-//! Entries that a host would refuse to unpack are rejected with their names: links that are absolute, dangling or lead
-//! out of the bundle, and anything but files, directories and links.
+//! Entries that a host would refuse to unpack are rejected by name: links that are absolute, dangling or lead out of
+//! the bundle, and anything but files, directories and links.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};

@@ -17,7 +17,7 @@ use crate::child;
 pub const PACKAGES: [&str; 2] = ["svc-platform", "svc-host"];
 const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// The inputs of a build.
+/// The inputs for a build.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// The packaged binary.

@@ -119,7 +119,7 @@ fn component((name, version): &Crate, package: &Value, checksum: Option<&String>
     component
 }
 
-/// The compiler's standard library, and the build machine's C library.
+/// Returns the compiler's standard library, and the build machine's C library.
 fn system_libraries() -> Vec<Value> {
     let output_of = |program: &str, args: &[&str]| {
         let mut command = Command::new(program);

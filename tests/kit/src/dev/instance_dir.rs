@@ -1,4 +1,4 @@
-//! The directory of a running instance: `dev.json`, the operator's credential, a link to `svcctl`.
+//! A running instance's directory: `dev.json`, the operator's credential, a link to `svcctl`.
 //!
 //! A file lock determines which instance owns the directory. A killed instance releases the lock, and its files are
 //! replaced. Only files that were created here are removed.

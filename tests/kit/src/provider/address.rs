@@ -1,4 +1,4 @@
-//! Public addresses of the simulated servers: loopback addresses of a random network per simulator.
+//! Public addresses for the simulated servers: loopback addresses in a random network per simulator.
 //!
 //! An address is used only once, so that a replaced server can be restarted on its own address.
 
