@@ -316,8 +316,7 @@ async fn lost_account_is_replaced() -> Result<()> {
     let delivered = tls_settings(&name, &after.directory_url());
     host.machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     let host = host.restart()?;
-    host.wait_until("the new authority issues a certificate", async || Ok(after.issued_count() == 1))
-        .await?;
+    host.wait_until("the new authority issues a certificate", async || Ok(after.issued_count() == 1)).await?;
     let replaced = async || Ok(presented_certificate(&host, &name, Some(&after.roots())).await.is_ok());
     host.wait_until("its certificate is presented", replaced).await?;
     Ok(())

@@ -87,9 +87,7 @@ pub fn packages_without_lints(files: &[File]) -> Vec<String> {
         .filter(|file| {
             file.text.contains("[package]") && !file.text.contains("\n[lints]\nworkspace = true\n")
         })
-        .map(|file| {
-            format_violation(&file.path, 1, "the package does not inherit the workspace lints")
-        })
+        .map(|file| format_violation(&file.path, 1, "the package does not inherit the workspace lints"))
         .collect()
 }
 

@@ -37,10 +37,7 @@ impl ModelStub {
         let deadline = Instant::now() + START_TIMEOUT;
         while !port_file.exists() {
             ensure!(process.status().is_none(), "the model API stub exited during start-up");
-            ensure!(
-                Instant::now() < deadline,
-                "the model API stub did not start within {START_TIMEOUT:?}"
-            );
+            ensure!(Instant::now() < deadline, "the model API stub did not start within {START_TIMEOUT:?}");
             std::thread::sleep(Duration::from_millis(20));
         }
         let port = fs::read_to_string(&port_file)?.trim().parse().context("read the stub's port")?;
