@@ -1,4 +1,4 @@
-//! `svcctl doctor` against a running host and platform: it must find each provoked problem, and print no secret.
+//! `svcctl doctor` against a running host and platform: it must find each provoked problem and print no secrets.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -479,7 +479,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     ];
     fleet.check_platform(&files, &[]).await.expect("tls", "problem", "expires at ");
 
-    // With stale reads, the probe object is missing right after its put.
+    // With stale reads, the probe object is missing right after it is written.
     fleet.stack.store.add_fault(Rule::new(Fault::StaleRead).method("GET").key("system-doctor/").always());
     fleet.check_platform(&[], &[]).await.expect("store", "problem", "");
     fleet.stack.store.heal();

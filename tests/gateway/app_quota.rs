@@ -21,7 +21,7 @@ async fn query_as_app(host: &Host, slug: &str, body: &Value) -> Result<(StatusCo
     send_json(host.unsigned_request(Method::POST, QUERY).header("x-svc-proof", proof).json(body)).await
 }
 
-/// Returns a request that inserts a row of 20 KB, which does not compress.
+/// Returns a request that inserts a 20 KB row that does not compress.
 fn insert_body(slug: &str) -> Value {
     let text: String = (0..625).map(|_| uuid::Uuid::new_v4().simple().to_string()).collect();
     json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": text } })
@@ -116,7 +116,7 @@ async fn host_with_quota(database_url: &str, slug: &str, columns: &Value, bytes:
     Ok(host)
 }
 
-/// Repeats the request until the quota refuses it. This takes less time than the interval between measurements.
+/// Repeats the request until the quota rejects it. This takes less time than the interval between measurements.
 async fn repeat_until_refused(host: &Host, slug: &str, body: &Value, expected: StatusCode) -> Result<()> {
     let started = std::time::Instant::now();
     while started.elapsed() < Duration::from_secs(25) {

@@ -206,7 +206,7 @@ impl Host {
         send_json(self.owner_request(Method::POST, "/api/bridge/query").json(body)).await
     }
 
-    /// Sends a query verbatim and returns the body as text, because its numbers may exceed a native type.
+    /// Sends a query verbatim and returns the body as text, because its numbers may not fit a native type.
     pub async fn raw_query(&self, body: &str) -> Result<(StatusCode, String)> {
         let request = self.owner_request(Method::POST, "/api/bridge/query").body(body.to_owned());
         let sent = request.header("content-type", "application/json").send().await?;

@@ -53,7 +53,7 @@ async fn journal_lines_have_machine_and_request_fields() -> Result<()> {
 
     let gateway = machine.command();
     let mut command = Command::new("unshare");
-    // Every user can mount in a user namespace.
+    // Any user can mount in a user namespace.
     command.args(["-Urm", "sh", "-c", FAKE_JOURNAL_SCRIPT, "sh"]).arg(&socket);
     command.arg(gateway.get_program()).args(gateway.get_args()).env_clear();
     command.envs(gateway.get_envs().filter_map(|(name, value)| Some((name, value?))));

@@ -181,7 +181,7 @@ async fn more_apps_than_connections_are_all_served() -> Result<()> {
     for app in &apps {
         host.wait_until_registered(app).await?;
     }
-    // Nine apps share four connections: 23 less 3 for superusers and a headroom of 16.
+    // Nine apps share four connections: 23 minus 3 for superusers and 16 of headroom.
     let requests = (0..360).map(|n| {
         let body = json!({ "action": "insert", "app": apps[n % 9], "table": "t", "data": { "a": n } });
         let host = &host;

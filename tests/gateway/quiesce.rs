@@ -1,4 +1,4 @@
-//! Writers are stopped before a final backup. A request or a heartbeat's response resumes them; a restart does not.
+//! Writers are stopped before a final backup. A request or a heartbeat response resumes them; a restart does not.
 
 use anyhow::Result;
 use http::StatusCode;

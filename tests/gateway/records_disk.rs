@@ -1,5 +1,5 @@
 //! A machine's records on a full disk, in files that cannot be written, and after files disappear: the gateway keeps
-//! serving, reports the problem, and resumes its records when possible.
+//! serving, reports the problem, and resumes recording when possible.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

@@ -51,7 +51,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
         }
     }
     for statement in &statements {
-        // Every second part is a name. Only column defaults contain other quotes.
+        // Every other part is a name. Only column defaults contain other quotes.
         let names = statement.split('"').skip(1).step_by(2);
         let is_name = |name: &str| {
             (1..=63).contains(&name.len()) && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')

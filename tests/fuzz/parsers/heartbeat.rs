@@ -8,7 +8,7 @@ use svc::platform::api::heartbeat::read_body;
 use super::Target;
 use super::objects::block_on;
 
-/// Maximum length of one reported text.
+/// Maximum length of a reported text.
 const MAX_CHARS: usize = 2000;
 
 pub fn target() -> Target {
@@ -87,7 +87,7 @@ fn check_stored(stored: &Value) -> Result<(), String> {
     if count(&stored["attention"]) > 16 || count(&stored["proofKids"]) > 16 {
         return Err(format!("{stored} has a list of more than 16 items"));
     }
-    // PostgreSQL texts cannot contain NUL.
+    // PostgreSQL text cannot contain NUL.
     check_texts(&stored["proofKids"], &mut |text| {
         if text.contains('\0') { Err("a NUL".to_owned()) } else { Ok(()) }
     })?;

@@ -1,4 +1,4 @@
-//! What an owner's archive, which is untrusted, claims about itself: the listing of its dump, and its manifest.
+//! What an owner's archive, which is untrusted, claims about itself: its dump's listing, and its manifest.
 
 use std::sync::LazyLock;
 

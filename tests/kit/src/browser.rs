@@ -43,7 +43,7 @@ pub async fn run(options: &Options) -> Result<()> {
     let (svc, bundle_dir, with_code_server) = (options.svc.clone(), out.join("bundle"), options.code_server);
     println!("browser: building apps, shell and bundle");
     let bundle = tokio::task::spawn_blocking(move || build(&svc, &bundle_dir, with_code_server)).await??;
-    // In `/tmp`, because the path of a Unix socket is limited to 107 bytes.
+    // In `/tmp`, because a Unix socket's path is limited to 107 bytes.
     let dir = tempfile::Builder::new().prefix("svc-web-").tempdir_in("/tmp")?;
     child::remove_on_exit(dir.path());
     println!("browser: starting platform, router, provider, store, database, identity provider");

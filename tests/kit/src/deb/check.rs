@@ -157,7 +157,7 @@ async fn check_platform_package(
     stack.stop().await;
     upgraded?;
 
-    // The example is a conffile: an upgrade keeps an operator's changes, a purge removes them.
+    // The example is a conffile: an upgrade keeps an operator's changes, and a purge removes them.
     let example = chroot.path(EXAMPLE);
     ensure!(!example.exists(), "an upgrade restored the deleted example");
     let changed = "# changed by an operator\n";

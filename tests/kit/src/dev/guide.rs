@@ -7,7 +7,7 @@ use super::instance_dir::{PublishedFiles, psql_command, shell_quote};
 use super::service_info::ServiceInfo;
 use crate::story::stack::Stack;
 
-/// The lifetime of the session: one day, so that a developer need not mint a session for each request.
+/// The session lifetime: one day, so that a developer need not mint a session for each request.
 const SESSION_SECONDS: u32 = 86_400;
 
 pub(super) fn render(stack: &Stack, info: &ServiceInfo, files: &PublishedFiles, elapsed: Duration) -> String {

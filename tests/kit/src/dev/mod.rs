@@ -29,7 +29,7 @@ const ROUTE_TIMEOUT: Duration = Duration::from_secs(20);
 pub async fn run(lock: DevLock, svc: &Path, bundle: Option<&Path>) -> Result<()> {
     let started = Instant::now();
     let mut stop = StopSignals::listen()?;
-    // In `/tmp`, because the path of a Unix socket is limited to 107 bytes.
+    // In `/tmp`, because a Unix socket's path is limited to 107 bytes.
     let dir = tempfile::Builder::new()
         .prefix("svc-dev-")
         .tempdir_in("/tmp")

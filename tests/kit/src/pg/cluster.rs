@@ -18,7 +18,7 @@ use crate::{child, fetch};
 const CONTROL_FILE: &str = "global/pg_control";
 const WAL_DIR: &str = "pg_wal";
 const PASSWORD_FILE: &str = "password";
-/// Offset of the system identifier in a WAL segment: after the standard header of its first page.
+/// Offset of the system identifier in a WAL segment: after its first page's standard header.
 const WAL_IDENTIFIER_OFFSET: u64 = 24;
 
 /// Creates a cluster in the existing, empty directory `data`.

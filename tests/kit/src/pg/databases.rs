@@ -51,7 +51,7 @@ pub async fn test_database() -> Result<TestDatabase> {
 }
 
 /// Creates a copy of a prepared database. `prepare` runs once per `key` and server, with the URL of an empty database.
-/// It must close its connections, and must create the same content in each process in a run.
+/// It must close its connections, and must create the same content in all of a run's processes.
 pub async fn test_database_from<F, Fut>(key: &str, prepare: F) -> Result<TestDatabase>
 where
     F: FnOnce(String) -> Fut,
