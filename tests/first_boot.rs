@@ -356,7 +356,7 @@ async fn interrupted_database_cluster_is_recreated() {
 }
 
 #[tokio::test]
-async fn bundle_with_wrong_digest_is_refused_and_never_run() {
+async fn bundle_with_wrong_digest_is_rejected_and_never_run() {
     let machine = Machine::new(BundleResponse::Flipped).await;
     assert_eq!(machine.boot().await, 99);
     let failures = machine.requests_to("boot-failure");

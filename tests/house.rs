@@ -79,7 +79,7 @@ fn tools_do_not_depend_on_the_product() {
 }
 
 #[test]
-fn every_dependency_has_its_reason() {
+fn every_dependency_has_a_reason() {
     assert_none(&documentation::unexplained_dependencies(&files()));
 }
 

@@ -184,7 +184,7 @@ async fn refused_quote_ends_provision_before_any_prompt() {
 }
 
 #[tokio::test]
-async fn price_that_changed_after_the_quote_is_refused() {
+async fn price_changed_after_quote_is_rejected() {
     let changed = Reply::Json(409, problem(409, "price_changed", "The server costs 12.00 EUR a month."));
     let platform = FakePlatform::start([quote_reply(), changed]).await;
     let output = platform.svcctl(&PROVISION).await;

@@ -127,8 +127,8 @@ macro_rules! fuzzed {
 fuzzed! {
     mutated_pointer_stays_in_its_slot, long_mutated_pointer_stays_in_its_slot, "pointer";
     mutated_side_record_must_match_its_dump, long_mutated_side_record_must_match_its_dump, "side-record";
-    mutated_manifest_is_refused, long_mutated_manifest_is_refused, "manifest";
-    mutated_signature_is_refused, long_mutated_signature_is_refused, "signature";
+    mutated_manifest_is_rejected, long_mutated_manifest_is_rejected, "manifest";
+    mutated_signature_is_rejected, long_mutated_signature_is_rejected, "signature";
     mutated_archive_stays_in_its_directory, long_mutated_archive_stays_in_its_directory, "archive";
     tar_entries_of_mutated_archives_keep_limits, long_tar_entries_of_mutated_archives_keep_limits, "tar-entries";
     mutated_env_file_parses_back, long_mutated_env_file_parses_back, "env-file";
@@ -143,9 +143,9 @@ fuzzed! {
     mutated_hook_input_sends_no_content, long_mutated_hook_input_sends_no_content, "hook-input";
     mutated_agent_frames_parse_back, long_mutated_agent_frames_parse_back, "agent-frames";
     mutated_agent_output_keeps_bounded_texts, long_mutated_agent_output_keeps_bounded_texts, "agent-output";
-    mutated_event_id_is_refused, long_mutated_event_id_is_refused, "event-id";
+    mutated_event_id_is_rejected, long_mutated_event_id_is_rejected, "event-id";
     mutated_listing_loads_no_other_entry, long_mutated_listing_loads_no_other_entry, "import-listing";
-    mutated_import_manifest_is_refused, long_mutated_import_manifest_is_refused, "import-manifest";
+    mutated_import_manifest_is_rejected, long_mutated_import_manifest_is_rejected, "import-manifest";
     mutated_keys_keep_their_purpose, long_mutated_keys_keep_their_purpose, "jwks";
     mutated_owner_config_keeps_bounds, long_mutated_owner_config_keeps_bounds, "owner-config";
     mutated_usage_report_is_safe_to_print, long_mutated_usage_report_is_safe_to_print, "usage-report";

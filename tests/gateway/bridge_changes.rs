@@ -85,7 +85,7 @@ fn changes_request(host: &Host, query: &str, last: Option<&str>) -> reqwest::Req
 }
 
 #[tokio::test]
-async fn changes_by_every_writer_are_reported() -> Result<()> {
+async fn every_writers_changes_are_reported() -> Result<()> {
     let app = TestApp::new().await?;
     app.insert(json!({ "title": "before the first listener" })).await?;
     let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
@@ -187,7 +187,7 @@ async fn listener_resumes_where_it_stopped() -> Result<()> {
 }
 
 #[tokio::test]
-async fn expired_position_is_refused_as_gone() -> Result<()> {
+async fn expired_position_is_rejected_as_gone() -> Result<()> {
     let app = TestApp::with_env(&[("BRIDGE_CHANGES_KEEP_SECONDS", "1")]).await?;
     let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
     let start = events.id.clone();

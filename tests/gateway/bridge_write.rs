@@ -107,7 +107,7 @@ async fn upsert_inserts_merges_or_ignores() -> Result<()> {
 }
 
 #[tokio::test]
-async fn concurrent_upserts_of_one_key_make_one_row() -> Result<()> {
+async fn concurrent_upserts_with_same_key_make_one_row() -> Result<()> {
     let app = TestApp::new().await?;
     let key = "0192d1f0-0000-7000-8000-000000000001";
     let all = (0..60).map(|n| {

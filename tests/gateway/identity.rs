@@ -142,7 +142,7 @@ async fn usage_requires_a_session_or_the_admin_token() -> Result<()> {
 }
 
 #[tokio::test]
-async fn gateway_starts_and_refuses_short_admin_token() -> Result<()> {
+async fn gateway_starts_but_rejects_short_admin_token() -> Result<()> {
     let short = &ADMIN[..31];
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.env.insert("ADMIN_TOKEN".into(), short.into());

@@ -238,7 +238,7 @@ async fn writers_resume_when_the_file_is_removed() -> Result<()> {
 }
 
 #[tokio::test]
-async fn backup_is_reported_during_and_after_its_run() -> Result<()> {
+async fn backup_is_reported_while_running_and_afterwards() -> Result<()> {
     let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
     let show = async || -> Result<Value> {

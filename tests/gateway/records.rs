@@ -143,7 +143,7 @@ async fn gateway_start_and_stop_are_logged() -> Result<()> {
 }
 
 #[tokio::test]
-async fn owner_sets_limits_and_sees_the_spending() -> Result<()> {
+async fn owner_sets_limits_and_sees_spending() -> Result<()> {
     let (machine, _) = machine_with_interactions()?;
     machine.write(CONFIG, r#"{"theme": "dark", "costLimits": {"monthly": 100}}"#)?;
     let host = machine.start()?;

@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parse_sums_lines_and_refuses_malformed_ones() {
+    fn parse_sums_lines_and_rejects_malformed_ones() {
         let kills = Figures { kills_survived: 200, snapshots_taken: 70, ..Figures::new("kills") };
         let faults = Figures { kills_survived: 5, faults_tried: 3, ..Figures::new("faults") };
         let lines = format!(

@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn build_refuses_shell_without_key() {
+    fn build_rejects_shell_without_key() {
         let dir = tempfile::tempdir().unwrap();
         let mut options = Options::new(Path::new("svc"), "v1", dir.path()).unwrap();
         let error = build(&mut options, dir.path(), Some("")).unwrap_err().to_string();

@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn from_pem_refuses_malformed_keys() {
+    fn from_pem_rejects_malformed_keys() {
         assert!(
             SigningKey::from_pem(b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n").is_err()
         );

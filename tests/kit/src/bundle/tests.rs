@@ -67,7 +67,7 @@ fn build_full(dir: &Path, names: [&str; 3]) -> Bundle {
 }
 
 #[test]
-fn build_refuses_expired_manifest() {
+fn build_rejects_expired_manifest() {
     let dir = tempfile::tempdir().unwrap();
     let mut options = Options::new(&fake_svc(dir.path()), "v1", &dir.path().join("out")).unwrap();
     options.created_at = Timestamp::UNIX_EPOCH;

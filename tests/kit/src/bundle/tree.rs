@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn pack_refuses_dangling_absolute_and_cyclic_links() {
+    fn pack_rejects_dangling_absolute_and_cyclic_links() {
         for target in ["nothing", "/etc/passwd", "../../../../etc/passwd", "loop"] {
             let dir = tempfile::tempdir().unwrap();
             symlink(target, dir.path().join("loop")).unwrap();
