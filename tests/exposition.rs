@@ -21,7 +21,9 @@ impl Exposition {
         self.samples.get(series).copied()
     }
 
-    /// # Errors Returns an error that names the malformed line.
+    /// # Errors
+    ///
+    /// Returns an error that names the malformed line.
     pub fn parse(text: &str) -> Result<Self> {
         let mut found = Self::default();
         ensure!(text.ends_with('\n'), "the last line has no newline");

@@ -48,7 +48,8 @@ impl Target {
 
     /// Runs random cases.
     ///
-    /// # Errors Returns the smallest case that violated a rule or panicked.
+    /// # Errors
+    /// Returns the smallest case that violated a rule or panicked.
     fn run_cases(&self, cases: u32) -> Result<(), String> {
         let config = Config { cases, failure_persistence: None, ..Config::default() };
         let mut runner = TestRunner::new(config);

@@ -53,7 +53,8 @@ pub fn fetch_library(target_dir: &Path) -> Result<PathBuf> {
 
 /// Fetches the command-line client once.
 ///
-/// # Errors Fails if the machine's package sources do not have the pinned Debian 12 package.
+/// # Errors
+/// Fails if the machine's package sources do not have the pinned Debian 12 package.
 pub fn fetch_cli() -> Result<FetchedProgram> {
     CLI.locate_or_fetch()
 }

@@ -60,7 +60,8 @@ pub struct Sums {
 }
 
 impl Sums {
-    /// # Errors Fails for a malformed line, because sums without it would be too low.
+    /// # Errors
+    /// Fails for a malformed line, because sums without it would be too low.
     pub fn parse(lines: &str) -> Result<Self> {
         let mut sums = Self::default();
         for (number, line) in lines.lines().enumerate() {

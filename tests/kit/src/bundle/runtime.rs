@@ -105,7 +105,8 @@ pub fn fetch_agent(name: &str) -> Result<Part> {
 /// Returns the sources for a full bundle: `chosen`, and each pinned runtime that `chosen` does not replace. Installs
 /// code-server's build dependencies if it comes from npm.
 ///
-/// # Errors Fails if code-server's build dependencies are missing and cannot be installed.
+/// # Errors
+/// Fails if code-server's build dependencies are missing and cannot be installed.
 pub fn prepare_full_sources(chosen: &[Source]) -> Result<Vec<Source>> {
     let mut sources = chosen.to_vec();
     for pinned in [PINNED_NODE, PINNED_CODE_SERVER].into_iter().chain(PINNED_AGENTS) {
