@@ -1,5 +1,5 @@
-//! Pagination of the bridge: sort orders of every column type, ties and NULLs, inserts between pages, and cursors of
-//! other queries. Also covers how filters compare NULLs.
+//! Bridge pagination: sorting by every column type, ties and NULLs, inserts between pages, and cursors from different
+//! queries. Also covers how filters compare NULLs.
 
 use std::collections::HashSet;
 
