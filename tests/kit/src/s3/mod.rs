@@ -75,7 +75,7 @@ pub struct S3Server {
     _blobs: TempDir,
 }
 
-/// Metadata of an object.
+/// An object's metadata.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ObjectInfo {
     pub key: String,
@@ -167,7 +167,7 @@ impl S3Server {
         self.sessions.set_lifetime(lifetime);
     }
 
-    /// All sessions that were ever issued.
+    /// All sessions ever issued.
     pub fn sessions(&self) -> Vec<SessionInfo> {
         self.sessions.all()
     }
@@ -182,7 +182,7 @@ impl S3Server {
         self.sessions.expire_all();
     }
 
-    /// Revokes the sessions with this name; returns their number.
+    /// Revokes the sessions with this name; returns how many there were.
     pub fn revoke_sessions(&self, name: &str) -> usize {
         self.sessions.revoke(name)
     }
@@ -195,7 +195,7 @@ impl S3Server {
     /// Like [`Self::create_bucket`].
     ///
     /// # Errors
-    /// Fails if the bucket of a third-party server does not accept objects within the timeout.
+    /// Fails if a third-party server's bucket does not accept objects within the timeout.
     pub fn try_create_bucket(&self, name: &str) -> Result<()> {
         match &self.upstream {
             None => {
@@ -310,7 +310,7 @@ impl S3Server {
         self.http.log.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Clears the log of requests.
+    /// Clears the request log.
     pub fn clear_requests(&self) {
         self.http.log.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }

@@ -1,4 +1,4 @@
-//! Writes the files of user-data at the first boot, like cloud-init.
+//! Writes the user-data files at first boot, like cloud-init.
 //!
 //! Supports only the JSON form of `#cloud-config`, which the platform renders. `runcmd` is ignored, because the init
 //! performs these steps itself.
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn malformed_user_data_is_refused() {
+    fn malformed_user_data_is_rejected() {
         assert!(UserData::parse("#!/bin/sh\n{}").is_err());
         assert!(UserData::parse("#cloud-config\nwrite_files: []").is_err());
         assert!(write(r#"[{"path": "/../etc/passwd", "content": ""}]"#).is_err());
