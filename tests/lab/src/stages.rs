@@ -1,4 +1,4 @@
-//! Durations of a boot's stages, from the platform's record and the machine's clock.
+//! Boot stage durations, from the platform's record and the machine's clock.
 
 use std::time::Duration;
 

@@ -12,14 +12,14 @@ use tokio::process::Command;
 
 use crate::child::{self, AtExit};
 
-/// `svc` with the environment of its applets.
+/// `svc` with its applets' environment.
 #[derive(Debug, Clone)]
 pub struct Program {
     path: PathBuf,
     env: Vec<(String, String)>,
 }
 
-/// Result of a command.
+/// A command's result.
 #[derive(Debug)]
 pub struct CommandOutput {
     pub code: Option<i32>,
@@ -37,7 +37,7 @@ impl Program {
         &self.env
     }
 
-    /// Builds a command of this program without starting it.
+    /// Builds a command for this program without starting it.
     pub fn command(&self, applet: &str) -> Command {
         let mut command = Command::new(&self.path);
         command.arg(applet).env_clear().envs(self.env.iter().map(|(name, value)| (name, value)));

@@ -7,7 +7,7 @@ use crate::s3::S3Server;
 
 pub const BUCKET: &str = "svc-demo";
 
-/// The objects below `<idpUserId>/<slot>/`.
+/// The objects under `<idpUserId>/<slot>/`.
 #[derive(Debug, Clone)]
 pub struct SlotObjects {
     prefix: String,
