@@ -22,7 +22,7 @@ struct Installation {
 }
 
 impl Installation {
-    /// Prepares a platform that trusts these roots, and whose router terminates TLS on this port.
+    /// Prepares a platform that trusts the given roots, and whose router terminates TLS on the given port.
     async fn start(router_port: u16, directory: &str, roots: &std::path::Path) -> Self {
         let (stack, dir) = (Stack::start().await, tempfile::tempdir().unwrap());
         let (certificate, key) = Ca::new().unwrap().issue(&["app.test", "code.test"]).unwrap();

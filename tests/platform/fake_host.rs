@@ -62,7 +62,7 @@ impl Host {
         at
     }
 
-    /// Reports this snapshot as the result of the last run.
+    /// Reports this snapshot as the result of the last backup.
     pub fn report_backup(&self, key: &str, at: &str) {
         self.script.lock().unwrap().progress = json!({"running": false,
             "last": {"status": "success", "beganAt": at, "takenAt": at, "key": key}});

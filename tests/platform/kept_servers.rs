@@ -1,5 +1,5 @@
-//! The server of a replaced machine is kept until the successor is healthy; if the successor fails, the slot returns to
-//! the replaced machine.
+//! A replaced machine's server is kept until the successor is healthy; if the successor fails, the slot returns to the
+//! replaced machine.
 
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};

@@ -1,4 +1,4 @@
-//! Proof keys rotate on a working platform of two processes: no request is signed with a key that its host lacks, and
+//! Proof keys rotate on a working platform with two processes: no request is signed with a key that its host lacks, and
 //! an old key is removed once no host needs it.
 
 use std::collections::BTreeSet;

@@ -234,7 +234,7 @@ async fn failed_backup_is_retried_before_operation_waits() {
     assert_eq!(old.call_count("POST", BACKUP), 3);
 }
 
-/// A host's report of a held-back snapshot, dated an hour ahead.
+/// Returns a host's report of a held-back snapshot, dated an hour ahead.
 fn held_back_report(overrides: &Value) -> Value {
     let late = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));
     let mut last = json!({"status": "error", "beganAt": late, "error": "a table is gone"});

@@ -26,7 +26,7 @@ use super::stack::{ApiResponse, BUCKET, Guest, Process, SECRET, Stack, heartbeat
 
 const OLD: u8 = 7;
 const NEW: u8 = 8;
-/// The lease duration of these processes. A process row four times as old is ignored.
+/// The lease duration for these processes. A process row four times as old is ignored.
 const LEASE: (&str, &str) = ("PLATFORM_LEASE_SECONDS", "1");
 
 fn key(byte: u8) -> SecretSlice<u8> {
@@ -372,7 +372,7 @@ async fn server_restored_with_its_settings_is_refused() {
     );
 }
 
-/// A store that does not respond at startup delays the refusal.
+/// A store that does not respond at startup delays the rejection.
 #[tokio::test(flavor = "multi_thread")]
 async fn process_with_outdated_key_stops_once_the_store_responds() {
     let stack = Stack::start().await;

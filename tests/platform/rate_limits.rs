@@ -1,4 +1,4 @@
-//! Rate limits of the control API: for wrong tokens from an address, and for requests from one operator or host.
+//! Control API rate limits: for wrong tokens from an address, and for requests from one operator or host.
 
 use reqwest::Method;
 use serde_json::json;

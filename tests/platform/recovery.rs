@@ -65,7 +65,7 @@ async fn recovery_starts_from_the_requested_snapshot() {
     let (_, key) = earlier.split_once("primary/").unwrap();
     stack.store_snapshot("user_1");
     assert_ne!(stack.pointer("user_1")["snapshot"]["key"], key);
-    // The pointer may name an unusable snapshot, because the request names another one.
+    // The pointer may name an unusable snapshot, because the request names a different one.
     let latest = format!("user_1/primary/{}", stack.pointer("user_1")["snapshot"]["key"].as_str().unwrap());
     stack.store.remove(BUCKET, &latest);
     let body = json!({"idpUserId": "user_1", "snapshotKey": key});

@@ -105,7 +105,7 @@ async fn immediate_deletion_keeps_the_predecessors_server() {
     assert_eq!(back.status, 202, "{back:?}");
 }
 
-/// Deletes a machine and abandons the removal of its server.
+/// Deletes a machine and abandons its server's removal.
 async fn abandon_removal(stack: &Stack, process: &Process) -> Guest {
     let old = stack.start_machine(process, "user_1").await;
     stack.store_snapshot("user_1");

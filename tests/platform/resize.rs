@@ -158,7 +158,7 @@ async fn impossible_resize_is_refused_and_changes_nothing() {
     assert_refused(resize(&stack, &process, &guest.machine, "cpx32").await, 403, "server_type_not_allowed");
     assert_eq!(stack.send(set(slot("max", "inactive"))).await.status, 200);
     assert_refused(resize(&stack, &process, &guest.machine, "cpx32").await, 402, "subscription_required");
-    // Without billing enforcement, only the size of the server's disk limits the types.
+    // Without billing enforcement, only the server's disk size limits the types.
     let without_billing = stack.start_platform_with(&[("BILLING_ENFORCEMENT", "false")]);
     assert_refused(resize(&stack, &without_billing, &guest.machine, "cpx12").await, 409, "disk_would_shrink");
     let unknown_type = resize(&stack, &without_billing, &guest.machine, "cpx99").await;

@@ -51,8 +51,8 @@ enum Quoting {
     Open,
 }
 
-/// Whether a word is a short option, or part of a usage line that names no argument: `[OPTIONS]`, `<--version
-/// <VERSION>|--request>`.
+/// Whether a word is a short option, or part of a usage line that names no argument, such as `[OPTIONS]` and
+/// `<--version <VERSION>|--request>`.
 fn is_notation(word: &str) -> bool {
     let is_alternative = word.starts_with(['-', '|']) || word.starts_with("<-") || word.contains("|-");
     is_alternative || ["…", "OPTIONS", "COMMAND", "<COMMAND>"].contains(&word)

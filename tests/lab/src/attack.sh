@@ -1,4 +1,4 @@
-# Attacks by the owner's user: runs in a process of the editor's unit, in the editor's terminal, and as a dispatched
+# Attacks by the owner's user: runs in a process in the editor's unit, in the editor's terminal, and as a dispatched
 # agent. Writes each resource that it reaches to lab-attack.out, then the unit in which it runs.
 read -r prompt || true
 cd /home/svc/home

@@ -1,4 +1,4 @@
-# Attacks found in a security review, as the owner's user on a machine: attack.sh runs as a process of the editor's unit
+# Attacks found in a security review, as the owner's user on a machine: attack.sh runs as a process in the editor's unit
 # and as a dispatched agent. Then the gateway and root's commands encounter the planted files. Prints a summary; exits
 # at the first violation.
 set -eu

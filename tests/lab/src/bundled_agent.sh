@@ -1,4 +1,4 @@
-# Dispatches to the coding agents of a full release, against a stub for their model's API at $MODEL on the lab's host.
+# Dispatches to the coding agents in a full release, against a stub for their model's API at $MODEL on the lab's host.
 # Each agent writes a file with one of its own tools; the records must contain the tool, the tokens and the cost. Prints
 # a summary; exits at the first violation.
 set -eu

@@ -186,7 +186,7 @@ pub(super) fn verified_pointer(stack: &Stack) -> Result<Value> {
     Ok(pointer)
 }
 
-/// Waits until the machine serves its owner; returns the titles of all notes.
+/// Waits until the machine is serving its owner; returns the titles of all notes.
 pub async fn wait_until_served(stack: &Stack) -> Result<Vec<String>> {
     let owner = stack.owner_token();
     eventually("the owner is served", BOOT_TIMEOUT, || stack.web.titles(&owner)).await

@@ -11,7 +11,7 @@ use kit::story::{MachineRecord, Stack};
 const CHECKS: &str = include_str!("invariants.sh");
 const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Runs all checks of `invariants.sh`.
+/// Runs all checks in `invariants.sh`.
 pub async fn check_machine(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let output = vm.run(CHECKS, TIMEOUT).await?;

@@ -79,7 +79,7 @@ async fn run(svc: &Path, steps: &StepSelection) -> Result<Report> {
     let mut report = Report::with_timeout("lab", STEP_TIMEOUT);
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
+    // In `/tmp`, because a Unix socket path is limited to 107 bytes.
     let sockets = tempfile::Builder::new().prefix("svc-lab-").tempdir_in("/tmp")?;
     child::remove_on_exit(sockets.path());
     let dir = target_dir().join("lab");

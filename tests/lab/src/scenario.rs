@@ -31,7 +31,7 @@ pub async fn publish(stack: &Stack) -> Result<((), String)> {
 /// A function that selects the parts of a bundle.
 type BundleParts = fn(&Path, &PgBinaries, &str, &Path) -> Result<bundle::Options>;
 
-/// Builds and publishes a bundle of these parts; returns its size in MiB.
+/// Builds and publishes a bundle with these parts; returns its size in MiB.
 pub async fn publish_as(stack: &Stack, version: &str, svc: &Path, parts: BundleParts) -> Result<u64> {
     let (svc, pg, dir) = (svc.to_owned(), stack.pg.clone(), stack.dir.join(format!("bundle-{version}")));
     let (build_version, key) = (version.to_owned(), stack.signing_key.clone());

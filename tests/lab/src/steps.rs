@@ -13,7 +13,7 @@ pub enum StepSelection {
     Quick,
     /// All steps, including those that are not part of the main scenario.
     Full,
-    /// Only these steps, in the order of the list.
+    /// Only these steps, in list order.
     Only(Vec<String>),
 }
 

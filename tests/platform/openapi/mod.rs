@@ -67,7 +67,7 @@ impl TestPlatform {
         Self { stack, process, running, booting, operation, rollout, operators }
     }
 
-    /// The machine that a valid request for the operation names.
+    /// Returns the machine that a valid request for the operation names.
     fn guest(&self, operation: &Operation) -> &Guest {
         if accepts_credential(operation, "registration") { &self.booting } else { &self.running }
     }

@@ -163,7 +163,7 @@ impl Default for PublicNetRequest {
     }
 }
 
-/// The fields of `PUT /servers/{id}`; absent ones are not changed.
+/// The fields of `PUT /servers/{id}`; absent fields are left unchanged.
 #[derive(Debug, Deserialize)]
 pub(super) struct UpdateRequest {
     #[serde(default)]

@@ -1,4 +1,4 @@
-//! A simulator of the cloud provider: the Hetzner Cloud API v1 over HTTP on loopback.
+//! A cloud provider simulator: the Hetzner Cloud API v1 over HTTP on loopback.
 //!
 //! It implements the API's rules (unique names, one action at a time, power and disk rules, rate limit, pagination) and
 //! scripted faults. [`SimulatorKind`] selects what a server is beyond its record.
@@ -20,7 +20,7 @@
 //!
 //! With [`SimulatorKind::Machine`], a server is a virtual machine that boots a real Debian with its user-data.
 //!
-//! Everything is also available over HTTP, below [`Simulator::control_url`].
+//! Everything is also available over HTTP, under [`Simulator::control_url`].
 
 mod address;
 mod api;

@@ -160,12 +160,12 @@ impl Simulator {
         self.cloud.script().calls().iter().filter(matches).count()
     }
 
-    /// Kills all processes of the machine. The provider shows the server as off.
+    /// Kills all of the machine's processes. The provider shows the server as off.
     pub async fn kill_server(&self, name: &str) -> Result<()> {
         self.cloud.kill(name).await
     }
 
-    /// Kills all processes of the machine, and removes the server from the provider. The disk is kept.
+    /// Kills all of the machine's processes, and removes the server from the provider. The disk is kept.
     pub async fn vanish_server(&self, name: &str) -> Result<()> {
         self.cloud.vanish(name).await
     }
@@ -219,7 +219,7 @@ impl Simulator {
         Ok(self.cloud.guests.hosts()?.machine(name)?.disk())
     }
 
-    /// The output of a unit's processes, and the init's messages.
+    /// Returns the output of a unit's processes, and the init's messages.
     pub fn unit_log(&self, name: &str, unit: &str) -> Result<String> {
         let log = self.disk(name)?.join("var/log").join(format!("{unit}.log"));
         let bytes = std::fs::read(&log).with_context(|| log.display().to_string())?;
@@ -263,7 +263,7 @@ impl Simulator {
         self.cloud.guests.hosts()?.machine(name)?.stop_service(service).await
     }
 
-    /// Starts only PostgreSQL on the disk of a host that is off; returns the URL of its database.
+    /// Starts only PostgreSQL on the disk of a host that is off; returns its database URL.
     pub async fn start_database_only(&self, name: &str) -> Result<String> {
         self.cloud.start_database_only(name).await
     }

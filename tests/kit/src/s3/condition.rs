@@ -41,7 +41,7 @@ pub(super) struct ReadCondition {
 
 impl ReadCondition {
     pub(super) fn check(&self, object: &Object) -> S3Result<()> {
-        // Headers have a resolution of one second.
+        // Headers have one-second resolution.
         let since_epoch = object.modified.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let modified = &Timestamp::from(SystemTime::UNIX_EPOCH + Duration::from_secs(since_epoch.as_secs()));
         match (&self.if_match, &self.if_unmodified_since) {

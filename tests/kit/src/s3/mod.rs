@@ -86,7 +86,7 @@ pub struct ObjectInfo {
 }
 
 impl S3Server {
-    /// Starts on a free port. Large objects are stored below `dir`, which must exist, until the server is dropped.
+    /// Starts on a free port. Large objects are stored under `dir`, which must exist, until the server is dropped.
     pub fn start(dir: &Path) -> Result<Self> {
         Self::start_with(dir, None)
     }
@@ -139,7 +139,7 @@ impl S3Server {
         if self.upstream.is_some() { "us-east-1" } else { "auto" }
     }
 
-    /// The product's settings for a bucket of this store.
+    /// The product's settings for a bucket in this store.
     pub fn env(&self, bucket: &str) -> Vec<(String, String)> {
         let pairs = [
             ("OBJECT_STORE_URL", format!("s3://{bucket}")),

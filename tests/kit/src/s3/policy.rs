@@ -16,7 +16,7 @@ pub(super) struct AccessRequest<'a> {
     pub(super) creation: Creation,
 }
 
-/// Properties of a write that conditions can use.
+/// Write properties that conditions can test.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Creation {
     /// `s3:ObjectCreationOperation`.
@@ -39,7 +39,7 @@ struct Statement {
     allows: bool,
     actions: Vec<String>,
     resources: Vec<String>,
-    /// The patterns of each condition on `s3:prefix`; all conditions must be met.
+    /// The patterns for each condition on `s3:prefix`; all conditions must be met.
     prefixes: Vec<Vec<String>>,
     /// `Null` on `s3:if-none-match`: whether the header must be missing.
     if_none_match_is_null: Option<bool>,

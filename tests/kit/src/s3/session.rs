@@ -13,7 +13,7 @@ use super::policy::Policy;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SessionInfo {
     pub access_key: String,
-    /// The `RoleSessionName` of the AssumeRole call.
+    /// The `RoleSessionName` from the AssumeRole call.
     pub name: String,
     pub policy: Option<String>,
     pub expires: SystemTime,
@@ -79,7 +79,7 @@ impl Sessions {
                 requested_lifetime,
             },
             secret: hex(),
-            // Contains the special characters of base64, like real tokens.
+            // Contains base64's special characters, like real tokens.
             token: format!("{}/{}+{}==", hex(), hex(), hex()),
             policy,
             is_revoked: false,

@@ -75,7 +75,7 @@ pub async fn run_inspected(
     extra_env: &[(&str, &str)],
     mut inspect: impl AsyncFnMut(&Stack, Checkpoint) -> Result<()>,
 ) -> Result<Report> {
-    // In `/tmp`, because the path of a Unix socket is limited to 107 bytes.
+    // In `/tmp`, because a Unix socket path is limited to 107 bytes.
     let dir =
         tempfile::Builder::new().prefix("svc-demo-").tempdir_in("/tmp").context("create a directory")?;
     child::remove_on_exit(dir.path());

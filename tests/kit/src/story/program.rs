@@ -1,5 +1,5 @@
-//! Runs the product's binary as its users do: with arguments and an environment, for an exit code and output. The
-//! environment of this process is not inherited.
+//! Runs the product's binary as its users do: with arguments and an environment, for an exit code and output. This
+//! process's environment is not inherited.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};

@@ -127,7 +127,7 @@ pub async fn check_restored_rows(stack: &Stack) -> Result<((), String)> {
     ))
 }
 
-/// Starts only the database of the old machine, and checks that its backup is refused.
+/// Starts only the old machine's database, and checks that its backup is refused.
 pub async fn check_old_backup_refused(
     stack: &Stack,
     first: &MachineRecord,

@@ -16,7 +16,7 @@ const STEP_TIMEOUT: Duration = Duration::from_secs(240);
 pub struct Report {
     pub ok: bool,
     pub steps: Vec<Step>,
-    /// Name of the scenario.
+    /// The scenario's name.
     #[serde(skip)]
     name: &'static str,
     #[serde(skip)]
@@ -45,7 +45,7 @@ impl Report {
         Self { ok: false, steps: Vec::new(), name, step_timeout }
     }
 
-    /// Runs a step, which returns its result and a line of details.
+    /// Runs a step, which returns its result and a line of detail.
     pub async fn step<T>(
         &mut self,
         name: &str,

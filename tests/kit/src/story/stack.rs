@@ -31,7 +31,7 @@ pub const IMAGE_VERSION: &str = "story-1";
 const SIGNING_KEY: &str = include_str!("../bundle/ed25519-test-only.txt");
 const LOG_LINES: usize = 25;
 
-/// The kind of the provider's servers.
+/// The kind of servers that the provider has.
 #[derive(Debug, Clone)]
 pub enum HostBackend {
     /// Processes on this machine.
@@ -86,7 +86,7 @@ pub struct Stack {
     pub signing_key: PathBuf,
     operator: Program,
     platform_env: Vec<(String, String)>,
-    /// Timeout for one run of `svcctl`.
+    /// Timeout for one `svcctl` invocation.
     svcctl_timeout: Duration,
     platform: Platform,
     database: PgServer,
@@ -108,7 +108,8 @@ impl Stack {
         Self::start_with_backend(svc, dir, transport, HostBackend::Processes, extra_env).await
     }
 
-    /// Like [`Self::start_with`], with this kind of server. Virtual machines get no settings except their user-data.
+    /// Like [`Self::start_with`], with the given kind of server. Virtual machines get no settings except their
+    /// user-data.
     pub async fn start_with_backend(
         svc: &Path,
         dir: &Path,
@@ -120,7 +121,7 @@ impl Stack {
         Self::start_with_store(svc, dir, transport, backend, store, extra_env).await
     }
 
-    /// Like [`Self::start_with_backend`], with this object store.
+    /// Like [`Self::start_with_backend`], with the given object store.
     pub async fn start_with_store(
         svc: &Path,
         dir: &Path,

@@ -87,7 +87,7 @@ impl WebClient {
             .await
     }
 
-    /// The titles of all notes, sorted.
+    /// Returns the titles of all notes, sorted.
     pub async fn titles(&self, bearer: &str) -> Result<Vec<String>> {
         let rows =
             self.call_bridge(bearer, &json!({"action": "find", "app": "notes", "table": "notes"})).await?;

@@ -6,7 +6,7 @@
 //! | file | content |
 //! |---|---|
 //! | `tools` | required programs, installed if missing |
-//! | `image` | the base disk of all machines, built once |
+//! | `image` | the base disk for all machines, built once |
 //! | `accel` | KVM detection |
 //! | `machine` | a machine's disk and power |
 //! | `qmp` | the power button |

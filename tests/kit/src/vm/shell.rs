@@ -39,7 +39,7 @@ impl Shell {
         self.run_with(Stdio::null(), script, timeout).await
     }
 
-    /// Runs a script with this standard input.
+    /// Runs a script with the given standard input.
     pub(super) async fn run_with(
         &self,
         input: Stdio,

@@ -71,7 +71,7 @@ impl ProcessHost {
         self.state.borrow().clone()
     }
 
-    /// Sets extra environment variables for all processes of the next session only.
+    /// Sets extra environment variables for all processes in the next session only.
     pub(in super::super) fn set_next_env(&self, env: Vec<(String, String)>) {
         *self.next_env.lock().unwrap_or_else(PoisonError::into_inner) = env;
     }
@@ -186,7 +186,7 @@ impl ProcessHost {
         Ok(())
     }
 
-    /// Starts only PostgreSQL on the disk, and returns the URL of the database `svc`.
+    /// Starts only PostgreSQL on the disk, and returns the `svc` database's URL.
     pub(in super::super) async fn start_database_only(&self) -> Result<String> {
         ensure!(self.disk.exists(), "{} was never started", self.name);
         if let Some(session) = self.power_on()? {

@@ -30,7 +30,7 @@ use crate::pg::PgBinaries;
 /// Settings shared by all hosts in a simulator.
 #[derive(Debug, Clone)]
 pub struct HostSettings {
-    /// The binary of a fresh image. It installs the bundle, and reports a boot that fails before the bundle is
+    /// The binary in a fresh image. It installs the bundle, and reports a boot that fails before the bundle is
     /// installed.
     pub svc_binary: PathBuf,
     pub pg: PgBinaries,
@@ -122,7 +122,7 @@ impl Hosts {
         }
     }
 
-    /// Kills all processes of all hosts without waiting, and prevents new ones.
+    /// Kills all processes on all hosts without waiting, and prevents new ones.
     pub(super) fn kill_all(&self) {
         self.closed.store(true, Ordering::SeqCst);
         for machine in self.machines() {

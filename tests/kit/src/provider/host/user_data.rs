@@ -37,7 +37,7 @@ impl UserData {
         serde_json::from_str(rest).context("user-data is not JSON")
     }
 
-    /// Writes the files below `root` instead of `/`.
+    /// Writes the files under `root` instead of `/`.
     pub(super) fn write_files(&self, root: &Path) -> Result<()> {
         for file in &self.write_files {
             file.write(root).with_context(|| format!("write_files: {}", file.path.display()))?;
