@@ -65,7 +65,7 @@ async fn rate_refusal_of_one_process_applies_to_all() {
             (before, quiet_since) = (calls, std::time::Instant::now());
         }
     }
-    // A process that starts now has not reserved any calls before the refusal.
+    // A process that starts now has no calls reserved from before the refusal.
     let second = stack.start_platform_with(&quiet);
     stack.subscribe(&second, "user_3").await;
     stack.provision(&second, "user_3").await;

@@ -82,7 +82,7 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     Ok((
         (),
         format!(
-            "cut while {CUT_VERSION} started; after power-on the machine is running {release}, rollout {state}"
+            "cut while {CUT_VERSION} started; after power-on the machine is on {release}, rollout {state}"
         ),
     ))
 }
@@ -159,7 +159,7 @@ pub async fn deploy_full_release(stack: &Stack, machine: &MachineRecord) -> Resu
     Ok((
         (),
         format!(
-            "{mib} MiB in {seconds:.0} s; shell, code-server and its WebSocket work for the owner; {lines} lines from \
+            "{mib} MiB in {seconds:.0} s; shell, code-server and its WebSocket work for the owner; {lines} lines of \
              verify-rollout; Node.js {}",
             node.trim()
         ),

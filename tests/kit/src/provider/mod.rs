@@ -15,8 +15,8 @@
 //!
 //! With [`SimulatorKind::Process`], a server is a host: its user-data files are written under a directory that serves
 //! as its `/`, and the applets start in the same order as the real units, with their own PostgreSQL. Such a server can
-//! be killed, can vanish, and can be restarted from its disk; individual units can be run on it, like an operator's
-//! `systemctl start`.
+//! be killed, can vanish, and can be restarted from its disk; individual units can be run on it, as an operator would
+//! with `systemctl start`.
 //!
 //! With [`SimulatorKind::Machine`], a server is a virtual machine that boots a real Debian with its user-data.
 //!

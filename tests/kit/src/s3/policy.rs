@@ -16,7 +16,7 @@ pub(super) struct AccessRequest<'a> {
     pub(super) creation: Creation,
 }
 
-/// Write properties that conditions can test.
+/// Properties of a write request that conditions can test.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Creation {
     /// `s3:ObjectCreationOperation`.
