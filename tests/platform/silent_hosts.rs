@@ -9,7 +9,7 @@ use tokio::net::TcpListener;
 use super::stack::{Process, Stack, provision_body};
 
 const SILENT_HOSTS: usize = 200;
-/// Maximum calls to silent hosts that may start between another request and its effect.
+/// Maximum number of calls to silent hosts that may start between a request and its effect.
 const MAX_CALLS_BEFORE: usize = SILENT_HOSTS / 2;
 
 /// Starts a listener that accepts the calls of all silent hosts. Returns its port and the number of calls.
@@ -28,7 +28,8 @@ async fn start_silent_listener() -> (u16, Arc<AtomicUsize>) {
     (port, calls)
 }
 
-/// Inserts copies of the running machine, each for another user, and deletes them: the deletions wait for silent hosts.
+/// Inserts copies of the running machine, each for a different user, and deletes them. The deletions wait for silent
+/// hosts.
 async fn delete_silent_machines(stack: &Stack, process: &Process, port: u16) {
     let client = stack.database.connect().await.unwrap();
     let sql = "INSERT INTO user_machines SELECT (jsonb_populate_record(m, jsonb_build_object( \

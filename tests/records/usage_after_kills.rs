@@ -110,7 +110,7 @@ fn victim() {
     println!("done");
 }
 
-/// A directory of records whose writer is killed repeatedly, and what was observed there.
+/// A records directory whose writer is killed repeatedly, and the observed results.
 struct KillTest {
     layout: Layout,
     dispatches: u64,
@@ -138,7 +138,7 @@ impl KillTest {
         })
     }
 
-    /// Reads the time of acknowledgement of each dispatch. Dispatches without one are omitted.
+    /// Reads the acknowledgement time of each dispatch. Dispatches without one are omitted.
     fn acknowledgements(&self) -> Result<BTreeMap<u64, u64>> {
         let times = fs::read(self.layout.root().join("acknowledged"))?;
         let times = times.chunks_exact(8).map(|time| u64::from_le_bytes(time.try_into().unwrap_or_default()));
@@ -157,7 +157,8 @@ impl KillTest {
         Ok(OwnedChild::spawn(command.stdout(Stdio::piped()).stderr(Stdio::null()))?)
     }
 
-    /// Kills a process `wait` after its start, or during its start. Returns `false` if it had already finished.
+    /// Kills a process `wait` after it was spawned or, if `has_started`, after it reported its start. Returns `false`
+    /// if it had already finished.
     fn kill_after(&mut self, wait: Duration, has_started: bool) -> Result<bool> {
         let mut child = self.start("")?;
         if has_started {
