@@ -6,7 +6,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::plan::KillPoint;
 
-/// The kill switch of a process; when armed, it kills the process at the n-th call of one kind.
+/// A process's kill switch. When armed, it kills the process at the n-th call of one kind.
 #[derive(Debug, Default)]
 pub struct KillSwitch {
     dead: CancellationToken,
@@ -35,7 +35,7 @@ impl KillSwitch {
         self.dead.clone()
     }
 
-    /// Runs work of the process. Returns `None` if the process is killed before the work ends.
+    /// Runs the process's work. Returns `None` if the process is killed before the work ends.
     pub async fn run_while_alive<T>(&self, work: impl Future<Output = T>) -> Option<T> {
         tokio::select! {
             biased;

@@ -12,7 +12,7 @@ pub struct Rows(Arc<Mutex<RowsState>>);
 #[derive(Debug, Default)]
 struct RowsState {
     last: u32,
-    /// By the slot's prefix.
+    /// By slot prefix.
     slots: BTreeMap<String, SlotRows>,
     /// By machine; a machine without an entry has never loaded its disk.
     disks: BTreeMap<String, Disk>,
@@ -44,7 +44,7 @@ impl Rows {
         self.state().disks.insert(machine.to_owned(), Disk { prefix: prefix.to_owned(), rows });
     }
 
-    /// The rows on a machine's disk; `None` if no data was restored to it.
+    /// Returns the rows on a machine's disk, or `None` if no data has been restored to it.
     pub fn rows_on_disk(&self, machine: &str) -> Option<BTreeSet<u32>> {
         self.state().disks.get(machine).map(|disk| disk.rows.clone())
     }

@@ -8,7 +8,7 @@ use kit::story::{BUCKET, HostBackend, RouterTransport, Stack};
 
 use crate::ctl::doctor::{Report, run_report};
 
-/// Runs the doctor on a platform with this store.
+/// Runs the doctor on a platform with the given store.
 async fn diagnose(kind: StoreKind) -> Result<Report> {
     let (svc, dir) = (Path::new(env!("CARGO_BIN_EXE_svc")), tempfile::tempdir_in("/tmp")?);
     let store = kind.start(dir.path(), BUCKET).await?;
@@ -18,7 +18,7 @@ async fn diagnose(kind: StoreKind) -> Result<Report> {
     let remaining = stack.store.objects(BUCKET, "system-doctor/");
     assert!(remaining.is_empty(), "probe objects remain: {remaining:?}");
     let remaining = stack.store.objects(BUCKET, "svc-doctor");
-    assert!(remaining.is_empty(), "objects of the session remain: {remaining:?}");
+    assert!(remaining.is_empty(), "session objects remain: {remaining:?}");
     stack.stop().await;
     Ok(found)
 }

@@ -12,7 +12,7 @@ use svc::store::snapshot;
 use super::machine::{self, BUCKET, Machine, USER, path_str, slot, tools_with_script, wait_until};
 
 const ROWS: &str = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM generate_series(1, 1000)";
-/// A table larger than one part of an upload.
+/// A table larger than one upload part.
 const NOISE: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
      FROM generate_series(1, 600) n, generate_series(1, 1000) m GROUP BY n";
 
@@ -146,7 +146,7 @@ async fn backup_without_store_or_database_exits_with_69() -> Result<()> {
     store.heal();
     machine.postgres().stop().await?;
     machine.run(&["svc-db-backup"])?.expect(69);
-    // The backup claimed its `seq` before the write of `latest` failed, so it is final.
+    // The backup claimed its `seq` before the write to `latest` failed, so the claim is final.
     let moved = machine::pointer(&store).await?.context("there is no pointer")?;
     assert_eq!(Some(moved.seq), good.map(|good| good.seq + 1));
     assert_pointer_valid(&store).await?;
@@ -247,7 +247,7 @@ async fn failed_step_is_recorded_and_publishes_nothing_partial() -> Result<()> {
     Ok(())
 }
 
-/// The database of a machine that is not restored yet must not become the latest snapshot.
+/// The database of a machine that has not been restored yet must not become the latest snapshot.
 #[tokio::test]
 async fn backup_refuses_to_run_before_gate_opens() -> Result<()> {
     let store = machine::store()?;
@@ -275,7 +275,7 @@ async fn termination_aborts_the_upload() -> Result<()> {
     Ok(())
 }
 
-/// A dump of 130 MB needs only the memory of its parts.
+/// A 130 MB dump needs only the memory for its parts.
 #[tokio::test]
 async fn memory_does_not_grow_with_the_dump() -> Result<()> {
     let store = machine::store()?;

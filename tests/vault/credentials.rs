@@ -39,7 +39,7 @@ pub enum CredentialResponse {
     Unauthorized,
 }
 
-/// The platform's credentials route, with real sessions of the store's STS.
+/// The platform's credentials route, with real sessions from the store's STS.
 struct CredentialService {
     sts: Sts,
     response: Mutex<CredentialResponse>,
@@ -77,7 +77,7 @@ impl Platform {
         self.service.request_count.load(Ordering::SeqCst)
     }
 
-    /// The outage session of a machine of epoch 1.
+    /// Returns the outage session for a machine with epoch 1.
     pub(super) async fn outage_session(&self) -> Option<TemporaryCredentials> {
         outage_session(&self.service.sts).await
     }
@@ -157,7 +157,7 @@ fn session_json(session: &TemporaryCredentials) -> Value {
     })
 }
 
-/// The outage session of a machine of epoch 1.
+/// Returns the outage session for a machine with epoch 1.
 async fn outage_session(sts: &Sts) -> Option<TemporaryCredentials> {
     let (from, lifetime) = (Timestamp::now(), HOUR * 12);
     let window = SessionWindow { from, until: from.checked_add(lifetime).ok()? };
