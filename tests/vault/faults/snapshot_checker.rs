@@ -39,8 +39,7 @@ impl<'a> SnapshotChecker<'a> {
     }
 
     /// # Errors
-    ///
-    /// The violated invariant.
+    /// Returns the violated invariant.
     pub fn check(&mut self) -> anyhow::Result<()> {
         self.check_snapshots().map_err(anyhow::Error::msg)
     }
@@ -73,7 +72,7 @@ impl<'a> SnapshotChecker<'a> {
         self.check_pointer(&root)
     }
 
-    /// Reads the side record of a dump, and checks the dump against it.
+    /// Reads a dump's side record, and checks the dump against it.
     fn read_side_record(&self, root: &str, key: &str) -> Result<SideRecord, String> {
         let read = |key: &str| self.store.read(BUCKET, &format!("{root}{key}")).unwrap_or_default();
         let side: SideRecord = serde_json::from_slice(&read(&format!("{key}.json")))
@@ -101,7 +100,7 @@ impl<'a> SnapshotChecker<'a> {
             return Err(format!("the pointer names {}, which is not complete", named.key));
         };
         if (named.size_bytes, &named.sha256) != (seen.side.size_bytes, &seen.side.sha256) {
-            return Err(format!("the pointer says {named:?}, but the record is {:?}", seen.side));
+            return Err(format!("the pointer states {named:?}, but the record is {:?}", seen.side));
         }
         Ok(())
     }
@@ -190,7 +189,7 @@ mod tests {
                     pointer.snapshot.as_mut().expect("the pointer should name a snapshot").key.push('x');
                 });
             }),
-            ("the pointer says", |store, pointer| {
+            ("the pointer states", |store, pointer| {
                 tamper(store, pointer, |pointer| {
                     pointer.snapshot.as_mut().expect("the pointer should name a snapshot").size_bytes += 1;
                 });

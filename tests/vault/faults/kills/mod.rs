@@ -1,4 +1,5 @@
-//! Repeated `kill -9` of the real applets after a random part of their run time, and the invariants after each kill.
+//! Repeated `kill -9` of the real applets after a random fraction of their run time, and the invariants after each
+//! kill.
 
 mod backup;
 mod register;
