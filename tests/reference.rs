@@ -145,7 +145,7 @@ fn generated_parts_of_pages_are_current() {
 
 /// A separate test, because it starts and probes the stores.
 #[test]
-fn table_of_stores_is_current() {
+fn stores_table_is_current() {
     let Some(table) = stores::probe_all() else { return };
     let pages = files();
     let page = pages.iter().find(|page| page.path == "docs/operating/stores.md").expect("the stores page");

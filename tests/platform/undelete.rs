@@ -189,7 +189,7 @@ async fn expired_preview_is_backed_up_and_kept() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn slot_with_a_machine_of_another_kind_is_refused() {
+async fn slot_with_a_different_kind_of_machine_is_refused() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.start_machine(&process, "user_1").await;

@@ -158,7 +158,7 @@ async fn app_token_opens_only_its_app_on_its_machine() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn token_of_a_replaced_machine_is_refused_and_page_notified() -> Result<()> {
+async fn replaced_machines_token_is_refused_and_page_is_notified() -> Result<()> {
     let (router, machine) = TestRouter::start_with_machine("user_1").await?;
     let token = request_app_token(&router, "user_1", "notes").await;
     router.set_status(&machine, "recovering").await?;

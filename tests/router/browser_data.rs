@@ -101,7 +101,7 @@ async fn data_of_last_user_is_cleared_before_request_is_forwarded() -> Result<()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sign_out_and_choice_of_another_account_clear_data() -> Result<()> {
+async fn sign_out_and_account_switch_clear_data() -> Result<()> {
     let (router, _one, _two) = start_with_two_users().await?;
     let first = send(page(&router, APP_HOST, "/", &format!("__session={}", router.token("user_1")))).await;
     let cookies = format!("__session={}; {}", router.token("user_1"), last_user_cookie(&first)?);

@@ -19,7 +19,7 @@ async fn scan_counts(sql: &Client, table: &str) -> Result<(i64, i64)> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn poll_of_sessions_uses_index() -> Result<()> {
+async fn session_poll_uses_index() -> Result<()> {
     let router = TestRouter::start().await?;
     let fill = format!(
         "INSERT INTO sessions (token_hash, host, idp_user_id, expires_at, changed_at) \

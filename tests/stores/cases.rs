@@ -165,7 +165,7 @@ pub async fn aborted_upload_leaves_nothing(fixture: &StoreFixture) -> Result<Sup
     Ok(Support::Yes)
 }
 
-pub async fn upload_of_killed_process_can_be_aborted(fixture: &StoreFixture) -> Result<Support> {
+pub async fn upload_from_killed_process_can_be_aborted(fixture: &StoreFixture) -> Result<Support> {
     let key = Path::from("user_1/killed.dump");
     let mut upload = start_upload(fixture, &key, content(6 * MIB)).await?;
     let open = upload.open_upload().cloned().context("the upload has no id")?;

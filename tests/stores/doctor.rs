@@ -24,7 +24,7 @@ async fn diagnose(kind: StoreKind) -> Result<Report> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn doctor_reports_missing_capabilities_of_moto() -> Result<()> {
+async fn doctor_reports_capabilities_that_moto_lacks() -> Result<()> {
     let found = diagnose(StoreKind::Moto).await?;
     found.expect("host-credentials", "problem", "reaches other slots: it wrote an object there");
     found.expect("store", "problem", "Anyone who can reach the endpoint can read and delete every snapshot.");
@@ -34,7 +34,7 @@ async fn doctor_reports_missing_capabilities_of_moto() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn doctor_reports_missing_capabilities_of_seaweedfs() -> Result<()> {
+async fn doctor_reports_capabilities_that_seaweedfs_lacks() -> Result<()> {
     if let Err(error) = tokio::task::spawn_blocking(|| kit::seaweed::fetch(&kit::fetch::target_dir())).await?
     {
         kit::skip::record(format_args!("SeaweedFS cannot be fetched: {error:#}"));

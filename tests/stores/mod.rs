@@ -114,7 +114,7 @@ cases_on_each_store!([
     missing_pointer_with_snapshots_is_reported_as_damaged,
     large_upload_is_stored_as_sent,
     aborted_upload_leaves_nothing,
-    upload_of_killed_process_can_be_aborted,
+    upload_from_killed_process_can_be_aborted,
     upload_creates_a_snapshot_only_once,
     interrupted_download_resumes_on_the_same_version,
     outage_is_not_reported_as_not_found,

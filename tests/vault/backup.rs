@@ -82,7 +82,7 @@ async fn invalid_dump_never_becomes_an_object() -> Result<()> {
 }
 
 #[tokio::test]
-async fn password_is_in_no_arguments_or_output() -> Result<()> {
+async fn password_is_not_in_arguments_or_output() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, ROWS).await?;
     let seen = tempfile::tempdir()?;

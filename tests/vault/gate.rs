@@ -152,7 +152,7 @@ async fn requested_earlier_snapshot_is_restored_then_backed_up() -> Result<()> {
 }
 
 #[tokio::test]
-async fn snapshot_of_a_newer_postgresql_is_refused() -> Result<()> {
+async fn snapshot_from_a_newer_postgresql_is_refused() -> Result<()> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;

@@ -91,7 +91,7 @@ async fn replace_restores_a_lost_database_and_keeps_the_substitute() -> Result<(
 
 /// With a marker from a release without database ids, the database is adopted once.
 #[tokio::test]
-async fn marker_of_an_earlier_release_adopts_its_database_once() -> Result<()> {
+async fn marker_from_an_earlier_release_adopts_its_database_once() -> Result<()> {
     let store = machine::store()?;
     let mut machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(ROWS).await?;

@@ -53,7 +53,7 @@ async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn retry_publishes_the_stored_snapshot_of_an_outage() -> Result<()> {
+async fn retry_publishes_the_snapshot_stored_during_an_outage() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = machine_without_platform(&store, &platform).await?;

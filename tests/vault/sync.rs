@@ -117,7 +117,7 @@ async fn platform_failure_keeps_the_agent_and_its_files() -> Result<()> {
 
 /// A machine that was replaced during a platform outage does not overwrite the new machine's metadata.
 #[tokio::test]
-async fn metadata_of_a_later_machine_is_kept() -> Result<()> {
+async fn later_machines_metadata_is_kept() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(accepted_heartbeat()).await?;
     let key = format!("{USER}/primary/system/vps-meta.json");

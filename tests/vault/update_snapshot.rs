@@ -110,7 +110,7 @@ async fn update_continues_once_the_store_is_back() -> Result<()> {
 }
 
 #[tokio::test]
-async fn operator_skips_the_snapshot_of_a_waiting_update() -> Result<()> {
+async fn operator_skips_the_snapshot_for_a_waiting_update() -> Result<()> {
     let store = machine::store()?;
     let fixture = start_fixture(&store).await?;
     fixture.set_backup_command("exit 1\n")?;

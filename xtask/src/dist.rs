@@ -41,7 +41,7 @@ pub fn build_if_outdated() -> Result<PathBuf> {
     build()
 }
 
-/// Returns the reason that an executable does not match the sources at `root`, if any. Without git, it is assumed to
+/// Returns the reason why an executable does not match the sources at `root`, if any. Without git, it is assumed to
 /// match.
 fn outdated_reason(svc: &Path, root: &Path) -> Result<Option<String>> {
     let git = |args: &[&str]| {

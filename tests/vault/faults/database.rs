@@ -190,7 +190,7 @@ async fn exhausted_connections_fail_the_run_with_a_message() -> Result<()> {
 /// For example, `VACUUM FULL` or a migration may lock a table for longer than the minute that a backup waits.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: a backup waits a minute for a lock"]
-async fn backup_of_long_locked_table_fails_with_record() -> Result<()> {
+async fn backup_of_a_long_locked_table_fails_and_is_recorded() -> Result<()> {
     let store = machine::store()?;
     let machine = Machine::in_use(&store, 1).await?;
     let client = machine.client().await?;

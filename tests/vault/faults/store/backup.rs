@@ -230,7 +230,7 @@ async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unabortable_upload_is_abandoned_by_the_next_run() -> Result<()> {
+async fn upload_that_could_not_be_aborted_is_aborted_by_the_next_run() -> Result<()> {
     let fixture = fault_fixture().await?;
     let rules = vec![
         rule(Fault::Status(503)).query("partNumber=2").always(),
