@@ -178,7 +178,7 @@ fn service_exposure_is_within_its_limit() {
         let limit = limits[service.name.trim_end_matches(".service")];
         let score = exposure_score(&service.path);
         println!("{}: {score} of {limit}", service.name);
-        assert!(score <= limit, "{} has {score}, its limit is {limit}", service.name);
+        assert!(score <= limit, "{} has {score}, but its limit is {limit}", service.name);
     }
 }
 

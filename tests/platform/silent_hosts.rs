@@ -12,7 +12,7 @@ const SILENT_HOSTS: usize = 200;
 /// Maximum number of calls to silent hosts that may start between a request and its effect.
 const MAX_CALLS_BEFORE: usize = SILENT_HOSTS / 2;
 
-/// Starts a listener that accepts the calls of all silent hosts. Returns its port and the number of calls.
+/// Starts a listener that accepts the calls to all silent hosts. Returns its port and the number of calls.
 async fn start_silent_listener() -> (u16, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -65,11 +65,11 @@ async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
         stack.post(&process, &format!("/vps/{}/power", guest.machine), &json!({"action": "reboot"})).await;
     assert_eq!(reboot.status, 202, "{reboot:?}");
     let ordered = || async { (stack.provider.call_count("POST", "/actions/reboot") > 0).then_some(()) };
-    stack.eventually("the reboot is ordered", ordered).await;
+    stack.eventually("the reboot is requested", ordered).await;
     let during = calls.load(Ordering::Relaxed) - before;
     assert!(during < MAX_CALLS_BEFORE, "the reboot waited for {during} calls");
 
-    // The first step of a provision may call a host.
+    // The first provisioning step may call a host.
     let before = calls.load(Ordering::Relaxed);
     let provisioned = stack.post(&process, "/vps/provision", &provision_body("user_2")).await;
     let path = format!("/vps/operations/{}", provisioned.body["operationId"].as_str().unwrap());
@@ -77,7 +77,7 @@ async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
         let operation: Value = stack.get(&process, &path).await.body;
         (operation["step"] != "last_backup").then_some(())
     };
-    stack.eventually("the provision continues", has_continued).await;
+    stack.eventually("provisioning continues", has_continued).await;
     let during = calls.load(Ordering::Relaxed) - before;
-    assert!(during < MAX_CALLS_BEFORE, "the provision waited for {during} calls");
+    assert!(during < MAX_CALLS_BEFORE, "provisioning waited for {during} calls");
 }

@@ -58,7 +58,7 @@ impl Stack {
         Self { database, store, provider, client, logs }
     }
 
-    /// The complete configuration for a platform process, with short intervals and timeouts.
+    /// Returns the complete configuration for a platform process, with short intervals and timeouts.
     pub fn settings(&self) -> Vec<(String, String)> {
         let mut settings = self.store.env(BUCKET);
         settings.extend(self.store.sts_env());
@@ -138,7 +138,7 @@ impl Stack {
         command
     }
 
-    /// The log of all processes.
+    /// Returns the log of all processes.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.logs.path().join("log")).unwrap_or_default()
     }
@@ -285,7 +285,7 @@ impl Stack {
         }
     }
 
-    /// Sends a heartbeat to a platform that may have been killed. Returns the response, if there is one.
+    /// Sends a heartbeat to a platform that may have been killed. Returns the response, if any.
     pub async fn try_send_heartbeat(&self, base: &str, guest: &Guest, body: &Value) -> Option<Value> {
         let request = self.client.post(format!("{base}/vps/{}/heartbeat", guest.machine));
         request.bearer_auth(&guest.upgrade_token).json(body).send().await.ok()?.json().await.ok()
@@ -351,7 +351,7 @@ pub fn provision_body(user: &str) -> Value {
     json!({"idpUserId": user, "handle": format!("h-{}", user.replace('_', "-"))})
 }
 
-/// A registration body; `n` makes it unique.
+/// Returns a registration body; `n` makes it unique.
 pub fn registration(machine: &str, n: u32) -> Value {
     json!({"machineId": machine, "imageVersion": "v1", "bundleSha256": DIGEST,
         "tlsSpkiSha256": format!("{n:064x}"), "bootMs": 1234})
@@ -362,7 +362,7 @@ pub fn heartbeat() -> Value {
         "disk": {"totalBytes": 10, "freeBytes": 5}, "proofKids": []})
 }
 
-/// The body of a healthy host's heartbeat, with the host's own epoch.
+/// Returns the body of a healthy host's heartbeat, with the host's own epoch.
 pub fn heartbeat_of(guest: &Guest) -> Value {
     let mut body = heartbeat();
     body["epoch"] = json!(guest.epoch.parse::<u32>().expect("the epoch must be a number"));

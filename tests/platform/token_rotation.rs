@@ -114,7 +114,7 @@ async fn old_token_rotates_automatically_and_all_on_request() {
     gone.assert_problem(409, "invalid_state");
 }
 
-/// After the platform's database was restored from an older copy, the host has a later token than the one in the
+/// After the platform's database has been restored from an older copy, the host has a later token than the one in the
 /// database.
 #[tokio::test(flavor = "multi_thread")]
 async fn restored_database_accepts_the_later_token_of_a_host() {

@@ -59,7 +59,7 @@ pub fn machine(epoch: u32) -> MachineId {
     MachineId(uuid::Uuid::from_u128(u128::from(epoch)))
 }
 
-/// The side record of a backup, written before the pointer advances.
+/// Returns the side record of a backup, written before the pointer advances.
 pub fn side_record(epoch: Epoch, at: Timestamp) -> SideRecord {
     SideRecord {
         version: snapshot::FORMAT,

@@ -327,7 +327,7 @@ fn assert_invariants_hold_without_faults(scenario: &Scenario, seeds: std::ops::R
     }
 }
 
-/// A platform's fence, then the host's first backup, with one fault and one crash at any position.
+/// Two platforms' fences and a host's first backup, with up to one fault and one crash at random positions.
 #[test]
 fn pointer_invariants_hold_with_one_fault_and_one_crash() {
     let roles =

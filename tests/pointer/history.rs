@@ -38,7 +38,7 @@ pub struct History {
 }
 
 impl History {
-    /// The last claimed `seq`.
+    /// Returns the last claimed `seq`.
     pub fn seq(&self) -> u64 {
         self.current.as_ref().map_or(0, |pointer| pointer.seq)
     }

@@ -1,4 +1,4 @@
-//! Sums the cost independently of the product: with its own parser for the lines, in 128-bit billionths of a dollar.
+//! Sums the cost independently of the product: with its own line parser, in billionths of a dollar as 128-bit integers.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -78,7 +78,7 @@ pub fn sum_usage(logs: &Path) -> Result<BTreeMap<Key, Sum>> {
     Ok(sums)
 }
 
-/// The digits of a line's cost, as written.
+/// Returns the digits of a line's cost, as written.
 fn cost_digits(line: &str) -> Result<&str> {
     let (_, rest) = line.split_once("\"cost\":").context("the line has no cost")?;
     Ok(rest.split([',', '}']).next().unwrap_or_default())

@@ -26,7 +26,7 @@ pub fn parts() -> [Part; 2] {
     [Part::new("commands svcctl", render_all(tool)), Part::new("commands programs", render_all(programs))]
 }
 
-/// Renders the section of a command, then those of its subcommands. Global options are listed only where they are
+/// Renders a command's section, then those of its subcommands. Global options are listed only where they are
 /// declared.
 fn render(command: &Command, parent: Option<&Command>) -> String {
     let name = command

@@ -11,7 +11,7 @@ use super::{Part, table};
 use crate::files::{File, files};
 use crate::{assert_none, source};
 
-/// Every section of every package.
+/// Returns every section of every package.
 fn sections() -> impl Iterator<Item = &'static Section> {
     let all = [
         svc::vars::SECTIONS,
@@ -126,7 +126,7 @@ const NOT_FROM_OTHERS: [&Variable; 27] = [
     &host::VPS_META_SECONDS,
 ];
 
-/// Every setting of a host is in exactly one of two lists: those that root accepts from other users' files, and those
+/// Every host setting is in exactly one of two lists: those that root accepts from other users' files, and those
 /// that it does not.
 #[test]
 fn every_host_setting_is_classified_for_root() {
@@ -156,7 +156,7 @@ fn every_reader_of_a_variable_exists() {
 /// Variables that programs other than our own read from a file.
 const READ_BY_UNITS: [&str; 1] = ["SVC_POSTGRES_IMAGE"];
 
-/// Declared variables that no code uses.
+/// Finds declared variables that no code uses.
 fn unread_variables(files: &[File], declared: &[&str]) -> Vec<String> {
     let is_code = |file: &&File| {
         file.path.starts_with("src/") && file.path.ends_with(".rs") && !file.path.ends_with("/vars.rs")

@@ -90,7 +90,7 @@ async fn data_of_last_user_is_cleared_before_request_is_forwarded() -> Result<()
     assert_eq!(without_last_user.status, StatusCode::UNAUTHORIZED, "a script may have deleted the cookie");
     let again = send(page(&router, APP_HOST, "/", &switched)).await;
     assert_eq!((again.status, clear_site_data(&again.headers)), (StatusCode::FOUND, Some(CACHE_AND_STORAGE)));
-    assert_eq!(two.requests().len(), before, "a request reached the machine of user_2");
+    assert_eq!(two.requests().len(), before, "a request reached user_2's machine");
     let cookies = format!("{}; {}", provider("user_2"), last_user_cookie(&again)?);
     assert_eq!(send(page(&router, APP_HOST, "/", &cookies)).await.status, StatusCode::OK);
     assert_eq!(two.requests().len(), before + 1);

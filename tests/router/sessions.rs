@@ -176,7 +176,7 @@ async fn user_can_switch_to_the_provider_account() -> Result<()> {
     assert_eq!(
         send(redeem(unused)).await.status,
         StatusCode::UNAUTHORIZED,
-        "the code of the ended session is invalid"
+        "the ended session's code is invalid"
     );
     assert_eq!(machine.requests().len(), before);
     let deadline = Instant::now() + Duration::from_secs(10);
@@ -204,7 +204,7 @@ async fn https_cookies_have_the_host_prefix() -> Result<()> {
     };
     assert_eq!(send(browser(format!("__Host-svc_session={token}"))).await.status, StatusCode::OK);
     let planted = send(browser(format!("svc_session={token}"))).await;
-    assert_eq!(planted.status, StatusCode::UNAUTHORIZED, "another host of the domain can set this cookie");
+    assert_eq!(planted.status, StatusCode::UNAUTHORIZED, "another host in the domain can set this cookie");
     let other_client = get_with_cookie(&router, APP_HOST, "/", &format!("svc_session={token}")).await;
     assert_eq!(other_client.status, StatusCode::OK);
     let response = send(router.get(CODE_HOST, "/").header("accept", "text/html")).await;

@@ -30,7 +30,7 @@ impl KillSwitch {
         self.dead.is_cancelled()
     }
 
-    /// The token for components that stop when a token is cancelled.
+    /// Returns the token for components that stop when a token is cancelled.
     pub fn token(&self) -> CancellationToken {
         self.dead.clone()
     }

@@ -105,7 +105,7 @@ impl Ledger {
         self.state().records.push(record);
     }
 
-    /// Records the registration of a host as accepted; a second one with a different body is a violation.
+    /// Records a host's registration as accepted; a second one with a different body is a violation.
     pub fn record_registration(&self, body: &Value) {
         let mut state = self.state();
         let machine = body["machineId"].as_str().unwrap_or_default().to_owned();
@@ -120,7 +120,7 @@ impl Ledger {
         self.state().registered.contains_key(machine)
     }
 
-    /// The accepted registration of a host.
+    /// Returns a host's accepted registration.
     pub fn registration(&self, machine: &str) -> Option<Value> {
         self.state().registered.get(machine).cloned()
     }
@@ -129,17 +129,17 @@ impl Ledger {
         self.state().registration_attempts.insert(machine.to_owned());
     }
 
-    /// Machines whose hosts have sent a registration.
+    /// Returns the machines whose hosts have sent a registration.
     pub fn registration_attempts(&self) -> BTreeSet<String> {
         self.state().registration_attempts.clone()
     }
 
-    /// The machines named by responses, in the order of the responses.
+    /// Returns the machines named by responses, in the order of the responses.
     pub fn machines(&self) -> Vec<String> {
         self.state().machines.clone()
     }
 
-    /// Machines that callers know to have been replaced or deleted.
+    /// Returns the machines that callers know to have been replaced or deleted.
     pub fn ended_machines(&self) -> BTreeSet<String> {
         self.state().ended.clone()
     }

@@ -76,20 +76,20 @@ impl InMemoryProvider {
         self.state().faults.clear();
     }
 
-    /// The machines that currently have a server, from the servers' labels.
+    /// Returns the machines that currently have a server, from the servers' labels.
     pub fn machines_with_servers(&self) -> Vec<String> {
         let machine = |server: &Server| server.labels.get(MACHINE_LABEL).cloned().unwrap_or_default();
         self.state().servers.values().map(machine).collect()
     }
 
-    /// The machines whose servers are powered on.
+    /// Returns the machines whose servers are powered on.
     pub fn powered_on(&self) -> Vec<String> {
         let state = self.state();
         let on = state.servers.values().filter(|server| server.status == ServerStatus::Running);
         on.filter_map(|server| server.labels.get(MACHINE_LABEL).cloned()).collect()
     }
 
-    /// Every server ever created, oldest first.
+    /// Returns every server ever created, oldest first.
     pub fn created_servers(&self) -> Vec<OrderedServer> {
         self.state().created.clone()
     }

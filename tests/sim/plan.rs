@@ -213,7 +213,7 @@ pub fn plan(seed: u64) -> Vec<Step> {
     steps
 }
 
-/// A typical sequence of actions on a slot, so that runs reach machines with data that could be lost.
+/// Returns a typical sequence of actions on a slot, so that runs reach machines with data that could be lost.
 fn machine_lifecycle(rng: &mut Rng) -> Vec<Action> {
     let slot = rng.below(SLOTS.len());
     let (newest, previous) = (0, 1);

@@ -52,7 +52,7 @@ pub struct ApiResponse {
     pub body: Value,
 }
 
-/// The production configuration, with shorter times.
+/// Returns the production configuration, with shorter times.
 pub fn config(database: &str) -> PlatformConfig {
     let key = "07".repeat(32);
     let env = Env::from_pairs([

@@ -1,6 +1,6 @@
 //! Acknowledged rows: the disks and snapshots that contain them, and the rows whose loss an operator accepted.
 //!
-//! The rule: an acknowledged row remains on a server of its slot or in a snapshot, unless an operator accepted its
+//! The rule: an acknowledged row remains on a server in its slot or in a snapshot, unless an operator accepted its
 //! loss or the provider lost the disk.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -94,8 +94,8 @@ impl Rows {
         self.state().slots.values().map(|slot| slot.acknowledged.len()).sum()
     }
 
-    /// The acknowledged rows that are neither stored anywhere nor expendable, given that the machines in `live` have
-    /// servers.
+    /// Returns the acknowledged rows that are neither stored anywhere nor expendable, given that the machines in `live`
+    /// have servers.
     pub fn missing_rows(&self, live: &[String]) -> BTreeSet<u32> {
         let state = self.state();
         let on_servers: BTreeSet<u32> = live
@@ -114,7 +114,7 @@ impl Rows {
     }
 }
 
-/// An open request that accepts a loss. It may take effect at any moment until its end.
+/// An open request that accepts a loss. It may take effect at any moment until it ends.
 #[derive(Debug)]
 pub struct LossAcceptance {
     rows: Rows,

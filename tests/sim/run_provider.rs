@@ -48,7 +48,7 @@ impl RunProvider {
         }
     }
 
-    /// The machines that currently have a server.
+    /// Returns the machines that currently have a server.
     pub fn machines_with_servers(&self) -> Vec<String> {
         match self {
             Self::InMemory(provider) => provider.machines_with_servers(),
@@ -60,7 +60,7 @@ impl RunProvider {
         }
     }
 
-    /// The machines whose servers are powered on.
+    /// Returns the machines whose servers are powered on.
     pub fn powered_on(&self) -> Vec<String> {
         match self {
             Self::InMemory(provider) => provider.powered_on(),

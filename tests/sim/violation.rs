@@ -42,7 +42,7 @@ pub enum Violation {
 /// database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BrokenRule {
-    /// The provider accepts a name twice, and finds no server by name.
+    /// The provider accepts a name more than once, and finds no server by name.
     ProviderAcceptsDuplicateNames,
     /// The provider reports a deletion without deleting.
     ProviderDeletesNothing,
@@ -151,7 +151,7 @@ impl BrokenRule {
             FOR EACH ROW WHEN (NEW.retired_at IS NOT NULL OR NEW.deleted_at IS NOT NULL)
             EXECUTE FUNCTION broken();",
     );
-    /// The platform does not store the body of a registration.
+    /// The platform does not store a registration's body.
     pub const LOSES_REGISTRATIONS: Self = Self::Sql(
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
             NEW.registration_body_hash := NULL;

@@ -223,7 +223,7 @@ pub async fn interrupted_download_resumes_on_the_same_version(fixture: &StoreFix
     match rest(3).await {
         Err(object_store::Error::Precondition { .. }) => Ok(Support::Yes),
         Err(error) => Err(error.into()),
-        Ok(_) => Ok(Support::No("the download resumed with another version".to_owned())),
+        Ok(_) => Ok(Support::No("the download resumed with a different version".to_owned())),
     }
 }
 

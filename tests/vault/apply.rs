@@ -282,7 +282,7 @@ async fn release_that_removes_a_part_requires_allow_removal() -> Result<()> {
     let last = fixture.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &"preflight".into()));
     fixture.assert_untouched()?;
-    // This signed manifest permits the removal of only one of them.
+    // This signed manifest permits the removal of only one of the two parts.
     let mut removing = PublishedRelease::new(NEW_VERSION, &[])?;
     removing.manifest.removes = vec!["code-server".to_owned()];
     removing.serve(&fixture.source)?;

@@ -50,9 +50,9 @@ async fn invalid_dump_never_becomes_an_object() -> Result<()> {
     let good = machine::pointer(&store).await?;
     let before = snapshots(&store);
     let wrappers = [
-        ("cut in its head", "REAL \"$@\" | head -c 300"),
+        ("cut near the start", "REAL \"$@\" | head -c 300"),
         ("cut in the middle", "REAL \"$@\" | head -c 6000000"),
-        ("cut at its end", "REAL \"$@\" | head -c -20"),
+        ("cut near the end", "REAL \"$@\" | head -c -20"),
         ("empty", "exit 0"),
         ("not a dump", "echo hello"),
         (
@@ -109,12 +109,12 @@ async fn transient_store_faults_are_retried() -> Result<()> {
         ("a part's response is lost", Rule::new(Fault::LostReply).query("partNumber=1")),
         ("the completion's response is lost", Rule::new(Fault::LostReply).method("POST").query("uploadId=")),
         (
-            "the completion fails after it took effect",
+            "the completion fails after taking effect",
             Rule::new(Fault::StatusAfterCommit(500)).method("POST").query("uploadId="),
         ),
         ("the pointer's response is lost", Rule::new(Fault::LostReply).method("PUT").key("db/latest")),
         (
-            "the pointer's write fails after it took effect",
+            "the pointer's write fails after taking effect",
             Rule::new(Fault::StatusAfterCommit(503)).method("PUT").key("db/latest"),
         ),
         ("the side record's response is lost", Rule::new(Fault::LostReply).method("PUT").key(".dump.json")),
@@ -207,7 +207,7 @@ async fn concurrent_run_reports_the_first_and_request_waits() -> Result<()> {
     let request = machine.path("var/lib/svc/requests/backup");
     svc::fsx::write_atomic(&request, b"", 0o600)?;
     machine.run(&["svc-db-backup", "run", "--request"])?.expect(0);
-    assert!(!request.exists(), "a request that was served is removed");
+    assert!(!request.exists(), "a served request is removed");
     first.wait()?.expect(0);
     assert_eq!(machine.backup_records()?.len(), 2);
     assert_eq!(machine::pointer(&store).await?.context("there is no pointer")?.seq, 2);

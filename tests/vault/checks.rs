@@ -71,7 +71,7 @@ async fn verify_detects_every_kind_of_damage() -> Result<()> {
     store.write(BUCKET, &object(&keys[1]), shorter);
     store.remove(BUCKET, &object(&keys[2]));
     store.write(BUCKET, &object(&format!("{}.json", keys[3])), "{}");
-    // The content of another snapshot, which is itself valid.
+    // The content of another snapshot, which is itself intact.
     let other = store.read(BUCKET, &object(&keys[5])).context("the object is missing")?;
     store.write(BUCKET, &object(&keys[4]), other);
 

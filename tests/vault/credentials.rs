@@ -30,7 +30,7 @@ use super::machine::{self, BUCKET, Machine, USER, slot, wait_until};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// The platform's response to a request for credentials.
+/// The platform's response to a credentials request.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum CredentialResponse {
     Issue,
@@ -267,7 +267,7 @@ async fn restore_works_after_initial_credentials_expire() -> Result<()> {
         .await?
         .run(&["svc-db-backup"])?
         .expect(0);
-    // First expired by the machine's clock, then only at the store.
+    // First expired according to the machine's clock, then only at the store.
     for expires_in in [SignedDuration::from_hours(-3), SignedDuration::from_hours(3)] {
         let new = Machine::new(&store, 2).await?;
         platform.write_credentials(&new, expires_in).await?;

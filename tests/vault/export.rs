@@ -107,7 +107,7 @@ async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
     assert_eq!(count_rows(&other).await?, 5000);
     let owner = "SELECT tableowner::text FROM pg_tables WHERE tablename = 'notes'";
     let owner = other.client().await?.query_one(owner, &[]).await?;
-    assert_eq!(owner.get::<_, &str>(0), "postgres", "the gateway grants the app's role its rights");
+    assert_eq!(owner.get::<_, &str>(0), "postgres", "the gateway grants the app's role its privileges");
     let mut expected = list_tree(&machine)?;
     let mut found = list_tree(&other)?;
     let only_here = |line: &String| line.contains("untouched") || line.contains("config.json");

@@ -137,7 +137,7 @@ async fn requested_earlier_snapshot_is_restored_then_backed_up() -> Result<()> {
     new.run(&["svc-restore"])?.expect(0);
     let rows = new.client().await?.query_one("SELECT count(*) FROM t", &[]).await?.get::<_, i64>(0);
     assert_eq!(rows, 1);
-    assert!(new.path("var/lib/svc/requests/backup").exists(), "the pointer still names another snapshot");
+    assert!(new.path("var/lib/svc/requests/backup").exists(), "the pointer still names a different snapshot");
     new.run(&["svc-db-backup", "run", "--request"])?.expect(0);
     let pointer = machine::pointer(&store).await?.context("there is no pointer")?;
     assert_eq!(pointer.snapshot.context("the pointer names no snapshot")?.epoch, new.epoch);

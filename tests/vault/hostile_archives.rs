@@ -17,7 +17,7 @@ use super::machine::{self, Machine, RunResult};
 /// The text that a hostile statement replaces: a comment, which `pg_restore` sends exactly as in the dump.
 const COMMENT: &str = "COMMENT ON TABLE app_notes.notes IS '";
 const MAX_STATEMENT_BYTES: usize = 1200;
-/// Maximum memory of a process that reads an archive; the program itself needs about 50 MiB.
+/// Maximum memory for a process that reads an archive; the program itself needs about 50 MiB.
 const MAX_RESIDENT_BYTES: u64 = 160 << 20;
 
 /// The entries of a valid archive, on which hostile ones are based.

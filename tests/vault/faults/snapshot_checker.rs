@@ -28,12 +28,12 @@ impl<'a> SnapshotChecker<'a> {
         Self { store, complete: BTreeMap::new(), seq: 0 }
     }
 
-    /// The number of complete snapshots, that is, dumps with side records.
+    /// Returns the number of complete snapshots, that is, dumps with side records.
     pub fn complete_count(&self) -> u64 {
         self.complete.len() as u64
     }
 
-    /// The pointer's highest `seq` so far.
+    /// Returns the pointer's highest `seq` so far.
     pub fn seq(&self) -> u64 {
         self.seq
     }
@@ -119,7 +119,7 @@ mod tests {
         format!("{USER}/primary/{key}")
     }
 
-    /// Writes the objects of a successful backup.
+    /// Writes a successful backup's objects.
     fn write_snapshot(store: &S3Server, number: u32, current: Option<&Pointer>) -> Pointer {
         let key = format!("system/db/snapshots/2026-01-02T03-04-0{number}.000Z-1.dump");
         let dump = format!("dump {number}").into_bytes();

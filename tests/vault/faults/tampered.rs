@@ -1,4 +1,4 @@
-//! Tampered objects of each kind: the restore rejects inconsistent ones and leaves the machine unchanged, and a backup
+//! Tampered objects of every kind: the restore rejects inconsistent ones and leaves the machine unchanged, and a backup
 //! loses nothing. `gate` covers damaged, missing and truncated objects.
 
 use anyhow::{Context, Result, ensure};
@@ -97,7 +97,7 @@ fn pointer_key() -> String {
 
 type Tamper = fn(&Objects<'_>);
 
-/// The name of each manipulation, part of the resulting message, and the manipulation.
+/// Returns each manipulation's name, part of the resulting message, and the manipulation itself.
 fn table() -> Vec<(&'static str, &'static str, Tamper)> {
     vec![
         ("the pointer names another slot's snapshot", "not a snapshot's", |objects| {
@@ -133,7 +133,7 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("a side record with a different size", "bytes instead of", |objects| {
             objects.with_side(|side| side["sizeBytes"] = 1.into());
         }),
-        ("a table is missing in the record", "public.noise: 200 rows restored", |objects| {
+        ("a table is missing from the record", "public.noise: 200 rows restored", |objects| {
             objects.with_side(|side| {
                 let tables = side["tables"].as_array_mut().expect("tables is a list");
                 tables.retain(|table| table["name"] != "public.noise");
@@ -148,7 +148,7 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("a role whose name no server accepts", "role", |objects| {
             objects.with_side(|side| side["roles"] = json!(["a\0b"]));
         }),
-        ("the bytes of another snapshot of the same size", "the SHA-256 of", |objects| {
+        ("the bytes of another snapshot with the same size", "the SHA-256 of", |objects| {
             let mut other = objects.dump.clone();
             other.rotate_left(4096);
             objects.store.write(BUCKET, &objects.path(""), other);
@@ -240,7 +240,7 @@ async fn record_text_is_never_executed_as_sql() -> Result<()> {
             let result = new.run(&["svc-restore"])?;
             let admin = new.postgres().connect("postgres").await?;
             let roles = admin.query("SELECT FROM pg_roles WHERE rolname = 'intruder'", &[]).await?;
-            assert!(roles.is_empty(), "{name}: {text} was run");
+            assert!(roles.is_empty(), "{name}: {text} was executed");
             match result.code {
                 Some(0) => {
                     assert!(new.has_marker() && is_restored(&new).await?, "{name}: {}", result.stderr);
@@ -274,8 +274,8 @@ async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
     Ok(())
 }
 
-/// A backup checks pointer and record first: it never overwrites an unreadable pointer, and it replaces a snapshot that
-/// cannot be restored.
+/// A backup checks the pointer and the record first: it never overwrites an unreadable pointer, and it replaces a
+/// snapshot that cannot be restored.
 #[tokio::test]
 async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
     let (store, old, _new) = old_and_new_machines().await?;

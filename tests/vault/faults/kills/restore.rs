@@ -16,7 +16,7 @@ const RESTORE: [&str; 1] = ["svc-restore"];
 enum DatabaseContent {
     /// The machine's previous data.
     Old,
-    /// Exactly the content of the snapshot.
+    /// Exactly the snapshot's content.
     Snapshot,
     /// Connections are refused: a swap was in progress.
     Closed,

@@ -1,4 +1,4 @@
-//! Updates killed at any point: at every moment one complete release is current, and the next run finishes an
+//! Updates killed at any point: at every moment, one complete release is current, and the next run finishes an
 //! interrupted update.
 
 use std::fs;
@@ -11,7 +11,7 @@ use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_temporary_file};
 
 const APPLY: [&str; 2] = ["apply", "--request"];
 
-/// Returns the version of the current release, after a check that it is complete.
+/// Returns the version of the current release, after checking that it is complete.
 fn current_version(fixture: &UpdateFixture) -> Result<String> {
     let opt = fixture.machine.path("opt/svc");
     let link = fs::read_link(opt.join("current")).context("there is no current release")?;

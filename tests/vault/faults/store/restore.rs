@@ -120,7 +120,7 @@ async fn stale_pointer_restores_a_complete_snapshot_or_nothing() -> Result<()> {
     new.run(&["svc-restore"])?.expect(0);
     let added = "SELECT count(*) FROM kept WHERE id = 501";
     let added: i64 = new.client().await?.query_one(added, &[]).await?.get(0);
-    assert_eq!((new.has_marker(), added), (true, 1), "the pointer's log reveals the stale `latest`");
+    assert_eq!((new.has_marker(), added), (true, 1), "the pointer log reveals the stale `latest`");
     Ok(())
 }
 
