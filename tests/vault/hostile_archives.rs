@@ -168,7 +168,7 @@ async fn import_runs_archive_sql_without_privileges() -> Result<()> {
     Ok(())
 }
 
-/// Settings for all sessions of the database are dropped; owners and privileges are those that an import sets.
+/// Settings for all database sessions are dropped; owners and privileges are those that an import sets.
 #[tokio::test]
 async fn import_drops_settings_and_owners_of_the_archive() -> Result<()> {
     let store = machine::store()?;
@@ -207,7 +207,7 @@ async fn import_drops_settings_and_owners_of_the_archive() -> Result<()> {
     Ok(())
 }
 
-/// A header without a body, with its claimed size.
+/// Returns a header without a body, with the claimed size.
 fn header(kind: u8, path: &str, size: u64) -> Vec<u8> {
     let mut header = tar::Header::new_gnu();
     header.as_old_mut().name[..path.len()].copy_from_slice(path.as_bytes());
@@ -219,7 +219,7 @@ fn header(kind: u8, path: &str, size: u64) -> Vec<u8> {
     header.as_bytes().to_vec()
 }
 
-/// A sparse file, which needs no disk space.
+/// Creates a sparse file, which needs no disk space.
 fn create_sparse_file(path: PathBuf, head: &[u8], size: u64) -> Result<PathBuf> {
     let file = File::create(&path)?;
     file.write_all_at(head, 0)?;

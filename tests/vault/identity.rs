@@ -1,5 +1,5 @@
-//! The database that a machine serves: a substitute for the restored one is neither served nor backed up, and one
-//! with rows is never replaced.
+//! The database that a machine serves: a substitute for the restored database is neither served nor backed up, and a
+//! database with rows is never replaced automatically.
 
 use anyhow::{Context, Result};
 use kit::disk::SmallDisk;
@@ -51,7 +51,7 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
     );
     assert_eq!(machine::pointer(&store).await?, good);
     assert_eq!(machine.backup_records()?.last().context("no record")?["status"], "error");
-    // A restart of the host changes nothing.
+    // A host restart changes nothing.
     machine.run(&["svc-restore"])?.expect(0);
     machine.run(&["svc-db-backup"])?.expect(65);
 

@@ -10,7 +10,7 @@ use super::machine::{self, Machine};
 
 const GIGABYTE: i64 = 1_000_000_000;
 
-/// 25 apps of 12 tables each, with their own roles.
+/// 25 apps with 12 tables each, with their own roles.
 const APPS: &str = r#"
 DO $$
 DECLARE app text; t int;
@@ -83,6 +83,6 @@ async fn gigabyte_with_every_kind_of_object_is_restored_identically() -> Result<
     new.run(&["svc-restore"])?.expect(0);
     let expected = plain_dump(&old)?;
     assert_eq!(plain_dump(&new)?, expected);
-    println!("{size} bytes of database, a plain dump of {expected}");
+    println!("database: {size} bytes; plain dump: {expected}");
     Ok(())
 }

@@ -44,7 +44,7 @@ pub struct Platform {
 }
 
 impl Platform {
-    /// Starts a platform that gives the queued responses, then always `always`.
+    /// Starts a platform that sends the queued responses first, then `always` to every call.
     pub async fn start(always: ScriptedResponse) -> Result<Self> {
         let state = Arc::new(Mutex::new(PlatformState { always: Some(always), ..PlatformState::default() }));
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;

@@ -87,7 +87,7 @@ async fn restored_database_equals_the_backed_up_one() -> Result<()> {
     assert_eq!(rows("app_notes.notes"), Some(5000));
     assert_eq!(rows("\"app_To do\".\"It\"\"em\""), Some(300));
     assert_eq!((rows("public.parent"), rows("public.child")), (Some(1), Some(2)));
-    assert_eq!(rows("public.events"), None, "the rows of a partitioned table are in its partitions");
+    assert_eq!(rows("public.events"), None, "a partitioned table's rows are in its partitions");
 
     let record = &old.backup_records()?[0];
     assert_eq!(record["status"], "success");

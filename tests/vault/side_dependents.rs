@@ -22,7 +22,7 @@ const DEPENDENTS: &str = "
     CREATE FUNCTION app_shop.first_customer() RETURNS app_shop.customers LANGUAGE sql
         AS 'SELECT * FROM app_shop.customers LIMIT 1'";
 
-/// Creates a machine whose database lacks the table and its dependents, but has a snapshot of them open as a side
+/// Creates a machine whose database lacks the table and its dependents. A snapshot that contains them is open as a side
 /// database.
 async fn machine_with_dropped_table(store: &kit::s3::S3Server) -> Result<Machine> {
     let machine = machine_with_side_database(store).await?;

@@ -88,7 +88,7 @@ async fn key_is_added_used_and_the_old_one_dropped() -> Result<()> {
     assert_eq!(
         read_trusted(&fixture)?,
         expected_keys("1", &[&old, &new]),
-        "a release without a set changes none"
+        "a release without a key set changes no key"
     );
 
     publish(&fixture, release("2026.4.0")?, &[&new], key_set(2, &[&new]))?;
@@ -114,7 +114,7 @@ async fn key_is_added_used_and_the_old_one_dropped() -> Result<()> {
     fixture.assert_running("2026.6.0")
 }
 
-/// A release signed with both keys is valid on every machine, even one that was off during the overlap.
+/// A release signed with both keys is accepted by every machine, even one that was off during the overlap.
 #[tokio::test]
 async fn release_signed_with_both_keys_updates_a_late_machine() -> Result<()> {
     let (old, new) = (key()?, new_key()?);

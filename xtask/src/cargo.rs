@@ -17,7 +17,7 @@ pub fn command(args: &[&str]) -> Command {
     let mut command = Command::new(cargo);
     command.args(args).current_dir(root());
     // Cargo describes the current package in these variables. Build scripts of dependencies that read them would run
-    // again, and all dependent crates would be rebuilt, whenever cargo is started directly after xtask, or the reverse.
+    // again, and all dependent crates would be rebuilt, whenever cargo is started directly after xtask, or vice versa.
     for (name, _) in std::env::vars_os() {
         let package_prefixes = ["CARGO_MANIFEST_", "CARGO_PKG_", "CARGO_BIN_", "CARGO_CRATE_"];
         if name.to_str().is_some_and(|name| package_prefixes.iter().any(|prefix| name.starts_with(prefix))) {

@@ -57,7 +57,7 @@ fn outdated_reason(svc: &Path, root: &Path) -> Result<Option<String>> {
     let commit = output.split_once("(commit ").and_then(|(_, rest)| rest.split([',', ')']).next());
     let (commit, head) = (commit.unwrap_or("unknown"), head.trim());
     if commit != head {
-        return Ok(Some(format!("it was built from {commit}, the sources are at {head}")));
+        return Ok(Some(format!("it was built from {commit}, but the sources are at {head}")));
     }
     let built = fs::metadata(svc)?.modified()?;
     let mut status = vec!["status", "--porcelain", "-z", "--no-renames", "--untracked-files=all", "--"];
@@ -204,7 +204,7 @@ mod tests {
         fs::write(&source, "fn main() {}").unwrap();
         program(&svc, "of-an-archive");
         let reason = || outdated_reason(&svc, &root).unwrap();
-        assert_eq!(reason(), None, "without git it is assumed to match");
+        assert_eq!(reason(), None, "without git, it is assumed to match");
 
         let git = |args: &[&str]| {
             let mut git = Command::new("git");
@@ -214,7 +214,7 @@ mod tests {
         git(&["init", "--quiet"]);
         git(&["add", "."]);
         git(&["commit", "--quiet", "--message", "first"]);
-        assert!(reason().unwrap().starts_with("it was built from of-an-archive, the sources are at "));
+        assert!(reason().unwrap().starts_with("it was built from of-an-archive, but the sources are at "));
         program(&svc, git(&["rev-parse", "--short=12", "HEAD"]).trim());
         assert_eq!(reason(), None);
 

@@ -144,7 +144,7 @@ fn setup() -> Result<()> {
     // Tests that need SeaweedFS report themselves as skipped.
     match kit::seaweed::fetch(&target) {
         Ok(dir) => println!("setup: SeaweedFS at {}", dir.display()),
-        Err(error) => println!("setup: SeaweedFS is unavailable, its tests are skipped: {error:#}"),
+        Err(error) => println!("setup: SeaweedFS is unavailable, so its tests are skipped: {error:#}"),
     }
     Ok(())
 }

@@ -12,7 +12,7 @@ use tempfile::TempDir;
 
 use crate::cargo;
 
-/// Free memory that the temporary files of all tests may use, in bytes: several times what a run has used.
+/// Free memory required for the temporary files of all tests, in bytes: several times what a run has used.
 const MIN_FREE_MEMORY: u64 = 8 << 30;
 
 /// Environment variables for the tests: the files for skipped tests and figures, the directory for temporary files, and
