@@ -427,5 +427,5 @@ fn metadata_address_is_reachable_only_by_root() {
     command.args(["--net", "sh", "-c", script]);
     command.env("RULES", concat!(env!("CARGO_MANIFEST_DIR"), "/cloud-init/nftables.conf"));
     let output = command.output().unwrap();
-    assert_eq!(output_text(&output), "up\nmetadata 7 other 0\n", "curl exits with 7 if the connection is refused");
+    assert_eq!(output_text(&output), "up\nmetadata 7 other 0\n", "curl exits with 7 if it cannot connect");
 }

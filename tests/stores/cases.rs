@@ -104,7 +104,7 @@ pub async fn pointer_moves_once_when_responses_are_lost(fixture: &StoreFixture) 
     advance(fixture, &slot, &side).await?;
     ensure!(lost.hits() == 1, "the fault did not occur");
     let end = pointer_io::read(&fixture.bucket, &slot).await?.context("the slot has no pointer")?.value;
-    ensure!(end.snapshot.is_some_and(|named| named.key == side.key), "the pointer names a different snapshot");
+    ensure!(end.snapshot.is_some_and(|named| named.key == side.key), "the pointer names the wrong snapshot");
     let entries = fixture.server.objects(BUCKET, &pointer_log(&slot));
     ensure!(entries.len() as u64 == end.seq, "{} entries for seq {}", entries.len(), end.seq);
     Ok(Support::Yes)

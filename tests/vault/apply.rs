@@ -181,7 +181,7 @@ async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
         (&last["outcome"], &last["stage"], &last["requestId"]),
         (&"rolled_back".into(), &"health".into(), &"update-request-1".into())
     );
-    assert!(last["error"].as_str().is_some_and(|error| error.contains("svc-gateway.service failed")), "{last}");
+    assert!(last["error"].as_str().is_some_and(|text| text.contains("svc-gateway.service failed")), "{last}");
     assert_eq!(fixture.status().await?["quarantined"][0]["version"], NEW_VERSION);
     let request_count = fixture.source.requests().len();
     fixture.request_update(NEW_VERSION)?;
