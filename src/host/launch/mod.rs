@@ -1,4 +1,4 @@
-//! The owner's user interface, except the apps: the shell and code-server. Both run as the owner's user and listen on
+//! The owner's user interface, except for the apps: the shell and code-server. Both run as the owner's user and listen on
 //! unix sockets. Only the gateway connects to these, after it has authenticated the request.
 
 pub mod code;

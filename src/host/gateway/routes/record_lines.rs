@@ -25,9 +25,9 @@ use svc_http::problem::{Code, Problem};
 
 pub const DEFAULT_LIMIT: usize = 50;
 pub const MAX_LIMIT: usize = 1000;
-/// Maximum length of a filter's text.
+/// Maximum length of a filter value.
 pub const MAX_FILTER_CHARS: usize = 1024;
-/// Poll interval of a stream.
+/// Poll interval for a stream.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Lines may be out of order by up to this many hours: clocks can be set back, and time zones differ by up to 26 hours.
 const MAX_DISORDER_HOURS: i64 = 50;
@@ -35,9 +35,9 @@ const MAX_DISORDER_HOURS: i64 = 50;
 /// A record and its filters.
 pub struct RecordView {
     pub kind: RecordKind,
-    /// The member of a response that contains the lines.
+    /// The response member that contains the lines.
     pub member: &'static str,
-    /// Members of a line that must equal the filter of the same name.
+    /// Line members that must equal the filter of the same name.
     pub exact_members: &'static [&'static str],
     /// A member that is a path: the filter of the same name selects that path and everything below it.
     pub path_member: Option<&'static str>,
@@ -45,7 +45,7 @@ pub struct RecordView {
     pub is_text: bool,
 }
 
-/// The filters of a request.
+/// The filters in a request.
 #[derive(Default)]
 struct RecordFilter {
     exact: Vec<(&'static str, String)>,

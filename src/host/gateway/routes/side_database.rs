@@ -33,7 +33,7 @@ pub async fn show(State(layout): State<Layout>) -> Result<Json<Value>, Problem> 
     Ok(Json(state))
 }
 
-/// The state, and the pending request.
+/// Describes the state and the pending request.
 fn describe_state(layout: &Layout) -> Result<Value, FileError> {
     // Read the request first: it is removed after the state reflects it.
     let request = SideRequest::read(layout)?.and_then(Result::ok);

@@ -1,6 +1,6 @@
 //! `svc-register`: registers this machine once, and reports the progress or failure of its boot.
 //!
-//! This module contains the command line, the configuration and the order of steps. A retry after a lost response or a
+//! This module contains the command line, the configuration and the sequence of steps. A retry after a lost response or a
 //! restart sends the identical bytes, which `state` stores.
 
 mod client;
@@ -34,7 +34,7 @@ use svc_machine::name::ImageVersion;
 use svc_store::bundle;
 use svc_wire::registration::{BootStageName, Registration};
 
-/// Fail points of a registration.
+/// The fail points in a registration.
 pub const FAILPOINTS: &[&str] =
     &["register.begin", "register.ready", "register.written", "register.accepted"];
 
@@ -125,7 +125,7 @@ impl RegisterConfig {
         let version = config::image_version(env);
         let gateway_timeout = Duration::from_secs(env.or_default(&vars::REGISTER_GATEWAY_DEADLINE_SECONDS));
         let platform_timeout = Duration::from_secs(env.or_default(&vars::REGISTER_PLATFORM_DEADLINE_SECONDS));
-        // The installed release is registered, even if user-data names another one.
+        // The installed release is registered, even if user-data names a different one.
         let version = release::current_version(layout).or(version);
         let installed =
             version.as_ref().and_then(|version| release::read_digest(&layout.release(version)).ok()?);
@@ -215,7 +215,7 @@ fn measure_boot_ms(layout: &Layout) -> Option<u64> {
     u64::try_from(written.elapsed().ok()?.as_millis()).ok()
 }
 
-/// Warns of a changed key: the platform accepts only the registered key, so it refuses this machine's certificate.
+/// Warns if the key has changed: the platform accepts only the registered key, so it rejects this machine's certificate.
 fn warn_of_changed_key(layout: &Layout, registered: &RegistrationState) {
     if let Ok(Some(pin)) = probe::read_pin(layout)
         && !registered.has_pin(pin)

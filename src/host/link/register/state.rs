@@ -12,7 +12,7 @@ use svc_http::tls::SpkiPin;
 use svc_machine::id::MachineId;
 use svc_wire::registration::Registration;
 
-/// Whether both describe the same machine; the boot time is ignored.
+/// Returns whether both registrations describe the same machine, ignoring the boot time.
 fn describe_same_machine(a: &Registration, b: &Registration) -> bool {
     let without_time = |registration: &Registration| Registration { boot_ms: None, ..registration.clone() };
     without_time(a) == without_time(b)

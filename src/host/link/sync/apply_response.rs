@@ -23,7 +23,7 @@ use svc_machine::id::MachineId;
 use svc_machine::name::ImageVersion;
 use svc_wire::heartbeat as wire;
 
-/// The record that another machine has replaced this one. The gateway, the backup and the agent stop when the file
+/// Records that another machine has replaced this one. The gateway, the backup and the agent stop once the file
 /// exists.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -85,7 +85,7 @@ pub fn apply_response(
 }
 
 /// Resumes the writers if `quiesce`, as read before the heartbeat, stopped them for an operation that the response does
-/// not name: then the operation has ended without a call to resume them.
+/// not name: that operation has ended without a call to resume them.
 pub async fn resume_writers(
     config: &SyncConfig,
     quiesce: &Quiesce,
@@ -130,7 +130,7 @@ fn has_failed(last: &LastUpdate, desired: &ImageVersion, request: Option<&str>) 
 
 /// Stores the next token. If there is none and the platform accepted only the previous token, that becomes the current
 /// one again. No token is stored during an update, because the updater has written the current one for
-/// the release that it switches to.
+/// the release that it is switching to.
 fn store_next_token(
     config: &SyncConfig,
     next: Option<&SecretString>,
