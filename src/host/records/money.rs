@@ -46,7 +46,7 @@ impl Dollars {
         Ok(Self((dollars * NANOS_PER_DOLLAR).round() as u64))
     }
 
-    /// The number of dollars, exact to 15 digits.
+    /// Returns the number of dollars, exact to 15 digits.
     pub fn as_f64(self) -> f64 {
         self.0 as f64 / NANOS_PER_DOLLAR
     }

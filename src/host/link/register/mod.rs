@@ -1,7 +1,7 @@
 //! `svc-register`: registers this machine once, and reports the progress or failure of its boot.
 //!
-//! This module contains the command line, the configuration and the sequence of steps. A retry after a lost response or a
-//! restart sends the identical bytes, which `state` stores.
+//! This module contains the command line, the configuration and the sequence of steps. A retry after a lost response or
+//! a restart sends the identical bytes, which `state` stores.
 
 mod client;
 mod failure;
@@ -134,7 +134,7 @@ impl RegisterConfig {
         if bundle_sha256.is_none() {
             env.add_mistake(
                 &vars::SVC_BUNDLE_SHA256,
-                "must be 64 hexadecimal digits where no release is installed",
+                "must be 64 hexadecimal digits if no release is installed",
             );
         }
         Some(Self {
@@ -215,7 +215,7 @@ fn measure_boot_ms(layout: &Layout) -> Option<u64> {
     u64::try_from(written.elapsed().ok()?.as_millis()).ok()
 }
 
-/// Warns if the key has changed: the platform accepts only the registered key, so it rejects this machine's certificate.
+/// Warns if the key has changed: the platform accepts only the registered key and rejects this machine's certificate.
 fn warn_of_changed_key(layout: &Layout, registered: &RegistrationState) {
     if let Ok(Some(pin)) = probe::read_pin(layout)
         && !registered.has_pin(pin)

@@ -74,7 +74,7 @@ pub fn apply_response(
     }
     // The current token remains valid, so an error does not stop the rest of the response.
     if let Err(error) = store_next_token(config, response.next_token.as_ref(), accepted.as_ref()) {
-        tracing::error!(error = %format_chain(&error), "could not store the next token of this machine");
+        tracing::error!(error = %format_chain(&error), "could not store this machine's next token");
     }
     if let Some(desired) = response.desired_image_version {
         // The updater would drop an invalid id, and the request could not be recognised later.
@@ -118,7 +118,7 @@ fn request_update(
     {
         return Ok(());
     }
-    tracing::info!(%desired, "the platform requests another release");
+    tracing::info!(%desired, "the platform requested a different release");
     UpdateRequest::with_request_id(request.unwrap_or_else(request_id::generate), desired).write(layout)
 }
 
@@ -144,7 +144,7 @@ fn store_next_token(
     match (next, rejected) {
         (Some(next), _) if next.expose_secret() != upgrade_token.current().expose_secret() => {
             upgrade_token.store(next, token)?;
-            tracing::info!("received the next token of this machine");
+            tracing::info!("received this machine's next token");
             Ok(())
         }
         (None, Some(rejected)) => upgrade_token.store(token, rejected),
