@@ -208,7 +208,7 @@ impl UsageBook {
         });
         drop(ledger);
         if let Err(error) = seals.and_then(|seals| seals.write(&self.seal_file)) {
-            tracing::warn!(error = %format_chain(&error), "cannot seal days; they will be recounted at the next start");
+            tracing::warn!(error = %format_chain(&error), "cannot seal days; they are recounted at the next start");
         }
     }
 }

@@ -2,9 +2,9 @@
 //! another syncs the files.
 //!
 //! Accepted lines are written in order, at most [`FLUSH_INTERVAL`] later; until then, only a process crash loses them.
-//! The queue is bounded: a line that does not fit is rejected and counted, and a gap in its record reports it. Files are
-//! opened by name for each write (`host::records::jsonl`), so that concurrent rotation and deletion lose nothing; writes
-//! to a full disk are retried until they succeed.
+//! The queue is bounded: a line that does not fit is rejected and counted, and a gap in its record reports it. Files
+//! are opened by name for each write (`host::records::jsonl`), so that concurrent rotation and deletion lose nothing;
+//! writes to a full disk are retried until they succeed.
 
 mod file;
 mod queue;

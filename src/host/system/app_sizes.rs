@@ -1,4 +1,4 @@
-//! Database sizes of the apps.
+//! The apps' database sizes.
 
 use std::collections::BTreeMap;
 
@@ -24,7 +24,7 @@ pub struct AppSize {
 /// used for anything else.
 ///
 /// # Errors
-/// Errors of the database, including a table that stays locked for more than two seconds.
+/// Database errors, including a table that stays locked for more than two seconds.
 pub async fn measure(client: &Client) -> Result<BTreeMap<String, AppSize>, tokio_postgres::Error> {
     client.batch_execute(SESSION_TIMEOUTS).await?;
     let mut sizes = BTreeMap::new();

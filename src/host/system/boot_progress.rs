@@ -22,7 +22,7 @@ use svc_wire::registration::{BootStageName, BootStageReport, StageProgress};
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Reports progress until it is dropped.
+/// Reports progress until dropped.
 pub struct BootReporter(JoinHandle<()>);
 
 impl Drop for BootReporter {
