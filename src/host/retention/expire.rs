@@ -107,7 +107,7 @@ mod tests {
     }
 
     /// Simulates four months hour by hour. Each clock jump lasts for less than a day, and the machine is off for weeks.
-    /// Each hour, the check runs, and a record for the clock's current day is written, except while the clock is behind.
+    /// Each hour, the check runs, and a record for the clock's current day is written unless the clock is behind.
     fn simulate_four_months(jumps: &[(u16, i64, u8)], off: Option<(u16, u16)>) -> Result<(), TestCaseError> {
         const HOUR: i64 = 3600;
         let start: i64 = TODAY.to_zoned(jiff::tz::TimeZone::UTC).unwrap().timestamp().as_second();

@@ -32,7 +32,7 @@ pub struct DaySpan {
 }
 
 /// Returns the day for a record's new name, or `None` if the record was started today. This is the record's last day,
-/// so that no line expires early, even if the clock has been set back. It is never today, because today is not over yet.
+/// so that no line expires early, even if the clock was set back. It is never today, because today is not over.
 pub fn rotation_day(span: DaySpan, today: Date) -> Option<Date> {
     let yesterday = today.yesterday().ok()?;
     (span.first < today).then(|| if span.last == today { yesterday } else { span.last })

@@ -4,7 +4,7 @@ use serde::Deserialize;
 
 use svc_http::body::{ResponseBodyError, read_response};
 
-/// Far above the size of the largest response, which is to a heartbeat and contains many proof keys.
+/// Far larger than the largest response, a heartbeat response with many proof keys.
 pub const MAX_RESPONSE_BYTES: usize = 256 << 10;
 
 /// Reads the body of a response.
@@ -17,7 +17,7 @@ pub async fn read_body(mut response: reqwest::Response) -> Result<Vec<u8>, Respo
     Ok(body)
 }
 
-/// The members of a problem (RFC 9457) that hosts use; empty if the body has none.
+/// The members of a problem (RFC 9457) that hosts use; empty if absent from the body.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct ProblemBody {

@@ -32,12 +32,12 @@ impl Default for Progress {
 }
 
 impl Progress {
-    /// Subscribes to changes of the progress.
+    /// Subscribes to progress changes.
     pub fn subscribe(&self) -> watch::Receiver<Option<StageProgress>> {
         self.progress.subscribe()
     }
 
-    /// Reports counted rows.
+    /// Reports the number of rows counted so far.
     pub fn report_rows(&self, done: u64, total: u64) {
         self.progress.send_replace(Some(StageProgress::of_rows(done, total)));
     }
@@ -60,7 +60,7 @@ impl Progress {
         }
     }
 
-    /// Reports processed bytes.
+    /// Reports the number of bytes processed so far.
     pub fn report_bytes(&self, phase: &'static str, done: u64, total: u64) {
         let progress = Some(StageProgress::of_bytes(done, total));
         // An unchanged value is not progress.
