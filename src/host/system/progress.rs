@@ -72,7 +72,7 @@ impl Progress {
         if last_status.elapsed() >= STATUS_INTERVAL {
             *last_status = Instant::now();
             let percent = done.saturating_mul(100).checked_div(total).unwrap_or(100).min(100);
-            systemd::notify(&[NotifyState::Status(&format!("{phase}: {percent} % of {} MiB", total >> 20))]);
+            systemd::notify(&[NotifyState::Status(&format!("{phase}: {percent}% of {} MiB", total >> 20))]);
         }
     }
 

@@ -34,7 +34,7 @@ pub struct Quiesce {
 /// The reason the file was not changed.
 #[derive(Debug, thiserror::Error)]
 pub enum QuiesceError {
-    #[error("cannot lock the state of the writers")]
+    #[error("cannot lock the writers' state")]
     Lock(#[from] LockError),
     #[error(transparent)]
     File(#[from] FileError),

@@ -96,8 +96,8 @@ impl OutageSession {
 }
 
 impl ActiveSession {
-    /// Schedules the renewal for when a third of the lifetime remains, or up to a sixth of the lifetime earlier, so that
-    /// hosts do not all renew at the same time.
+    /// Schedules the renewal for when a third of the lifetime remains, or up to a sixth of the lifetime earlier, so
+    /// that hosts do not all renew at the same time.
     fn new(key: AwsCredential, expires_at: Timestamp, lifetime: SignedDuration) -> Self {
         let third = lifetime.as_secs().max(0) / 3;
         let jitter = third * random_byte() / 512;

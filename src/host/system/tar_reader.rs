@@ -137,7 +137,7 @@ impl<'a, R: Read> TarReader<'a, R> {
         let (mode, modified) = (mode.map_err(TarError::Damaged)?, modified.map_err(TarError::Damaged)?);
         self.count_against_limits(&path, &link, size)?;
         if !self.path_digests.insert(name_digest(&path)) {
-            return Err(TarError::refused(&path, "it occurs twice"));
+            return Err(TarError::refused(&path, "it occurs more than once"));
         }
         Ok(TarEntry { path, link, kind, mode, modified, size, unread: size, body: raw })
     }
