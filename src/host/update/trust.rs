@@ -1,4 +1,4 @@
-//! The keys trusted to sign releases: those of `update.env`, which only root can change.
+//! The keys trusted to sign releases: those in `update.env`, which only root can change.
 //!
 //! A signed manifest may contain a newer key set. The set is adopted once that release is healthy, so a rolled-back
 //! release changes nothing. Invariant: `update.env` holds one complete set, the old or the new one, with its sequence.
@@ -14,7 +14,7 @@ use svc_base::fsx::{self, FileError};
 use svc_store::bundle::KeySet;
 use svc_wire::heartbeat::TrustedKeyIds;
 
-/// Fail points of the adoption of a key set.
+/// The fail points in adopting a key set.
 pub const KEY_FAILPOINTS: &[&str] = &["update.keys_adopting", "update.keys_written", "update.keys_reported"];
 
 /// Reads the trusted key set. Environment variables are ignored, because they would survive a rotation.
@@ -28,7 +28,7 @@ pub fn read(layout: &Layout) -> Result<KeySet, ConfigError> {
 /// Adopts the key set of a release that passed its health check. Idempotent; ignores a set that is not newer.
 ///
 /// # Errors
-/// [`UpdateError`]; the set may have been adopted already, and a repeated call completes the adoption.
+/// [`UpdateError`]; the set may already have been adopted, and a repeated call completes the adoption.
 pub fn adopt(layout: &Layout, offered: &KeySet) -> Result<(), UpdateError> {
     failpoint::pass("update.keys_adopting")?;
     let trusted = read(layout)?;
