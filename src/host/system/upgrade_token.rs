@@ -2,8 +2,8 @@
 //!
 //! Only the sync agent writes the file. It stores the next token durably before it sends a heartbeat with it, and keeps
 //! the previous one, which the platform may still accept if it rejects the stored one. Every call rereads the file, so
-//! a long backup notices a rotation. Root also reads the file, although another user can write it: root follows no links,
-//! and accepts only a regular file whose content has the format of this machine's token.
+//! a long backup notices a rotation. Root also reads the file, although another user can write it: root follows no
+//! links, and accepts only a regular file whose content has the format of this machine's token.
 //!
 //! Invariant: the file holds the latest stored token or the previous one.
 
