@@ -28,12 +28,12 @@ pub const MAX_CHAIN_BYTES: usize = 64 << 10;
 pub enum ChainError {
     #[error("is larger than {MAX_CHAIN_BYTES} bytes")]
     TooLarge,
-    #[error("contains no certificate in PEM form")]
+    #[error("contains no PEM certificate")]
     NoCertificate,
     #[error("contains a certificate that cannot be parsed")]
     Unreadable,
     #[error(
-        "is for another key: request the certificate with this machine's key (`svc-gateway certificate-request` prints the CSR)"
+        "is for a different key: request the certificate with this machine's key (`svc-gateway certificate-request` prints the CSR)"
     )]
     WrongKey,
     #[error("is not for the name {0}")]

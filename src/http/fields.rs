@@ -57,7 +57,7 @@ impl Fields {
         let mut fields = Self::new(Map::new(), prefix.to_owned(), UnknownFields::Refuse);
         for (name, value) in url::form_urlencoded::parse(text.as_bytes()) {
             if fields.remaining.insert(name.to_string(), value.into_owned().into()).is_some() {
-                fields.add_error(&name, "is given twice");
+                fields.add_error(&name, "is given more than once");
             }
         }
         fields

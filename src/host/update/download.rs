@@ -58,7 +58,7 @@ pub enum DownloadError {
     #[error("download {url}: ended after {received} bytes")]
     Truncated { url: String, received: u64 },
     /// The unpacker stopped reading; its error is reported instead.
-    #[error("the archive was refused")]
+    #[error("the archive was rejected")]
     Abandoned,
     #[error(transparent)]
     Injected(#[from] Injected),

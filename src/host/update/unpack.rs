@@ -47,9 +47,9 @@ impl UnpackLimits {
 pub enum UnpackError {
     #[error("the archive is damaged")]
     Archive(#[source] io::Error),
-    #[error("the archive is refused")]
+    #[error("the archive was rejected")]
     Tar(#[source] TarError),
-    #[error("the archive is refused: {path}: {why}")]
+    #[error("the archive was rejected: {path}: {why}")]
     Refused { path: String, why: &'static str },
     #[error("unpack {}", .path.display())]
     Write {
@@ -190,8 +190,8 @@ impl Tree<'_> {
         Ok(())
     }
 
-    /// Resolves all links once everything is unpacked: via another link, a link can lead somewhere other than its target
-    /// suggests.
+    /// Resolves all links once everything is unpacked: via another link, a link can lead somewhere other than its
+    /// target suggests.
     fn check_links(&self) -> Result<(), UnpackError> {
         let failed = |path: &Path, source| UnpackError::Write { path: path.to_owned(), source };
         let root = fs::canonicalize(self.root).map_err(|source| failed(self.root, source))?;

@@ -236,7 +236,7 @@ impl<S: Services> Updater<S> {
         fetch::ensure_release(&self.layout, &source, version, &expected).await.map_err(classify_fetch_error)
     }
 
-    /// Takes a snapshot, unless the machine has no database, or the update is a rollback or targets the previous release.
+    /// Takes a snapshot, unless the machine has no database, or the update is a rollback or to the previous release.
     async fn take_snapshot(&self, journal: &mut Journal) -> Result<(), StepError> {
         let targets_previous = journal.plan.kind == UpdateKind::Rollback
             || history::find_previous(&self.layout)
@@ -282,7 +282,7 @@ impl<S: Services> Updater<S> {
         for name in OTHER_SERVICES.iter().filter(|name| !names.iter().any(|other| other == *name)) {
             // These services may still be running the old release. A failed restart does not fail the update.
             if let Err(error) = self.services.try_restart(name).await {
-                tracing::warn!(error = %format_chain(&error), "could not restart a service; it may still be on the old release");
+                tracing::warn!(error = %format_chain(&error), "could not restart a service: it may be running the old release");
             }
         }
         if self.layout.root().join("etc/systemd/system").join(SVC_TARGET).exists() {

@@ -1,4 +1,4 @@
-//! A crypto provider on ring for jsonwebtoken: only verification of RS256, ES256 and EdDSA.
+//! A ring-based crypto provider for jsonwebtoken, which only verifies RS256, ES256 and EdDSA.
 
 use jsonwebtoken::crypto::{CryptoProvider, JwtVerifier, KeyUtils};
 use jsonwebtoken::errors::{Error, ErrorKind};
@@ -14,7 +14,7 @@ static PROVIDER: CryptoProvider = CryptoProvider {
     key_utils: KeyUtils::new_unimplemented(),
 };
 
-/// Installs the process's provider. No other is ever installed, so later calls have no effect.
+/// Installs the process-wide provider. No other is ever installed, so later calls have no effect.
 pub(super) fn install() {
     let _ = PROVIDER.install_default();
 }
