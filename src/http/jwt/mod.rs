@@ -1,8 +1,8 @@
 //! Verifies the identity provider's tokens, which are JWTs (RFC 7519), with the provider's published keys.
 //!
 //! A token must be signed with RS256, ES256 or EdDSA by a key in the configured JWKS, and its header must name that
-//! key's algorithm; the issuer and audience must match, and the token must be valid now. Invariant: only a token's `kid`
-//! is used before its signature is verified.
+//! key's algorithm; the issuer and audience must match, and the token must be valid now. Invariant: only a token's
+//! `kid` is used before its signature is verified.
 
 mod crypto;
 mod error;
