@@ -234,8 +234,8 @@ struct ConnectionExtensions {
 }
 
 /// Serves a connection to its end or, once `stop` is cancelled, to the end of the current request. Not an `async fn`,
-/// which would store the stream and its wrappers twice. Separate from the handshake, so that an idle connection does not
-/// keep the handshake's memory.
+/// which would store the stream and its wrappers twice. Separate from the handshake, so that an idle connection does
+/// not keep the handshake's memory.
 fn serve_connection<S, R>(
     stream: S,
     responder: R,
