@@ -12,7 +12,7 @@ pub use svc_base::chain::format_chain;
 /// Declares the codes with their status, title and remedy, so that no list can omit one.
 macro_rules! codes {
     ($($name:ident $status:ident $code:literal $title:literal $remedy:literal)*) => {
-        /// The stable codes of the contract's part 3 (and the bridge's), each with one status and title.
+        /// The stable codes in part 3 of the contract, and the bridge's, each with one status and title.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         pub enum Code { $($name),* }
 
@@ -23,7 +23,7 @@ macro_rules! codes {
                 match self { $(Self::$name => (StatusCode::$status, $code, $title)),* }
             }
 
-            /// The remedy, in Markdown: for `docs/reference/errors.md`.
+            /// Returns the remedy, in Markdown, for `docs/reference/errors.md`.
             pub fn remedy(self) -> &'static str {
                 match self { $(Self::$name => $remedy),* }
             }

@@ -262,8 +262,8 @@ impl LifecycleModel {
         self.list_registered_before(id).first().copied()
     }
 
-    /// Finds the machine that gets the slot back: the newest one whose server still exists, unless it or a later machine
-    /// was deleted, or a later machine has stored a snapshot.
+    /// Finds the machine that gets the slot back: the newest one whose server exists, unless it or a later machine was
+    /// deleted, or a later machine has stored a snapshot.
     fn find_reinstatable_machine(&self, id: usize) -> Option<usize> {
         for earlier in self.list_registered_before(id) {
             let row = &self.machines[earlier];

@@ -1,7 +1,8 @@
 //! Alarms: problems with the whole fleet or the provider, not with a single machine. `svcctl fleet` lists them.
 //!
 //! A fuse alarm blocks work until its cause is resolved or an operator releases it; other alarms are informational. A
-//! release of `servers_missing` expires; a release of `unknown_servers` applies only to the servers listed at that time.
+//! release of `servers_missing` expires; a release of `unknown_servers` applies only to the servers listed when it was
+//! made.
 
 use std::time::Duration;
 
@@ -261,7 +262,7 @@ pub async fn release(client: &impl GenericClient, alarm: Alarm) -> Result<Option
     alarms::release(client, alarm.as_str(), RELEASE_TTL).await
 }
 
-/// Maximum number of missing servers before the fuse trips.
+/// Returns the maximum number of missing servers before the fuse trips.
 pub fn max_missing_servers(live: usize) -> usize {
     const MIN: usize = 4;
     (live / 50).max(MIN)

@@ -150,7 +150,7 @@ impl Writers {
         Ok(())
     }
 
-    /// Whether all writes have ended: requests, abandoned statements, and copies from the side database. A
+    /// Returns whether all writes have ended: requests, abandoned statements, and copies from the side database. A
     /// database that accepts no connections executes nothing.
     async fn is_idle(&self) -> bool {
         if self.lock().in_flight > 0 {

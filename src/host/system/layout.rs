@@ -19,7 +19,7 @@ impl Layout {
         Self { root: root.into() }
     }
 
-    /// The layout below `SVC_ROOT`.
+    /// Returns the layout below `SVC_ROOT`.
     pub fn from_process() -> Self {
         Self::new(vars::SVC_ROOT.from_process().unwrap_or_else(|| vars::SVC_ROOT.default_value()))
     }
@@ -215,7 +215,7 @@ impl Layout {
         self.state("drill")
     }
 
-    /// State of the side database.
+    /// The side database's state.
     pub fn side_state(&self) -> PathBuf {
         self.state("side.json")
     }
@@ -306,7 +306,7 @@ impl Layout {
         self.hook_notes().join("audit-gaps.jsonl")
     }
 
-    /// Held by root during the import of an archive.
+    /// Held by root while an archive is being imported.
     pub fn import_lock(&self) -> PathBuf {
         self.root.join("run/svc/import.lock")
     }
@@ -316,24 +316,24 @@ impl Layout {
         self.root.join("run/svc/hooks")
     }
 
-    /// The directory of `watch.sock`, to which all hooks connect, including those of agents. It belongs to the
+    /// The directory that contains `watch.sock`, to which all hooks connect, including agents' hooks. It belongs to the
     /// gateway's user.
     pub fn watch_sockets(&self) -> PathBuf {
         self.root.join("run/svc/watch")
     }
 
-    /// The directory of `bridge.sock`, for agents with a token. It belongs to the gateway's user.
+    /// The directory that contains `bridge.sock`, for agents with a token. It belongs to the gateway's user.
     pub fn bridge_sockets(&self) -> PathBuf {
         self.root.join("run/svc/bridge")
     }
 
-    /// The directory of `gateway.sock`, which agents' units cannot see. It belongs to the gateway's user.
+    /// The directory that contains `gateway.sock`, which agents' units cannot see. It belongs to the gateway's user.
     pub fn gateway_sockets(&self) -> PathBuf {
         self.root.join("run/svc/gateway")
     }
 
-    /// The directory of `shell.sock`, `code.sock` and `agent.sock`, to which the gateway connects and which agents'
-    /// units cannot see. It belongs to the owner's user.
+    /// The directory that contains `shell.sock`, `code.sock` and `agent.sock`, to which the gateway connects and which
+    /// agents' units cannot see. It belongs to the owner's user.
     pub fn owner_sockets(&self) -> PathBuf {
         self.root.join("run/svc/owner")
     }

@@ -1,4 +1,4 @@
-//! `svc-update apply`, `rollback` and `resume`. One update runs at a time; an interrupted one is finished first.
+//! `svc-update apply`, `rollback` and `resume`. Only one update runs at a time; an interrupted one is finished first.
 
 use std::time::Duration;
 

@@ -134,7 +134,7 @@ impl PrintArgs {
     }
 }
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }

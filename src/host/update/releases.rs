@@ -11,7 +11,7 @@ use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 
-/// Links beside `current` that the specification requires.
+/// Links next to `current` that the specification requires.
 const LINKS: [&str; 3] = ["bin", "app", "runtime"];
 
 /// The reason a release was not installed.

@@ -62,7 +62,7 @@ pub fn uuid() -> Value {
     json!({ "type": "string", "format": "uuid" })
 }
 
-/// RFC 3339, UTC, with milliseconds.
+/// An RFC 3339 time in UTC, with milliseconds.
 pub fn time() -> Value {
     json!({ "type": "string", "format": "date-time" })
 }
@@ -71,7 +71,7 @@ pub fn one_of(words: &[&str]) -> Value {
     json!({ "type": "string", "enum": words })
 }
 
-/// The schema, or null.
+/// Makes a schema accept `null` as well.
 pub fn nullable(mut schema: Value) -> Value {
     let Some(kind) = schema["type"].as_str().map(str::to_owned) else {
         return json!({ "anyOf": [schema, { "type": "null" }] });

@@ -87,7 +87,7 @@ impl LifecycleModel {
         self.cloud.delete(id);
     }
 
-    /// The provider loses a server with its disk. The loss of data that only it held is not a violation.
+    /// Makes the provider lose a server with its disk. Losing data that only this server held is not a violation.
     pub fn lose_server(&mut self, id: usize) {
         if self.cloud.server_of(id).is_none() {
             return;

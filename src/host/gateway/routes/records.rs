@@ -344,7 +344,7 @@ pub fn storage_schema() -> Value {
     )
 }
 
-/// A line of `backup.jsonl`.
+/// Returns the schema for a line in `backup.jsonl`.
 pub fn backup_schema() -> Value {
     line_schema(
         &[("timestamp", time()), ("status", one_of(&["success", "error"])), ("stage", text())],

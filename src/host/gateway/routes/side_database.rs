@@ -194,7 +194,7 @@ pub static CLOSE: Endpoint = Endpoint {
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
 };
 
-/// The JSON schema of the side database's state.
+/// Returns the JSON schema for the side database's state.
 pub fn side_database_schema() -> Value {
     let copied = object(
         &[

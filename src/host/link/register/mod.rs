@@ -75,7 +75,7 @@ fn stage_parser() -> impl TypedValueParser<Value = BootStageName> {
         .try_map(|name| name.parse::<BootStageName>())
 }
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }

@@ -102,7 +102,7 @@ pub async fn resume_writers(
 }
 
 /// Requests the release that the platform names, unless it is current, an update is requested or in progress, or the
-/// release has failed on this machine for the same request: a release that was refused or rolled back would fail again.
+/// release has failed on this machine for the same request: a release that was rejected or rolled back would fail again.
 /// For a new request, the release is tried again. The updater stores the request's id with the outcome, whether the
 /// sync agent or the gateway wrote the request, so no clock is needed.
 fn request_update(
@@ -122,7 +122,8 @@ fn request_update(
     UpdateRequest::with_request_id(request.unwrap_or_else(request_id::generate), desired).write(layout)
 }
 
-/// Without a request id, every request for the release counts as the same one.
+/// Returns whether the last update failed for the same request. Without a request id, every request for the release
+/// counts as the same one.
 fn has_failed(last: &LastUpdate, desired: &ImageVersion, request: Option<&str>) -> bool {
     let is_same_request = request.is_none_or(|request| last.request_id.as_deref() == Some(request));
     last.outcome.version == *desired && last.outcome.outcome != UpdateResult::Updated && is_same_request

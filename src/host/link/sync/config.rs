@@ -70,7 +70,7 @@ impl SyncConfig {
         })
     }
 
-    /// The current epoch; a heartbeat may have raised it.
+    /// Returns the current epoch, which a heartbeat may have raised.
     pub fn epoch(&self) -> Epoch {
         epoch::current(&self.layout, self.identity.epoch)
     }

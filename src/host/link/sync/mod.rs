@@ -36,7 +36,7 @@ use svc_http::request_id;
 )]
 struct Args {}
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
