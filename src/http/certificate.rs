@@ -159,7 +159,7 @@ impl CertificateResolver {
         *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(certified);
     }
 
-    /// Responds to validations of this name until the guard is dropped.
+    /// Responds to validations for this name until the guard is dropped.
     ///
     /// # Errors
     /// If the certificate cannot be created.

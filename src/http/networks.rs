@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn malformed_networks_are_refused_with_the_correction() {
+    fn malformed_networks_are_rejected_with_a_correction() {
         for (text, expected) in [
             ("10.0.0.0/8,load-balancer", "\"load-balancer\" is neither an address"),
             ("10.0.0.0/33", "write a list such as"),

@@ -104,7 +104,7 @@ fn status_class(status: u16) -> &'static str {
     }
 }
 
-/// Returns the route's template or, for a proxied request, the section of the site.
+/// Returns the route's template or, for a proxied request, the site's section.
 fn route_label(listener: Listener, request: &Request) -> &'static str {
     if let Some(matched) = request.extensions().get::<MatchedPath>() {
         return intern_label(matched.as_str());

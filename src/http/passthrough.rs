@@ -49,7 +49,7 @@ pub struct Validation {
     machine: SocketAddr,
 }
 
-/// Finds the address of the machine with this name.
+/// A function that finds the address of the machine with this name.
 type FindMachine = dyn Fn(&str) -> Option<SocketAddr> + Send + Sync;
 
 /// The validations that a listener passes through.

@@ -31,7 +31,7 @@ pub enum Route {
     Internal,
 }
 
-/// The claims of a proof.
+/// The claims in a proof.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claims {
     pub iss: String,
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn verify_refuses_other_keys_bodies_and_algorithms() {
+    fn verify_rejects_other_keys_bodies_and_algorithms() {
         let (real, other, machine, now) = (signer("k1"), signer("k1"), MachineId::new(), Timestamp::now());
         let keys = ProofKeys { keys: vec![real.public_key()] };
         assert_eq!(
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn verify_refuses_a_long_lifetime() {
+    fn verify_rejects_a_long_lifetime() {
         let (signer, machine, now) = (signer("k1"), MachineId::new(), Timestamp::now());
         let keys = ProofKeys { keys: vec![signer.public_key()] };
         let mut long = claims(machine, now);

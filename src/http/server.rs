@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn head_above_limit_is_refused() {
+    async fn head_above_limit_is_rejected() {
         let address = start_server(ListenerLimits::default()).await;
         for (bytes, status) in [(20_000, "200"), (40_000, "431")] {
             let mut stream = TcpStream::connect(address).await.unwrap();

@@ -1,4 +1,4 @@
-//! The write gate: admits requests to the bridge, except while the platform takes the final backup of this machine.
+//! The write gate: admits requests to the bridge, except while the platform takes this machine's final backup.
 //! During that time it rejects all of them, even reads.
 //!
 //! Invariant: once `quiescedAt` is set, no request changes the owner's data until writers are resumed. The file that

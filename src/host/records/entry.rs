@@ -65,7 +65,7 @@ pub struct ToolCall {
     pub error: Option<String>,
 }
 
-/// The error of a failed dispatch.
+/// The error from a failed dispatch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DispatchError {
@@ -154,7 +154,7 @@ pub struct GapLine {
 pub struct Gap {
     /// Number of missing lines or calls.
     pub lost: u64,
-    /// Time of the first of them.
+    /// Time of the first one.
     #[serde(with = "clock::wire")]
     pub since: Timestamp,
     /// The reason tool calls were not seen, in the audit log only. Absent for dropped lines.

@@ -87,7 +87,7 @@ impl FileId {
     }
 }
 
-/// A position between two lines of a file.
+/// A position between two lines in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LinePosition {
     pub file: FileId,

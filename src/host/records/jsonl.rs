@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn append_refuses_links() {
+    fn append_rejects_links() {
         let dir = tempfile::tempdir().unwrap();
         let (victim, link) = (dir.path().join("victim"), dir.path().join("storage.jsonl"));
         std::fs::write(&victim, "A=1\n").unwrap();

@@ -355,7 +355,7 @@ impl Ledger {
         let mut groups: Vec<Option<(Date, Totals)>> = vec![None; self.names.len()];
         for (date, all) in days {
             for entry in all.iter().filter(|entry| entry.totals.dispatches > 0) {
-                // Days are sorted: the first date of a group is its earliest.
+                // Days are sorted, so a group's first date is its earliest.
                 let group = &mut groups[group_of(entry.key) as usize];
                 group.get_or_insert_with(|| (date, Totals::default())).1.add(&entry.totals);
             }

@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_amounts_are_refused() {
+    fn invalid_amounts_are_rejected() {
         for invalid in [-0.01, f64::NAN, f64::INFINITY, 1e10] {
             assert_eq!(Dollars::from_f64(invalid), Err(InvalidAmount), "{invalid}");
         }

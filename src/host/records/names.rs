@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn parse_day_refuses_other_names() {
+    fn parse_day_rejects_other_names() {
         for name in [
             "audit.jsonl",
             "audit-.jsonl",

@@ -83,7 +83,7 @@ pub fn read_newest(
     Ok(Page { lines, next: None })
 }
 
-/// Reads the lines of a file backwards from an offset.
+/// Reads a file's lines backwards from an offset.
 struct BackwardReader {
     file: File,
     id: FileId,
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn cursor_of_a_truncated_or_newer_file_is_gone() {
+    fn cursor_into_truncated_or_newer_file_is_gone() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("audit.jsonl");
         fs::write(&path, "1\n2\n3\n").unwrap();

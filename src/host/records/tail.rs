@@ -19,7 +19,7 @@ const MAX_READ_BYTES: usize = 16 << 20;
 /// A call returns once the lines that it has found add up to this many bytes.
 const BATCH_BYTES: usize = 1 << 20;
 
-/// A reader of a growing record.
+/// A reader for a growing record.
 pub struct Tail {
     kind: RecordKind,
     logs: PathBuf,

@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn rotation_loses_no_line_of_an_open_writer() {
+    fn rotation_loses_no_line_from_an_open_writer() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("activity.log");
         let yesterday = TODAY.yesterday().unwrap();
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn rotation_refuses_links_and_skips_empty_records() {
+    fn rotation_rejects_links_and_skips_empty_records() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("activity.log"), "").unwrap();
         assert_eq!(rotate(dir.path(), ACTIVITY, &utc(), TODAY).unwrap(), None);

@@ -1,4 +1,4 @@
-//! Reports the progress of a restore to the platform, so that a boot with a large database is not mistaken for a hang.
+//! Reports a restore's progress to the platform, so that a boot with a large database is not mistaken for a hang.
 //!
 //! Reports are best effort: the restore neither waits for a report nor fails because of one.
 

@@ -50,7 +50,7 @@ pub fn init_log(applet: &'static str, layout: &Layout) {
     telemetry::init_on_machine(applet, machine);
 }
 
-/// The identity and the owner of this machine, as written at provisioning.
+/// This machine's identity and owner, as written at provisioning.
 #[derive(Debug, Clone)]
 pub struct Identity {
     pub machine: MachineId,

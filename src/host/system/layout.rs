@@ -8,7 +8,7 @@ use svc_machine::name::ImageVersion;
 /// The file name of the agents' socket in [`Layout::bridge_sockets`].
 pub const BRIDGE_SOCKET: &str = "bridge.sock";
 
-/// All paths of one host.
+/// All paths on a host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
     root: PathBuf,

@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn take_refuses_second_holder() {
+    fn take_rejects_second_holder() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("state/x.lock");
         let first = Lock::take(&path).unwrap();

@@ -1,4 +1,4 @@
-//! Reads the bodies of the platform's responses, which are small.
+//! Reads the platform's response bodies, which are small.
 
 use serde::Deserialize;
 
@@ -40,7 +40,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn read_body_refuses_body_over_limit() {
+    async fn read_body_rejects_body_over_limit() {
         assert_eq!(read_body(response(MAX_RESPONSE_BYTES)).await.unwrap().len(), MAX_RESPONSE_BYTES);
         let error = read_body(response(MAX_RESPONSE_BYTES + 1)).await.unwrap_err();
         assert_eq!(error.to_string(), "the response is larger than 262144 bytes");

@@ -1,4 +1,4 @@
-//! Progress of a long run: reported to systemd as its status, and shown as a bar on a terminal.
+//! The progress of a long run, reported to systemd as its status and shown as a bar on a terminal.
 
 use std::io::IsTerminal;
 use std::sync::Mutex;

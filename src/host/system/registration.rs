@@ -12,7 +12,7 @@ use svc_wire::registration::Registration;
 #[serde(rename_all = "camelCase")]
 struct RegistrationRecord {
     machine_id: MachineId,
-    /// The exact text of the request.
+    /// The request's exact text.
     sent: String,
     registered_at: Option<String>,
 }

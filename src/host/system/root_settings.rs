@@ -19,7 +19,7 @@ use svc_store::vars as store;
 /// The reason root may use a value chosen by another user on the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AcceptReason {
-    /// Parsed as an identifier of this machine, its owner or a snapshot; never used unchecked in a path.
+    /// Parsed as an identifier for this machine, its owner or a snapshot; never used unchecked in a path.
     Identifier,
     /// Parsed as a number or an enumerated value, within limits.
     Choice,
@@ -143,7 +143,7 @@ mod tests {
     const A_KEY: Variable = undeclared("A_KEY");
 
     #[test]
-    fn root_reads_only_listed_settings_of_others() {
+    fn root_reads_only_listed_settings_from_others() {
         let own = [
             &vars::SVC_PG_BIN_DIR,
             &vars::SVC_BUNDLE_PUBLIC_KEYS,
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn root_refuses_store_directory_of_another_user() {
+    fn root_rejects_store_directory_from_another_user() {
         for url in ["file:///etc", "FILE:///etc", " file:///etc"] {
             let Some((_dir, layout)) = machine(&format_env_line(store::OBJECT_STORE_URL.name, url), "")
             else {

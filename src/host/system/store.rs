@@ -26,7 +26,7 @@ pub fn exit_code(error: &StoreError) -> Exit {
     }
 }
 
-/// The location of the store and this machine's access to it.
+/// The store's location and this machine's access to it.
 pub struct StoreLink {
     store: StoreConfig,
     /// `None` for credentials that do not expire.

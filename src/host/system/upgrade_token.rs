@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn store_accepts_only_tokens_of_this_machine() {
+    fn store_accepts_only_tokens_for_this_machine() {
         let dir = tempfile::tempdir().unwrap();
         let (layout, machine) = (Layout::new(dir.path()), MachineId::new());
         let initial = token(machine, 1);

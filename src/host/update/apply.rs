@@ -57,7 +57,7 @@ pub enum UpdateTarget {
     Resume,
 }
 
-/// The caller of this run.
+/// Who started this run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Caller {
     Operator,

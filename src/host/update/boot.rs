@@ -1,7 +1,7 @@
 //! Installs a machine's first release: the bundle named by user-data, its units, and the password for the machine's
 //! database.
 //!
-//! The switch happens only after the digest of the whole bundle has been verified. Each step is idempotent, so an
+//! The switch happens only after the whole bundle's digest has been verified. Each step is idempotent, so an
 //! interrupted run is simply repeated. A complete current release is never replaced here: only its missing links, units
 //! and password are added. Later releases need a signed manifest.
 

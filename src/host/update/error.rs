@@ -1,4 +1,4 @@
-//! The errors that interrupt an update.
+//! Errors that interrupt an update.
 
 use super::history::HistoryError;
 use svc_base::applet::{Exit, Failure};

@@ -1,4 +1,4 @@
-//! Checks a release's health after its services have been restarted, using unit states and a probe of the gateway.
+//! Checks a release's health after its services have been restarted, using unit states and a gateway probe.
 //!
 //! A unit that is starting does not count as failed. The release passes if it stays healthy for a few seconds before
 //! the deadline.

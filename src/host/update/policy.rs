@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn check_release_refuses_downgrade_without_allowance() {
+    fn check_release_rejects_downgrade_without_allowance() {
         let downgrade = || Allowances { downgrade: true, ..Allowances::default() };
         for (version, created, older) in [
             ("9", "2026-06-02T00:00:00Z", false),
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn check_parts_refuses_missing_part_without_allowance() {
+    fn check_parts_rejects_missing_part_without_allowance() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let release = |version: &str, parts: &[(&str, &str)]| -> ImageVersion {

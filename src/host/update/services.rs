@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn error_quotes_last_line_of_stderr() {
+    async fn error_quotes_last_stderr_line() {
         let (_dir, services) = fake_systemctl("echo first >&2; echo 'the last' >&2; exit 5");
         let error = services.restart("svc-gateway.service").await.unwrap_err().to_string();
         assert!(error.contains("restart svc-gateway.service") && error.ends_with("the last"), "{error}");

@@ -25,7 +25,7 @@ pub fn read(layout: &Layout) -> Result<KeySet, ConfigError> {
     env.finish(Some(KeySet { sequence, keys }))
 }
 
-/// Adopts the key set of a release that passed its health check. Idempotent; ignores a set that is not newer.
+/// Adopts the key set from a release that passed its health check. Idempotent; ignores a set that is not newer.
 ///
 /// # Errors
 /// [`UpdateError`]; the set may already have been adopted, and a repeated call completes the adoption.
@@ -57,7 +57,7 @@ fn write(layout: &Layout, set: &KeySet) -> Result<(), FileError> {
     fsx::write_atomic(&path, text.as_bytes(), 0o600)
 }
 
-/// Writes the ids of the trusted keys for the sync agent, which may not read `update.env`.
+/// Writes the trusted key ids for the sync agent, which may not read `update.env`.
 pub fn report_key_ids(layout: &Layout) -> Result<(), UpdateError> {
     let KeySet { sequence, keys } = read(layout)?;
     Ok(trusted_keys::write(&TrustedKeyIds { sequence, ids: keys.ids() }, layout)?)

@@ -38,7 +38,7 @@ struct InstalledFiles {
     files: BTreeSet<PathBuf>,
 }
 
-/// Installs this release's files in `/etc`, and removes those of other releases. Idempotent.
+/// Installs this release's files in `/etc`, and removes other releases' files. Idempotent.
 ///
 /// New files are recorded before the first one is written, so that after an interruption, the next installation, of
 /// whichever release, can remove the files that its release does not have.
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn install_removes_files_of_failed_installation() {
+    fn install_removes_files_left_by_failed_installation() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let one = release(&layout, "1", &[("system/svc-a.service", "a1")]);
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn install_copies_nothing_of_release_with_foreign_unit() {
+    fn install_copies_nothing_from_release_with_foreign_unit() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let files = [("system/svc-a.service", "a"), ("tmpfiles.d/other.conf", "x")];

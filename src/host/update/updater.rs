@@ -406,7 +406,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unreadable_history_fails_update_without_refusing_it() {
+    fn unreadable_history_fails_update_without_rejecting_it() {
         let path = PathBuf::from("releases.json");
         let unreadable = PolicyError::History(HistoryError::Unreadable { path });
         assert!(matches!(classify_policy_error(unreadable), StepError::Failed(_)));
@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn full_disk_fails_update_without_refusing_release() {
+    fn full_disk_fails_update_without_rejecting_release() {
         let write = |source: io::Error| -> FetchError {
             UnpackError::Write { path: PathBuf::from("runtime/node"), source }.into()
         };

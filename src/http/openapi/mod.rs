@@ -35,7 +35,7 @@ pub enum CredentialScheme {
     Cookie(&'static str),
 }
 
-/// One method of one path.
+/// One method on one path.
 #[derive(Debug, Clone)]
 pub struct Operation {
     /// In camelCase; unique in a document.

@@ -101,7 +101,7 @@ fn change_effects(
 }
 
 #[test]
-fn detects_second_server_of_machine() {
+fn detects_second_server_for_machine() {
     let violation = Violation::DuplicateServer;
     let found = find_violations(Rules { has_unique_names: false, ..SOUND_RULES }, violation);
     assert!(found.contains(&violation), "{found:?}");
@@ -225,7 +225,7 @@ fn detects_early_deletion_of_predecessor() {
 }
 
 #[test]
-fn detects_deletion_of_predecessor_of_lost_successor() {
+fn detects_deletion_of_lost_successors_predecessor() {
     let violation = Violation::LastServerRemoved;
     let found = find_violations(Rules { distrusts_lost_successors: false, ..SOUND_RULES }, violation);
     assert!(found.contains(&violation), "{found:?}");

@@ -1,4 +1,4 @@
-//! `/metrics` of a host, only on its unix socket: the gateway's counters, and gauges measured on request.
+//! A host's `/metrics`, only on its unix socket: the gateway's counters, and gauges measured on request.
 
 use std::path::Path;
 use std::sync::Arc;

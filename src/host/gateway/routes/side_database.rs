@@ -73,7 +73,7 @@ pub async fn open(State(layout): State<Layout>, headers: HeaderMap, body: Body) 
     submit(layout, SideAction::Open(chosen)).await
 }
 
-/// `POST /api/side-database/copy`: requests that rows of the side database be copied back.
+/// `POST /api/side-database/copy`: requests that rows be copied back from the side database.
 pub async fn copy(State(layout): State<Layout>, headers: HeaderMap, body: Body) -> Result<Response, Problem> {
     let mut fields = body::read_fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let has_tables = fields.has("tables");

@@ -158,7 +158,7 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
     let state = RegistrationState::read(layout).or_exit(Exit::Internal)?;
     if let Some(registered) = state.as_ref().filter(|state| state.is_registered(config.identity.machine)) {
         tracing::info!(epoch = %config.identity.epoch, "already registered");
-        warn_of_changed_key(layout, registered);
+        warn_if_key_changed(layout, registered);
         return Ok(());
     }
     let pin = wait_for_gateway(layout, &config).await?;
@@ -216,7 +216,7 @@ fn measure_boot_ms(layout: &Layout) -> Option<u64> {
 }
 
 /// Warns if the key has changed: the platform accepts only the registered key and rejects this machine's certificate.
-fn warn_of_changed_key(layout: &Layout, registered: &RegistrationState) {
+fn warn_if_key_changed(layout: &Layout, registered: &RegistrationState) {
     if let Ok(Some(pin)) = probe::read_pin(layout)
         && !registered.has_pin(pin)
     {

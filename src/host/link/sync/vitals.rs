@@ -1,4 +1,4 @@
-//! The health of the machine: gateway, database, disk, last backup, and accepted proof keys.
+//! The machine's health: gateway, database, disk, last backup, and accepted proof keys.
 
 use std::time::Duration;
 

@@ -39,7 +39,7 @@ pub enum ThreadState {
     Ended,
 }
 
-/// A replacement of a record's file.
+/// A replacement for a record's file.
 pub struct Replacement {
     pub record: Record,
     pub new: PathBuf,

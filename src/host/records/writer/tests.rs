@@ -96,7 +96,7 @@ fn torn_text_is_kept_and_terminated() {
 
 /// A directory blocks the record: as on a full disk, lines are queued, then rejected.
 #[test]
-fn refused_lines_are_counted_and_reported_by_a_gap() {
+fn rejected_lines_are_counted_and_reported_by_a_gap() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("audit.jsonl");
     fs::create_dir(&path).unwrap();

@@ -59,7 +59,7 @@ fn next_entry_reads_long_names() {
 }
 
 #[test]
-fn next_entry_refuses_special_entries() {
+fn next_entry_rejects_special_entries() {
     let file = || entry_with_body(b'0', "f", b"");
     let long = "n".repeat(1001);
     let mut cases = vec![

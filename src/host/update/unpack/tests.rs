@@ -80,7 +80,7 @@ fn unpack_restores_bundle() {
 }
 
 #[test]
-fn unpack_refuses_hostile_entries() {
+fn unpack_rejects_hostile_entries() {
     let kind = |kind| RawEntry { path: b"x", kind, mode: 0o644, link: b"outside", body: b"" };
     let setuid = RawEntry { mode: 0o4755, ..file("bin/x", b"") };
     let setgid = RawEntry { mode: 0o2755, ..file("bin/x", b"") };
@@ -161,7 +161,7 @@ fn unpack_checks_long_names() {
 }
 
 #[test]
-fn unpack_refuses_damaged_archive() {
+fn unpack_rejects_damaged_archive() {
     let whole = archive(&[file("bin/svc", &[7; 50_000]), file("release.json", b"{}")]);
     assert!(try_unpack(&whole).1.is_ok());
     for cut in [0, 5, whole.len() / 2, whole.len() - 1] {
