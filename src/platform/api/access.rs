@@ -95,7 +95,7 @@ async fn authenticate(platform: &Platform, method: &Method, token: &str) -> Resu
     }
     if is_use_unrecorded && let Err(error) = db::operators::record_use(&session, id, LAST_USED_INTERVAL).await
     {
-        tracing::warn!(operator = %name, error = %format_chain(&error), "cannot record the last use of the token");
+        tracing::warn!(operator = %name, error = %format_chain(&error), "cannot record the token's last use");
     }
     Ok(Operator::Named { name, scopes })
 }

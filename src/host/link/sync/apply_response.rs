@@ -103,9 +103,8 @@ pub async fn resume_writers(
 
 /// Requests the release that the platform names, unless it is current, an update is requested or in progress, or the
 /// release has failed on this machine for the same request, because a release that was rejected or rolled back would
-/// fail again.
-/// For a new request, the release is tried again. The updater stores the request's id with the outcome, whether the
-/// sync agent or the gateway wrote the request, so no clock is needed.
+/// fail again. For a new request, the release is tried again. The updater stores the request's id with the outcome,
+/// whether the sync agent or the gateway wrote the request, so no clock is needed.
 fn request_update(
     config: &SyncConfig,
     desired: ImageVersion,
