@@ -106,10 +106,8 @@ impl Dispatcher {
                     Interaction { duration_ms, ..interrupted }
                 }
                 (None, None) => {
-                    self.kernel.note(&format!(
-                        "dispatch {}: queued again after a gateway restart",
-                        dispatch.id()
-                    ));
+                    self.kernel
+                        .note(&format!("dispatch {}: queued again after a gateway restart", dispatch.id()));
                     self.lock().queue.push(&dispatch.accepted.sender_id, Arc::clone(&dispatch));
                     continue;
                 }

@@ -125,7 +125,10 @@ async fn supervise(
             RunEnd::NotReady => format!("not ready within {:?}", unit.ready_timeout),
         };
         if starts.len() >= limit {
-            return Ok(format!("{} failed {limit} times within {window:?}; last failure: {cause}", unit.name));
+            return Ok(format!(
+                "{} failed {limit} times within {window:?}; last failure: {cause}",
+                unit.name
+            ));
         }
         state_sender.send_replace(ServiceState::Starting);
         session.disk.append_log(unit.name, format!("[init] {cause}; restarting\n").as_bytes())?;
