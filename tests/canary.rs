@@ -135,7 +135,7 @@ async fn provoke_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
         }
     }
 
-    // Sends the control API requests with mistakes that callers are likely to make.
+    // Sends the control API requests with errors that callers are likely to make.
     let api = |method: Method, path: &str| client.request(method, format!("{}{path}", stack.api));
     for bearer in [owner.clone(), token.clone(), ADMIN.to_owned(), format!("{}x", stack.secret)] {
         for path in ["/vps", "/vps/fleet", "/metrics", "/vps/none/heartbeat"] {
@@ -166,7 +166,7 @@ async fn send_for_refusal(request: reqwest::RequestBuilder) -> Result<Option<Str
     Ok((status.is_client_error() || status.is_server_error()).then(|| format!("{status} {head} {body}")))
 }
 
-/// Registers every secret of the stack and of its hosts' disks, and returns the databases by name.
+/// Registers every secret in the stack and on its hosts' disks, and returns the databases by name.
 fn register_secrets_of_stack(stack: &Stack, detector: &mut Detector) -> Result<BTreeMap<String, String>> {
     detector.register("ADMIN_TOKEN", ADMIN);
     detector.register("PLATFORM_SECRET", &stack.secret);
@@ -209,7 +209,7 @@ fn register_secrets_of_stack(stack: &Stack, detector: &mut Detector) -> Result<B
     ensure!(databases.len() == 4, "expected 4 databases, found {}", databases.len());
     let registered: BTreeSet<&str> = detector.names().collect();
     for name in ["UPGRADE_TOKEN", "REGISTRATION_TOKEN", "AWS_SESSION_TOKEN", "a host's TLS key"] {
-        ensure!(registered.contains(name), "no secret of {name} was registered");
+        ensure!(registered.contains(name), "no secret named {name} was registered");
     }
     // The first host's database stopped together with the machine's services.
     databases.retain(|_, url| accepts_connections(url));

@@ -138,12 +138,12 @@ fn accepted() -> Reply {
     Reply::Json(202, json!({"machineId": MACHINE, "status": "provisioning", "operationId": OPERATION}))
 }
 
-/// The response to a request for a quote from a platform of an older release.
+/// An older platform's response to a quote request.
 fn unsupported_quote() -> Reply {
     Reply::Json(404, problem(404, "not_found", "No such route."))
 }
 
-/// Arguments of a `provision` that does not prompt.
+/// Arguments for a `provision` that does not prompt.
 const PROVISION: [&str; 6] = ["provision", "user_1", "--handle", "ada", "--confirm-cost", "--confirm-opt-in"];
 
 fn stderr(output: &Output) -> String {
@@ -259,13 +259,13 @@ async fn handle_resolves_to_its_active_machine() {
     let lines: Vec<_> = platform.requests().into_iter().map(|request| request.line).collect();
     assert_eq!(lines, ["GET /vps?handle=ada HTTP/1.1".to_owned(), format!("GET /vps/{MACHINE} HTTP/1.1")]);
 
-    for (machines, why) in
+    for (machines, reason) in
         [(vec![], "no active machine"), (vec![record("running", None); 2], "several slots")]
     {
         let platform = FakePlatform::start([page(machines)]).await;
         let output = platform.svcctl(&["delete", "ada", "--yes"]).await;
         assert_eq!(output.status.code(), Some(65));
-        assert!(stderr(&output).contains(why), "{}", stderr(&output));
+        assert!(stderr(&output).contains(reason), "{}", stderr(&output));
         assert_eq!(platform.requests().len(), 1);
     }
 }
@@ -273,7 +273,7 @@ async fn handle_resolves_to_its_active_machine() {
 #[tokio::test]
 async fn json_failure_is_one_line() {
     let platform =
-        FakePlatform::start([Reply::Json(409, problem(409, "handle_taken", "It is another's."))]).await;
+        FakePlatform::start([Reply::Json(409, problem(409, "handle_taken", "The handle is taken."))]).await;
     let output = platform.svcctl(&["--json", "provision", "user_1", "--handle", "ada"]).await;
     assert_eq!(output.status.code(), Some(65));
     assert!(output.stdout.is_empty());
@@ -344,12 +344,12 @@ async fn deploy_without_id_uses_open_or_newest_rollout() {
     let platform = FakePlatform::start(replies).await;
     let output = platform.svcctl(&["deploy", "status"]).await;
     assert!(String::from_utf8_lossy(&output.stdout).contains("stopped"), "{}", stderr(&output));
-    for (subcommand, rollouts, why) in
+    for (subcommand, rollouts, reason) in
         [("pause", vec![ended], "no rollout is open"), ("status", vec![], "there has been no rollout yet")]
     {
         let output = FakePlatform::start([page(&rollouts)]).await.svcctl(&["deploy", subcommand]).await;
         assert_eq!(output.status.code(), Some(65));
-        assert!(stderr(&output).contains(why) && stderr(&output).contains("next:"), "{}", stderr(&output));
+        assert!(stderr(&output).contains(reason) && stderr(&output).contains("next:"), "{}", stderr(&output));
     }
     let platform = FakePlatform::start([with_machines(MACHINE, "running")]).await;
     let args = ["deploy", "start", "v2", "--except", "ada", "--except", "bob"];
@@ -439,11 +439,11 @@ async fn refusal_shows_reason_and_next_step_and_sets_exit_code() {
         (500, "internal", 70),
     ] {
         let platform =
-            FakePlatform::start([Reply::Json(status, problem(status, code, "That is why."))]).await;
+            FakePlatform::start([Reply::Json(status, problem(status, code, "That is the reason."))]).await;
         let output = platform.svcctl(&["slot", "set", "user_1", "--plan", "max"]).await;
         let text = stderr(&output);
         assert_eq!(output.status.code(), Some(exit), "{code}: {text}");
-        for part in ["That is why.", code, "req-7", "next:"] {
+        for part in ["That is the reason.", code, "req-7", "next:"] {
             assert!(text.contains(part), "{code}: {text}");
         }
         assert_eq!(platform.requests().len(), 1, "{code} must not be retried");

@@ -1,5 +1,5 @@
-//! A parser of Prometheus' text format 0.0.4 that refuses what a scraper would refuse: malformed lines, undeclared or
-//! duplicate series, duplicate labels, and inconsistent histograms. It does not support escapes in label values.
+//! A parser for the Prometheus text format 0.0.4 that rejects what a scraper would reject: malformed lines, undeclared
+//! or duplicate series, duplicate labels, and inconsistent histograms. It does not support escapes in label values.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,17 +16,17 @@ pub struct Exposition {
 }
 
 impl Exposition {
-    /// The value of the series with this name and these labels, as written.
+    /// Returns the value of the series with this name and these labels, as written.
     pub fn get(&self, series: &str) -> Option<f64> {
         self.samples.get(series).copied()
     }
 
     /// # Errors
     ///
-    /// Names the malformed line.
+    /// Returns an error that names the malformed line.
     pub fn parse(text: &str) -> Result<Self> {
         let mut found = Self::default();
-        ensure!(text.ends_with('\n'), "the last line has no line end");
+        ensure!(text.ends_with('\n'), "the last line has no newline");
         for line in text.lines().filter(|line| !line.is_empty()) {
             found.parse_line(line).with_context(|| line.to_owned())?;
         }
@@ -55,7 +55,7 @@ impl Exposition {
         ensure!(!name.is_empty() && name.chars().all(valid), "an invalid metric name");
         let family = self.find_family(name).context("a sample without a preceding TYPE line")?;
         if self.kinds[&family] == "counter" {
-            ensure!(name.ends_with("_total"), "the name of a counter must end with _total");
+            ensure!(name.ends_with("_total"), "a counter's name must end with _total");
         }
         check_labels(&series[name.len()..])?;
         let value: f64 = value.parse().context("the value is not a number")?;
@@ -108,7 +108,7 @@ fn check_labels(text: &str) -> Result<()> {
     let mut rest = inner;
     while !rest.is_empty() {
         let (name, value) = rest.split_once("=\"").context("a label without a value")?;
-        ensure!(names.insert(name), "label {name} twice");
+        ensure!(names.insert(name), "duplicate label {name}");
         let Some(end) = value.find('"') else { bail!("an unclosed label value") };
         rest = value[end + 1..].trim_start_matches(',');
     }
@@ -116,7 +116,7 @@ fn check_labels(text: &str) -> Result<()> {
 }
 
 #[test]
-fn malformed_exposition_is_refused() {
+fn malformed_exposition_is_rejected() {
     let good = "# HELP a_total An a.\n# TYPE a_total counter\na_total{b=\"c\"} 1\n";
     assert_eq!(Exposition::parse(good).unwrap().get("a_total{b=\"c\"}"), Some(1.0));
     for bad in [

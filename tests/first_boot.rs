@@ -1,9 +1,8 @@
-//! The first boot of a machine, run by the script in its user-data: stages and failures are reported to the platform
-//! before and after the product's binary exists, interrupted work is completed, and no credential is an argument of a
-//! process.
+//! A machine's first boot, run by the script in its user-data: stages and failures are reported to the platform before
+//! and after the product's binary exists, interrupted work is completed, and no credential is a process argument.
 //!
-//! The files come from rendered user-data, below a directory that replaces `/`. The bundle, `svc`, curl and tar are
-//! real; fakes of the machine's own programs record their calls.
+//! The files come from rendered user-data, under a directory that stands in for `/`. The bundle, `svc`, curl and tar
+//! are real; fakes stand in for the machine's own programs and record their calls.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -108,7 +107,7 @@ impl Machine {
         fs::set_permissions(bin.join(name), fs::Permissions::from_mode(0o755)).unwrap();
     }
 
-    /// Boots, and returns the exit code of the script.
+    /// Boots the machine and returns the script's exit code.
     async fn boot(&self) -> i32 {
         let status = self.run(&[]).await;
         let calls = self.calls();
@@ -141,7 +140,7 @@ impl Machine {
         started.map(|unit| unit.trim_start_matches("--no-block ").to_owned()).collect()
     }
 
-    /// The requests to the platform, with only the prefix of each token.
+    /// Returns the requests to the platform, with only the prefix of each token.
     fn requests(&self) -> Vec<String> {
         self.requests.lock().unwrap().clone()
     }
@@ -307,10 +306,10 @@ async fn token_is_sent_to_public_address() {
     assert_eq!(fetched, ["GET /system-bundles/v1/svc-host-bundle.tar.gz svcu_"]);
 }
 
-/// A partial file of another release, or one that was damaged in transit, is discarded, and the bundle is downloaded
-/// again once.
+/// A partial file from a different release, or one damaged in transit, is discarded, and the bundle is downloaded again
+/// once.
 #[tokio::test]
-async fn partial_download_of_other_content_is_discarded() {
+async fn partial_download_with_different_content_is_discarded() {
     for beginning in [10, bundle().archive.len() + 10] {
         let machine = Machine::new(BundleResponse::Whole).await;
         let bootstrap = machine.dir.path().join("opt/svc/bootstrap");
@@ -357,7 +356,7 @@ async fn interrupted_database_cluster_is_recreated() {
 }
 
 #[tokio::test]
-async fn bundle_with_wrong_digest_is_refused_and_never_run() {
+async fn bundle_with_wrong_digest_is_rejected_and_never_run() {
     let machine = Machine::new(BundleResponse::Flipped).await;
     assert_eq!(machine.boot().await, 99);
     let failures = machine.requests_to("boot-failure");
@@ -401,7 +400,7 @@ async fn unreported_failure_is_retried() {
     assert_eq!(machine.boot().await, 75);
 }
 
-/// The power is cut at each program of the script in turn; the next boot completes.
+/// Power is cut when the script reaches each of these programs in turn; the next boot completes.
 #[tokio::test]
 async fn power_cut_at_any_step_is_recovered_by_next_boot() {
     for cut in [

@@ -1,4 +1,4 @@
-//! `svc-heartbeat` on a machine with a database: records rotate and expire, the storage is measured once a day, and the
+//! `svc-heartbeat` on a machine with a database: records rotate and expire, storage is measured once a day, and the
 //! next run completes a killed run.
 
 use std::collections::BTreeMap;
@@ -141,9 +141,10 @@ async fn concurrent_check_exits_with_75() -> Result<()> {
     assert_rotated(&machine)
 }
 
-/// Records of another owner are rotated; a directory in place of a record does not prevent the rotation of others.
+/// Records with a different owner are rotated; a directory in place of one record does not prevent the rotation of
+/// others.
 #[tokio::test]
-async fn record_of_another_owner_is_rotated() -> Result<()> {
+async fn record_with_different_owner_is_rotated() -> Result<()> {
     let machine = Machine::in_use(&store()?, 1).await?;
     add_old_records(&machine)?;
     if nix::unistd::geteuid().is_root() {
@@ -164,7 +165,7 @@ async fn record_of_another_owner_is_rotated() -> Result<()> {
     assert_rotated(&machine)
 }
 
-/// The gateway keeps the last valid values of an invalid file, so the owner's day does not change.
+/// If the file is invalid, the gateway keeps the last valid values, so the owner's day does not change.
 #[tokio::test]
 async fn invalid_config_does_not_change_the_day() -> Result<()> {
     let machine = Machine::in_use(&store()?, 1).await?;

@@ -1,4 +1,4 @@
-//! Rules of the repository, checked against the source: allowed imports, forbidden content, required content.
+//! Repository rules, checked against the source: allowed imports, forbidden content, required content.
 //!
 //! Each rule is a pure function of paths and texts, and a test shows that it detects a violation.
 
@@ -39,7 +39,7 @@ fn packages_inherit_the_workspace_lints() {
 }
 
 #[test]
-fn modules_of_a_package_have_no_cycle() {
+fn modules_in_a_package_have_no_cycle() {
     assert_none(&dependencies::import_cycles(&files()));
 }
 
@@ -79,7 +79,7 @@ fn tools_do_not_depend_on_the_product() {
 }
 
 #[test]
-fn every_dependency_has_its_reason() {
+fn every_dependency_has_a_reason() {
     assert_none(&documentation::unexplained_dependencies(&files()));
 }
 
@@ -104,7 +104,7 @@ fn every_name_that_a_page_gives_for_a_file_exists() {
 }
 
 #[test]
-fn every_item_of_the_specification_has_its_row() {
+fn every_specification_item_has_a_row() {
     assert_none(&specification::untraced_items(&files(), |path| root().join(path).exists()));
 }
 

@@ -147,7 +147,7 @@ async fn find_by_label_reads_all_pages() {
 }
 
 #[tokio::test]
-async fn taken_name_is_a_conflict_and_bad_order_is_refused() {
+async fn taken_name_is_a_conflict_and_invalid_order_is_refused() {
     let simulator = start_simulator().await;
     let provider = adapter(&simulator);
     provider.create(&order("svc-1")).await.unwrap();

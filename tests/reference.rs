@@ -1,7 +1,7 @@
-//! The generated parts of the pages: tables of the code's declarations.
+//! The generated parts of the pages: tables of declarations from the code.
 //!
 //! A part is between `<!-- generated: NAME -->` and `<!-- end -->` in a page in `docs`; the text around it is
-//! written by hand. [`REWRITE_VAR`] makes the test write the pages; otherwise it compares them.
+//! written by hand. With [`REWRITE_VAR`], the test rewrites the pages; otherwise, it compares them.
 
 #[path = "reference/api.rs"]
 mod api;
@@ -25,7 +25,7 @@ use std::fs;
 
 use files::{File, files, format_violation, root};
 
-/// Variable that `cargo xtask docs` sets.
+/// Variable set by `cargo xtask docs`.
 const REWRITE_VAR: &str = "SVC_WRITE_DOCS";
 
 const BEGIN_PREFIX: &str = "<!-- generated: ";
@@ -56,7 +56,7 @@ fn parts() -> Vec<Part> {
     parts
 }
 
-/// A table in Markdown.
+/// Renders a Markdown table.
 pub fn table<R: AsRef<[String]>>(head: &[&str], rows: impl IntoIterator<Item = R>) -> String {
     let mut text = format!("| {} |\n{}|\n", head.join(" | "), "|---".repeat(head.len()));
     for row in rows {
@@ -69,7 +69,7 @@ pub fn table<R: AsRef<[String]>>(head: &[&str], rows: impl IntoIterator<Item = R
 /// Returns the page with its parts replaced, and the names of the parts that it has.
 ///
 /// # Errors
-/// Returns the line of a marker without an end, or with an unknown name.
+/// Returns a message with the line of a marker that has no end or an unknown name.
 fn fill_page(page: &File, parts: &[Part]) -> Result<(String, Vec<String>), String> {
     let (mut text, mut placed) = (String::new(), Vec::new());
     let mut lines = page.text.lines().enumerate();
@@ -92,7 +92,7 @@ fn fill_page(page: &File, parts: &[Part]) -> Result<(String, Vec<String>), Strin
     Ok((text, placed))
 }
 
-/// Pages whose generated parts differ from the code, and parts without a place.
+/// Finds pages whose generated parts differ from the code, and parts that are not in exactly one page.
 fn find_outdated(
     pages: &[File],
     parts: &[Part],
@@ -107,7 +107,7 @@ fn find_outdated(
                     found.push(format!("{} is out of date: run `cargo xtask docs`", page.path));
                 }
             }
-            Err(why) => found.push(why),
+            Err(message) => found.push(message),
         }
     }
     for part in parts {
@@ -145,10 +145,10 @@ fn generated_parts_of_pages_are_current() {
 
 /// A separate test, because it starts and probes the stores.
 #[test]
-fn table_of_stores_is_current() {
+fn stores_table_is_current() {
     let Some(table) = stores::probe_all() else { return };
     let pages = files();
-    let page = pages.iter().find(|page| page.path == "docs/operating/stores.md").expect("the page of stores");
+    let page = pages.iter().find(|page| page.path == "docs/operating/stores.md").expect("the stores page");
     assert_current(std::slice::from_ref(page), &[table]);
 }
 

@@ -1,5 +1,5 @@
-//! The units, users, directories and network rules of a machine, checked by systemd and the kernel: valid, and within
-//! the exposure limits below.
+//! A machine's units, users, directories and network rules, checked by systemd and the kernel: they are valid, and
+//! services stay within the exposure limits below.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,7 +9,7 @@ use std::process::{Command, Output};
 
 use kit::checkers;
 
-/// The maximum scores of `systemd-analyze security`, in tenths.
+/// The maximum scores from `systemd-analyze security`, in tenths.
 const EXPOSURE_LIMITS: [(&str, u32); 19] = [
     // The product's own Rust programs.
     ("svc-apps", 20),
@@ -95,7 +95,7 @@ fn platform_unit() -> Unit {
     Unit::read(Path::new(env!("CARGO_MANIFEST_DIR")).join(PLATFORM_UNIT))
 }
 
-/// All services of the product: the machine's and the platform's.
+/// Returns all of the product's services: the machine's and the platform's.
 fn services() -> Vec<Unit> {
     units().into_iter().filter(Unit::is_service).chain([platform_unit()]).collect()
 }
@@ -104,7 +104,7 @@ fn output_text(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
-/// Creates a root directory with these units, the system's own, and a file for every named program.
+/// Creates a root directory with the given units, the system's own units, and a file for every named program.
 fn build_root(units: &[Unit]) -> tempfile::TempDir {
     let root = tempfile::tempdir().unwrap();
     let own = root.path().join("etc/systemd/system");
@@ -159,7 +159,7 @@ fn systemd_verifies_all_units() {
     }
 }
 
-/// The exposure score of `systemd-analyze security`, in tenths.
+/// Returns the exposure score from `systemd-analyze security`, in tenths.
 fn exposure_score(unit: &Path) -> u32 {
     let mut analyze = checkers::find_or_install("systemd-analyze", "systemd").unwrap();
     let output = analyze.args(["security", "--no-pager", "--offline=true"]).arg(unit).output().unwrap();
@@ -178,7 +178,7 @@ fn service_exposure_is_within_its_limit() {
         let limit = limits[service.name.trim_end_matches(".service")];
         let score = exposure_score(&service.path);
         println!("{}: {score} of {limit}", service.name);
-        assert!(score <= limit, "{} has {score}, its limit is {limit}", service.name);
+        assert!(score <= limit, "{} has {score}, but its limit is {limit}", service.name);
     }
 }
 
@@ -292,7 +292,7 @@ fn database_is_the_only_container_with_a_local_volume() {
     assert_eq!(beginning("--mount"), Vec::<&str>::new());
     assert_eq!(beginning("listen_addresses"), ["listen_addresses=127.0.0.1"]);
     let image = words.iter().position(|word| *word == "${SVC_POSTGRES_IMAGE}").unwrap();
-    assert_eq!(words[image + 1], "postgres", "the options of the server follow the image");
+    assert_eq!(words[image + 1], "postgres", "the server's options follow the image");
 }
 
 #[test]
@@ -427,5 +427,5 @@ fn metadata_address_is_reachable_only_by_root() {
     command.args(["--net", "sh", "-c", script]);
     command.env("RULES", concat!(env!("CARGO_MANIFEST_DIR"), "/cloud-init/nftables.conf"));
     let output = command.output().unwrap();
-    assert_eq!(output_text(&output), "up\nmetadata 7 other 0\n", "curl's 7 is a refused connection");
+    assert_eq!(output_text(&output), "up\nmetadata 7 other 0\n", "curl exits with 7 if it cannot connect");
 }

@@ -1,4 +1,4 @@
-//! User-data of servers: it fits the size limit, cloud-init accepts it, and its script is plain shell.
+//! Server user-data: it fits within the size limit, cloud-init accepts it, and its script is POSIX shell.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -23,7 +23,7 @@ use svc::store::config::{S3Config, StoreConfig};
 use svc::wire::heartbeat::{AcmeSettings, ExternalAccount};
 use svc::wire::machine::MachineKind;
 
-/// The variable input of a user-data document.
+/// The variable inputs to a user-data document.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct UserDataInput {
     pub user: String,
@@ -64,8 +64,8 @@ impl UserDataInput {
         }
     }
 
-    /// Names of maximum length, URLs as long as browsers accept, and a session token twice as long as any seen from
-    /// AWS.
+    /// Uses names of maximum length, URLs as long as browsers accept, and a session token twice as long as any seen
+    /// from AWS.
     fn with_maximum_lengths() -> Self {
         let url = |host: &str| format!("https://{host}.example/{}", "p".repeat(2000));
         Self {
@@ -204,14 +204,14 @@ impl UserDataInput {
     }
 }
 
-/// The maximum number of networks, each of maximum length.
+/// Returns the maximum number of networks, each of maximum length.
 fn max_egress() -> String {
     let networks = (0..MAX_EGRESS_NETWORKS)
         .map(|n| format!("2001:1111:2222:3333:4444:5555:6666:{:04x}", 0x1001 + 2 * n));
     networks.collect::<Vec<_>>().join(",")
 }
 
-/// The document as cloud-init parses it, without its first line.
+/// Parses the document as cloud-init does, without its first line.
 pub fn document(text: &str) -> Value {
     serde_json::from_str(text.strip_prefix("#cloud-config\n").unwrap()).unwrap()
 }
@@ -262,7 +262,7 @@ async fn user_data_sets_only_variables_that_hosts_declare() {
         for variable in env.lines().map(|line| line.split('=').next().unwrap()) {
             let is_read =
                 declared.contains(variable) || script.contains(&format!("$(read_value {name} {variable})"));
-            assert!(is_read, "no program of a machine reads {variable} in {name}.env");
+            assert!(is_read, "no program on a machine reads {variable} in {name}.env");
             count += 1;
         }
     }
@@ -276,7 +276,7 @@ async fn hosts_get_their_own_store_endpoint() {
     assert!(env.contains("OBJECT_STORE_ENDPOINT=\"https://store.example/\"\n"), "{env}");
 }
 
-/// The power may fail after cloud-init has recorded that it wrote the files, but before all are written: until all
+/// Power may fail after cloud-init has recorded that it wrote the files, but before all of them are written. Until all
 /// files exist, the script removes that record.
 #[tokio::test]
 async fn files_are_rewritten_until_the_script_confirms_them() {
@@ -343,7 +343,7 @@ async fn cloud_init_accepts_user_data() {
     assert!(wrong.contains("'path' is a required property") && wrong.contains("runcmd"), "{wrong}");
 }
 
-/// nft parses the machines' rules for various egress networks.
+/// Checks that nft parses the machines' rules for various egress networks.
 #[tokio::test]
 async fn nft_accepts_the_firewall_rules() {
     if Command::new("nft").arg("--version").output().is_err() {
@@ -376,7 +376,7 @@ async fn nft_accepts_the_firewall_rules() {
     }
 }
 
-/// Runs the commands of docs/operating/network.md, "Admit only the platform to :443", with a file in place of
+/// Runs the commands from docs/operating/network.md, "Admit only the platform to :443", with a file in place of
 /// `/etc/nftables.conf`.
 fn run_documented_commands(dir: &std::path::Path, admit: &str) -> Result<(bool, String)> {
     let page = include_str!("../docs/operating/network.md");

@@ -1,4 +1,4 @@
-//! `svcctl verify-rollout`: the checks of a release on a running host before its rollout (specification, part 9).
+//! `svcctl verify-rollout`: checks a release on a running host before its rollout (specification, part 9).
 
 use super::args::VerifyRollout;
 use super::connect::{can_carry_secret, read_secret};

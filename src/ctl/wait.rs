@@ -1,5 +1,5 @@
-//! Waits until an operation has ended and its machine is in a stable state, and reports the progress. An operation that
-//! waits for a decision ends the wait: it makes no progress before an operator answers.
+//! Waits until an operation has ended and its machine is in a stable state, and reports the progress. The wait also
+//! ends if the operation needs a decision, because it makes no progress until an operator answers.
 
 use std::time::Duration;
 
@@ -23,14 +23,15 @@ const MAX_POLL_INTERVAL: Duration = Duration::from_secs(2);
 pub enum Goal {
     /// The operation, if one is followed, succeeds and the machine is healthy.
     Success,
-    /// The machine serves, regardless of how the operation ends.
+    /// The machine is serving, regardless of how the operation ends.
     Service,
 }
 
-/// Follows an operation of a machine, or the machine's status if there is none, and returns the machine's last record.
+/// Follows a machine's operation, or its status if there is no operation, and returns the machine's latest record.
 ///
 /// # Errors
-/// [`Exit::Unavailable`] if the operation failed; [`Exit::TryAgain`] if it did not end in time or waits for a decision.
+/// [`Exit::Unavailable`] if the operation failed; [`Exit::TryAgain`] if it did not end in time or is waiting for a
+/// decision.
 pub async fn wait_until_settled(
     api: &ApiClient,
     machine_id: &str,
@@ -99,7 +100,7 @@ pub async fn poll_until<T>(
     }
 }
 
-/// Reads a machine's record. A transient error is returned as a message, because the operation continues meanwhile.
+/// Reads a machine's record. A transient error is returned as a message, because the operation continues regardless.
 pub async fn poll_machine(
     api: &ApiClient,
     machine_id: &str,
@@ -131,7 +132,7 @@ fn is_settled(machine: &MachineDetail, operation: Option<&Operation>) -> bool {
     has_ended && (!is_transitional || operation.is_some_and(|operation| operation.state != "succeeded"))
 }
 
-/// The activity of a machine during an operation, or else its state.
+/// Describes a machine's activity during an operation, or else its state.
 fn activity(machine: &MachineDetail, operation: Option<&Operation>) -> String {
     let in_progress = operation.filter(|operation| operation.is_in_progress());
     let is_being_reinstated = machine.failure.as_ref().is_some_and(failure::is_reinstating)
@@ -206,7 +207,7 @@ fn outcome_phrase(operation: &Operation) -> &str {
     }
 }
 
-/// The machine that holds the slot after another one failed.
+/// The machine that holds the slot instead of the failed machine.
 struct SlotHolder(MachineDetail);
 
 impl SlotHolder {
@@ -220,7 +221,7 @@ impl SlotHolder {
     fn line(&self) -> String {
         let id = &self.0.machine_id;
         match (self.0.state_word(), self.0.failure.as_ref()) {
-            ("running", _) => format!("machine {id} serves the slot now"),
+            ("running", _) => format!("machine {id} is now serving the slot"),
             (_, Some(failure)) if failure::is_reinstating(failure) => {
                 format!("machine {id} has the slot; its server is being powered on")
             }
@@ -236,7 +237,7 @@ impl SlotHolder {
     }
 }
 
-/// Reports the progress of an operation, each change once.
+/// Reports an operation's progress, each change once.
 struct ProgressReporter {
     progress: Progress,
     state: String,
@@ -295,7 +296,7 @@ impl ProgressReporter {
             self.progress.print_line(&state);
         }
         self.state = state;
-        // The progress of a completed stage would follow the line of the next one.
+        // A completed stage's progress would be printed after the next stage's line.
         let is_current = |progress: &&BootProgress| {
             machine.registered_at.is_none()
                 && machine.boot.as_ref().is_none_or(|boot| boot.stage == progress.stage)

@@ -1,4 +1,4 @@
-//! The applets of a customer machine. Nothing here depends on the platform's internals.
+//! The applets that run on a customer machine. Nothing here depends on the platform's internals.
 
 pub mod agents;
 pub mod audit;

@@ -1,4 +1,4 @@
-//! Limits the connections per address, so that one address cannot use all connections.
+//! Limits the number of connections per address, so that one address cannot use up all connections.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
@@ -10,12 +10,12 @@ use super::networks::Networks;
 #[derive(Debug)]
 pub struct AddressLimiter {
     max_per_address: usize,
-    /// Proxies, whose connections carry requests of many clients.
+    /// Proxies, whose connections carry requests from many clients.
     exempt: Networks,
     counts: Mutex<HashMap<IpAddr, usize>>,
 }
 
-/// Permission for one connection. A counted one is released on drop.
+/// A permit for one connection. If the connection is counted, the permit is released on drop.
 #[derive(Debug)]
 pub struct AddressPermit {
     /// `None` for an exempt address, which is not counted.
@@ -23,7 +23,7 @@ pub struct AddressPermit {
 }
 
 impl AddressLimiter {
-    /// Addresses in `exempt` and loopback addresses have no limit.
+    /// Creates a limiter. Addresses in `exempt` and loopback addresses have no limit.
     pub fn new(max_per_address: usize, exempt: Networks) -> Arc<Self> {
         Arc::new(Self { max_per_address, exempt, counts: Mutex::default() })
     }
@@ -61,7 +61,7 @@ impl Drop for AddressPermit {
     }
 }
 
-/// The network of one client: a single IPv4 address, or an IPv6 /64.
+/// Returns the network that counts as one client: a single IPv4 address, or an IPv6 /64.
 pub fn client_network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << 64)).into(),

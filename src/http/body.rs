@@ -1,4 +1,4 @@
-//! Reads the bodies of requests and responses, within size and time limits.
+//! Reads request and response bodies, within size and time limits.
 
 use std::time::Duration;
 
@@ -13,14 +13,14 @@ use http_body_util::{BodyExt, LengthLimitError, Limited};
 pub struct BodyLimits {
     /// Timeout for reading a whole request body.
     pub read_timeout: Duration,
-    /// Maximum bytes of a refused body to read and discard: a client that is still sending when the connection closes
-    /// would not read the refusal.
+    /// Maximum number of bytes of a rejected body to read and discard: a client that is still sending when the
+    /// connection closes would not read the response.
     pub max_drained_bytes: usize,
-    /// Timeout for reading and discarding a refused body.
+    /// Timeout for reading and discarding a rejected body.
     pub drain_timeout: Duration,
 }
 
-/// Why a request body was not read.
+/// The reason a request body was not read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RequestBodyError {
     #[error("the body is too large")]
@@ -46,7 +46,7 @@ impl BodyLimits {
         }
     }
 
-    /// Reads and discards the rest of a refused body, within the limits.
+    /// Reads and discards the rest of a rejected body, within the limits.
     pub async fn drain(&self, body: Body) {
         let mut chunks = body.into_data_stream();
         let draining = async {
@@ -58,20 +58,20 @@ impl BodyLimits {
                 }
             }
         };
-        // A slower client does not receive the refusal.
+        // A slower client does not receive the response.
         let _ = tokio::time::timeout(self.drain_timeout, draining).await;
     }
 }
 
-/// Whether a request declares a body of more than `max_bytes`. A body without a declared length is limited while it
-/// is read.
+/// Returns whether a request declares a body of more than `max_bytes`. A body without a declared length is limited
+/// while it is read.
 pub fn declares_more_than(headers: &HeaderMap, max_bytes: usize) -> bool {
     let length = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
     let length: Option<u64> = length.and_then(|text| text.parse().ok());
     length.is_some_and(|length| length > max_bytes as u64)
 }
 
-/// Why the body of a response was not read to its end.
+/// The reason a response body was not read to its end.
 #[derive(Debug, thiserror::Error)]
 pub enum ResponseBodyError {
     #[error("the response is larger than {0} bytes")]
@@ -83,7 +83,7 @@ pub enum ResponseBodyError {
 /// Appends the rest of a response to `body`, up to a total of `max_bytes`.
 ///
 /// # Errors
-/// See [`ResponseBodyError`]; `body` then holds the bytes read so far.
+/// See [`ResponseBodyError`]; `body` holds the bytes read before the error.
 pub async fn read_response(
     response: &mut reqwest::Response,
     max_bytes: usize,

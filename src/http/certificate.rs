@@ -17,23 +17,23 @@ use rustls::sign::{CertifiedKey, SigningKey};
 
 use super::tls::{ChainVerifier, Identity, SpkiPin, provider};
 
-/// The ALPN protocol of a TLS-ALPN-01 validation.
+/// The ALPN protocol for a TLS-ALPN-01 validation.
 pub const ACME_ALPN: &[u8] = b"acme-tls/1";
 
-/// Maximum size of a certificate chain in PEM.
+/// Maximum size of a PEM certificate chain.
 pub const MAX_CHAIN_BYTES: usize = 64 << 10;
 
-/// The reason why a certificate chain cannot be used. Each message continues "the certificate chain …".
+/// The reason a certificate chain cannot be used. Each message continues "the certificate chain …".
 #[derive(Debug, thiserror::Error)]
 pub enum ChainError {
     #[error("is larger than {MAX_CHAIN_BYTES} bytes")]
     TooLarge,
-    #[error("contains no certificate in PEM form")]
+    #[error("contains no PEM certificate")]
     NoCertificate,
     #[error("contains a certificate that cannot be parsed")]
     Unreadable,
     #[error(
-        "is for another key: request the certificate with this machine's key (`svc-gateway certificate-request` prints the CSR)"
+        "is for a different key: request the certificate with this machine's key (`svc-gateway certificate-request` prints the CSR)"
     )]
     WrongKey,
     #[error("is not for the name {0}")]
@@ -54,7 +54,7 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// Parses a chain in PEM form. Does not check its key, names or validity.
+    /// Parses a PEM chain. Does not check its key, names or validity.
     ///
     /// # Errors
     /// See [`ChainError`].
@@ -85,7 +85,7 @@ impl Chain {
     /// Checks that a server with this key may present the chain for this name now.
     ///
     /// # Errors
-    /// Those of [`ChainError`] about the key, the name or the validity.
+    /// The [`ChainError`]s about the key, the name or the validity.
     pub fn check(&self, pin: SpkiPin, name: &str, now: Timestamp) -> Result<(), ChainError> {
         self.check_key(pin)?;
         if !self.is_valid_for(name) {
@@ -118,7 +118,7 @@ impl Chain {
     /// Checks that a client with these roots accepts the chain for this name now.
     ///
     /// # Errors
-    /// The reason why the client refuses it.
+    /// The reason the client rejects it.
     pub fn verify(&self, verifier: &ChainVerifier, name: &str) -> Result<(), String> {
         let server = ServerName::try_from(name).map_err(|error| error.to_string())?;
         verifier.verify(&self.certificates, &server).map_err(|error| error.to_string())
@@ -159,7 +159,7 @@ impl CertificateResolver {
         *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(certified);
     }
 
-    /// Responds to validations of this name until the guard is dropped.
+    /// Responds to validations for this name until the guard is dropped.
     ///
     /// # Errors
     /// If the certificate cannot be created.
@@ -179,7 +179,7 @@ impl CertificateResolver {
         Ok(ChallengeGuard(Arc::clone(self)))
     }
 
-    /// A server configuration for HTTP/1.1 and validations.
+    /// Returns a server configuration for HTTP/1.1 and validations.
     ///
     /// # Errors
     /// If the crypto provider does not support TLS.
@@ -215,7 +215,7 @@ impl ResolvesServerCert for CertificateResolver {
         if !is_validation {
             return Some(Arc::clone(&self.current.read().unwrap_or_else(PoisonError::into_inner)));
         }
-        // Without a validation in progress the handshake fails.
+        // If no validation is in progress, the handshake fails.
         let challenge = self.challenge.read().unwrap_or_else(PoisonError::into_inner);
         let challenge = challenge.as_ref()?;
         let matches_name = hello.server_name().is_some_and(|name| name.eq_ignore_ascii_case(&challenge.name));
@@ -223,7 +223,7 @@ impl ResolvesServerCert for CertificateResolver {
     }
 }
 
-/// Creates a request for a certificate with this name and key.
+/// Creates a signing request for a certificate with this name and key.
 ///
 /// # Errors
 /// If the key cannot be parsed, or the name is invalid.

@@ -1,5 +1,5 @@
-//! Builds all HTTP clients: they have timeouts, our resolver, and rustls with ring; they follow no redirects and
-//! ignore the environment's proxy settings.
+//! Builds all HTTP clients. They have timeouts and use our resolver and rustls with ring; they follow no redirects and
+//! ignore proxy settings in the environment.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
@@ -9,13 +9,13 @@ use rustls::ClientConfig;
 
 use super::{resolve, tls};
 
-/// Timeouts of a client's calls.
+/// Timeouts for a client's calls.
 #[derive(Debug, Clone, Copy)]
 pub struct Deadlines {
     pub connect: Duration,
     /// Timeout until the last byte of the body; `None` for downloads, which only `idle` limits.
     pub total: Option<Duration>,
-    /// Maximum time without a byte while a response is read.
+    /// Maximum time without a byte while a response is being read.
     pub idle: Duration,
 }
 
@@ -40,7 +40,7 @@ pub fn build(deadlines: Deadlines) -> anyhow::Result<reqwest::Client> {
 /// Builds a client with the given TLS configuration, such as one with a pinned key.
 ///
 /// # Errors
-/// If reqwest refuses the configuration.
+/// If reqwest rejects the configuration.
 pub fn build_with_tls(deadlines: Deadlines, config: ClientConfig) -> anyhow::Result<reqwest::Client> {
     Ok(builder(deadlines, config).build()?)
 }
@@ -48,14 +48,14 @@ pub fn build_with_tls(deadlines: Deadlines, config: ClientConfig) -> anyhow::Res
 /// Like [`build_with_tls`], but connects to `address` for URLs with the host `name`.
 ///
 /// # Errors
-/// If reqwest refuses the configuration.
+/// If reqwest rejects the configuration.
 pub fn build_for_address(
     deadlines: Deadlines,
     config: ClientConfig,
     name: &str,
     address: IpAddr,
 ) -> anyhow::Result<reqwest::Client> {
-    // Port 0 means the port of the URL.
+    // Port 0 means the port in the URL.
     Ok(builder(deadlines, config).resolve(name, SocketAddr::new(address, 0)).build()?)
 }
 

@@ -1,4 +1,4 @@
-//! Parses the fields of a body or query one by one, and reports all missing, invalid and unknown fields together.
+//! Parses the fields in a body or query one by one, and reports all missing, invalid and unknown fields together.
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
@@ -11,10 +11,10 @@ use super::openapi::MAX_SAFE_INTEGER;
 use super::problem::{FieldError, Problem};
 use svc_base::untrusted_text;
 
-/// The fields that the caller has not parsed yet, and the errors so far.
+/// The fields that the caller has not yet parsed, and the errors so far.
 pub struct Fields {
     remaining: Map<String, Value>,
-    /// `/` or `/outer/` in a body (RFC 6901), `?` in a query.
+    /// The prefix of error pointers: `/` or `/outer/` in a body (RFC 6901), `?` in a query.
     prefix: String,
     errors: Vec<FieldError>,
     /// All names that the caller has parsed or tried to parse.
@@ -39,7 +39,7 @@ impl Fields {
         Self { remaining, prefix, errors: Vec::new(), known: Vec::new(), unknown_fields }
     }
 
-    /// Ignores unknown fields, here and in nested objects: for bodies from programs that may be newer.
+    /// Ignores unknown fields, here and in nested objects; for bodies from programs that may be newer.
     pub fn ignoring_unknown(mut self) -> Self {
         self.unknown_fields = UnknownFields::Ignore;
         self
@@ -57,7 +57,7 @@ impl Fields {
         let mut fields = Self::new(Map::new(), prefix.to_owned(), UnknownFields::Refuse);
         for (name, value) in url::form_urlencoded::parse(text.as_bytes()) {
             if fields.remaining.insert(name.to_string(), value.into_owned().into()).is_some() {
-                fields.add_error(&name, "is given twice");
+                fields.add_error(&name, "is given more than once");
             }
         }
         fields
@@ -72,7 +72,7 @@ impl Fields {
         self.errors.push(FieldError { pointer, detail: detail.to_string() });
     }
 
-    /// The value, unless it is absent or null.
+    /// Takes the value, unless it is absent or null.
     fn take_value(&mut self, name: &str) -> Option<Value> {
         self.known.push(name.to_owned());
         self.remaining.shift_remove(name).filter(|value| !value.is_null())
@@ -109,7 +109,7 @@ impl Fields {
         self.parse_text(name, &value)
     }
 
-    /// A whole number in a query; `default` if it is absent or invalid.
+    /// Parses a whole number in a query; `default` if it is absent or invalid.
     pub fn number_in_range(&mut self, name: &str, range: RangeInclusive<usize>, default: usize) -> usize {
         let Some(value) = self.take_value(name) else { return default };
         let number = value.as_str().and_then(|text| text.parse().ok()).filter(|n| range.contains(n));
@@ -119,7 +119,7 @@ impl Fields {
         })
     }
 
-    /// `true` or `false` in a query.
+    /// Parses `true` or `false` in a query.
     pub fn flag(&mut self, name: &str) -> Option<bool> {
         match self.take_value(name)?.as_str() {
             Some("true") => Some(true),
@@ -149,7 +149,7 @@ impl Fields {
         time
     }
 
-    /// Text of 1 to `max_chars` characters.
+    /// Parses text of 1 to `max_chars` characters.
     pub fn text(&mut self, name: &str, max_chars: usize) -> Option<String> {
         let text: String = self.required(name)?;
         self.check_length(name, text, max_chars)
@@ -161,7 +161,7 @@ impl Fields {
         self.check_length(name, text, max_chars)
     }
 
-    /// Text from a host: truncated and made printable instead of refused.
+    /// Parses text from a host: it is truncated and made printable instead of being rejected.
     pub fn reported_text(&mut self, name: &str) -> Option<String> {
         let value = self.take_value(name)?;
         self.truncate_text(name, &value)
@@ -208,7 +208,7 @@ impl Fields {
         self.parse_number(name, &value)
     }
 
-    /// Any finite number.
+    /// Parses any finite number.
     pub fn decimal(&mut self, name: &str) -> Option<f64> {
         let number = self.take_value(name)?.as_f64();
         if number.is_none() {
@@ -229,7 +229,7 @@ impl Fields {
         number
     }
 
-    /// Whether the field is present and not `null`.
+    /// Returns whether the field is present and not `null`.
     pub fn has(&self, name: &str) -> bool {
         self.remaining.get(name).is_some_and(|value| !value.is_null())
     }
@@ -246,7 +246,7 @@ impl Fields {
         texts.unwrap_or_default()
     }
 
-    /// The fields of a nested object; the caller must pass them to [`Self::close`].
+    /// Returns the fields of a nested object; the caller must pass them to [`Self::close`].
     pub fn nested(&mut self, name: &str) -> Option<Self> {
         let value = self.required_value(name)?;
         self.parse_nested(name, value)
@@ -266,7 +266,7 @@ impl Fields {
         Some(Self::new(remaining, prefix, self.unknown_fields))
     }
 
-    /// The objects of an array; the caller must pass each to [`Self::close`].
+    /// Returns the objects in an array; the caller must pass each to [`Self::close`].
     pub fn nested_array(&mut self, name: &str, range: RangeInclusive<usize>) -> Option<Vec<Self>> {
         let value = self.required_value(name)?;
         let Value::Array(items) = value else {
@@ -293,7 +293,7 @@ impl Fields {
         self.add_error(name, format!("must be an array of {} to {} objects", range.start(), range.end()));
     }
 
-    /// Adds the errors of a nested object.
+    /// Adds the errors from a nested object.
     pub fn close(&mut self, nested: Self) {
         self.errors.extend(nested.all_errors());
     }
@@ -313,8 +313,8 @@ impl Fields {
         self.errors
     }
 
-    /// Accepts the parameters that the caller has not parsed: other services may add some to the URLs to which they
-    /// redirect a browser.
+    /// Accepts the parameters that the caller has not parsed, because other services may add some to the URLs to which
+    /// they redirect a browser.
     pub fn allow_unknown(mut self) -> Self {
         self.remaining.clear();
         self
@@ -331,7 +331,7 @@ impl Fields {
     }
 }
 
-/// Whether a time has the form of RFC 3339, with any offset; the parser accepts other forms as well.
+/// Returns whether a time is in RFC 3339 format, with any offset; the parser accepts other formats as well.
 fn is_rfc3339(text: &str) -> bool {
     let upper = text.to_ascii_uppercase();
     let shape = upper.replace(|c: char| c.is_ascii_digit(), "0");

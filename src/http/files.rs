@@ -1,4 +1,4 @@
-//! Serves files over HTTP: conditional and range requests, entity tags, compression, media types, decoded paths.
+//! Serves files over HTTP: conditional and range requests, entity tags, compression, media types and decoded paths.
 //!
 //! A file is served from a descriptor or from memory, never from a path: the caller decides which file a URL names, and
 //! whether it may be opened.
@@ -56,7 +56,7 @@ impl StaticFile {
         }
     }
 
-    /// Content that is held in memory.
+    /// Serves content that is held in memory.
     pub fn in_memory(content: impl Into<Bytes>, media_type: &'static str) -> Self {
         let content = content.into();
         let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&content)[..12]));
@@ -67,7 +67,7 @@ impl StaticFile {
         self.media_type
     }
 
-    /// Size in bytes.
+    /// Returns the size in bytes.
     pub fn size(&self) -> u64 {
         match &self.content {
             Content::Open { bytes, .. } => *bytes,
@@ -75,12 +75,12 @@ impl StaticFile {
         }
     }
 
-    /// The entity tag of this content.
+    /// Returns the content's entity tag.
     pub fn tag(&self) -> &HeaderValue {
         &self.tag
     }
 
-    /// Whether the file is text and large enough to compress.
+    /// Returns whether the file is text and large enough to compress.
     pub fn is_compressible(&self) -> bool {
         let kind = self.media_type;
         let is_text =
@@ -154,7 +154,7 @@ impl Entity for StaticFile {
         Some(self.tag.clone())
     }
 
-    /// Always `None`: entity tags are more precise than times in seconds.
+    /// Always returns `None`: entity tags are more precise than times in seconds.
     fn last_modified(&self) -> Option<SystemTime> {
         None
     }
@@ -191,8 +191,8 @@ pub enum Caching {
     Immutable,
 }
 
-/// Responds to a `GET` or `HEAD` request with a file, or with its compressed form `gzip` if there is one and the client
-/// accepts it.
+/// Responds to a `GET` or `HEAD` request with a file, or with its compressed version `gzip` if there is one and the
+/// client accepts it.
 pub fn respond(request: &Parts, plain: StaticFile, gzip: Option<StaticFile>, caching: Caching) -> Response {
     let varies_by_encoding = plain.is_compressible();
     let file = gzip.filter(|_| http_serve::should_gzip(&request.headers)).unwrap_or(plain);
@@ -213,7 +213,7 @@ pub fn respond(request: &Parts, plain: StaticFile, gzip: Option<StaticFile>, cac
     response
 }
 
-/// The response to a request whose method is neither `GET` nor `HEAD`.
+/// Returns the response to a request whose method is neither `GET` nor `HEAD`.
 pub fn method_not_allowed() -> Response {
     let mut refusal =
         Problem::new(Code::MethodNotAllowed, "Files can only be read: use GET or HEAD.").into_response();
@@ -221,7 +221,7 @@ pub fn method_not_allowed() -> Response {
     refusal
 }
 
-/// Whether a method is `GET` or `HEAD`.
+/// Returns whether a method is `GET` or `HEAD`.
 pub fn is_read_method(method: &Method) -> bool {
     matches!(*method, Method::GET | Method::HEAD)
 }
@@ -241,7 +241,7 @@ pub fn percent_decode(text: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
-/// The media type for the name's extension.
+/// Returns the media type for the path's extension.
 pub fn media_type(path: &Path) -> &'static str {
     let extension =
         path.extension().and_then(|extension| extension.to_str()).unwrap_or_default().to_ascii_lowercase();

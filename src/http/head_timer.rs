@@ -1,8 +1,7 @@
-//! Separate timeouts for the head of a request and for an idle connection.
+//! Separate timeouts for a request head and for an idle connection.
 //!
-//! hyper has one timer for both. It starts when hyper begins to wait for a head. Here the first byte of a head
-//! shortens the deadline: [`HeadStream`] records when that byte is read, and the sleeps of [`HeadTimer`] check this
-//! time.
+//! hyper has one timer for both, which starts when hyper begins to wait for a head. Here, the first byte of a head
+//! shortens the deadline: [`HeadStream`] records when that byte is read, and [`HeadTimer`]'s sleeps check this time.
 
 use std::io;
 use std::pin::Pin;
@@ -15,7 +14,7 @@ use hyper::rt;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep};
 
-/// The time of the first byte of the head that a connection waits for.
+/// The time of the first byte of the head that a connection is waiting for.
 #[derive(Debug)]
 struct FirstByte {
     opened: Instant,
@@ -48,7 +47,7 @@ pub struct HeadStream<S> {
 }
 
 impl<S> HeadStream<S> {
-    /// Wraps a stream and creates the timer for its heads; `head_timeout` runs from a head's first byte to its last.
+    /// Wraps a stream and creates the timer for its heads. `head_timeout` runs from a head's first byte to its last.
     pub fn new(stream: S, head_timeout: Duration) -> (Self, HeadTimer) {
         let first_byte = Arc::new(FirstByte { opened: Instant::now(), elapsed_ms: AtomicU64::new(0) });
         (Self { stream, first_byte: first_byte.clone() }, HeadTimer { first_byte, head_timeout })
@@ -131,8 +130,8 @@ impl rt::Timer for HeadTimer {
         Instant::now().into()
     }
 
-    /// hyper calls this only if the sleep of the previous head still exists. hyper 1.12 drops it when the head has been
-    /// parsed, and calls `sleep_until` for the next one.
+    /// hyper calls this only if the sleep for the previous head still exists. hyper 1.12 drops it once the head has
+    /// been parsed, and calls `sleep_until` for the next one.
     fn reset(&self, sleep: &mut Pin<Box<dyn rt::Sleep>>, new_deadline: std::time::Instant) {
         match sleep.as_mut().downcast_mut_pin::<HeadSleep>() {
             Some(sleep) => sleep.get_mut().restart(new_deadline.into()),

@@ -1,4 +1,4 @@
-//! Parses lists of networks in settings: CIDRs (RFC 4632) and single addresses, separated by commas.
+//! Parses network lists in settings: CIDRs (RFC 4632) and single addresses, separated by commas.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -11,7 +11,7 @@ use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Networks(Arc<[IpNet]>);
 
-/// An invalid entry of a list. Networks are not secret, so the error quotes the entry.
+/// An invalid entry in a list. Networks are not secret, so the error quotes the entry.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NetworksError {
     #[error(
@@ -25,13 +25,13 @@ pub enum NetworksError {
 }
 
 impl Networks {
-    /// Whether any of the networks contains this address. An IPv4-mapped IPv6 address counts as IPv4.
+    /// Returns whether any of the networks contains this address. An IPv4-mapped IPv6 address counts as IPv4.
     pub fn contains(&self, address: IpAddr) -> bool {
         let address = address.to_canonical();
         self.0.iter().any(|network| network.contains(&address))
     }
 
-    /// The networks from which no other machine can connect: loopback, multicast, unspecified.
+    /// Returns the networks from which no other machine can connect: loopback, multicast and unspecified.
     pub fn unroutable(&self) -> impl Iterator<Item = IpNet> {
         let is_unroutable = |network: &IpNet| {
             let address = network.addr();
@@ -44,7 +44,7 @@ impl Networks {
         self.0.is_empty()
     }
 
-    /// The IPv4 and the IPv6 networks, sorted and without overlaps.
+    /// Returns the IPv4 and IPv6 networks, sorted and without overlaps.
     pub fn by_family(&self) -> (Vec<Ipv4Net>, Vec<Ipv6Net>) {
         let (mut v4, mut v6) = (Vec::new(), Vec::new());
         for network in IpNet::aggregate(&self.0.to_vec()) {
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn malformed_networks_are_refused_with_the_correction() {
+    fn malformed_networks_are_rejected_with_a_correction() {
         for (text, expected) in [
             ("10.0.0.0/8,load-balancer", "\"load-balancer\" is neither an address"),
             ("10.0.0.0/33", "write a list such as"),

@@ -1,6 +1,6 @@
-//! Request id, log span, log line and metrics of each request, on all listeners.
+//! The request id, log span, log line and metrics for each request, on all listeners.
 //!
-//! Invariant: no credential in a path is logged, or is part of a metric: the token in the path of an app's page is
+//! Invariant: no credential in a path is logged or becomes part of a metric: the token in the path of an app's page is
 //! removed.
 
 use std::borrow::Cow;
@@ -34,19 +34,19 @@ impl Listener {
         self.into()
     }
 
-    /// Whether to log all requests at level info. The control API has few; other listeners log only server errors at
-    /// that level.
+    /// Returns whether to log all requests at the info level. The control API has few; other listeners log only server
+    /// errors at that level.
     fn should_log_all_requests(self) -> bool {
         self == Self::Api
     }
 }
 
-/// [`observe`] as a layer of a router.
+/// [`observe`] as a router layer.
 pub async fn layer(State(listener): State<Listener>, request: Request, next: Next) -> Response {
     observe(listener, request, |request| next.run(request)).await
 }
 
-/// Uses a well-formed inbound request id or generates one, and adds it to the request, the span and the response.
+/// Takes a well-formed inbound request id or generates one, and adds it to the request, the span and the response.
 pub async fn observe<F: Future<Output = Response>>(
     listener: Listener,
     mut request: Request,
@@ -104,7 +104,7 @@ fn status_class(status: u16) -> &'static str {
     }
 }
 
-/// The route's template; for a proxied request, the section of the site.
+/// Returns the route's template or, for a proxied request, the site's section.
 fn route_label(listener: Listener, request: &Request) -> &'static str {
     if let Some(matched) = request.extensions().get::<MatchedPath>() {
         return intern_label(matched.as_str());

@@ -1,7 +1,7 @@
 //! Forwards TLS-ALPN-01 validations to the machine whose name they validate.
 //!
-//! A public CA resolves a machine's name to the router, and the machine must respond with its own certificate. Only the
-//! ClientHello is inspected, by peeking: the router can still serve other connections as usual.
+//! A public CA resolves a machine's name to the router, but the machine must respond with its own certificate. Only the
+//! ClientHello is inspected, by peeking, so the router can still serve other connections as usual.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -25,20 +25,20 @@ const HANDSHAKE_RECORD: u8 = 22;
 /// data arrives.
 const MIN_PEEK_INTERVAL: Duration = Duration::from_millis(1);
 const MAX_PEEK_INTERVAL: Duration = Duration::from_millis(50);
-/// A validation's ClientHello fits into one or two packets. A slower client is served without being inspected.
+/// A validation's ClientHello fits in one or two packets. A slower client is served without being inspected.
 const PEEK_TIMEOUT: Duration = Duration::from_millis(500);
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 const FORWARD_TIMEOUT: Duration = Duration::from_secs(8);
-/// Maximum bytes in each direction: a handshake with one small certificate.
+/// Maximum number of bytes in each direction: a handshake with one small certificate.
 const MAX_FORWARDED_BYTES: u64 = 64 << 10;
 const MAX_FORWARDED_CONNECTIONS: usize = 256;
-/// A machine that keeps its connections open must not use up the connections of other machines. A CA validates from
-/// only a few networks.
+/// A machine that keeps its connections open must not use up other machines' connections. A CA validates from only a
+/// few networks.
 const MAX_CONNECTIONS_PER_NAME: usize = 16;
 const PERMIT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Burst per name and client network, so that other networks cannot use up the CA's allowance. A CA repeats the
-/// validation for each attempt of the machine.
+/// validation for each of the machine's attempts.
 const VALIDATION_BURST: u32 = 20;
 const VALIDATION_INTERVAL: Duration = Duration::from_secs(3);
 
@@ -49,7 +49,7 @@ pub struct Validation {
     machine: SocketAddr,
 }
 
-/// Finds the address of the machine with this name.
+/// A function that finds the address of the machine with this name.
 type FindMachine = dyn Fn(&str) -> Option<SocketAddr> + Send + Sync;
 
 /// The validations that a listener passes through.
@@ -82,13 +82,13 @@ impl Passthrough {
     /// connections.
     pub async fn forward(&self, mut client: TcpStream, Validation { name, machine }: Validation) {
         let Ok(peer) = client.peer_addr() else { return };
-        // Anyone can cause these refusals, so they are not logged as warnings.
+        // Anyone can cause these rejections, so they are not logged as warnings.
         if self.rate.check(&(address_limit::client_network(peer.ip()), name.clone())).is_err() {
-            tracing::debug!(%name, %peer, "validation refused: too many validations of this machine");
+            tracing::debug!(%name, %peer, "validation refused: too many validations for this machine");
             return;
         }
         let Some(_name_permit) = NamePermit::acquire(&self.counts_by_name, &name) else {
-            tracing::debug!(%name, %peer, "validation refused: too many concurrent validations of this machine");
+            tracing::debug!(%name, %peer, "validation refused: too many concurrent validations for this machine");
             return;
         };
         let permit = tokio::time::timeout(PERMIT_TIMEOUT, self.connections.acquire()).await;
@@ -133,7 +133,7 @@ impl Passthrough {
     }
 }
 
-/// Counts one connection for a name until it is dropped.
+/// Counts one connection for a name until dropped.
 struct NamePermit<'a> {
     counts_by_name: &'a Mutex<HashMap<String, usize>>,
     name: String,
@@ -163,7 +163,7 @@ impl Drop for NamePermit<'_> {
     }
 }
 
-/// Peeks at the first record; `None` if it is not the ClientHello of a validation.
+/// Peeks at the first record; `None` if it is not a validation's ClientHello.
 async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
     // No buffer is allocated for a client that sends nothing.
     stream.readable().await.ok()?;
@@ -172,7 +172,7 @@ async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
     let started = Instant::now();
     while started.elapsed() < PEEK_TIMEOUT {
         let peeked = stream.peek(&mut hello).await.ok()?;
-        // 0 bytes mean that the client has closed its side: no more data can follow.
+        // 0 bytes mean that the client has closed its side, so no more data can follow.
         if peeked == 0 || *hello.first()? != HANDSHAKE_RECORD {
             return None;
         }
@@ -196,7 +196,7 @@ async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
     None
 }
 
-/// The server name in a ClientHello that offers only `acme-tls/1`.
+/// Returns the server name in a ClientHello that offers only `acme-tls/1`.
 fn parse_validated_name(hello: &[u8]) -> Option<String> {
     let mut acceptor = Acceptor::default();
     let mut unread = hello;

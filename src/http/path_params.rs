@@ -1,4 +1,4 @@
-//! Extracts path parameters; invalid ones are refused with a problem.
+//! Extracts path parameters; invalid ones are rejected with a problem.
 
 use axum::extract::{FromRequestParts, Path};
 use http::request::Parts;

@@ -12,7 +12,7 @@ pub use svc_base::chain::format_chain;
 /// Declares the codes with their status, title and remedy, so that no list can omit one.
 macro_rules! codes {
     ($($name:ident $status:ident $code:literal $title:literal $remedy:literal)*) => {
-        /// The stable codes of the contract's part 3 (and the bridge's), each with one status and title.
+        /// The stable codes in part 3 of the contract, and the bridge's, each with one status and title.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         pub enum Code { $($name),* }
 
@@ -23,7 +23,7 @@ macro_rules! codes {
                 match self { $(Self::$name => (StatusCode::$status, $code, $title)),* }
             }
 
-            /// The remedy, in Markdown: for `docs/reference/errors.md`.
+            /// Returns the remedy, in Markdown, for `docs/reference/errors.md`.
             pub fn remedy(self) -> &'static str {
                 match self { $(Self::$name => $remedy),* }
             }
@@ -137,7 +137,7 @@ impl Code {
     }
 }
 
-/// An invalid field of a request: a JSON pointer (RFC 6901), or `?name` for a query parameter.
+/// An invalid field in a request: a JSON pointer (RFC 6901), or `?name` for a query parameter.
 #[derive(Debug, Clone, Serialize, PartialEq, Eq)]
 pub struct FieldError {
     pub pointer: String,
@@ -165,13 +165,13 @@ impl FieldError {
 pub struct Problem {
     pub code: Code,
     pub detail: String,
-    /// Extension members, such as `machineStatus` and `allowed` of `invalid_state`.
+    /// Extension members, such as `machineStatus` and `allowed` for `invalid_state`.
     pub members: Map<String, Value>,
     pub retry_after_seconds: Option<u64>,
 }
 
 impl Problem {
-    /// The caller reads `detail`: it must say what to do, and must not contain internal details.
+    /// Creates a problem. The caller reads `detail`, so it must say what to do and must not contain internal details.
     pub fn new(code: Code, detail: impl Into<String>) -> Self {
         Self { code, detail: detail.into(), members: Map::new(), retry_after_seconds: None }
     }
@@ -208,7 +208,7 @@ impl Problem {
         self
     }
 
-    /// The response body. Extension members never replace a standard one.
+    /// Returns the response body. Extension members never replace standard ones.
     pub fn body(&self) -> Value {
         let mut body = Map::new();
         body.insert("type".into(), format!("urn:svc:problem:{}", self.code.as_str()).into());

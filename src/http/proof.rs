@@ -1,8 +1,8 @@
-//! The platform's proof: a short-lived EdDSA JWT (RFC 7519, RFC 8037) in `x-svc-proof` with the user, the route and the
-//! machine of a forwarded request.
+//! The platform's proof: a short-lived EdDSA JWT (RFC 7519, RFC 8037) in `x-svc-proof` with the user, route and machine
+//! for a forwarded request.
 //!
-//! The platform signs it; the host verifies it with the keys from provisioning and heartbeats. The algorithm is
-//! fixed: a different `alg` in the header is refused.
+//! The platform signs it; the host verifies it with the keys from provisioning and heartbeats. The algorithm is fixed:
+//! a different `alg` in the header is rejected.
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD as B64;
@@ -18,7 +18,7 @@ pub const HEADER: &str = "x-svc-proof";
 pub const ISSUER: &str = "svc-platform";
 /// Maximum lifetime of a proof.
 pub const MAX_LIFETIME_SECONDS: i64 = 60;
-/// Tolerated skew of the host's clock.
+/// Tolerated skew in the host's clock.
 pub const LEEWAY_SECONDS: i64 = 30;
 
 /// The route through which the platform forwarded a request.
@@ -31,20 +31,20 @@ pub enum Route {
     Internal,
 }
 
-/// The claims of a proof.
+/// The claims in a proof.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claims {
     pub iss: String,
-    /// The machine that this proof is for.
+    /// The machine that the proof is for.
     pub aud: MachineId,
     pub sub: IdpUserId,
     pub handle: Handle,
     pub slot: Slot,
     pub route: Route,
-    /// The app's slug; present only on route `app`.
+    /// The app's slug; present only for the route `app`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub app: Option<String>,
-    /// Present only on route `internal`, like `path` and `jti`: the request's method and path, and a single-use id.
+    /// The request's method. Like `path` and `jti`, a single-use id, it is present only for the route `internal`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub method: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -68,7 +68,7 @@ pub struct ProofKeys {
     pub keys: Vec<ProofKey>,
 }
 
-/// The reason why a proof is refused.
+/// The reason a proof is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ProofError {
     #[error("the proof is malformed")]
@@ -79,7 +79,7 @@ pub enum ProofError {
     InvalidSignature,
     #[error("the proof is expired or not yet valid")]
     OutsideValidity,
-    #[error("the proof is for another machine")]
+    #[error("the proof is for a different machine")]
     WrongMachine,
 }
 
@@ -101,7 +101,7 @@ impl Signer {
     /// Generates a key in PKCS#8 v2 DER; it must be sealed before it is stored.
     ///
     /// # Errors
-    /// If the system's random number generator fails.
+    /// If the system random number generator fails.
     pub fn generate() -> Result<Vec<u8>, ring::error::Unspecified> {
         Ok(Ed25519KeyPair::generate_pkcs8(&SystemRandom::new())?.as_ref().to_vec())
     }
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn verify_refuses_other_keys_bodies_and_algorithms() {
+    fn verify_rejects_other_keys_bodies_and_algorithms() {
         let (real, other, machine, now) = (signer("k1"), signer("k1"), MachineId::new(), Timestamp::now());
         let keys = ProofKeys { keys: vec![real.public_key()] };
         assert_eq!(
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn verify_refuses_a_long_lifetime() {
+    fn verify_rejects_a_long_lifetime() {
         let (signer, machine, now) = (signer("k1"), MachineId::new(), Timestamp::now());
         let keys = ProofKeys { keys: vec![signer.public_key()] };
         let mut long = claims(machine, now);

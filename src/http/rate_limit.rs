@@ -1,4 +1,4 @@
-//! Rate limits by key, with one token bucket per key (GCRA).
+//! Rate limits requests by key, with one token bucket per key (GCRA).
 
 use std::hash::Hash;
 use std::num::NonZeroU32;
@@ -19,7 +19,7 @@ pub struct RateLimit<K: Hash + Eq + Clone> {
 }
 
 impl<K: Hash + Eq + Clone> RateLimit<K> {
-    /// `per_second` 0 means no limit.
+    /// Creates a limit. A `per_second` of 0 means no limit.
     pub fn new(per_second: u32, burst_seconds: u32) -> Self {
         let quota = NonZeroU32::new(per_second).map(|rate| {
             let burst = per_second.saturating_mul(burst_seconds);
@@ -28,7 +28,7 @@ impl<K: Hash + Eq + Clone> RateLimit<K> {
         Self::with_quota(quota)
     }
 
-    /// One request per key and `interval`, with a burst. `interval` must not be zero.
+    /// Creates a limit of one request per key and `interval`, with a burst. `interval` must not be zero.
     pub fn every(interval: Duration, burst: u32) -> Self {
         let burst = NonZeroU32::new(burst).unwrap_or(NonZeroU32::MIN);
         Self::with_quota(Quota::with_period(interval).map(|quota| quota.allow_burst(burst)))
@@ -43,7 +43,7 @@ impl<K: Hash + Eq + Clone> RateLimit<K> {
     }
 
     /// # Errors
-    /// If the rate is exceeded: the time after which a request with this key is admitted.
+    /// If the rate is exceeded: the time after which a request with this key will be admitted.
     pub fn check(&self, key: &K) -> Result<(), Duration> {
         let Some(buckets) = &self.buckets else { return Ok(()) };
         if self.checks.fetch_add(1, Ordering::Relaxed) % SWEEP_INTERVAL == SWEEP_INTERVAL - 1 {

@@ -12,7 +12,7 @@ tokio::task_local! {
     static CURRENT: String;
 }
 
-/// The id of the request that this task serves; empty outside a request.
+/// Returns the id of the request that this task is serving; empty outside a request.
 pub fn current() -> String {
     CURRENT.try_with(String::clone).unwrap_or_default()
 }
@@ -27,14 +27,14 @@ pub async fn run_with_new_id<T>(work: impl Future<Output = T>) -> T {
     run_with_id(generate(), work).await
 }
 
-/// Runs deferred work of a request under that request's id.
+/// Runs a request's deferred work under that request's id.
 pub async fn run_with_id<T>(id: String, work: impl Future<Output = T>) -> T {
     let span = tracing::info_span!("run", svc_request_id = %id);
     scope(id, work).instrument(span).await
 }
 
-/// Generates an id; ids sort by time. An id must be unique but may be predictable: it contains random bytes of the
-/// process and a counter, so that requests need no system randomness.
+/// Generates an id; ids sort by time. An id must be unique but may be predictable: it contains per-process random bytes
+/// and a counter, so that requests need no system randomness.
 pub fn generate() -> String {
     static PROCESS: LazyLock<[u8; 6]> = LazyLock::new(|| {
         let random = *uuid::Uuid::new_v4().as_bytes();
@@ -49,18 +49,18 @@ pub fn generate() -> String {
     id.simple().to_string()
 }
 
-/// Adds the id of the current request to an outgoing call, or a new id outside a request.
+/// Adds the current request's id to an outgoing call, or a new id outside a request.
 pub fn attach(call: reqwest::RequestBuilder) -> reqwest::RequestBuilder {
     let current = current();
     call.header(HEADER, if current.is_empty() { generate() } else { current })
 }
 
-/// The client's request id, if it is well formed.
+/// Returns the client's request id, if it is well formed.
 pub fn from_headers(headers: &HeaderMap) -> Option<&str> {
     headers.get(HEADER).and_then(|value| value.to_str().ok()).filter(|id| is_well_formed(id))
 }
 
-/// Whether a string is a well-formed id.
+/// Returns whether a string is a well-formed id.
 pub fn is_well_formed(id: &str) -> bool {
     (8..=64).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
 }

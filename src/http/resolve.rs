@@ -1,4 +1,4 @@
-//! The DNS resolver: hickory, in pure Rust, because a static glibc binary must not call getaddrinfo.
+//! The DNS resolver: hickory, which is pure Rust, because a static glibc binary must not call getaddrinfo.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, OnceLock};

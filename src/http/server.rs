@@ -1,4 +1,4 @@
-//! The server loop: accepts connections, with TLS if configured, serves HTTP/1.1 with upgrades, and drains on shutdown.
+//! The server loop: accepts connections, with TLS if configured, serves HTTP/1.1 with upgrades, and drains at shutdown.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -29,22 +29,22 @@ use super::networks::Networks;
 use super::passthrough::Passthrough;
 use super::shards::Shards;
 
-/// Limits of one listener.
+/// Limits for one listener.
 #[derive(Debug, Clone)]
 pub struct ListenerLimits {
     pub max_connections: usize,
-    /// Per IPv4 address or IPv6 /64. Clients on this machine have no limit.
+    /// Maximum per IPv4 address or IPv6 /64. Clients on this machine have no limit.
     pub max_connections_per_address: usize,
-    /// Load balancers, which are exempt from the limit per address.
+    /// Load balancers, which are exempt from the per-address limit.
     pub trusted_proxies: Networks,
     /// Timeout for the TLS handshake.
     pub handshake_timeout: Duration,
-    /// Timeout from the first byte of a request's head to its last.
+    /// Timeout from the first byte of a request head to its last.
     pub head_timeout: Duration,
     pub max_head_bytes: usize,
     /// Timeout for an idle connection.
     pub idle_timeout: Duration,
-    /// Timeout for the requests in flight after the server is stopped.
+    /// Timeout for requests in flight once the server has been stopped.
     pub drain_timeout: Duration,
 }
 
@@ -64,15 +64,15 @@ impl Default for ListenerLimits {
     }
 }
 
-/// Bounds the memory for unfinished heads to an eighth of the machine's memory, but always allows 512 connections.
-/// `tests/unfinished_heads.rs` measures the memory per connection.
+/// Returns a limit that bounds the memory for unfinished heads to an eighth of the machine's memory, but always allows
+/// 512 connections. `tests/unfinished_heads.rs` measures the memory per connection.
 fn max_connections() -> usize {
     const BYTES_PER_CONNECTION: u64 = 128 * 1024;
     let memory = nix::sys::sysinfo::sysinfo().map_or(0, |info| info.ram_total());
     usize::try_from(memory / 8 / BYTES_PER_CONNECTION).unwrap_or(usize::MAX).clamp(512, 16_384)
 }
 
-/// Responds to the requests of a listener.
+/// Responds to a listener's requests.
 pub trait Respond: Clone + Send + Sync + 'static {
     fn respond(&self, request: Request<Body>) -> impl Future<Output = Response> + Send;
 }
@@ -84,7 +84,7 @@ impl Respond for Router {
     }
 }
 
-/// Serves until `stop`, then drains the requests in flight.
+/// Serves until `stop` is cancelled, then drains the requests in flight.
 ///
 /// Each request has the extensions `ConnectInfo<SocketAddr>` and [`Scheme`].
 pub async fn serve(
@@ -143,7 +143,7 @@ async fn accept(
             accepted = listener.accept() => match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    // Usually there are too many open files: wait for connections to close.
+                    // There are usually too many open files: wait for connections to close.
                     tracing::warn!(%error, "cannot accept a connection; retrying");
                     tokio::time::sleep(Duration::from_millis(50)).await;
                     continue;
@@ -170,7 +170,7 @@ async fn accept(
                         if let Some(passthrough) = passthrough
                             && let Some(validation) = passthrough.find_validation(&stream).await
                         {
-                            // Boxed, because the future of each connection is as large as its largest branch.
+                            // Boxed, because each connection's future is as large as its largest branch.
                             Box::pin(passthrough.forward(stream, validation)).await;
                             return None;
                         }
@@ -226,16 +226,16 @@ impl Scheme {
     }
 }
 
-/// Properties of a connection that each of its requests gets as extensions.
+/// A connection's properties, which each of its requests gets as extensions.
 #[derive(Debug, Clone, Copy)]
 struct ConnectionExtensions {
     peer: SocketAddr,
     scheme: Scheme,
 }
 
-/// Serves a connection to its end, or after `stop` to the end of the current request. Not an `async fn`, which would
-/// store the stream and its wrappers twice. Separate from the handshake, so that an idle connection does not keep the
-/// handshake's memory.
+/// Serves a connection to its end or, once `stop` is cancelled, to the end of the current request. Not an `async fn`,
+/// which would store the stream and its wrappers twice. Separate from the handshake, so that an idle connection does
+/// not keep the handshake's memory.
 fn serve_connection<S, R>(
     stream: S,
     responder: R,
@@ -257,7 +257,7 @@ where
         request.extensions_mut().insert(ConnectInfo(extensions.peer));
         request.extensions_mut().insert(extensions.scheme);
         let responder = responder.clone();
-        // Boxed, because an idle connection would otherwise keep the memory of a request's future.
+        // Boxed, because an idle connection would otherwise keep the memory for a request's future.
         Box::pin(async move { Ok::<_, Infallible>(responder.respond(request).await) })
     });
     let connection = builder.serve_connection(TokioIo::new(stream), service).with_upgrades();
@@ -276,7 +276,7 @@ where
     }
 }
 
-/// A token that is cancelled at the first SIGTERM or SIGINT.
+/// Returns a token that is cancelled at the first SIGTERM or SIGINT.
 ///
 /// # Errors
 /// If the signal handlers cannot be installed.
@@ -293,7 +293,7 @@ pub fn stop_on_signal() -> std::io::Result<CancellationToken> {
     Ok(stop)
 }
 
-/// The address of a listener, for the log.
+/// Returns a listener's address, for the log.
 pub fn local_addr(listener: &TcpListener) -> std::io::Result<SocketAddr> {
     listener.local_addr()
 }
@@ -345,20 +345,20 @@ mod tests {
         let end = read_until(&mut slow, "never").await;
         assert!(end.is_empty() || end.starts_with("HTTP/1.1 408"), "{end}");
 
-        // The other connections have now been open for longer than the timeout of a head.
+        // The other connections have now been open for longer than the head timeout.
         for stream in [&mut idle, &mut reused] {
             stream.write_all(REQUEST).await.unwrap();
             assert!(read_until(stream, "ok").await.starts_with("HTTP/1.1 200"));
         }
 
-        // The timeout of a head applies to each request of a connection.
+        // The head timeout applies to each request on a connection.
         reused.write_all(&REQUEST[..20]).await.unwrap();
         let end = read_until(&mut reused, "never").await;
         assert!(end.is_empty() || end.starts_with("HTTP/1.1 408"), "{end}");
     }
 
     #[tokio::test]
-    async fn head_above_limit_is_refused() {
+    async fn head_above_limit_is_rejected() {
         let address = start_server(ListenerLimits::default()).await;
         for (bytes, status) in [(20_000, "200"), (40_000, "431")] {
             let mut stream = TcpStream::connect(address).await.unwrap();

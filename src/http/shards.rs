@@ -1,4 +1,4 @@
-//! Threads that serve connections, each with its own runtime: all work for a connection stays on one thread.
+//! Threads that serve connections, each with its own runtime, so that all work for a connection stays on one thread.
 //!
 //! A proxy's work is short and involves two sockets, client and upstream; a work-stealing runtime would wake another
 //! thread for every request. Invariant: everything spawned on a shard, including sockets and timers, is driven there.
@@ -16,7 +16,7 @@ thread_local! {
     static CURRENT_SHARD: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// The shard of the current thread; `None` on other threads.
+/// Returns the current thread's shard; `None` on other threads.
 pub fn current() -> Option<usize> {
     CURRENT_SHARD.get()
 }
@@ -29,7 +29,7 @@ pub struct Shards {
 
 struct Shard {
     runtime: Handle,
-    /// Number of the shard's connections.
+    /// The shard's number of connections.
     load: Arc<AtomicUsize>,
 }
 
@@ -70,7 +70,7 @@ impl Shard {
     }
 }
 
-/// Counts a connection of a shard until it is dropped.
+/// Counts a connection on a shard until dropped.
 struct LoadGuard(Arc<AtomicUsize>);
 
 impl LoadGuard {

@@ -54,7 +54,7 @@ impl std::str::FromStr for SpkiPin {
     }
 }
 
-/// Makes ring the process's crypto provider. Later calls have no effect.
+/// Makes ring the process-wide crypto provider. Later calls have no effect.
 pub fn install_provider() {
     let _ = ring::default_provider().install_default();
 }
@@ -63,7 +63,7 @@ pub(crate) fn provider() -> Arc<CryptoProvider> {
     Arc::new(ring::default_provider())
 }
 
-/// The public root certificates, and those in the PEM file `SSL_CERT_FILE`.
+/// Loads the public root certificates, and those in the PEM file `SSL_CERT_FILE`.
 ///
 /// # Errors
 /// If that file cannot be read.
@@ -82,7 +82,7 @@ fn load_roots_with(file: Option<PathBuf>) -> anyhow::Result<RootCertStore> {
     Ok(roots)
 }
 
-/// A client configuration with ordinary chain verification.
+/// Returns a client configuration with ordinary chain verification.
 ///
 /// # Errors
 /// If the root certificates cannot be read.
@@ -110,7 +110,7 @@ impl ChainVerifier {
     /// Verifies a chain (leaf first) for a server name at the current time.
     ///
     /// # Errors
-    /// The reason why a client with these roots would refuse the chain.
+    /// The reason a client with these roots would reject the chain.
     pub fn verify(&self, chain: &[CertificateDer<'_>], name: &ServerName<'_>) -> Result<(), rustls::Error> {
         let empty_chain = rustls::Error::InvalidCertificate(rustls::CertificateError::BadEncoding);
         let (leaf, intermediates) = chain.split_first().ok_or(empty_chain)?;
@@ -122,14 +122,14 @@ impl ChainVerifier {
 #[derive(Debug, Clone)]
 pub enum ChainCheck {
     PinOnly,
-    /// Checks the chain from this time on; until then, the pin is enough.
+    /// Checks the chain starting at `from`; until then, the pin is enough.
     PinAndChain {
         verifier: ChainVerifier,
         from: UnixTime,
     },
 }
 
-/// A client configuration that accepts only a server with the pinned key.
+/// Returns a client configuration that accepts only a server with the pinned key.
 ///
 /// # Errors
 /// If the crypto provider does not support TLS.
@@ -151,8 +151,8 @@ pub fn pinned_client_config(pin: SpkiPin, check: ChainCheck) -> anyhow::Result<C
     Ok(config)
 }
 
-/// Compares the server's key with the pin, and verifies the handshake's signature so that a copied certificate is
-/// refused.
+/// Compares the server's key with the pin, and verifies the handshake signature so that a copied certificate is
+/// rejected.
 #[derive(Debug)]
 struct PinVerifier {
     pin: SpkiPin,
@@ -233,7 +233,7 @@ impl Identity {
         Ok(SpkiPin::of_certificate(&cert)?)
     }
 
-    /// A server configuration for HTTP/1.1.
+    /// Returns a server configuration for HTTP/1.1.
     ///
     /// # Errors
     /// If the certificate or key is invalid, or they do not match.

@@ -1,4 +1,4 @@
-//! The query parameters of a usage report, which hosts serve to owners and the platform serves to operators.
+//! The query parameters for a usage report, which hosts serve to owners and the platform serves to operators.
 //!
 //! `svc_wire::usage` is the report; the host computes its sums.
 
@@ -10,10 +10,10 @@ use super::fields::Fields;
 use super::openapi::{Parameter, ParameterLocation, one_of, text_up_to};
 use svc_machine::choice::must_be_one_of;
 
-/// Maximum length of the name of a user or channel.
+/// Maximum length of a user or channel name.
 pub const MAX_SENDER_CHARS: usize = 256;
 
-/// The grouping of a report.
+/// How a report is grouped.
 #[derive(
     Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum, EnumString, IntoStaticStr, VariantNames,
 )]
@@ -65,7 +65,7 @@ impl UsageQuery {
         Self { user_id, start, end, group_by: group_by.unwrap_or_default() }
     }
 
-    /// The parameters in the form that [`Self::read`] parses.
+    /// Returns the parameters in the format that [`Self::read`] parses.
     pub fn pairs(&self) -> Vec<(&'static str, String)> {
         let named = [
             ("userId", self.user_id.clone()),
@@ -77,7 +77,7 @@ impl UsageQuery {
     }
 }
 
-/// Parses a day in the form `2026-11-22`.
+/// Parses a day in the format `2026-11-22`.
 fn parse_date(query: &mut Fields, name: &str) -> Option<Date> {
     let text: String = query.optional(name)?;
     let date = text.parse::<Date>().ok().filter(|date| date.to_string() == text);

@@ -1,4 +1,4 @@
-//! The environment variable of every program that opens TLS connections.
+//! The environment variable that every program that opens TLS connections reads.
 
 svc_base::variables! {
     "all", in "process environment", by [] {

@@ -1,6 +1,6 @@
-//! Error messages for texts that must be one of several names.
+//! Error messages for text that must be one of several names.
 
-/// The message for a text that is none of `names`: "must be a, b or c".
+/// Returns the message for text that is none of `names`: "must be a, b or c".
 pub fn must_be_one_of(names: &[&str]) -> String {
     match names {
         [] => "has no valid value".to_owned(),

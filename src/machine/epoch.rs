@@ -1,4 +1,4 @@
-//! The epoch of a machine: one higher than that of any earlier machine of its slot. It fences replaced machines.
+//! A machine's epoch: one higher than that of any earlier machine in its slot. It fences replaced machines.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,11 +10,11 @@ use serde::{Deserialize, Serialize};
 #[serde(transparent)]
 pub struct Epoch(pub u32);
 
-/// The highest valid epoch. The database stores signed 32-bit numbers, and the next epoch must fit, too.
+/// The highest valid epoch. The database stores signed 32-bit numbers, and the next epoch must also fit.
 pub const MAX_EPOCH: Epoch = Epoch(i32::MAX.unsigned_abs() - 1);
 
-/// How far the store may be ahead of the platform's database, which may be a restored older copy. A higher epoch
-/// cannot be a real machine's.
+/// How far the store may be ahead of the platform's database, which may have been restored from an older copy. A higher
+/// epoch cannot belong to a real machine.
 const MAX_EPOCHS_AHEAD: u32 = 1000;
 
 impl Epoch {
@@ -25,7 +25,7 @@ impl Epoch {
         Self(self.0.saturating_add(1))
     }
 
-    /// The highest plausible epoch of a slot whose highest epoch in the database is this one.
+    /// Returns the highest plausible epoch for a slot whose highest epoch in the database is this one.
     #[must_use]
     pub fn max_plausible(self) -> Self {
         Self(self.0.saturating_add(MAX_EPOCHS_AHEAD)).min(MAX_EPOCH)

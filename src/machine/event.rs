@@ -1,4 +1,4 @@
-//! The events that a machine can receive, and the effects of a transition besides the new state.
+//! The events that a machine can receive, and a transition's effects other than the new state.
 
 use super::choice::must_be_one_of;
 use super::epoch::Epoch;
@@ -29,7 +29,7 @@ fn unknown_mode(_: &str) -> String {
     must_be_one_of(<RestoreMode as strum::VariantNames>::VARIANTS)
 }
 
-/// The power state of a server that was about to be replaced or deleted.
+/// The power state of a server whose replacement or deletion was undone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ServerPower {
     On,
@@ -37,7 +37,7 @@ pub enum ServerPower {
     MaybeOff,
 }
 
-/// Why a server could not be created.
+/// The reason a server could not be created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, strum::VariantArray)]
 pub enum CreationFailure {
     ProviderRefused,
@@ -63,7 +63,7 @@ impl CreationFailure {
 
 /// Something that happened to a machine, or a request to change it.
 ///
-/// The caller has checked everything outside the machine (entitlement, snapshot, token) before it creates the event.
+/// The caller must check everything outside the machine (entitlement, snapshot, token) before it creates the event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// The host registered with its token. The provider created the server with this type.
@@ -80,9 +80,9 @@ pub enum Event {
     },
     /// The provider no longer has the server.
     ServerGone,
-    /// The provider again has the server of a machine that failed because the server was missing.
+    /// The provider once again has the server of a machine that failed because its server was missing.
     ServerFound,
-    /// An operator requests the provisioning of the slot that this machine holds.
+    /// An operator requests that the slot that this machine holds be provisioned.
     ProvisionRequested {
         restore: RestoreMode,
     },
@@ -92,15 +92,15 @@ pub enum Event {
     ResizeRequested {
         to: ServerType,
     },
-    /// The provider runs the new type.
+    /// The server is running with the new type.
     ResizeSucceeded,
-    /// The resize failed; the server runs and still has its old type.
+    /// The resize failed; the server is running and still has its old type.
     ResizeReverted,
     /// The server did not come back after a resize.
     ResizeFailed,
     /// The current operation exceeded its time limit.
     OperationHung,
-    /// An operator abandoned the operation that creates this machine.
+    /// An operator abandoned the operation that was creating this machine.
     OperationAbandoned,
     /// The successor failed, or the deletion was undone: the machine takes its slot back under a new epoch.
     Reinstated {
@@ -109,11 +109,11 @@ pub enum Event {
     },
     /// The machine that was to replace this one was deleted together with the slot.
     SuccessorDeleted,
-    /// An operator returns a failed machine to service. The provider reports this type, and the host is healthy.
+    /// An operator returns a failed machine to service. The provider reports this server type, and the host is healthy.
     ResumeRequested {
         server_type: ServerType,
     },
-    /// The host reports that it is healthy. The provider reports this type.
+    /// The host reports that it is healthy. The provider reports this server type.
     HealthyHeartbeat {
         epoch: Epoch,
         server_type: ServerType,

@@ -1,4 +1,4 @@
-//! Ids of machines, operations and other records: distinct UUID types, ordered by time (v7).
+//! Ids for machines, operations and other records: distinct UUID types, ordered by time (v7).
 
 use std::fmt;
 use std::str::FromStr;
@@ -39,7 +39,7 @@ macro_rules! uuid_id {
             type Err = InvalidId;
 
             fn from_str(text: &str) -> Result<Self, Self::Err> {
-                // Accepts only the hyphenated form; the parser would accept others.
+                // Accept only the hyphenated format; the parser would accept others.
                 if text.len() != 36 {
                     return Err(InvalidId);
                 }
@@ -50,11 +50,11 @@ macro_rules! uuid_id {
 }
 
 uuid_id!(
-    /// A machine, which holds a slot until it is replaced or deleted: a row of `user_machines`.
+    /// A machine, which holds a slot until it is replaced or deleted: a row in `user_machines`.
     MachineId
 );
 uuid_id!(
-    /// The rollout of a release to many machines.
+    /// A rollout of a release to many machines.
     RolloutId
 );
 uuid_id!(
@@ -66,6 +66,6 @@ uuid_id!(
     OperatorTokenId
 );
 uuid_id!(
-    /// An entry of the operators' audit log.
+    /// An entry in the operators' audit log.
     AuditId
 );

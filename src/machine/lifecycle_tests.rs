@@ -1,6 +1,6 @@
-//! Tests the lifecycle event by event, and the result of every pair of state and event.
+//! Tests the lifecycle event by event, and the result for every pair of state and event.
 //!
-//! The provisioning of a slot without a machine has no transition to test; the model covers it.
+//! Provisioning a slot without a machine has no transition to test; the model covers it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -58,7 +58,7 @@ fn every_state() -> Vec<State> {
     states
 }
 
-/// Returns at least one event of each kind. The `match` in [`kind_index`] does not compile if it lacks a kind.
+/// Returns at least one event of each kind. The `match` in [`kind_index`] does not compile if a kind is missing.
 fn every_event() -> Vec<Event> {
     let mut events = vec![
         Event::Registered { server_type: small() },
@@ -92,7 +92,7 @@ fn every_event() -> Vec<Event> {
     for event in &events {
         kinds[kind_index(event)] = true;
     }
-    assert_eq!(kinds, [true; 20], "a kind of event is missing");
+    assert_eq!(kinds, [true; 20], "an event kind is missing");
     events
 }
 
@@ -229,7 +229,7 @@ fn only_registration_makes_machine_run() {
                         Event::Reinstated { power: ServerPower::On, .. }
                     )
             );
-            assert!(allowed, "{state:?} runs after {event:?}");
+            assert!(allowed, "{state:?} is running after {event:?}");
         }
     }
 }
@@ -354,7 +354,7 @@ fn found_server_waits_for_heartbeat() {
 fn fail_request_stops_operation_and_routing() {
     let by_operator = failed(FailureCause::Operator);
     for state in every_active_state().filter(|state| *state != by_operator) {
-        // The operation of a failed machine powers its server on, so it continues.
+        // A failed machine's operation powers its server on, so it continues.
         let mut effects = match state {
             State::Failed { .. } => vec![Effect::CloseConnections],
             _ => vec![Effect::CancelOperation, Effect::CloseConnections],

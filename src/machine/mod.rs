@@ -1,6 +1,6 @@
-//! The machine's lifecycle, pure: ids, slots, plans, states, events and transitions.
+//! The machine lifecycle: ids, slots, plans, states, events and transitions.
 //!
-//! This package reads no clock, disk or socket, and depends on no other package of the workspace.
+//! This package is pure: it reads no clock, disk or socket, and depends on no other package in the workspace.
 
 pub mod choice;
 pub mod epoch;

@@ -2,7 +2,7 @@
 //! itself.
 //!
 //! The property tests run on it: `property` drives it at random, and `invariant` checks it after every action. The
-//! rules are a parameter, so that a test can break one and check that the invariants detect it.
+//! rules are a parameter, so that a test can break a rule and check that the invariants detect it.
 
 mod action;
 mod cloud;
@@ -26,7 +26,7 @@ use operation::{Ending, Operation, OperationKind};
 #[derive(Clone, Copy)]
 pub struct Rules {
     pub transition: fn(&Machine, &Event) -> Result<Outcome, Refusal>,
-    /// Whether a server's name is unique at the provider and looked up before a create.
+    /// Whether a server's name is unique at the provider and is looked up before the server is created.
     pub has_unique_names: bool,
     /// Whether a machine that left its slot without a final backup is marked as unsaved.
     pub marks_unsaved: bool,
@@ -44,21 +44,21 @@ pub struct Rules {
     pub searches_lost_servers: bool,
 }
 
-/// Acknowledged rows of an owner, by number.
+/// An owner's acknowledged rows, by number.
 pub type Data = BTreeSet<u32>;
 
-/// A row of `user_machines`, with facts of the real world that the database does not record.
+/// A row in `user_machines`, with facts about the real world that the database does not record.
 #[expect(clippy::struct_excessive_bools, reason = "each is one column or one fact, as the database has them")]
 pub struct MachineRow {
     pub slot: usize,
     pub machine: Machine,
-    /// Open proxied connections.
+    /// Number of open proxied connections.
     pub connections: u32,
     /// Whether its host has sent the registration.
     pub registered: bool,
     /// Whether its host has sent a healthy heartbeat since it registered.
     pub proven: bool,
-    /// Whether its host has ever run: its disk may then be started again anywhere.
+    /// Whether its host has ever run. If so, its disk may be started again anywhere.
     pub booted: bool,
     /// The data on its disk.
     pub data: Data,
@@ -75,12 +75,12 @@ pub struct MachineRow {
     pub unsaved: bool,
     /// Whether an operator accepted the loss of its data outside snapshots.
     pub loss_accepted: bool,
-    /// Whether the provider confirmed that its server is deleted.
+    /// Whether the provider has confirmed that its server was deleted.
     pub removed: bool,
 }
 
 impl MachineRow {
-    /// Whether the provider has reported its server as missing.
+    /// Returns whether the provider has reported its server as missing.
     pub fn is_server_known_gone(&self) -> bool {
         let mut state = &self.machine.state;
         while let State::Retired { previous } | State::Deleted { previous } = state {
@@ -99,7 +99,7 @@ pub struct Pointer {
     pub data: Data,
 }
 
-/// The rows whose writes were acknowledged to the owner of a slot.
+/// The rows whose writes were acknowledged to a slot's owner.
 #[derive(Default, Clone)]
 pub struct Acknowledged {
     pub rows: Data,
@@ -114,7 +114,7 @@ pub struct LifecycleModel {
     pub machines: Vec<MachineRow>,
     pub operations: Vec<Operation>,
     pub cloud: Cloud,
-    /// Violations by transitions, which a state alone does not show.
+    /// Violations in transitions, which a state alone does not show.
     pub transition_violations: BTreeSet<Violation>,
     next_row: u32,
 }
@@ -193,7 +193,7 @@ impl LifecycleModel {
             && self.rules.has_unique_names
             && self.server_type(id).is_some()
         {
-            // A boot takes minutes. By then, a late create request has been refused, because the name was taken.
+            // A boot takes minutes. By then, a late create request has been rejected because the name was taken.
             self.cloud.in_flight.retain(|late| *late != id);
         }
         self.machines[id].machine.state = next;
@@ -202,8 +202,8 @@ impl LifecycleModel {
         }
     }
 
-    /// Whether a machine that left its slot may become active again: only by a reinstatement, and only if no later
-    /// machine has registered and still has a server.
+    /// Returns whether a machine that left its slot may become active again: only through a reinstatement, and only if
+    /// no later machine has registered and still has a server.
     fn may_take_slot_back(&self, id: usize, event: &Event) -> bool {
         let row = &self.machines[id];
         let later = |other: &&MachineRow| {
@@ -315,7 +315,7 @@ impl LifecycleModel {
         let row = &self.machines[id];
         let epoch = row.host_epoch.0;
         let pointer = &mut self.pointers[row.slot];
-        // A restoring host takes no backup: backups start after the registration.
+        // A host that is still restoring takes no backups: they start after the registration.
         if !row.booted || !row.registered || pointer.fence_epoch > epoch {
             return;
         }
@@ -327,12 +327,12 @@ impl LifecycleModel {
         self.machines[id].backed_up = true;
     }
 
-    /// Whether the machine has a server that is powered on.
+    /// Returns whether the machine has a server that is powered on.
     pub fn is_on(&self, id: usize) -> bool {
         self.cloud.is_on(id)
     }
 
-    /// The type of the machine's server as the provider reports it.
+    /// Returns the type of the machine's server as the provider reports it.
     pub fn server_type(&self, id: usize) -> Option<ServerType> {
         self.cloud.server_of(id).map(|server| server.server_type.clone())
     }

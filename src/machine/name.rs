@@ -1,13 +1,13 @@
-//! Names from outside, validated once on entry: users, slots, handles, image versions, server types.
+//! Names from outside, validated once on entry: users, slots, handles, image versions and server types.
 //!
-//! Each name is safe as one segment of an object key and of a path: no `/`, `..`, control characters or spaces.
+//! Each name is safe as a segment of an object key or path: no `/`, `..`, control characters or spaces.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// A name that violates the rule of its type.
+/// A name that violates its type's rule.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("must be {rule}")]
 pub struct NameError {
@@ -68,14 +68,14 @@ macro_rules! checked_name {
 }
 
 checked_name!(
-    /// The identity provider's id of a user (`sub` of its tokens).
+    /// The identity provider's id for a user (`sub` in its tokens).
     IdpUserId,
     "1 to 128 characters from A-Z, a-z, 0-9 and `._|:@+-`, starting with a letter or digit",
     "^[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,127}$",
     |text| has_shape(text, 128, |c| c.is_ascii_alphanumeric(), |c| c.is_ascii_alphanumeric() || "._|:@+-".contains(c))
 );
 checked_name!(
-    /// A billed runtime slot of a user; `primary` by default.
+    /// A user's billed runtime slot; `primary` by default.
     Slot,
     "1 to 32 characters from a-z, 0-9 and `-`, starting with a letter",
     "^[a-z][a-z0-9-]{0,31}$",
@@ -89,7 +89,7 @@ checked_name!(
     |text| text.len() >= 2 && has_shape(text, 39, |c| c.is_ascii_lowercase(), is_slug_char)
 );
 checked_name!(
-    /// The version of a host bundle; a segment of its object key and of the release's path.
+    /// A host bundle version; a segment of its object key and of the release's path.
     ImageVersion,
     "1 to 64 characters from A-Z, a-z, 0-9 and `._+-`, starting with a letter or digit, without `..`",
     "^(?!.*\\.\\.)[A-Za-z0-9][A-Za-z0-9._+-]{0,63}$",

@@ -16,9 +16,9 @@ pub enum OperationKind {
     Reinstate,
     /// Deletes the server of a machine that left its slot.
     RemoveServer,
-    /// Powers the server of the slot's machine on and waits for its host.
+    /// Powers on the server of the slot's machine, and waits for its host.
     PowerOn,
-    /// Shuts the host down and powers the server off until an operator powers it on again.
+    /// Shuts the host down and powers the server off, until an operator powers it on again.
     PowerOff,
     /// Restarts the host.
     Reboot,
@@ -27,7 +27,7 @@ pub enum OperationKind {
 /// One step of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Step {
-    /// Stops the writers of the replaced or deleted host, and waits for a snapshot taken after that.
+    /// Stops the writers on the replaced or deleted host, and waits for a snapshot taken after that.
     LastBackup,
     /// Sets the fence to the new machine's epoch.
     Fence,
@@ -37,13 +37,13 @@ pub enum Step {
     DeletePredecessor,
     CreateServer,
     AwaitRegistration,
-    /// Deletes the server of this machine.
+    /// Deletes this machine's server.
     DeleteServer,
     /// Requests a shutdown of the operating system, and waits for it until a timeout; best effort.
     ShutDown,
     PowerOff,
     ChangeType,
-    /// Powers the server on, even if the change of its type failed.
+    /// Powers the server on, even if changing its type failed.
     PowerOn,
     /// Waits until the host reports that it is healthy, and reads the server's type.
     AwaitHealth,
@@ -51,7 +51,7 @@ pub enum Step {
     SwitchOn,
     /// Resumes the writers of a reinstated machine, and waits until its host is healthy under the new epoch.
     AwaitHost,
-    /// Powers the server of the slot's machine on.
+    /// Powers on the server of the slot's machine.
     StartServer,
     /// Requests a shutdown, and cuts the power after a timeout.
     StopServer,
@@ -60,7 +60,7 @@ pub enum Step {
     AwaitHeartbeat,
 }
 
-/// A group of steps that share a part of the runner's capacity.
+/// A group of steps that share part of the runner's capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lane {
     /// For steps that call the database, the store and the provider.
@@ -70,15 +70,15 @@ pub enum Lane {
 }
 
 /// An operator's decisions on an operation, made when it was created or later. Stored in `operations.options`.
-/// Fields of a newer release are ignored.
+/// Fields from a newer release are ignored.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct OperationOptions {
-    /// If no final backup can be taken, data that no snapshot contains may be lost.
+    /// Data that no snapshot contains may be lost if no final backup can be taken.
     pub accept_loss: bool,
-    /// An operator accepted the loss during the final backup: the step stops waiting for it.
+    /// An operator accepted the loss during the final backup, so the step stops waiting for it.
     pub give_up_backup: bool,
-    /// An unverified fence no longer blocks the operation: an operator decided that a host forged it.
+    /// An unverified fence no longer blocks the operation, because an operator decided that a host forged it.
     pub disregard_fence: bool,
     /// The predecessor's server is deleted before the new one is created.
     pub replace_first: bool,
@@ -128,7 +128,7 @@ impl OperationKind {
         }
     }
 
-    /// The steps, in order. The fence of a new machine is set before its server is created.
+    /// Returns the steps, in order. A new machine's fence is set before its server is created.
     pub fn steps(self) -> &'static [Step] {
         match self {
             Self::Provision | Self::Recover => &[
@@ -155,7 +155,7 @@ impl OperationKind {
         self.steps()[0]
     }
 
-    /// Returns the step after this one; `None` for the last step, and for a step of another kind of operation.
+    /// Returns the step after this one; `None` for the last step, and for a step of a different kind of operation.
     pub fn next_step(self, step: Step) -> Option<Step> {
         let steps = self.steps();
         let index = steps.iter().position(|known| *known == step)?;

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::choice::must_be_one_of;
 use super::name::ServerType;
 
-/// The subscription of a slot (specification, part 1.2).
+/// A slot's subscription (specification, part 1.2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[derive(
@@ -22,7 +22,7 @@ impl Plan {
     pub const ALL: &'static [Self] = <Self as strum::VariantArray>::VARIANTS;
     pub const NAMES: &'static [&'static str] = <Self as strum::VariantNames>::VARIANTS;
 
-    /// The server types that this plan includes, smallest first.
+    /// Returns the server types that this plan includes, smallest first.
     pub fn server_types(self) -> &'static [&'static str] {
         match self {
             Self::Starter => &["cpx22"],

@@ -1,4 +1,4 @@
-//! The states of a machine, with the data that belongs to each.
+//! A machine's states, with the data that belongs to each.
 
 use serde::{Deserialize, Serialize};
 
@@ -29,7 +29,7 @@ impl Status {
         self.into()
     }
 
-    /// Only a running machine is routed to.
+    /// Returns whether requests are routed to the machine: only while it is running.
     pub fn is_routable(self) -> bool {
         self == Self::Running
     }
@@ -39,7 +39,8 @@ fn unknown_status(_: &str) -> String {
     must_be_one_of(Status::NAMES)
 }
 
-/// Why a machine is `failed`. [`FailureCause::is_cleared_by_heartbeat`] says which causes a healthy heartbeat clears.
+/// The reason a machine is `failed`. [`FailureCause::is_cleared_by_heartbeat`] tells which causes a healthy heartbeat
+/// clears.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[derive(strum::EnumString, strum::IntoStaticStr, strum::VariantArray)]
@@ -66,7 +67,7 @@ pub enum FailureCause {
     Operator,
     /// An operator abandoned the operation that created the machine.
     Abandoned,
-    /// The machine has its slot back and its server is being powered on. The first healthy heartbeat makes the machine
+    /// The machine has its slot back, and its server is being powered on. The first healthy heartbeat makes the machine
     /// `running`.
     Reinstating,
 }
@@ -74,7 +75,7 @@ pub enum FailureCause {
 impl FailureCause {
     pub const ALL: &'static [Self] = <Self as strum::VariantArray>::VARIANTS;
 
-    /// Whether a healthy heartbeat of the machine's epoch makes the machine `running` again.
+    /// Returns whether a healthy heartbeat with the machine's epoch makes the machine `running` again.
     pub fn is_cleared_by_heartbeat(self) -> bool {
         matches!(self, Self::Resize | Self::Reinstating)
     }
@@ -88,8 +89,8 @@ fn unknown_cause(text: &str) -> String {
     format!("{text:?} is not a failure cause")
 }
 
-/// The state of a machine. [`super::event::Event::Reinstated`] can make a `Retired` or `Deleted` machine active again,
-/// so both keep the previous state.
+/// A machine's state. [`super::event::Event::Reinstated`] can make a `Retired` or `Deleted` machine active again, so
+/// those states keep the previous one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
     Provisioning,
@@ -104,7 +105,7 @@ pub enum State {
     Failed {
         cause: FailureCause,
     },
-    /// Replaced by a later machine of its slot.
+    /// Replaced by a later machine in its slot.
     Retired {
         previous: Box<State>,
     },
@@ -115,7 +116,7 @@ pub enum State {
 }
 
 impl State {
-    /// The stored status; `None` for a machine that no longer holds its slot.
+    /// Returns the stored status; `None` for a machine that no longer holds its slot.
     pub fn status(&self) -> Option<Status> {
         match self {
             Self::Provisioning => Some(Status::Provisioning),
@@ -127,7 +128,7 @@ impl State {
         }
     }
 
-    /// An active machine holds its slot; a slot has at most one.
+    /// Returns whether the machine is active, that is, holds its slot. A slot has at most one active machine.
     pub fn is_active(&self) -> bool {
         self.status().is_some()
     }

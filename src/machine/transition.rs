@@ -8,13 +8,13 @@ use super::state::{FailureCause, Machine, State, Status};
 /// The result of an accepted event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
-    /// The machine changes its state; the effects are applied in the same transaction.
+    /// The machine changes state; the effects are applied in the same transaction.
     Moved { next: State, effects: Vec<Effect> },
     /// The event has no effect, because its result has already been reached or it came too late. Nothing is written.
     Unchanged,
 }
 
-/// Why an event is not allowed for a machine.
+/// The reason an event is not allowed for a machine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     #[error("the machine is {status}, but must be {}", join_statuses(.allowed))]
@@ -31,7 +31,7 @@ fn join_statuses(statuses: &[Status]) -> String {
     statuses.iter().map(|status| status.as_str()).collect::<Vec<_>>().join(" or ")
 }
 
-/// The result of `event` for `machine`. Total: every pair has a result.
+/// Returns the result of `event` for `machine`. Total: every pair has a result.
 ///
 /// # Errors
 /// A [`Refusal`] if the state does not allow an operator's or a host's request.
@@ -123,9 +123,9 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
     }
 }
 
-/// The result for a machine that was replaced or deleted. Late reports by the platform have no effect, and requests by
-/// operators or the host are refused, except that a machine can be reinstated, its server can be found again, and a
-/// replaced machine can be deleted with its successor.
+/// Returns the result for a machine that was replaced or deleted. Late reports from the platform have no effect, and
+/// requests from operators or the host are rejected, except that a machine can be reinstated, its server can be found
+/// again, and a replaced machine can be deleted with its successor.
 fn transition_ended(previous: &State, event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
     match event {
         Event::Reinstated { epoch, power } => apply_reinstatement(previous, *epoch, *power, refusal),
@@ -153,7 +153,7 @@ fn transition_ended(previous: &State, event: &Event, refusal: Refusal) -> Result
         | Event::OperationAbandoned
         | Event::SuccessorDeleted
         | Event::HealthyHeartbeat { .. } => Ok(Outcome::Unchanged),
-        // A repeated deletion of a deleted machine succeeds.
+        // Deleting a machine again succeeds.
         Event::DeleteRequested if refusal == Refusal::Gone => Ok(Outcome::Unchanged),
         _ => Err(refusal),
     }
@@ -176,7 +176,7 @@ fn apply_reinstatement(
             State::Failed { cause: FailureCause::Reinstating }
         }
         State::Failed { cause } => State::Failed { cause: *cause },
-        // The machine never served, so there is no state to return to.
+        // The machine has never served, so there is no state to return to.
         State::Provisioning | State::Recovering | State::Retired { .. } | State::Deleted { .. } => {
             return Err(refusal);
         }
@@ -191,7 +191,7 @@ fn apply_registration(machine: &Machine, server_type: ServerType) -> Result<Outc
     }
 }
 
-/// A boot failure changes only a machine that is booting.
+/// Applies a boot failure, which changes only a machine that is booting.
 fn apply_boot_failure(machine: &Machine, cause: FailureCause) -> Result<Outcome, Refusal> {
     match machine.state {
         State::Provisioning | State::Recovering => Ok(failed_boot(cause)),
@@ -205,8 +205,8 @@ fn apply_boot_failure(machine: &Machine, cause: FailureCause) -> Result<Outcome,
 fn apply_server_gone(machine: &Machine) -> Outcome {
     match machine.state {
         State::Running { .. } => failed(FailureCause::ServerGone),
-        // A failure that a heartbeat would end becomes permanent once the server is missing. The server may still
-        // exist and be off.
+        // A failure that a heartbeat would clear becomes permanent once the server is missing. The server may still
+        // exist but be off.
         State::Resizing { .. } => failed_while_off(FailureCause::ServerGone),
         State::Failed { cause } if cause.is_cleared_by_heartbeat() => {
             failed_while_off(FailureCause::ServerGone)
@@ -215,7 +215,7 @@ fn apply_server_gone(machine: &Machine) -> Outcome {
     }
 }
 
-/// If the machine is active, its host's next healthy heartbeat makes it `running` again.
+/// Makes the machine wait for its host; if it is active, the next healthy heartbeat makes it `running` again.
 fn apply_server_found(state: &State) -> Outcome {
     match state {
         State::Failed { cause: FailureCause::ServerGone } => {
@@ -243,7 +243,7 @@ fn failed_resize() -> Outcome {
     failed_while_off(FailureCause::Resize)
 }
 
-/// The server may be off, because a resize powers it off.
+/// Fails a machine whose server may be off, because a resize powers it off.
 fn failed_while_off(cause: FailureCause) -> Outcome {
     moved(
         State::Failed { cause },
@@ -251,7 +251,7 @@ fn failed_while_off(cause: FailureCause) -> Outcome {
     )
 }
 
-/// A machine that never served gives its slot back.
+/// Fails a machine that has never served, which gives its slot back.
 fn failed_boot(cause: FailureCause) -> Outcome {
     moved(
         State::Failed { cause },

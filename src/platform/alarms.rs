@@ -1,8 +1,8 @@
-//! Alarms: problems of the whole fleet or of the provider, not of a single machine. `svcctl fleet` lists them.
+//! Alarms: problems with the whole fleet or the provider, not with a single machine. `svcctl fleet` lists them.
 //!
-//! A fuse alarm blocks work until its cause is resolved or an operator releases it; other alarms are informational. The
-//! release of `servers_missing` expires; the release of `unknown_servers` applies only to the servers listed at that
-//! time.
+//! A fuse alarm blocks work until its cause is resolved or an operator releases it; other alarms are informational. A
+//! release of `servers_missing` expires; a release of `unknown_servers` applies only to the servers listed when it was
+//! made.
 
 use std::time::Duration;
 
@@ -28,9 +28,9 @@ const EVENT_TTL: Duration = Duration::from_secs(86_400);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Alarm {
-    /// The provider's list lacks the servers of many live machines: none of these machines is marked as failed.
+    /// Many live machines' servers are missing from the provider's list; none of these machines is marked as failed.
     ServersMissing,
-    /// The provider lists servers of this installation that have no row: none is deleted until it is released.
+    /// The provider lists servers that belong to this installation but have no row; none is deleted until released.
     UnknownServers,
     ProviderUnauthorized,
     ProviderLimit,
@@ -76,7 +76,7 @@ impl Alarm {
         }
     }
 
-    /// Time after which the alarm expires unless it is raised again.
+    /// Returns the time after which the alarm expires unless it is raised again.
     fn ttl(self) -> Duration {
         match self {
             Self::DatabaseBehindStore | Self::UnverifiedFence => EVENT_TTL,
@@ -84,7 +84,7 @@ impl Alarm {
         }
     }
 
-    /// Whether the alarm blocks work until its cause is resolved or an operator releases it.
+    /// Returns whether the alarm blocks work until its cause is resolved or an operator releases it.
     pub fn is_fuse(self) -> bool {
         matches!(self, Self::ServersMissing | Self::UnknownServers)
     }
@@ -98,7 +98,7 @@ impl Alarm {
         }
     }
 
-    /// The recommended action for the operator.
+    /// Returns the recommended action for the operator.
     pub fn advice(self) -> &'static str {
         match self {
             Self::ServersMissing => {
@@ -140,7 +140,7 @@ impl Alarm {
         }
     }
 
-    /// The alarm for an error that concerns the whole account; `None` for errors of a single server.
+    /// Returns the alarm for an error that concerns the whole account; `None` for errors about a single server.
     pub fn from_provider_error(error: &ProviderError) -> Option<Self> {
         if error.kind() != ErrorKind::Account {
             return None;
@@ -192,8 +192,8 @@ pub async fn raise_for_provider_error(platform: &Platform, error: &ProviderError
     }
 }
 
-/// Ends the alarm about the project's limit after the provider has accepted an order. An error is only logged, because
-/// the alarm expires anyway.
+/// Ends the alarm about the project's limit after the provider has accepted a request for a server. An error is only
+/// logged, because the alarm expires anyway.
 pub async fn end_provider_limit(platform: &Platform) {
     let cleared = async {
         let session = platform.db.session().await?;
@@ -262,13 +262,13 @@ pub async fn release(client: &impl GenericClient, alarm: Alarm) -> Result<Option
     alarms::release(client, alarm.as_str(), RELEASE_TTL).await
 }
 
-/// Maximum number of missing servers before the fuse trips.
+/// Returns the maximum number of missing servers before the fuse trips.
 pub fn max_missing_servers(live: usize) -> usize {
     const MIN: usize = 4;
     (live / 50).max(MIN)
 }
 
-/// The alarm in the form that the API returns.
+/// Converts the alarm to the format that the API returns.
 pub fn to_wire_alarm(row: &AlarmRow, unknown: &UnknownServers) -> wire::Alarm {
     let known: Option<Alarm> = row.alarm.parse().ok();
     let released_until = match known {
@@ -287,7 +287,7 @@ pub fn to_wire_alarm(row: &AlarmRow, unknown: &UnknownServers) -> wire::Alarm {
     }
 }
 
-/// The recommended action for an active alarm, or what its release has allowed.
+/// Returns the recommended action for an active alarm, or what its release has allowed.
 fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownServers) -> String {
     let until = |at: Timestamp| format!("{at:.0}");
     match (alarm, released_until) {
@@ -314,7 +314,7 @@ fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownS
     }
 }
 
-/// Active alarms, oldest first.
+/// Returns the active alarms, oldest first.
 pub async fn list_active(client: &impl GenericClient, timing: &Timing) -> Result<Vec<wire::Alarm>, DbError> {
     let unknown = db::unknown_servers::count(client, timing.orphan_grace).await?;
     Ok(db::alarms::list_active(client).await?.iter().map(|row| to_wire_alarm(row, &unknown)).collect())

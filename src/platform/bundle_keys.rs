@@ -15,7 +15,7 @@ const MAX_HANDLES: usize = 20;
 /// Maximum number of keys listed: the platform's keys, then the most widely trusted other keys.
 const MAX_LISTED_KEYS: usize = 2 * MAX_KEYS;
 
-/// `bundleKeys` of `GET /vps/fleet`: the hosts that trust each key, those that do not, and those that have not
+/// Builds `bundleKeys` for `GET /vps/fleet`: the hosts that trust each key, those that do not, and those that have not
 /// reported.
 ///
 /// `sequence` is `BUNDLE_KEYS_SEQUENCE`. If a host has a later key set, the variable was not raised when a release was
@@ -55,12 +55,12 @@ fn listed_handles<'a>(handles: impl Iterator<Item = &'a &'a str>) -> Vec<Text<Ha
     handles.take(MAX_HANDLES).map(|handle| Text::from_stored(*handle)).collect()
 }
 
-/// The keys that get an entry. They are limited to [`MAX_LISTED_KEYS`] because each entry scans every row.
+/// Returns the keys that get an entry. They are limited to [`MAX_LISTED_KEYS`] because each entry scans every row.
 fn listed_keys<'a>(own: &'a [String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
     own.iter().map(String::as_str).chain(other_keys(own, reporting)).take(MAX_LISTED_KEYS).collect()
 }
 
-/// Keys that hosts trust but the platform does not, most widely trusted first.
+/// Returns the keys that hosts trust but the platform does not, most widely trusted first.
 fn other_keys<'a>(own: &[String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
     for id in reporting.iter().flat_map(|(_, ids)| ids).filter(|id| !own.iter().any(|own| own == *id)) {

@@ -1,5 +1,5 @@
-//! Reports which machines have a certificate that clients with public roots accept. Operators need this report before
-//! they enable `CUSTOMER_VPS_TLS_VERIFY` and while it is enabled.
+//! Reports which machines have a certificate that clients trusting the public roots accept. Operators need this report
+//! before they enable `CUSTOMER_VPS_TLS_VERIFY` and while it is enabled.
 //!
 //! Pure: the input is the fleet's rows.
 
@@ -47,8 +47,8 @@ fn certificate_state(row: &FleetRow, trust: &HostTrust) -> CertificateState {
     CertificateState::classify(row.certificate.as_ref(), name.as_deref())
 }
 
-/// Whether the machine should have a certificate: a booting machine has none yet, and a machine that is off cannot renew
-/// its certificate.
+/// Returns whether the machine should have a certificate: a booting machine has none yet, and a machine that is off
+/// cannot renew its certificate.
 fn is_expected(row: &FleetRow) -> bool {
     !matches!(row.status.as_str(), "provisioning" | "recovering" | "failed") && row.powered_off_age.is_none()
 }
@@ -56,7 +56,7 @@ fn is_expected(row: &FleetRow) -> bool {
 /// Attention reason for a machine that is unreachable because it has no trusted certificate.
 pub const CERTIFICATE_MISSING: &str = "certificate_missing";
 
-/// Why a machine's certificate needs an operator's attention.
+/// Returns the reason a machine's certificate needs an operator's attention, if any.
 pub fn attention_reason(row: &FleetRow, trust: &HostTrust) -> Option<&'static str> {
     if !is_expected(row) {
         return None;
@@ -72,7 +72,7 @@ pub fn attention_reason(row: &FleetRow, trust: &HostTrust) -> Option<&'static st
     }
 }
 
-/// `certificates` of `GET /vps/fleet`; `None` without `HOST_DOMAIN`.
+/// Builds `certificates` for `GET /vps/fleet`; `None` without `HOST_DOMAIN`.
 pub fn summarize(rows: &[FleetRow], trust: &HostTrust) -> Option<Certificates> {
     trust.domain.as_ref()?;
     let of_state = |state: CertificateState| {

@@ -75,7 +75,7 @@ impl PlatformConfig {
     }
 }
 
-/// The settings of a listener. Without a certificate, it serves plain HTTP.
+/// Settings for a listener. Without a certificate, it serves plain HTTP.
 pub struct ListenerConfig {
     pub address: SocketAddr,
     pub tls: Option<TlsFiles>,
@@ -99,12 +99,12 @@ pub struct Timing {
     pub last_backup_stall: Duration,
     /// Total time after which a final backup waits for an operator.
     pub last_backup_limit: Duration,
-    /// How long powering off a replaced server is retried after the shutdown timeout. Then the replacement continues:
-    /// the fence protects the data.
+    /// How long powering off a replaced server is retried after the shutdown timeout. After that, the replacement
+    /// continues, because the fence protects the data.
     pub power_off_retry: Duration,
-    /// Retention of a replaced server after its successor's first healthy heartbeat.
+    /// Retention period for a replaced server after its successor's first healthy heartbeat.
     pub predecessor_keep: Duration,
-    /// Retention of a deleted machine's server.
+    /// Retention period for a deleted machine's server.
     pub delete_grace: Duration,
     /// Maximum difference between this process's clock and the database's.
     pub max_clock_skew: Duration,
@@ -138,7 +138,7 @@ pub struct Timing {
 }
 
 impl Timing {
-    /// Retention of the servers of machines that left their slots.
+    /// Returns the retention periods for the servers of machines that have left their slots.
     pub fn server_retention(&self) -> ServerRetention {
         ServerRetention {
             replaced: self.predecessor_keep,
@@ -148,7 +148,7 @@ impl Timing {
     }
 }
 
-/// Retention of rows that are no longer needed.
+/// Retention periods for rows that are no longer needed.
 #[derive(Debug, Clone, Copy)]
 pub struct Retention {
     /// Ended operations with their logs, and ended rollouts.
@@ -156,7 +156,7 @@ pub struct Retention {
     pub audit: Duration,
 }
 
-/// Rotation of proof keys.
+/// Proof key rotation.
 #[derive(Debug, Clone, Copy)]
 pub struct KeyTiming {
     /// Age at which a key gets a successor.
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn short_platform_secret_is_refused_without_showing_it() {
+    fn short_platform_secret_is_rejected_without_showing_it() {
         let long_enough = mistakes_with(&[("PLATFORM_SECRET", "hunter2-of-32-characters-0123456")]);
         assert!(long_enough.is_empty(), "{long_enough:?}");
         let short = mistakes_with(&[("PLATFORM_SECRET", "hunter2-of-31-characters-012345")]);
@@ -346,7 +346,7 @@ mod tests {
         assert!(!short[0].contains("hunter2"), "{short:?}");
     }
 
-    /// The mistakes reported for a complete environment with these changes; an empty value removes the variable.
+    /// Returns the errors reported for a complete environment with these changes; an empty value removes the variable.
     fn mistakes_with(changes: &[(&'static str, &'static str)]) -> Vec<String> {
         let mut pairs = complete_env();
         for (name, value) in changes {
@@ -425,7 +425,7 @@ mod tests {
             (&[unset, role], "AWS_REGION"),
             (&[("STORE_HOST_CREDENTIALS", "none")], "STORE_HOST_CREDENTIALS"),
         ] {
-            let Err(error) = credentials(changes) else { panic!("{changes:?} should be refused") };
+            let Err(error) = credentials(changes) else { panic!("{changes:?} should be rejected") };
             assert!(error.mistakes.len() == 1 && error.mistakes[0].starts_with(variable), "{error}");
         }
     }

@@ -28,10 +28,10 @@ pub struct Platform {
     pub host_db: Db,
     /// Connection pool for operators' reports on the fleet.
     pub report_db: Db,
-    /// The offset of this process's clock from the database's.
+    /// This process's clock offset from the database's clock.
     pub clock: Arc<ProcessClock>,
     pub bucket: Bucket,
-    /// The access to the object store that hosts get.
+    /// Issues the object store access that hosts receive.
     pub host_store: HostStore,
     pub provider: Arc<dyn Provider>,
     pub mint: TokenMint,
@@ -40,7 +40,7 @@ pub struct Platform {
     /// The value of the label that marks this installation's servers at the provider.
     pub installation: Uuid,
     pub keys: watch::Receiver<Arc<SigningSet>>,
-    /// Tracks the age of the routes of this process's router.
+    /// Tracks the age of this process's routes.
     pub routes: Arc<RouteFreshness>,
     /// Wakes this process's runner before its next poll.
     pub runner_wake: Notify,
@@ -48,7 +48,7 @@ pub struct Platform {
     pub reconciler_wake: Notify,
     /// Limits provider lookups that heartbeats trigger in this process.
     pub server_checks: ServerChecks,
-    /// Rate limits of the control API in this process.
+    /// Rate limits for the control API in this process.
     pub rate_limits: ApiRateLimits,
     /// Provider data that this process caches for price quotes.
     pub quotes: QuoteCache,

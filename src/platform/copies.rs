@@ -1,5 +1,5 @@
 //! The existing copies of a slot's data: the serving server, the kept servers with their retention, and the newest
-//! snapshot; and how much data a loss of the serving machine would destroy now.
+//! snapshot; and how much data losing the serving machine now would destroy.
 //!
 //! The newest snapshot is the one that the store's pointer names. Reports from hosts are used only if the store is
 //! unavailable.
@@ -35,7 +35,7 @@ pub struct Copies {
     live: Option<MachineRow>,
     /// The last machine that has served the slot, even if it no longer has a server.
     holder: Option<(MachineId, Epoch)>,
-    /// A snapshot of an earlier machine that is newer than the restored one.
+    /// An earlier machine's snapshot that is newer than the restored one.
     unrestored: Option<String>,
     kept: Vec<KeptServerRow>,
     reported: Option<NewestSnapshot>,
@@ -135,7 +135,7 @@ fn to_unrestored_snapshot(key: &str) -> wire::UnrestoredSnapshot {
     wire::UnrestoredSnapshot { key: key.to_owned(), taken_at: key::taken_at(key).map(Into::into) }
 }
 
-/// The API's representation of a complete snapshot that is newer than the one that the pointer names.
+/// Returns the API representation of a complete snapshot that is newer than the one that the pointer names.
 pub fn to_newer_snapshot(side: &SideRecord) -> wire::NewerSnapshot {
     wire::NewerSnapshot {
         taken_at: side.taken_at.into(),
@@ -144,7 +144,7 @@ pub fn to_newer_snapshot(side: &SideRecord) -> wire::NewerSnapshot {
     }
 }
 
-/// [`newer_snapshot::find`] with a deadline; also `None` if the store is unavailable.
+/// Like [`newer_snapshot::find`], but with a deadline; also returns `None` if the store is unavailable.
 async fn find_newer(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -208,8 +208,8 @@ fn to_kept_server(row: &KeptServerRow) -> wire::KeptServer {
     }
 }
 
-/// Seconds during which the serving machine's writes may be in no snapshot. If the newest snapshot is another
-/// machine's, it may lack everything that this machine has written since its own last snapshot.
+/// Returns the number of seconds for which the serving machine's writes may not be in any snapshot. If the newest
+/// snapshot is another machine's, it may lack everything that this machine has written since its own last snapshot.
 fn unsaved_seconds(live: &MachineRow, newest: Option<&NewestSnapshot>, now: Timestamp) -> u64 {
     let own = live.backup_taken_at.or(live.registered_at);
     let since = match newest {

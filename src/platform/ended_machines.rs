@@ -1,12 +1,12 @@
-//! Adds former machines that need an operator to the attention list of the fleet view.
+//! Adds former machines that need an operator to the fleet view's attention list.
 
 use super::db::ended_machines::EndedMachineRow;
 use super::fleet::{FleetSummary, MAX_LISTED_MACHINES};
 use svc_wire::fleet::{EndReason, MachineNeedingAttention};
 use svc_wire::text::Text;
 
-/// Puts the former machines before the active ones in the attention list, because each of them holds unsaved data, waits
-/// for a decision, or has an abandoned removal.
+/// Puts the former machines before the active ones in the attention list, because each of them holds unsaved data, is
+/// waiting for a decision, or has an abandoned removal.
 pub fn add_to_attention(summary: &mut FleetSummary, ended: &[EndedMachineRow]) {
     summary.attention_total += ended.len() as u64;
     summary.attention.splice(0..0, ended.iter().map(attention_entry));
@@ -60,7 +60,7 @@ mod tests {
         }
     }
 
-    /// The summary of a fleet whose only active machine needs attention.
+    /// Returns the summary of a fleet whose only active machine needs attention.
     fn summary() -> FleetSummary {
         let failing = FleetRow { database: Some("failing".to_owned()), ..healthy_row() };
         summarize(&[failing], Duration::MAX, &HostTrust::pin_only())

@@ -13,7 +13,7 @@ use svc_store::bucket::is_unusable_pointer;
 use svc_wire::fleet::{BackupAges, MachineNeedingAttention, Totals};
 use svc_wire::text::Text;
 
-/// A host that sends no heartbeat for this long counts as silent. Hosts send one every 30 s.
+/// A host that has sent no heartbeat for this long counts as silent. Hosts send one every 30 s.
 const SILENT_SECONDS: f64 = 120.0;
 /// Backups are hourly: at this age, one backup was missed and the next one is late.
 const BACKUP_OVERDUE_SECONDS: f64 = 2.0 * 3600.0 + 600.0;
@@ -51,7 +51,7 @@ impl Health {
         }
     }
 
-    /// Whether the gateway, the database and, if the release has it, code-server are healthy.
+    /// Returns whether the gateway, the database and, if the release has it, code-server are healthy.
     fn are_parts_ok(row: &FleetRow) -> bool {
         is_ok(row.gateway.as_deref())
             && is_ok(row.database.as_deref())
@@ -130,7 +130,7 @@ fn is_booting(row: &FleetRow) -> bool {
     matches!(row.status.as_str(), "provisioning" | "recovering")
 }
 
-/// Why a machine needs attention, most severe first.
+/// Returns the reasons a machine needs attention, most severe first.
 fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust) -> Vec<String> {
     // A machine that is powered off is expected to be silent and to make no backups.
     let is_running = row.status == "running" && row.powered_off_age.is_none();
@@ -187,8 +187,8 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
     reasons
 }
 
-/// Whether the host should have adopted its next token long ago. It may be silent, or its release may not support
-/// rotation.
+/// Returns whether the host should have adopted its next token long ago. It may be silent, or its release may not
+/// support rotation.
 fn is_token_overdue(row: &FleetRow, rotation: Duration) -> bool {
     let since_due = (row.token_age - rotation.as_secs_f64()).max(row.token_request_age.unwrap_or(0.0));
     since_due > TOKEN_OVERDUE_SECONDS
@@ -305,7 +305,7 @@ pub mod tests {
             row.heartbeat_age = Some(5000.0);
         };
         assert_eq!(reasons_of(failed), one("failed:server_gone"));
-        // An old report of a silent host gives no reason.
+        // An old report from a silent host is not a reason.
         let stale = |row: &mut FleetRow| {
             row.heartbeat_age = Some(500.0);
             row.database = Some("failing".into());

@@ -1,5 +1,5 @@
-//! Collects the metrics of the whole fleet from the database, and those of this process's connection pools, when
-//! `/metrics` is read.
+//! Collects metrics for the whole fleet from the database, and for this process's connection pools, when `/metrics` is
+//! read.
 //!
 //! Invariant: if the database is unavailable, only the fleet's metrics are missing; the scrape still succeeds.
 
@@ -23,7 +23,7 @@ use svc_machine::operation::OperationKind;
 
 /// Shorter than a scraper's usual timeout of ten seconds.
 const COLLECT_TIMEOUT: Duration = Duration::from_secs(4);
-/// Age from which a running operation counts as overdue.
+/// The age from which a running operation counts as overdue.
 const OVERDUE_AGE: Duration = Duration::from_secs(1800);
 
 /// Collects the metrics that are updated only for a scrape.
@@ -97,7 +97,8 @@ async fn collect_fleet_metrics(db: &Db, token_rotation: Duration, trust: &HostTr
     Ok(())
 }
 
-/// A missing age is NaN: without a value, the gauge would keep the age of an earlier scrape.
+/// Converts an age for a gauge. A missing age is NaN: without a value, the gauge would keep the age from an earlier
+/// scrape.
 fn seconds_or_nan(age: Option<u64>) -> f64 {
     age.map_or(f64::NAN, |seconds| seconds as f64)
 }

@@ -1,4 +1,4 @@
-//! The parent domain of the machines' host names: `<machine-id>.<domain>`.
+//! The parent domain of machine host names: `<machine-id>.<domain>`.
 
 use std::str::FromStr;
 
@@ -17,7 +17,7 @@ impl HostDomain {
         &self.0
     }
 
-    /// The host name of a machine. A UUID is a valid DNS label.
+    /// Returns a machine's host name. A UUID is a valid DNS label.
     pub fn host_name(&self, machine: MachineId) -> String {
         format!("{machine}.{}", self.0)
     }
@@ -27,7 +27,8 @@ impl HostDomain {
         name.strip_suffix(&self.0)?.strip_suffix('.')?.parse().ok()
     }
 
-    /// The domain's last two labels if `host` ends with the same two. Browsers then usually treat both as one site.
+    /// Returns the domain's last two labels if `host` ends with the same two. Browsers then usually treat both as one
+    /// site.
     pub fn shared_site(&self, host: &str) -> Option<&str> {
         let own = last_two_labels(&self.0)?;
         last_two_labels(host).is_some_and(|other| other.eq_ignore_ascii_case(own)).then_some(own)
@@ -103,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn parse_refuses_invalid_domains() {
+    fn parse_rejects_invalid_domains() {
         let long = format!("{}.example", ["a"; 110].join("."));
         for invalid in [
             "",

@@ -1,4 +1,4 @@
-//! Settings that new hosts get in their user-data, and settings of their certificates.
+//! Settings that new hosts receive in their user-data, and settings for their certificates.
 
 use base64::Engine;
 use base64::engine::general_purpose::{STANDARD as B64, URL_SAFE_NO_PAD};
@@ -25,7 +25,7 @@ pub struct HostSettings {
     pub internal_url: Url,
     pub bundle_url: BundleUrl,
     pub https_port: u16,
-    /// The parent domain of the hosts' names.
+    /// The parent domain of host names.
     pub domain: Option<HostDomain>,
     /// The authority from which hosts request certificates.
     pub acme: Option<AcmeSettings>,
@@ -35,7 +35,7 @@ pub struct HostSettings {
     pub store_endpoint: Option<Url>,
     /// The keys with which hosts verify bundle manifests, in the format that hosts read.
     pub bundle_public_keys: Option<String>,
-    /// Sequence number of the set of bundle keys.
+    /// The sequence number of the bundle key set.
     pub bundle_keys_sequence: u32,
     /// Networks from which the platform connects to hosts. If empty, hosts accept connections to :443 from every address.
     pub egress: Networks,
@@ -102,7 +102,7 @@ impl HostSettings {
 }
 
 impl HostSettings {
-    /// Whether a URL has the origin of the platform's public or internal URL.
+    /// Returns whether a URL has the origin of the platform's public or internal URL.
     pub fn is_platform_url(&self, url: &str) -> bool {
         let url = Url::parse(url).map(|url| url.origin());
         url.is_ok_and(|origin| {
@@ -110,19 +110,19 @@ impl HostSettings {
         })
     }
 
-    /// The settings for a machine's certificate.
+    /// Returns the settings for a machine's certificate.
     pub fn certificate(&self, machine: MachineId) -> CertificateSettings {
         let host_name = self.domain.as_ref().map(|domain| domain.host_name(machine));
         CertificateSettings { acme: self.acme.clone().filter(|_| host_name.is_some()), host_name }
     }
 
-    /// [`HostSettings::bundle_public_keys`], parsed for verification.
+    /// Returns [`HostSettings::bundle_public_keys`], parsed for verification.
     pub fn trusted_keys(&self) -> TrustedKeys {
         self.bundle_public_keys.as_deref().and_then(|keys| keys.parse().ok()).unwrap_or_default()
     }
 }
 
-/// Reads a text that fits on one line of an env file.
+/// Reads text that fits on one line of an env file.
 fn read_line(env: &mut Env, variable: &Variable) -> Option<String> {
     let text = env.text(variable)?;
     if text.chars().any(char::is_control) {
@@ -132,8 +132,8 @@ fn read_line(env: &mut Env, variable: &Variable) -> Option<String> {
     Some(text)
 }
 
-/// Reads the settings of the authority for hosts' certificates. Without an authority, every `ACME_*` variable that
-/// depends on it is a mistake.
+/// Reads the settings for the authority that issues host certificates. Without an authority, setting any `ACME_*`
+/// variable that depends on it is an error.
 fn read_acme_settings(env: &mut Env) -> Option<AcmeSettings> {
     let url = env.web_url(&vars::ACME_DIRECTORY_URL);
     if url.as_ref().is_some_and(|url| url.scheme() != "https") {
@@ -187,8 +187,8 @@ fn read_bundle_public_keys(env: &mut Env) -> Option<String> {
     None
 }
 
-/// Reads the networks from which the platform connects to hosts. Each invalid entry is a separate mistake. A value without
-/// entries is refused, because hosts would then admit every address.
+/// Reads the networks from which the platform connects to hosts. Each invalid entry is a separate error. A value
+/// without entries is rejected, because hosts would then admit every address.
 fn read_egress(env: &mut Env) -> Networks {
     let Some(text) = env.text(&vars::PLATFORM_EGRESS_CIDRS) else { return Networks::default() };
     let entries: Vec<&str> = text.split(',').map(str::trim).filter(|entry| !entry.is_empty()).collect();
@@ -211,8 +211,8 @@ fn read_egress(env: &mut Env) -> Networks {
     networks
 }
 
-/// Reads the name of the database's image. Only safe characters are accepted, because the name becomes part of a unit
-/// and of a command line on the host.
+/// Reads the name of the database image. Only safe characters are accepted, because the name becomes part of a unit and
+/// of a command line on the host.
 fn read_postgres_image(env: &mut Env) -> Option<String> {
     let image = env.text(&vars::SVC_POSTGRES_IMAGE)?;
     if image.chars().all(|c| c.is_ascii_alphanumeric() || "./:@_-".contains(c)) && !image.starts_with('-') {

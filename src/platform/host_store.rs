@@ -1,8 +1,8 @@
 //! A host's access to the object store: its endpoint, and credentials for the host's own slot.
 //!
 //! With `sts`, no host ever holds credentials that can reach another slot or delete anything. A host's working session
-//! lasts 15 minutes, so that a replaced machine soon loses its access. A host also has an outage session, for when the
-//! platform is unreachable: it lasts longer, can add snapshots, but cannot make one the latest. With `static`, every
+//! lasts 15 minutes, so that a replaced machine soon loses access. A host also has an outage session, for when the
+//! platform is unreachable: it lasts longer and can add snapshots, but cannot make one the latest. With `static`, every
 //! host holds the platform's own credentials.
 
 use std::time::Duration;
@@ -30,11 +30,11 @@ use svc_store::vars::{
 };
 use svc_wire::storage::{StorageCredentials, StoreLocation, StoreSession};
 
-/// Lifetime of the working session: the shortest lifetime that STS grants.
+/// The working session's lifetime: the shortest lifetime that STS grants.
 const WORKING_SESSION_TTL: Duration = Duration::from_secs(900);
 /// Maximum lifetime of the outage session: AWS grants at most 12 hours, other stores up to 7 days.
 const MAX_OUTAGE_TTL: Duration = Duration::from_secs(7 * 24 * 3600);
-/// Timeout for the request for an outage session. A host waits 10 s for both sessions.
+/// Timeout for requesting an outage session. A host waits 10 s for both sessions.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Every role grants this lifetime; a longer lifetime may exceed the role's maximum.
 const COMMON_MAX_TTL: Duration = Duration::from_secs(3600);
@@ -117,7 +117,7 @@ fn read_sts_endpoint(env: &mut Env, s3: &S3Config) -> Option<Url> {
     text.parse().map_err(|why| env.add_mistake(&vars::STS_ENDPOINT, why)).ok()
 }
 
-/// Which sessions a host gets.
+/// The sessions that a host receives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SessionGrant {
     /// Only the working session.
@@ -148,8 +148,8 @@ impl SessionIssuer {
         policy::outage_policy(&self.partition, bucket, (slot, epoch), window, self.writes)
     }
 
-    /// Requests a session that can store snapshots of the machine's epoch. `None` if it would last no longer than the
-    /// working session, or if STS does not grant it in time.
+    /// Requests a session that can store snapshots for the machine's epoch. Returns `None` if it would last no longer
+    /// than the working session, or if STS does not grant it in time.
     async fn request_outage_session(
         &self,
         bucket: &str,
@@ -175,7 +175,8 @@ impl SessionIssuer {
         }
     }
 
-    /// Requests a session. If the role does not grant the lifetime `ttl`, falls back to the one that every role grants.
+    /// Requests a session. If the role does not grant the lifetime `ttl`, falls back to the lifetime that every role
+    /// grants.
     async fn request_session(
         &self,
         session: &str,
@@ -199,7 +200,7 @@ impl SessionIssuer {
 }
 
 impl HostStore {
-    /// Prepares the kind of access that `credentials` selects.
+    /// Prepares the kind of access selected by `credentials`.
     ///
     /// # Errors
     /// When the STS client cannot be created.
@@ -228,29 +229,29 @@ impl HostStore {
         self
     }
 
-    /// Whether hosts hold credentials that reach every slot.
+    /// Returns whether hosts hold credentials that reach every slot.
     pub fn shares_platform_credentials(&self) -> bool {
         self.sts.is_none() && matches!(self.store, StoreConfig::S3(_))
     }
 
-    /// Whether hosts' sessions may overwrite snapshots; `None` without sessions.
+    /// Returns whether host sessions may overwrite snapshots; `None` without sessions.
     pub fn snapshot_writes(&self) -> Option<SnapshotWrites> {
         self.sts.as_ref().map(|issuer| issuer.writes)
     }
 
-    /// The slot for which [`Self::try_session`] requests a session; no user has it.
+    /// Returns the slot for which [`Self::try_session`] requests a session; no user has it.
     pub fn probe_slot() -> SlotPrefix {
         SlotPrefix::new(&"svc-doctor".parse().expect("the user's id is valid"), &Slot::primary())
     }
 
-    /// Requests a working session for an unused slot; `None` if hosts get no sessions.
+    /// Requests a working session for an unused slot; `None` if hosts receive no sessions.
     pub async fn try_session(&self) -> Option<Result<TemporaryCredentials, StsError>> {
         let (StoreConfig::S3(s3), Some(issuer)) = (&self.store, &self.sts) else { return None };
         let policy = policy::slot_policy(&issuer.partition, &s3.bucket, &Self::probe_slot(), issuer.writes);
         Some(issuer.sts.assume_role("svc-doctor", &policy, WORKING_SESSION_TTL).await)
     }
 
-    /// Requests an outage session for an unused slot; `None` if hosts get no outage sessions.
+    /// Requests an outage session for an unused slot; `None` if hosts receive no outage sessions.
     pub async fn try_outage_session(&self) -> Option<Result<TemporaryCredentials, StsError>> {
         let (StoreConfig::S3(s3), Some(issuer)) = (&self.store, &self.sts) else { return None };
         if issuer.outage_ttl <= WORKING_SESSION_TTL {
@@ -303,8 +304,8 @@ impl StoreAccess {
             access_key: s3.access_key.clone(),
             secret_key: s3.secret_key.clone(),
             session_token: s3.session_token.clone(),
-            // Static credentials get an expiry, too: a host that had a session renews them, and so gets a session again
-            // if the setting is changed back.
+            // Static credentials have an expiry, too: a host that had a session renews them, and so receives a session
+            // again if the setting is changed back.
             expires_at: s3.expires_at.unwrap_or_else(one_hour_from_now),
         })
     }
@@ -337,7 +338,7 @@ impl StoreAccess {
         text
     }
 
-    /// Converts the access to the API's response; `None` if the store is a directory, which has no credentials.
+    /// Converts the access to the API response; `None` if the store is a directory, which has no credentials.
     pub fn to_response(&self) -> Option<StorageCredentials> {
         let StoreConfig::S3(s3) = &self.store else { return None };
         Some(StorageCredentials {

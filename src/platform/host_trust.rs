@@ -19,7 +19,7 @@ use svc_machine::id::MachineId;
 /// Maximum number of machines in `CUSTOMER_VPS_TLS_VERIFY_EXCEPT`.
 const MAX_EXEMPT_MACHINES: usize = 1000;
 
-/// Settings for the verification of hosts.
+/// Settings for host verification.
 #[derive(Debug, Clone)]
 pub struct HostTrust {
     pub domain: Option<HostDomain>,
@@ -53,7 +53,7 @@ impl HostTrust {
         Self { domain: None, chain: None }
     }
 
-    /// Reads `CUSTOMER_VPS_TLS_VERIFY*`. Records mistakes in `env` and returns `None` if there are any.
+    /// Reads `CUSTOMER_VPS_TLS_VERIFY*`. Records errors in `env` and returns `None` if there are any.
     pub fn read(env: &mut Env, domain: Option<HostDomain>) -> Option<Self> {
         let is_on = env.flag(&vars::CUSTOMER_VPS_TLS_VERIFY).is_on();
         let grace = Duration::from_secs(env.or_default(&vars::CUSTOMER_VPS_TLS_VERIFY_GRACE_SECONDS));
@@ -77,15 +77,15 @@ impl HostTrust {
         }
     }
 
-    /// The server name to send and to verify: the host name or, without `HOST_DOMAIN`, the address.
+    /// Returns the server name to send and verify: the host name or, without `HOST_DOMAIN`, the address.
     pub fn server_name(&self, machine: MachineId, ip: Ipv4Addr) -> ServerName<'static> {
         let name = self.domain.as_ref().map(|domain| domain.host_name(machine));
         name.and_then(|name| ServerName::try_from(name).ok())
             .unwrap_or_else(|| ServerName::from(std::net::IpAddr::from(ip)))
     }
 
-    /// The Unix time in seconds from which this machine's chain is required; `None` if it is never required. For a machine
-    /// without a registration time, the grace period starts in 1970, so the chain is required.
+    /// Returns the Unix time in seconds from which this machine's chain is required; `None` if it is never required.
+    /// For a machine without a registration time, the grace period starts in 1970, so the chain is required.
     pub fn chain_required_from(&self, machine: MachineId, registered_at: Option<Timestamp>) -> Option<u64> {
         let policy = self.chain.as_ref().filter(|policy| !policy.is_exempt(machine))?;
         let registered = registered_at.map_or(0, Timestamp::as_second);
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn read_refuses_verification_without_domain() {
+    fn read_rejects_verification_without_domain() {
         let mistakes = read(&[("CUSTOMER_VPS_TLS_VERIFY", "true")]).unwrap_err();
         assert!(mistakes[0].starts_with("CUSTOMER_VPS_TLS_VERIFY: requires HOST_DOMAIN"), "{mistakes:?}");
     }

@@ -1,11 +1,12 @@
 //! The rotation of `PLATFORM_KEY` while two keys are in force: secrets made with the previous key are replaced until
 //! nothing needs that key.
 //!
-//! Signing keys are resealed and fences re-signed here; host tokens rotate by heartbeats. None of this starts before
-//! every running process uses the current key: processes with different current keys would undo each other's work.
+//! Signing keys are resealed and fences re-signed here; host tokens rotate through heartbeats. None of this starts
+//! before every running process is using the current key: processes with different current keys would undo each other's
+//! work.
 //!
 //! Invariant: at any time, each running process can read what every other process has written. A process that would
-//! violate this is refused at startup ([`admission`]). The object store names the current key as well ([`mark`]),
+//! violate this is rejected at startup ([`admission`]). The object store names the current key as well ([`mark`]),
 //! because a database and settings restored from before a rotation do not show the rotation.
 
 pub mod admission;
@@ -26,7 +27,7 @@ use svc_base::failpoint::{self, Injected};
 use svc_http::problem::format_chain;
 use svc_store::StoreError;
 
-/// Fail points of the key rotation, in the order in which they are reached.
+/// Fail points in the key rotation, in the order in which they are reached.
 pub const FAILPOINTS: &[&str] = &[
     "platform-key-before-reseal",
     "platform-key-after-reseal",
@@ -36,7 +37,7 @@ pub const FAILPOINTS: &[&str] = &[
     "platform-key-after-sole",
 ];
 
-/// Advisory lock that prevents processes from starting while a rotation ends.
+/// Advisory lock that prevents processes from starting while a rotation is ending.
 const PLATFORM_KEYS_LOCK: &str = "platform keys";
 /// A process whose row has not been renewed for this many leases counts as ended.
 const LEASES_UNTIL_ENDED: u32 = 4;
@@ -45,7 +46,7 @@ const MAX_INTERVAL: Duration = Duration::from_secs(5);
 const TASK_NAME: &str = "platform key change";
 const BATCH_SIZE: i64 = 100;
 
-/// Why a pass of the rotation failed. The next pass resumes the rotation.
+/// The reason a rotation pass failed. The next pass resumes the rotation.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyChangeError {
     #[error(transparent)]
@@ -71,30 +72,30 @@ pub fn current_process_keys(ids: KeyIds, timing: &Timing) -> ProcessKeys {
     ProcessKeys { process: uuid::Uuid::now_v7(), ids, ttl: row_ttl(timing) }
 }
 
-/// How long a process counts as running after its row was last renewed.
+/// Returns how long a process counts as running after its row was last renewed.
 pub fn row_ttl(timing: &Timing) -> Duration {
     timing.lease_ttl * LEASES_UNTIL_ENDED
 }
 
-/// Interval between renewals of a process's row, and between passes of the rotation.
+/// Returns the interval between renewals of a process's row, and between rotation passes.
 fn pass_interval(own: &ProcessKeys) -> Duration {
     (own.ttl / 12).clamp(Duration::from_millis(100), MAX_INTERVAL)
 }
 
-/// Renews this process's row until the task is aborted. It is aborted only after the drain, during which the process
-/// still writes.
+/// Renews this process's row until the task is aborted. It is aborted only after the drain, during which the process is
+/// still writing.
 pub async fn renew_process_row(db: Db, own: ProcessKeys) {
     let period = pass_interval(&own);
     loop {
         tokio::time::sleep(period).await;
         let renewed = async { own.renew(&db.session().await?).await };
         if let Err(error) = renewed.await {
-            tracing::warn!(error = %format_chain(&error), "cannot renew the row of this process; retrying");
+            tracing::warn!(error = %format_chain(&error), "cannot renew this process's row; retrying");
         }
     }
 }
 
-/// Runs passes of the rotation until the platform stops. Does nothing if there is no previous key.
+/// Runs rotation passes until the platform stops. Does nothing if there is no previous key.
 pub async fn run_key_change(platform: Arc<Platform>, seal: Seal) {
     let own = &platform.process;
     if own.ids.previous.is_none() {
@@ -107,7 +108,7 @@ pub async fn run_key_change(platform: Arc<Platform>, seal: Seal) {
             () = tokio::time::sleep(period) => {}
         }
         if let Err(error) = run_pass(&platform, &seal).await {
-            tracing::warn!(error = %format_chain(&error), "a pass of the key rotation failed; retrying");
+            tracing::warn!(error = %format_chain(&error), "a key rotation pass failed; retrying");
         }
     }
 }
@@ -173,7 +174,7 @@ async fn finish_change(platform: &Platform, seal: &Seal) -> Result<(), KeyChange
         return Ok(());
     }
     // The mark must name the current key before the previous one may be removed: otherwise a process with only the
-    // current key would be refused.
+    // current key would be rejected.
     mark::write(&platform.bucket, &own.ids).await?;
     let tx = db::begin(&mut session).await?;
     // No process can start until the transaction ends.

@@ -1,10 +1,10 @@
-//! Rotation of signing keys with an overlap of the old and the new key.
+//! Signing key rotation, with an overlap between the old key and the new one.
 //!
-//! Responses to heartbeats deliver a new proof key, which signs for a host once the host has acknowledged it. The old
-//! key is retired when every routable host that sends heartbeats has a newer one. Silent hosts do not block this: the
-//! retired key that a silent host has acknowledged still signs for that host only, until it acknowledges another key. A
-//! new app key signs after the overlap, when every router has read it; the old key is retired when all of its tokens have
-//! expired.
+//! Heartbeat responses deliver a new proof key, which signs for a host once that host has acknowledged it. The old key
+//! is retired when every routable host that is sending heartbeats has a newer one. Silent hosts do not block this: the
+//! retired key that a silent host has acknowledged still signs for that host only, until it acknowledges a different
+//! key. A new app key signs after the overlap, when every router has read it; the old key is retired when all of its
+//! tokens have expired.
 //!
 //! Invariant: a signature is made only with a key that every verifier has.
 
@@ -22,7 +22,7 @@ use super::signed_lifetimes::MAX_SIGNED_LIFETIME;
 use svc_http::problem::format_chain;
 
 const MAX_INTERVAL: Duration = Duration::from_secs(10);
-/// Maximum number of active keys of a purpose. Hosts store at least as many.
+/// Maximum number of active keys per purpose. Hosts store at least as many.
 const MAX_KEYS: usize = 8;
 
 /// Rotates the keys, and refreshes the process's view of them, until `stop`. If the keys cannot be read, the process
@@ -55,7 +55,7 @@ pub async fn run(
     }
 }
 
-/// The next step of the rotation.
+/// The next rotation step.
 #[derive(Debug, PartialEq, Eq)]
 enum RotationStep {
     Nothing,
@@ -64,7 +64,7 @@ enum RotationStep {
     Retirement,
 }
 
-/// The next step for keys that only platform processes read.
+/// Returns the next step for keys that only platform processes read.
 fn next_app_step(distribution: &[KeyDistribution], timing: KeyTiming) -> RotationStep {
     let Some(newest) = distribution.last() else { return RotationStep::Nothing };
     if distribution.len() > 1 && newest.age >= timing.overlap + MAX_SIGNED_LIFETIME {
@@ -77,8 +77,8 @@ fn next_app_step(distribution: &[KeyDistribution], timing: KeyTiming) -> Rotatio
     }
 }
 
-/// The next step for keys that hosts read. `lacking` is the number of hosts that send heartbeats and lack the newest
-/// key.
+/// Returns the next step for keys that hosts read. `lacking` is the number of hosts that are sending heartbeats but
+/// lack the newest key.
 fn next_proof_step(distribution: &[KeyDistribution], lacking: i64, timing: KeyTiming) -> RotationStep {
     let Some(newest) = distribution.last() else { return RotationStep::Nothing };
     if distribution.len() > 1 {

@@ -1,7 +1,7 @@
-//! Signing keys of the platform. They are created in the database under a lock, sealed with a key derived from
+//! The platform's signing keys. They are created in the database under a lock, sealed with a key derived from
 //! `PLATFORM_KEY`, and shared by all platform processes.
 //!
-//! Invariant: a private key leaves the process only sealed, and bound to its `kid`.
+//! Invariant: a private key leaves the process only when sealed and bound to its `kid`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,8 +42,8 @@ pub struct AppKeys {
 }
 
 impl SigningSet {
-    /// The key that signs for a host: the newest of the keys that the host has acknowledged. Before the host's first
-    /// heartbeat, this is the oldest active key, which was in the user-data.
+    /// Returns the key that signs for a host: the newest of the keys that the host has acknowledged. Before the host's
+    /// first heartbeat, this is the oldest active key, which was in the user-data.
     pub fn signer_for(&self, acknowledged: &[String]) -> &Signer {
         let known = |signer: &&Arc<Signer>| acknowledged.iter().any(|kid| kid == signer.kid());
         let newest_first = self.next.iter().chain([&self.current]).chain(&self.retired);
@@ -51,7 +51,7 @@ impl SigningSet {
     }
 }
 
-/// Why the signing keys are unavailable.
+/// The reason the signing keys are unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyError {
     #[error(transparent)]
@@ -119,7 +119,7 @@ impl Seal {
         }
     }
 
-    /// Returns nonce, ciphertext and tag.
+    /// Returns the nonce, ciphertext and tag.
     fn seal(&self, kid: &str, secret: &[u8]) -> Result<Vec<u8>, KeyError> {
         let mut nonce = [0; NONCE_LEN];
         SystemRandom::new().fill(&mut nonce)?;
@@ -151,7 +151,7 @@ fn open_with(key: &LessSafeKey, kid: &str, sealed: &[u8]) -> Option<Vec<u8>> {
     Some(key.open_in_place(nonce, Aad::from(kid.as_bytes()), &mut body).ok()?.to_vec())
 }
 
-/// Loads the keys from the database, and creates the first key of each purpose. An app key signs once it is `overlap`
+/// Loads the keys from the database, and creates the first key for each purpose. An app key signs once it is `overlap`
 /// old.
 pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet, KeyError> {
     let proof = open_all(load_or_create(db, seal, db::keys::PROOF_PURPOSE).await?, seal)?;
@@ -174,7 +174,7 @@ pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet,
     })
 }
 
-/// Checks that a platform key opens each active signing key.
+/// Checks that each active signing key can be opened with one of the platform keys.
 ///
 /// # Errors
 /// [`KeyError`]; `Sealed` for a key that neither platform key opens.
@@ -204,7 +204,7 @@ async fn load_or_create(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::k
     Ok(stored)
 }
 
-/// Creates another key. The transaction must hold [`SIGNING_KEYS_LOCK`].
+/// Creates a new key. The transaction must hold [`SIGNING_KEYS_LOCK`].
 pub async fn generate(
     tx: &deadpool_postgres::Transaction<'_>,
     seal: &Seal,
@@ -232,7 +232,7 @@ fn public_keys(signers: &[Arc<Signer>]) -> ProofKeys {
     ProofKeys { keys: signers.iter().map(|signer| signer.public_key()).collect() }
 }
 
-/// Whether two views contain the same keys and sign with the same keys.
+/// Returns whether two views contain the same keys and sign with the same keys.
 pub fn has_same_keys(one: &SigningSet, other: &SigningSet) -> bool {
     one.public == other.public
         && one.app.public == other.app.public

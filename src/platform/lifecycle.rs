@@ -1,5 +1,5 @@
-//! Changes the states of machines. All changes go through this module: it applies the pure transition, then writes the
-//! new state and the effects in one transaction.
+//! Changes machine states. All changes go through this module: it applies the pure transition, then writes the new
+//! state and the effects in one transaction.
 //!
 //! This module decides nothing itself. Invariant: the row is written only if it has not changed since it was read, and
 //! it is written together with all effects or not at all.
@@ -24,7 +24,7 @@ use svc_wire::machine::MachineKind;
 /// Maximum number of earlier machines that are considered for reinstatement.
 const MAX_PREDECESSORS: i64 = 50;
 
-/// Why a change was not applied.
+/// The reason a change was not applied.
 #[derive(Debug, thiserror::Error)]
 pub enum LifecycleError {
     #[error(transparent)]
@@ -48,16 +48,16 @@ pub struct MachineRequest {
     pub image_version: ImageVersion,
     pub bundle_sha256: String,
     pub https_port: u16,
-    /// Lifetime of a preview; `None` for other machines.
+    /// A preview's lifetime; `None` for other machines.
     pub preview_ttl: Option<Duration>,
-    /// The key of the snapshot to restore; `None`: the snapshot that the pointer names.
+    /// The key of the snapshot to restore; `None` means the snapshot that the pointer names.
     pub restore_snapshot: Option<String>,
 }
 
-/// Data of an event that the transition itself does not read.
+/// Event data that the transition itself does not read.
 #[derive(Default, Clone)]
 pub struct EventContext<'a> {
-    /// Stage and message of the failure.
+    /// The failure's stage and message.
     pub failure: Option<(&'a str, &'a str)>,
     /// The machine that replaces this one, if the event replaces it.
     pub successor: Option<&'a MachineRequest>,
@@ -84,7 +84,7 @@ pub enum Change {
 /// Applies an event to a machine whose row the transaction has locked.
 ///
 /// # Errors
-/// [`LifecycleError`]; the transaction must then not be committed.
+/// [`LifecycleError`]; in that case, the transaction must not be committed.
 pub async fn apply(
     tx: &Transaction<'_>,
     mint: &TokenMint,
@@ -144,7 +144,7 @@ async fn write_state(
             failure = to_failure(next, context);
             written.failure = failure.as_ref();
         }
-        // The machine has already left its slot: only the state in which it left is changed.
+        // The machine has already left its slot: only the state in which it left changes.
         State::Retired { previous: held } | State::Deleted { previous: held }
             if has_already_left(before, next) =>
         {
@@ -163,7 +163,7 @@ async fn write_state(
     machine_changes::compare_and_set(tx, before, &written).await
 }
 
-/// Whether the machine had already left its slot in this way.
+/// Returns whether the machine had already left its slot in this way.
 fn has_already_left(before: &MachineRow, next: &State) -> bool {
     match next {
         State::Retired { .. } => before.retired_at.is_some(),
@@ -248,7 +248,7 @@ async fn reinstate_predecessor(
     Ok(())
 }
 
-/// Finds the last registered machine of the slot that has a server; `None` if that machine was deleted. Does not go back
+/// Finds the slot's last registered machine that has a server; `None` if that machine was deleted. Does not go back
 /// past a deleted machine or a machine that has stored a snapshot: an older machine would replace that snapshot with an
 /// older state.
 async fn find_reinstatable(tx: &Transaction<'_>, before: &MachineRow) -> Result<Option<MachineRow>, DbError> {
@@ -264,8 +264,8 @@ async fn find_reinstatable(tx: &Transaction<'_>, before: &MachineRow) -> Result<
     Ok(None)
 }
 
-/// Deletes the predecessor of a machine that is deleted before it has registered. An operator's order to delete the
-/// server without a grace period does not extend to the predecessor's server.
+/// Deletes the predecessor of a machine that is being deleted before it has registered. An operator's request to delete
+/// the server without a grace period does not extend to the predecessor's server.
 async fn delete_predecessor(
     tx: &Transaction<'_>,
     mint: &TokenMint,
@@ -287,7 +287,7 @@ async fn delete_predecessor(
     Ok(())
 }
 
-/// Writes the audit entry for the effect of one machine's change on another machine of its slot.
+/// Writes the audit entry for the effect of one machine's change on another machine in its slot.
 async fn audit(tx: &Transaction<'_>, action: &str, before: &MachineRow) -> Result<(), DbError> {
     let after = db::machines::get(tx, before.id).await?.map(|after| after.record());
     let entry = db::audit::AuditEntry {

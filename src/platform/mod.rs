@@ -88,10 +88,10 @@ use svc_provider::hetzner::Hetzner;
 use svc_store::{Bucket, parallel_probe};
 use svc_wire::text::Text;
 
-/// Time for running steps to finish after the stop signal; the next process resumes unfinished steps.
+/// How long running steps have to finish after the stop signal; the next process resumes unfinished steps.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(25);
 
-/// Timeout for the store probe, so that an unreachable store does not delay the startup.
+/// Timeout for the store probe, so that an unreachable store does not delay startup.
 const STORE_PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout for one read or write of an object, including retries: shorter than the timeout of an operator's client.
 const STORE_CALL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -117,7 +117,7 @@ enum Command {
     Probe,
 }
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
@@ -285,8 +285,8 @@ async fn admit(
     Ok(process)
 }
 
-/// Refuses outdated keys and a damaged mark; otherwise returns whether the mark could be checked. If the store is
-/// unavailable, the process starts, and repeats the check while it runs ([`mark::write_until_stopped`]).
+/// Rejects outdated keys and a damaged mark; otherwise returns whether the mark could be checked. If the store is
+/// unavailable, the process starts, and repeats the check while it is running ([`mark::write_until_stopped`]).
 fn check_mark(result: Result<(), MarkError>) -> Result<bool, Failure> {
     match result {
         Err(error) if error.is_refusal() => Err(Failure::new(Exit::Config, error)),
@@ -333,15 +333,15 @@ fn log_start(process: &ProcessKeys, api: &str) {
     tracing::info!(%process, api, key = %ids.current, previous, "platform process started with these keys");
 }
 
-/// Deletes the row of this process, so that a starting process with other platform keys need not wait until it expires.
+/// Deletes this process's row, so that a starting process with other platform keys need not wait until it expires.
 async fn delete_process_row(platform: &Platform) {
     let deleted = async { platform.process.delete(&platform.db.session().await?).await };
     if let Err(error) = deleted.await {
-        tracing::debug!(error = %svc_base::chain::format_chain(&error), "cannot delete the row of this process; it will expire");
+        tracing::debug!(error = %svc_base::chain::format_chain(&error), "cannot delete this process's row; it will expire");
     }
 }
 
-/// Refuses a store on which two hosts could both write the same pointer value. An unavailable store is accepted.
+/// Rejects a store on which two hosts could both write the same pointer value. An unavailable store is accepted.
 async fn refuse_unsafe_store(bucket: &Bucket) -> Result<(), Failure> {
     match parallel_probe::run(bucket, STORE_PROBE_TIMEOUT).await {
         Ok(found) => {

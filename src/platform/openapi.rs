@@ -1,4 +1,4 @@
-//! The OpenAPI document of the control API and the router.
+//! The OpenAPI document for the control API and the router.
 
 use std::sync::LazyLock;
 
@@ -26,10 +26,10 @@ const API: Api = Api {
     ],
 };
 
-/// The serialized [`document`], built by the first request for it.
+/// The serialized [`document`], built on the first request for it.
 pub static JSON: LazyLock<Bytes> = LazyLock::new(|| document().to_string().into());
 
-/// Builds the OpenAPI document of all routes: the control API's, and the router's on the public hosts.
+/// Builds the OpenAPI document for all routes: the control API's, and the router's on the public hosts.
 pub fn document() -> Value {
     let control = ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
     let public = router::ROUTES.iter().map(|route| &route.operation);

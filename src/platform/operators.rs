@@ -8,10 +8,10 @@ use svc_machine::name::OperatorName;
 use svc_wire::operator::Scope;
 use svc_wire::text::Text;
 
-/// The name in the audit for callers with `PLATFORM_SECRET`. No operator can have this name.
+/// The name in the audit log for callers with `PLATFORM_SECRET`. No operator can have this name.
 pub const PLATFORM_SECRET_ACTOR: &str = "operator";
 
-/// The scopes of one operator.
+/// An operator's scopes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Scopes(BTreeSet<Scope>);
 
@@ -20,12 +20,12 @@ impl Scopes {
         Self(Scope::ALL.into())
     }
 
-    /// Parses stored names of scopes. An unknown name, which a later release may have stored, grants nothing.
+    /// Parses stored scope names. An unknown name, which a later release may have stored, grants nothing.
     pub fn from_stored<'a>(names: impl IntoIterator<Item = &'a str>) -> Self {
         Self(names.into_iter().filter_map(|name| name.parse().ok()).collect())
     }
 
-    /// The scopes in the form that the API returns.
+    /// Returns the scopes in the form that the API returns.
     pub fn to_wire(&self) -> Vec<Text<Scope>> {
         self.0.iter().map(Into::into).collect()
     }
@@ -38,12 +38,12 @@ impl Scopes {
         self.0.is_empty()
     }
 
-    /// Whether the set contains at least one of these scopes.
+    /// Returns whether the set contains at least one of these scopes.
     pub fn has_any(&self, wanted: &[Scope]) -> bool {
         wanted.iter().any(|scope| self.0.contains(scope))
     }
 
-    /// The scopes in `requested` that this set lacks.
+    /// Returns the scopes in `requested` that this set lacks.
     pub fn missing(&self, requested: &Self) -> Vec<&'static str> {
         requested.0.difference(&self.0).map(|scope| scope.as_str()).collect()
     }
@@ -55,7 +55,7 @@ impl FromIterator<Scope> for Scopes {
     }
 }
 
-/// The caller of an operators' route.
+/// The caller of an operator route.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Operator {
     /// A caller with `PLATFORM_SECRET`, who has every scope.
@@ -67,7 +67,7 @@ pub enum Operator {
 }
 
 impl Operator {
-    /// The caller's name in the audit.
+    /// Returns the caller's name in the audit log.
     pub fn actor(&self) -> &str {
         match self {
             Self::PlatformSecret => PLATFORM_SECRET_ACTOR,

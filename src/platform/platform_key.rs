@@ -8,7 +8,7 @@ use std::fmt;
 use ring::hmac;
 use secrecy::{ExposeSecret, SecretSlice};
 
-/// Length of a fingerprint before its hexadecimal encoding.
+/// Length of a fingerprint before hexadecimal encoding.
 const ID_BYTES: usize = 6;
 
 pub struct PlatformKeys {

@@ -1,7 +1,7 @@
 //! Compares this process's clock with the database's: leases and deadlines use the database's clock; tokens, proofs
 //! and the provider's rate limit use this process's clock.
 //!
-//! This module corrects no clock. The result is logged, exported as a metric, and part of the readiness check.
+//! This module does not correct any clock. The result is logged, exported as a metric, and used in the readiness check.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -29,12 +29,13 @@ impl ProcessClock {
         Self { skew_ms: AtomicI64::new(UNKNOWN_SKEW), max_skew }
     }
 
-    /// How far this process's clock is ahead of the database's, in milliseconds; `None` before the first comparison.
+    /// Returns how far this process's clock is ahead of the database's, in milliseconds; `None` before the first
+    /// comparison.
     pub fn skew_ms(&self) -> Option<i64> {
         Some(self.skew_ms.load(Ordering::Relaxed)).filter(|skew| *skew != UNKNOWN_SKEW)
     }
 
-    /// Whether the clocks agree or have not been compared yet.
+    /// Returns whether the clocks agree or have not been compared yet.
     pub fn is_ok(&self) -> bool {
         self.skew_ms().is_none_or(|skew| self.is_within(skew))
     }

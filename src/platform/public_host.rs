@@ -11,7 +11,7 @@ pub enum PublicHost {
 }
 
 impl PublicHost {
-    /// The value in `sessions.host`.
+    /// Returns the value in `sessions.host`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::App => "app",

@@ -1,5 +1,5 @@
 //! The provider's rate limit as one budget for all platform processes: a token bucket in the database, from which each
-//! process reserves several calls at a time while enough remain.
+//! process reserves several calls at once while enough remain.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use svc_provider::{BudgetGrant, ObservedBudget, RateBudget};
 
 pub struct SharedBudget {
     db: Db,
-    /// Identifies the provider's project, to which the limit applies: a digest of the API's URL and the token.
+    /// Identifies the provider's project, to which the limit applies: a digest of the API URL and the token.
     account: String,
 }
 

@@ -1,7 +1,8 @@
-//! Rate limits of the control API: unverified bearer tokens per client address, and requests per operator and per host.
+//! Rate limits for the control API: unverified bearer tokens per client address, and requests per operator and per
+//! host.
 //!
 //! A token that this process has accepted recently does not count against its address, so that an attacker in the same
-//! network cannot exhaust the limit of an operator or a host. The token is still verified on every request.
+//! network cannot exhaust an operator's or a host's limit. The token is still verified on every request.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -24,8 +25,8 @@ const HOST_BURST_SECONDS: u32 = 20;
 const CREDENTIALS_INTERVAL: Duration = Duration::from_secs(10);
 const CREDENTIALS_BURST: u32 = 20;
 const BURST_SECONDS: u32 = 10;
-/// Average interval between reported refusals of host tokens: short enough to keep the alarm raised, and long enough to
-/// limit the log's volume.
+/// Average interval between reported rejections of host tokens: short enough to keep the alarm raised, and long enough
+/// to limit the log's volume.
 const REFUSAL_REPORT_INTERVAL: Duration = Duration::from_secs(5);
 const REFUSAL_REPORT_BURST: u32 = 20;
 const ACCEPTED_TOKEN_TTL: Duration = Duration::from_secs(600);
@@ -33,7 +34,7 @@ const ACCEPTED_TOKEN_TTL: Duration = Duration::from_secs(600);
 /// the limit once more.
 const MAX_ACCEPTED_TOKENS: usize = 32_768;
 
-/// Settings of [`ApiRateLimits`].
+/// Settings for [`ApiRateLimits`].
 #[derive(Debug, Clone)]
 pub struct RateLimitConfig {
     /// Requests per operator per second; 0 means no limit.
@@ -42,7 +43,7 @@ pub struct RateLimitConfig {
     pub host_rate: u32,
     /// Unverified tokens per client address per second; 0 means no limit.
     pub unverified_token_rate: u32,
-    /// Proxies in front of the API. They are exempt from the limit per address, because many clients share their
+    /// Proxies in front of the API. They are exempt from the per-address limit, because many clients share their
     /// addresses.
     pub trusted_proxies: Networks,
 }
@@ -60,7 +61,7 @@ impl RateLimitConfig {
     }
 }
 
-/// The rate limits of one process.
+/// One process's rate limits.
 pub struct ApiRateLimits {
     operators: RateLimit<String>,
     hosts: RateLimit<MachineId>,
@@ -88,8 +89,8 @@ impl ApiRateLimits {
         }
     }
 
-    /// Counts the verification of a token against the limit of `client`, the address of the connected peer. Trusted
-    /// proxies and recently accepted tokens are exempt.
+    /// Counts a token verification against the limit for `client`, the address of the connected peer. Trusted proxies
+    /// and recently accepted tokens are exempt.
     ///
     /// # Errors
     /// `rate_limited`.
@@ -127,7 +128,7 @@ impl ApiRateLimits {
         let actor = operator.actor();
         self.operators
             .check(&actor.to_string())
-            .map_err(|wait| rate_limited(&format!("Operator {actor} sends too many requests."), wait))
+            .map_err(|wait| rate_limited(&format!("Operator {actor} is sending too many requests."), wait))
     }
 
     /// Counts a request from a verified host.
@@ -135,10 +136,12 @@ impl ApiRateLimits {
     /// # Errors
     /// `rate_limited`.
     pub fn admit_host(&self, machine: MachineId) -> Result<(), Problem> {
-        self.hosts.check(&machine).map_err(|wait| rate_limited("This host sends too many requests.", wait))
+        self.hosts
+            .check(&machine)
+            .map_err(|wait| rate_limited("This host is sending too many requests.", wait))
     }
 
-    /// Counts a host's request for credentials of the object store.
+    /// Counts a host's request for object store credentials.
     ///
     /// # Errors
     /// `rate_limited`.
@@ -147,7 +150,7 @@ impl ApiRateLimits {
         self.credentials.check(&machine).map_err(|wait| rate_limited(cause, wait))
     }
 
-    /// Counts a report of a refused host token, and returns whether it may be sent.
+    /// Counts a report of a rejected host token, and returns whether it may be sent.
     pub fn admit_refusal_report(&self) -> bool {
         self.refusal_reports.check(&()).is_ok()
     }
@@ -178,7 +181,7 @@ mod tests {
         })
     }
 
-    /// Exhausts the limit of `CLIENT` with guesses.
+    /// Exhausts `CLIENT`'s limit with guesses.
     fn exhaust_address_limit(limits: &ApiRateLimits) {
         let refused = (0..20)
             .filter(|number| limits.admit_unverified_token(CLIENT, &format!("guess {number}")).is_err());
@@ -209,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn trusted_proxy_has_no_limit_per_address() {
+    fn trusted_proxy_has_no_per_address_limit() {
         let limits = limits("192.0.2.0/24");
         for number in 0..100 {
             limits.admit_unverified_token(CLIENT, &format!("guess {number}")).unwrap();

@@ -1,18 +1,19 @@
-//! Plans the next step of a rollout: maps the state of its machines to effects. Pure: reads no clock and no database.
+//! Plans the next step of a rollout: maps its machines' states to effects. Pure: reads no clock and no database.
 //!
 //! Invariants:
 //!
 //! - At most one batch is updated at a time, the canary first and separately.
-//! - A batch starts only when every machine of the previous batch has ended.
+//! - A batch starts only when every machine in the previous batch has ended.
 //! - Once a machine has the release, no further update is requested before the release is verified.
-//! - If verification is due and the canary ended without the release, as many machines of the next batch take its place.
+//! - If verification is due and the canary ended without the release, the same number of machines from the next batch
+//!   take its place.
 //! - No update is requested after the canary has failed or the maximum number of failures is reached.
-//! - A machine whose update was requested ends by its host's report, by leaving service, or by a timeout.
+//! - A requested update ends when its host reports a result, when its machine leaves service, or on a timeout.
 
 use svc_machine::id::MachineId;
 use svc_wire::rollout::MemberState;
 
-/// Current state of a machine in a rollout.
+/// The current state of a machine in a rollout.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member {
     pub machine: MachineId,
@@ -32,11 +33,11 @@ pub struct Member {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RolloutPace {
     Running,
-    /// Paused, stopped or aborted. Updates that were already requested still end.
+    /// Paused, stopped or aborted. Updates that were already requested still complete.
     Halted,
 }
 
-/// The state of the verification of the release on the first machines that get it.
+/// The state of the release's verification on the first machines that receive it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum VerificationState {
     /// Not required, or passed.
@@ -65,7 +66,7 @@ pub enum RolloutEffect {
     Succeed,
 }
 
-/// The limits of a rollout.
+/// A rollout's limits.
 #[derive(Debug, Clone, Copy)]
 pub struct RolloutLimits {
     /// Number of machines that get the release first; 0 if the first batch does.
@@ -141,7 +142,7 @@ pub fn next_effects(
     effects
 }
 
-/// How a requested update has ended; `None` while it is in progress.
+/// Returns how a requested update ended; `None` while it is in progress.
 fn update_result(member: &Member) -> Option<(MemberState, Option<String>)> {
     if !member.is_running {
         return Some((MemberState::Skipped, Some("the machine stopped running".to_owned())));
@@ -180,7 +181,7 @@ mod tests {
         RollsBack,
         Silent,
         Stops,
-        /// The host has the release before the rollout.
+        /// The host already had the release before the rollout.
         AlreadyUpdated,
         /// The machine is never running.
         Down,

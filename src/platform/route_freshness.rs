@@ -1,4 +1,4 @@
-//! The age of the router's routes, shared with the readiness check of the process.
+//! The age of the router's routes, shared with the process's readiness check.
 //!
 //! Invariant: routes are served only while their age is below the configured maximum, and never before the first load.
 
@@ -59,7 +59,7 @@ impl RouteFreshness {
         self.confirmed_ms.fetch_max(confirmed, Ordering::AcqRel);
     }
 
-    /// The age of the routes; `None` before the first load.
+    /// Returns the age of the routes; `None` before the first load.
     pub fn age(&self) -> Option<Duration> {
         match self.confirmed_ms.load(Ordering::Acquire) {
             NOT_LOADED => None,

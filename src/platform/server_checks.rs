@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use svc_machine::id::MachineId;
 
-/// Maximum number of machines that one process remembers. When it is reached, lookups of other machines must wait.
+/// Maximum number of machines that one process remembers. When it is reached, lookups for other machines must wait.
 const MAX_MACHINES: usize = 4096;
 
 #[derive(Debug)]

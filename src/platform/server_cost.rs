@@ -1,7 +1,7 @@
 //! The monthly cost of a new machine's server, from the provider's price list.
 //!
 //! A server is ordered with a public IPv4 address, but without volumes and without the provider's backups
-//! (`provider::hetzner`), so that no other item of the price list applies.
+//! (`provider::hetzner`), so no other item in the price list applies.
 
 use std::time::Duration;
 
@@ -47,7 +47,7 @@ pub async fn read_cost(
 /// Returns the cost of a server for a quote, from prices that are at most a few minutes old.
 ///
 /// # Errors
-/// Those of [`read_cost`].
+/// Same as [`read_cost`].
 pub async fn read_quoted_cost(
     platform: &Platform,
     server_type: &ServerType,

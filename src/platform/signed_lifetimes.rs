@@ -1,4 +1,4 @@
-//! Lifetimes of the tokens that the platform signs for browsers, and of the records of sign-outs.
+//! Lifetimes of the tokens that the platform signs for browsers, and of sign-out records.
 
 use std::time::Duration;
 

@@ -2,7 +2,7 @@
 //! heartbeat offers to the host. Pure: reads no clock and no database.
 //!
 //! The host stores the next token before it sends a heartbeat with it. After that heartbeat, the platform accepts the
-//! previous token only for an overlap. If the database was restored from an older copy, a token may have a later
+//! previous token only during an overlap. If the database was restored from an older copy, a token may have a later
 //! generation than the database records: if the platform made the token, it is accepted, and the database is updated.
 //!
 //! Invariant: a token that a host has stored is accepted until the host has sent a heartbeat with a later token.
@@ -15,10 +15,10 @@ use secrecy::{ExposeSecret, SecretString};
 use super::tokens::{Generation, Purpose, TokenClaim, TokenMint, matches_hash};
 use svc_machine::id::MachineId;
 
-/// Fail points of the rotation, in the order in which they are reached.
+/// The fail points in the rotation, in the order in which they are reached.
 pub const FAILPOINTS: &[&str] = &["token-take-up-before-commit", "token-take-up-after-commit"];
 
-/// Schedule of token rotation.
+/// The token rotation schedule.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenTiming {
     /// Age at which a token gets a successor.
@@ -61,8 +61,8 @@ pub enum TokenStatus {
 pub enum TokenOffer {
     /// The stored token, which the host does not use yet.
     Stored(SecretString),
-    /// A token of a later generation, which the caller makes with the current platform key. It must make none while
-    /// processes with another current key are running: they would replace each other's tokens.
+    /// A token with a later generation, which the caller makes with the current platform key. It must make none while
+    /// processes with a different current key are running: they would replace each other's tokens.
     Next(Generation),
 }
 
@@ -180,7 +180,7 @@ mod tests {
     enum Loss {
         Nothing,
         Response,
-        /// The agent is killed while it writes the file, which keeps its old content.
+        /// The agent is killed while writing the file, which keeps its old content.
         Write,
     }
 

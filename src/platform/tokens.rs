@@ -1,5 +1,5 @@
-//! Tokens of hosts (the one-time registration token and `UPGRADE_TOKEN`) and of operators, and the platform's
-//! signatures of fences.
+//! Host tokens (the one-time registration token and `UPGRADE_TOKEN`), operator tokens, and the platform's fence
+//! signatures.
 //!
 //! A host token is an HMAC-SHA256 of machine, purpose and generation with `PLATFORM_KEY`, so that user-data can be
 //! rendered again after a crash. An operator's token is an HMAC-SHA256 of the token's id, so that a repeated request gets
@@ -70,15 +70,15 @@ impl TokenMint {
         token(&self.key, machine, purpose, generation)
     }
 
-    /// Makes the first token of a machine. The stored hash shows which key issued it; the same key is used, so that
-    /// user-data is rendered identically during a change of the platform key.
+    /// Makes a machine's first token. The stored hash shows which key issued it; the same key is used, so that
+    /// user-data is rendered identically during a platform key change.
     pub fn first_token(&self, machine: MachineId, purpose: Purpose, stored_hash: &[u8]) -> SecretString {
         let first = Generation::FIRST;
         let stored = self.stored_token(machine, purpose, first, stored_hash);
         stored.unwrap_or_else(|| self.token(machine, purpose, first))
     }
 
-    /// Makes the token with the stored hash, with either key; `None` if neither key gives that hash.
+    /// Makes the token with the stored hash, with either key; `None` if neither key produces that hash.
     pub fn stored_token(
         &self,
         machine: MachineId,
@@ -107,7 +107,7 @@ impl TokenMint {
         operator_token(&self.key, id)
     }
 
-    /// Makes the operator's token with the stored hash, with either key; `None` if neither key gives that hash.
+    /// Makes the operator's token with the stored hash, with either key; `None` if neither key produces that hash.
     pub fn stored_operator_token(&self, id: OperatorTokenId, stored_hash: &[u8]) -> Option<SecretString> {
         let mut tokens = self.keys().map(|key| operator_token(key, id));
         tokens.find(|token| matches_hash(token.expose_secret(), stored_hash))
@@ -138,7 +138,7 @@ impl TokenMint {
         self.keys().any(|key| hmac::verify(key, subject.as_bytes(), &mac).is_ok())
     }
 
-    /// The hash of the token that the current platform key makes.
+    /// Returns the hash of the token made with the current platform key.
     pub fn hash(&self, machine: MachineId, purpose: Purpose, generation: Generation) -> Vec<u8> {
         hash(self.token(machine, purpose, generation).expose_secret())
     }
@@ -167,7 +167,7 @@ fn fence_subject(slot: &SlotPrefix, epoch: Epoch, machine: MachineId) -> String 
     format!("svc fence\n{}\n{epoch}\n{machine}", slot.pointer())
 }
 
-/// The stored hash of a token.
+/// Returns a token's hash, as it is stored.
 pub fn hash(token: &str) -> Vec<u8> {
     Sha256::digest(token.as_bytes()).to_vec()
 }
@@ -195,7 +195,7 @@ pub fn parse_claim(token: &str, purpose: Purpose) -> Option<TokenClaim> {
         None => (Generation::FIRST, rest),
         Some((number, mac)) => {
             let generation = Generation(number.parse().ok()?);
-            // Each generation has exactly one form; the first generation has no number.
+            // Each generation has exactly one representation; the first generation has no number.
             let is_canonical = generation > Generation::FIRST && generation.0.to_string() == number;
             (is_canonical.then_some(generation)?, mac)
         }

@@ -1,5 +1,4 @@
-//! Renders the user-data of a new server: `#cloud-config` in JSON, with the host's env files and the files of its first
-//! boot.
+//! Renders the user-data of a new server: `#cloud-config` in JSON, with the host's env files and first-boot files.
 //!
 //! The content can be reproduced from the row and the configuration, so that a create request can be repeated after a
 //! crash. It contains credentials, so it is a secret and is never logged.
@@ -42,7 +41,7 @@ const RESUME_COMMAND: &str = "sem=/var/lib/cloud/instance/sem/config_; if test !
     rm -f ${sem}write_files ${sem}runcmd ${sem}scripts_user; elif test ! -e /opt/svc/first-boot-complete; then \
     systemctl enable --now --no-block svc-first-boot.service; fi";
 
-/// Why user-data cannot be rendered.
+/// The reason user-data cannot be rendered.
 #[derive(Debug, thiserror::Error)]
 pub enum RenderError {
     #[error("the user-data has {size} bytes, but the provider accepts at most {MAX_BYTES}")]
@@ -111,11 +110,11 @@ fn firewall_rules(rules: &str, egress: &Networks) -> String {
     rules.replace(SERVED_PORTS_RULE, &admit_rules)
 }
 
-/// Finds a variable of an env file whose value does not fit on one line.
+/// Finds a variable in an env file whose value does not fit on one line.
 fn find_multi_line_variable(content: &str) -> Option<String> {
     let has_control = |line: &str| line.chars().any(char::is_control);
     let first = content.split('\n').position(has_control);
-    // The quotes of a value must be closed on its line, so a value with a line break gives an unreadable line.
+    // A value's quotes must be closed on the same line, so a line break in a value makes the line unreadable.
     let number = first.or_else(|| parse_env_file(content).err().map(|number| number - 1))?;
     let line = content.split('\n').nth(number).unwrap_or_default();
     Some(line.split('=').next().unwrap_or_default().to_owned())
@@ -158,8 +157,8 @@ fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: 
         ("UPGRADE_TOKEN", upgrade.expose_secret()),
         ("SVC_PROOF_KEYS", &keys),
     ]);
-    // The settings of the authority are omitted, because the size of user-data is limited. They come with the response to
-    // the first heartbeat; a machine does not need them earlier.
+    // The certificate authority's settings are omitted, because the size of user-data is limited. They arrive with the
+    // response to the first heartbeat; a machine does not need them earlier.
     if let Some(domain) = &hosts.domain {
         text.push_str(&format_env_line("SVC_HOST_NAME", &domain.host_name(machine.id)));
     }

@@ -85,7 +85,7 @@ svc_base::variables! {
     "platform.provisioning", in "process environment or the platform's env file", by ["svc-platform"] {
         /// Permits provisioning.
         CUSTOMER_VPS_ENABLED: "flag" = "false";
-        /// Bundle version of new machines.
+        /// Bundle version for new machines.
         CUSTOMER_VPS_IMAGE_VERSION: "version" = required;
         /// Port on which hosts listen.
         CUSTOMER_VPS_HTTPS_PORT: "port" = "443";
@@ -118,15 +118,16 @@ svc_base::variables! {
         /// keys](../operating/keys.md#rotate-the-release-keys).
         BUNDLE_KEYS_SEQUENCE: "number" = "0";
         /// Networks from which the platform connects to hosts. New hosts accept connections to :443 only from these
-        /// networks. Loopback, multicast and unspecified addresses are refused. If unset, every address is accepted.
+        /// networks. Loopback, multicast and unspecified addresses are rejected. If unset, every address is accepted.
         PLATFORM_EGRESS_CIDRS: "1 to 32 addresses or CIDRs, separated by commas" = unset;
         /// Container image of the hosts' database.
         SVC_POSTGRES_IMAGE: "image name" = derived "`docker.io/library/postgres:16`";
         /// Whether provisioning requires a subscription.
         BILLING_ENFORCEMENT: "flag" = "true";
-        /// Whether confirmations are required: a request that provisions a new customer must confirm the monthly cost and
-        /// the customer's consent (`confirmedMonthlyCost`, `confirmedOptIn`), and a request that replaces a failed machine
-        /// with a machine of another server type must confirm the cost. `svcctl provision` always sends them.
+        /// Whether confirmations are required: a request that provisions a new customer must confirm the monthly cost
+        /// and the customer's consent (`confirmedMonthlyCost`, `confirmedOptIn`), and a request that replaces a failed
+        /// machine with a machine of a different server type must confirm the cost. `svcctl provision` always sends
+        /// them.
         PROVISION_CONFIRMATION: "flag" = "false";
         /// Name of this environment, such as `production`. `svcctl provision` shows it before it changes anything.
         PLATFORM_ENVIRONMENT: "text of at most 64 characters" = unset;
@@ -149,17 +150,17 @@ svc_base::variables! {
         /// `svcctl provision` shows it.
         PROVIDER_PROJECT: "text of at most 64 characters" = unset;
         /// Maximum number of servers in the project. The provider's API does not report it. A request whose machine
-        /// would exceed it is refused. Because the server of a replaced machine is kept for some time, one replacement per
-        /// slot may exceed it.
+        /// would exceed it is rejected. Because the server of a replaced machine is kept for some time, one replacement
+        /// per slot may exceed it.
         PROVIDER_SERVER_LIMIT: "number, at least 1" = unset;
-        /// Server type of a machine if the request does not name one.
+        /// Server type for a machine if the request does not specify one.
         PROVIDER_SERVER_TYPE: "server type" = "cpx22";
         /// Location in which servers are created.
         PROVIDER_LOCATION: "location" = "nbg1";
         /// Locations to try, in this order, if the provider has no capacity in `PROVIDER_LOCATION`, for
         /// example `hel1,fsn1`.
         PROVIDER_FALLBACK_LOCATIONS: "at most 8 locations, separated by commas" = unset;
-        /// Image of new servers.
+        /// Image for new servers.
         PROVIDER_IMAGE: "image name" = "debian-12";
         /// How long after an unanswered create request its server may still appear.
         PROVIDER_AMBIGUOUS_WAIT_SECONDS: "seconds" = "60";
@@ -177,8 +178,7 @@ svc_base::variables! {
         STS_ROLE_ARN: "ARN" = derived "**required** with `sts`";
         /// URL to which AssumeRole requests are sent.
         STS_ENDPOINT: "URL" = derived "`OBJECT_STORE_ENDPOINT`, else AWS's for `AWS_REGION`";
-        /// Whether hosts' sessions can create snapshots and entries of the pointer log but not overwrite them. See
-        /// below.
+        /// Whether hosts' sessions can create snapshots and pointer-log entries but not overwrite them. See below.
         STORE_WRITE_ONCE: "flag" = "false";
         /// Lifetime of a host's outage session. See below.
         STS_DURATION_SECONDS: "seconds, 900 to 604800" = "43200";
@@ -193,7 +193,7 @@ svc_base::variables! {
         /// How long a final backup may take in total before the operation waits for an operator, regardless of
         /// progress.
         LAST_BACKUP_LIMIT_SECONDS: "seconds" = "43200";
-        /// How long powering off a replaced server is retried after the shutdown timeout. Then the replacement
+        /// How long powering off a replaced server is retried after the shutdown timeout before the replacement
         /// continues.
         POWER_OFF_RETRY_SECONDS: "seconds" = "120";
         /// How long a replaced server is kept after its successor's first healthy heartbeat. With 0, it is deleted
@@ -201,8 +201,8 @@ svc_base::variables! {
         PREDECESSOR_KEEP_SECONDS: "seconds" = "86400";
         /// How long a deleted machine's server is kept, powered off, for `undelete`.
         DELETE_GRACE_SECONDS: "seconds" = "86400";
-        /// How long a server of this installation without a known machine is kept after it was first seen. It is then
-        /// deleted only if an operator has released it.
+        /// How long this installation keeps a server without a known machine after first seeing it. It is then deleted
+        /// only if an operator has released it.
         ORPHAN_GRACE_SECONDS: "seconds" = "86400";
     }
 
@@ -233,32 +233,32 @@ svc_base::variables! {
         /// listed less often, so that the requests use at most a quarter of the provider's rate limit: 5,000 servers
         /// every 400 s.
         RECONCILE_SECONDS: "seconds, at least 1" = "30";
-        /// Minimum interval at which heartbeats of a machine that should be off or has failed make the platform look up
-        /// its server at the provider.
+        /// Minimum interval at which heartbeats from a machine that should be off or has failed make the platform look
+        /// up its server at the provider.
         SERVER_CHECK_SECONDS: "seconds" = "60";
         /// Minimum time without a heartbeat before a host's server can count as gone.
         SERVER_GONE_SILENCE_SECONDS: "seconds" = "120";
         /// How long ended operations and rollouts are kept.
         OPERATION_RETENTION_DAYS: "days, 1 to 36500" = "400";
-        /// How long the operators' audit is kept.
+        /// How long the operators' audit log is kept.
         AUDIT_RETENTION_DAYS: "days, 1 to 36500" = "3653";
     }
 
     "platform.rates", in "process environment or the platform's env file", by ["svc-platform"] {
         // Above the rate of an operator's script that runs in a loop, but low enough that a runaway script does not
         // exhaust the process.
-        /// Requests per second of one operator, or with `PLATFORM_SECRET`; the burst is ten seconds' worth.
+        /// Requests per second from one operator, or with `PLATFORM_SECRET`; the burst is ten seconds' worth.
         PLATFORM_OPERATOR_REQUESTS_PER_SECOND: "number" = "200";
         // A host sends two heartbeats a minute; a download or an update adds a few requests.
         /// Requests per second with one host's `UPGRADE_TOKEN`; the burst is 20 seconds' worth. Requests for storage
         /// credentials are limited to one in 10 seconds, with a burst of 20. `0` removes both limits.
         PLATFORM_HOST_REQUESTS_PER_SECOND: "number" = "5";
-        // Enough for a fleet of 6,000 machines behind one address to send one token each per minute after a restart of
-        // the platform.
+        // Enough for a fleet of 6,000 machines behind one address to send one token each per minute after a platform
+        // restart.
         /// Bearer tokens per second from one address (IPv4) or network (IPv6, /64); the burst is ten seconds'
         /// worth. Tokens that the process has accepted in the last ten minutes do not count.
         PLATFORM_ADDRESS_CHECKS_PER_SECOND: "number" = "100";
-        /// Addresses of the proxies in front of the API. They are exempt from the limit per address.
+        /// Addresses of the proxies in front of the API. They are exempt from the per-address limit.
         PLATFORM_TRUSTED_PROXIES: "addresses and CIDRs, separated by commas" = unset;
     }
 
@@ -269,9 +269,9 @@ svc_base::variables! {
         // Stale routes are safe, because a connection requires the TLS key that the machine registered.
         /// How long routes are served while the database is unreachable.
         ROUTER_MAX_STALE_SECONDS: "seconds, at least 1" = "1800";
-        // A quarter of the throughput of one core.
-        /// Requests of one user that a router process forwards per second; the burst is two seconds' worth.
-        /// Requests beyond that get 429 with `Retry-After`. `0` means no limit.
+        // A quarter of one core's throughput.
+        /// Requests from one user that a router process forwards per second; the burst is two seconds' worth. Requests
+        /// beyond that get 429 with `Retry-After`. `0` means no limit.
         ROUTER_USER_REQUESTS_PER_SECOND: "number" = "5000";
         // A browser needs about one verification per minute, so thousands of browsers can share an address.
         /// Credentials per second, from one address (IPv4) or network (IPv6, /64), that a router process has

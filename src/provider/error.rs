@@ -5,15 +5,15 @@
 
 use std::time::Duration;
 
-/// The meaning of a failure for the caller. Only the kind decides about retries.
+/// The meaning of a failure for the caller. Only the kind determines whether to retry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case")]
 pub enum ErrorKind {
-    /// The target of the call does not exist.
+    /// The call's target does not exist.
     NotFound,
     /// The name is taken.
     Conflict,
-    /// The provider refuses this request from any caller, and would refuse a retry, too.
+    /// The provider rejects this request from any caller, and would reject a retry too.
     Refused,
     /// A problem with the account, its token, its limits or the provider's capacity, not with the requested server. It
     /// lasts until an operator or the provider fixes it. Nothing was done.
@@ -41,7 +41,7 @@ pub struct ProviderError {
 }
 
 impl ProviderError {
-    /// Used by the adapter, and by fakes in tests.
+    /// Creates an error; used by the adapter, and by fakes in tests.
     pub fn new(call: &'static str, kind: ErrorKind, cause: Cause) -> Self {
         Self { call, kind, cause }
     }
@@ -50,7 +50,7 @@ impl ProviderError {
         self.kind
     }
 
-    /// The provider's error code; empty if it sent none.
+    /// Returns the provider's error code; empty if it sent none.
     pub fn code(&self) -> &str {
         match &self.cause {
             Cause::Response { code, .. } => code,

@@ -24,7 +24,7 @@ use svc_machine::name::{Location, ServerType};
 #[async_trait]
 pub trait Provider: Send + Sync {
     /// Orders a server. After [`ErrorKind::Ambiguous`], the server may exist: look it up by name before ordering again.
-    /// [`ErrorKind::Conflict`] means that a server of this name exists.
+    /// [`ErrorKind::Conflict`] means that a server with this name exists.
     async fn create(&self, order: &ServerOrder) -> Result<CreatedServer, ProviderError>;
 
     /// Finds the server with exactly this name.
@@ -35,10 +35,10 @@ pub trait Provider: Send + Sync {
 
     async fn get(&self, id: ServerId) -> Result<Option<Server>, ProviderError>;
 
-    /// Deletes a server with its disk. A missing server counts as deleted.
+    /// Deletes a server and its disk. A missing server counts as deleted.
     async fn delete(&self, id: ServerId) -> Result<DeleteOutcome, ProviderError>;
 
-    /// Looks up the progress of an action.
+    /// Looks up an action's progress.
     async fn action(&self, id: ActionId) -> Result<Action, ProviderError>;
 
     /// Powers the server on; a running server is unaffected.
@@ -57,15 +57,15 @@ pub trait Provider: Send + Sync {
     /// the server's type.
     async fn change_type(&self, id: ServerId, to: &ServerType) -> Result<Action, ProviderError>;
 
-    /// Whether the provider has a location of this name.
+    /// Whether the provider has a location with this name.
     async fn has_location(&self, name: &Location) -> Result<bool, ProviderError>;
 
     /// Looks up a server type; `None` if the provider does not offer it.
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError>;
 
-    /// Looks up the prices of servers of this type.
+    /// Looks up the prices for servers of this type.
     async fn prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError>;
 
-    /// Counts the servers in the account's project, including servers of other installations.
+    /// Counts the servers in the account's project, including other installations' servers.
     async fn count_servers(&self) -> Result<u64, ProviderError>;
 }

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Amount {
     pub net_micros: u64,
-    /// With value-added tax.
+    /// Including value-added tax.
     pub gross_micros: u64,
 }
 

@@ -16,7 +16,7 @@ pub trait RateBudget: Send + Sync {
         observed: Option<ObservedBudget>,
     ) -> Option<BudgetGrant>;
 
-    /// Reports a refusal by the provider: no process may call the provider for this time.
+    /// Reports a refusal by the provider: no process may call the provider for this long.
     async fn close(&self, wait: Duration);
 }
 

@@ -25,11 +25,11 @@ macro_rules! numeric_id {
 }
 
 numeric_id!(
-    /// The provider's id of a server; never reused.
+    /// The provider's id for a server; never reused.
     ServerId
 );
 numeric_id!(
-    /// The provider's id of an action.
+    /// The provider's id for an action.
     ActionId
 );
 
@@ -51,7 +51,7 @@ pub struct Server {
     pub id: ServerId,
     pub name: String,
     pub status: ServerStatus,
-    /// Whether an action is in progress; another one is refused until it ends.
+    /// Whether an action is in progress; others are rejected until it ends.
     pub locked: bool,
     pub public_ipv4: Option<Ipv4Addr>,
     pub server_type: ServerType,

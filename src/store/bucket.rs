@@ -1,4 +1,4 @@
-//! Reads, writes and conditional writes of a bucket's objects, with errors that callers can act on.
+//! Reads, writes and conditionally writes a bucket's objects, with errors that callers can act on.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ use super::pointer;
 use svc_base::metrics::{STORE_CALLS, STORE_DURATION};
 use svc_base::untrusted_text::truncate_printable;
 
-/// An error of the store, classified by its meaning for the caller.
+/// A store error, classified by its meaning for the caller.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     #[error("{key} does not exist in the object store")]
@@ -48,7 +48,7 @@ pub enum StoreError {
         #[source]
         source: Box<Error>,
     },
-    /// Permanent: another machine has replaced this one, and only it has access.
+    /// Permanent: another machine has replaced this one, and only that machine has access.
     #[error("this machine has been replaced and may no longer use the object store ({key})")]
     Withdrawn { key: String },
     #[error("the object store failed at {key}")]
@@ -65,7 +65,7 @@ impl StoreError {
         Self::Corrupt { key: key.to_string(), why: truncate_printable(&why.to_string()) }
     }
 
-    /// Converts an error of the underlying store to the class that callers act on.
+    /// Converts an error from the underlying store to the class that callers act on.
     pub fn classify(key: &Path, error: Error) -> Self {
         let key = key.to_string();
         if is_withdrawn(&error) {
@@ -82,7 +82,7 @@ impl StoreError {
         }
     }
 
-    /// The metric label.
+    /// Returns the metric label.
     fn kind(&self) -> &'static str {
         match self {
             Self::NotFound { .. } => "not_found",
@@ -135,14 +135,14 @@ impl Version {
     }
 }
 
-/// A value with the version of its object.
+/// A value with its object's version.
 #[derive(Debug, Clone)]
 pub struct Versioned<T> {
     pub value: T,
     pub version: Version,
 }
 
-/// The condition of a write.
+/// The condition for a write.
 #[derive(Debug, Clone)]
 pub enum Condition {
     Absent,
@@ -161,7 +161,7 @@ impl Condition {
 pub struct Bucket {
     inner: Arc<dyn ObjectStore>,
     multipart: Option<MultipartUploads>,
-    /// Timeout of one call including its retries; `None` for the store's own limits.
+    /// Timeout for one call, including its retries; `None` for the store's own limits.
     call_timeout: Option<Duration>,
 }
 
@@ -170,20 +170,20 @@ impl Bucket {
         Self { inner, multipart: None, call_timeout: None }
     }
 
-    /// The same bucket, with upload ids.
+    /// Returns the same bucket with upload ids.
     #[must_use]
     pub fn with_upload_ids(self, store: Arc<dyn MultipartStore>) -> Self {
         Self { multipart: Some(MultipartUploads(store)), ..self }
     }
 
-    /// The same bucket, with a timeout for each read and write of a whole object, including retries.
+    /// Returns the same bucket with a timeout for each read and write of a whole object, including retries.
     #[must_use]
     pub fn with_call_timeout(self, timeout: Duration) -> Self {
         Self { call_timeout: Some(timeout), ..self }
     }
 
-    /// Records the metrics of one call, and runs it with the call timeout. Callers box the future, because it is
-    /// large and part of most of the platform's futures.
+    /// Records the metrics for one call, and runs it with the call timeout. Callers box the future, because it is large
+    /// and part of most of the platform's futures.
     async fn call<T>(
         &self,
         name: &'static str,
@@ -216,8 +216,7 @@ impl Bucket {
         }
     }
 
-    /// Aborts an upload of another process, so that the store drops its parts. Succeeds if the upload has already
-    /// ended.
+    /// Aborts another process's upload, so that the store drops its parts. Succeeds if the upload has already ended.
     pub async fn abort_upload(&self, open: &OpenUpload) -> Result<(), StoreError> {
         let Some(store) = &self.multipart else { return Ok(()) };
         let key = Path::from(open.key.as_str());
@@ -230,7 +229,7 @@ impl Bucket {
     /// Runs `work` with a timeout.
     ///
     /// # Errors
-    /// Those of `work`, or [`StoreError::Unavailable`] after the timeout.
+    /// The errors from `work`, or [`StoreError::Unavailable`] after the timeout.
     pub async fn run_with_timeout<T>(
         &self,
         key: &Path,
@@ -243,7 +242,7 @@ impl Bucket {
         })
     }
 
-    /// The underlying store, for streams and multipart uploads.
+    /// Returns the underlying store, for streams and multipart uploads.
     pub fn raw(&self) -> &Arc<dyn ObjectStore> {
         &self.inner
     }

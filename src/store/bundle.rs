@@ -1,6 +1,6 @@
-//! Published host bundles: the digest of the archive, and the signed manifest that hosts need for an update.
+//! Published host bundles: the archive's digest, and the signed manifest that hosts need for an update.
 //!
-//! A manifest is trusted only as [`VerifiedManifest`], which only [`verify`] creates. Unknown formats are refused;
+//! A manifest is trusted only as [`VerifiedManifest`], which only [`verify`] creates. Unknown formats are rejected;
 //! unknown fields are ignored, except in a key set.
 
 mod keys;
@@ -22,7 +22,7 @@ pub const MAX_COMPANION_BYTES: u64 = 64 << 10;
 const MAX_DIGEST_FILE_BYTES: u64 = 1024;
 const FORMAT: u32 = 1;
 
-/// Reads the SHA-256 (hex) in the `.sha256` companion of a bundle; `None` if there is no such bundle.
+/// Reads the SHA-256 (hex) from a bundle's `.sha256` companion; `None` if there is no such bundle.
 ///
 /// # Errors
 /// [`StoreError`]; a companion without a digest is `Corrupt`.
@@ -52,19 +52,19 @@ pub async fn read_signed_manifest(
     }))
 }
 
-/// Parses the digest in a line of `sha256sum`.
+/// Parses the digest in a line of `sha256sum` output.
 pub fn parse_digest(text: &str) -> Option<String> {
     let digest = text.split_whitespace().next()?;
     let is_hex = digest.len() == 64 && digest.bytes().all(|b| b.is_ascii_hexdigit());
     is_hex.then(|| digest.to_ascii_lowercase())
 }
 
-/// The content of the `.sha256` companion, in the format of `sha256sum`.
+/// Returns the content of the `.sha256` companion, in `sha256sum` format.
 pub fn digest_line(digest: &str) -> String {
     format!("{digest}  {BUNDLE_FILE}\n")
 }
 
-/// The manifest of a bundle: `svc-host-bundle.tar.gz.json`.
+/// A bundle's manifest: `svc-host-bundle.tar.gz.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Manifest {
@@ -87,7 +87,7 @@ pub struct Manifest {
     pub removes: Vec<String>,
 }
 
-/// The reason why a bundle is not trusted.
+/// The reason a bundle is not trusted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ManifestError {
     #[error("no key is trusted: BUNDLE_PUBLIC_KEYS is not set")]
@@ -133,7 +133,7 @@ impl Manifest {
         }
     }
 
-    /// Checks that the manifest is signed by a key of the key set that it contains, if any.
+    /// Checks that the manifest is signed by a key in the key set that it contains, if any.
     pub fn check_key_set(&self, signed: &SignedManifest) -> Result<(), ManifestError> {
         self.trusted_keys.as_ref().map_or(Ok(()), |set| set.check_signed_by_own_key(signed))
     }
@@ -185,7 +185,7 @@ impl VerifiedManifest {
 }
 
 /// Verifies that a manifest is signed by a trusted key, is for the expected version, has not expired, and is also
-/// signed by a key of its own key set, if it has one.
+/// signed by a key in its own key set, if it has one.
 pub fn verify(
     signed: &SignedManifest,
     keys: &TrustedKeys,
@@ -202,7 +202,7 @@ pub fn verify(
     Ok(VerifiedManifest(manifest))
 }
 
-/// The reason why hosts would not update to a published bundle.
+/// The reason hosts would not update to a published bundle.
 #[derive(Debug, thiserror::Error)]
 pub enum BundleUnusable {
     #[error("it was published without a signed manifest")]
@@ -215,7 +215,7 @@ pub enum BundleUnusable {
     Store(#[from] StoreError),
 }
 
-/// Verifies the published manifest of the archive with this SHA-256, as a host does.
+/// Verifies the published manifest for the archive with this SHA-256, as a host does.
 ///
 /// # Errors
 /// [`BundleUnusable`].
@@ -230,7 +230,7 @@ pub async fn verify_published(
     if verified.manifest().sha256 == sha256 { Ok(verified) } else { Err(BundleUnusable::WrongArchive) }
 }
 
-/// Parses the lines of a signature file, each a key id and a signature.
+/// Parses the lines in a signature file, each a key id and a signature.
 ///
 /// # Errors
 /// [`ManifestError::MalformedSignature`].

@@ -1,7 +1,7 @@
-//! Probes what an object store can do. Each capability says what fails without it.
+//! Probes what an object store can do. Each capability states what fails without it.
 //!
-//! The probes write only temporary objects below [`RUN_PREFIX`] and delete them again. Hosts' sessions are not probed
-//! here, because only the platform requests them.
+//! The probes write only temporary objects below [`RUN_PREFIX`] and delete them. Hosts' sessions are not probed here,
+//! because only the platform requests them.
 
 mod objects;
 mod raw_requests;
@@ -53,7 +53,7 @@ pub enum Support {
     Yes,
     /// The store's actual behaviour.
     No(String),
-    /// Why the probe was inconclusive.
+    /// The reason the probe was inconclusive.
     Unknown(String),
 }
 
@@ -136,17 +136,17 @@ pub const CONDITIONAL_COPY: Capability = Capability {
     without: "Nothing: svc copies no objects inside the store.",
 };
 
-/// Limits of the probes with concurrent writers.
+/// Limits for the probes with concurrent writers.
 #[derive(Debug, Clone, Copy)]
 pub struct RaceLimits {
     pub rounds: usize,
     pub timeout: Duration,
 }
 
-/// Probes the conditional puts of a single writer.
+/// Probes conditional puts by a single writer.
 ///
 /// # Errors
-/// [`StoreError`] of the first call that failed for a reason other than its condition.
+/// [`StoreError`] from the first call that failed for a reason other than its condition.
 pub async fn probe_conditions(bucket: &Bucket) -> Result<[ProbeResult; 2], StoreError> {
     Ok([
         ProbeResult::new(CREATE_ONCE, to_support(objects::probe_create_once(bucket).await?)),
@@ -230,7 +230,7 @@ async fn determine_support(probe: impl Future<Output = Outcome>) -> Support {
     probe.await.map_or_else(|error| Support::Unknown(format_chain(&error)), to_support)
 }
 
-/// The key of a temporary object, in a folder of its own.
+/// Returns the key of a temporary object, in a folder of its own.
 fn temporary_key(name: &str) -> Path {
     Path::from(format!("{}/{}/{name}", *RUN_PREFIX, uuid::Uuid::new_v4()))
 }
@@ -264,7 +264,7 @@ mod tests {
         found.extend(probe_other_capabilities(&directory(), &bucket).await);
         for ProbeResult { capability, support } in found {
             match support {
-                // A store in memory has no requests, and completes every upload.
+                // An in-memory store has no requests, and completes every upload.
                 Support::Unknown(why) => {
                     assert!(capability.applies_only_to_servers(), "{}: {why}", capability.name);
                 }

@@ -83,10 +83,10 @@ impl StoreConfig {
         self.open_with(None)
     }
 
-    /// Like [`Self::open`], with credentials from `source` instead of those of the settings.
+    /// Like [`Self::open`], with credentials from `source` instead of those in the settings.
     ///
     /// # Errors
-    /// Those of [`Self::open`].
+    /// Same as [`Self::open`].
     pub fn open_with(&self, source: Option<Arc<dyn CredentialSource>>) -> anyhow::Result<Bucket> {
         match self {
             Self::S3(config) => config.open(source),
@@ -96,7 +96,7 @@ impl StoreConfig {
 }
 
 impl S3Config {
-    /// The credentials in the settings.
+    /// Returns the credentials in the settings.
     pub fn credential(&self) -> AwsCredential {
         AwsCredential {
             key_id: self.access_key.clone(),
@@ -139,7 +139,7 @@ impl S3Config {
     }
 }
 
-/// Reads a time. The error does not quote the value: if lines of the file were joined, it may contain a secret.
+/// Reads a time. The error does not quote the value: if lines in the file were joined, it may contain a secret.
 fn read_time(env: &mut Env, variable: &Variable) -> Option<Timestamp> {
     let parsed = env.text(variable)?.parse();
     parsed.map_err(|_| env.add_mistake(variable, "must be a time such as 2026-01-02T03:04:05Z")).ok()
@@ -178,7 +178,7 @@ impl HttpConnector for Connector {
 mod tests {
     use super::*;
 
-    /// The bucket's name, or the error.
+    /// Returns the bucket's name, or the error.
     fn read_bucket(pairs: &[(&str, &str)]) -> Result<String, String> {
         let credentials = [("AWS_ACCESS_KEY_ID", "a"), ("AWS_SECRET_ACCESS_KEY", "s")];
         let mut env = Env::from_pairs(pairs.iter().copied().chain(credentials));

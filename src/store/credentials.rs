@@ -32,7 +32,7 @@ impl TemporaryCredentials {
     }
 }
 
-/// The reason why there are no credentials.
+/// The reason there are no credentials.
 #[derive(Debug, thiserror::Error)]
 pub enum CredentialError {
     /// Permanent: another machine has replaced this one.
@@ -50,11 +50,11 @@ pub trait CredentialSource: fmt::Debug + Send + Sync + 'static {
     /// Returns credentials that have not expired according to this machine's clock.
     async fn current(&self) -> Result<Arc<AwsCredential>, CredentialError>;
 
-    /// Returns credentials that replace those of this access key, which the store rejected as expired.
+    /// Returns credentials that replace those with this access key, which the store rejected as expired.
     async fn replacement_for(&self, access_key: &str) -> Result<Arc<AwsCredential>, CredentialError>;
 }
 
-/// Provides the credentials of a [`CredentialSource`] to object_store.
+/// Provides credentials from a [`CredentialSource`] to object_store.
 #[derive(Debug)]
 pub(super) struct SourceAdapter(pub(super) Arc<dyn CredentialSource>);
 

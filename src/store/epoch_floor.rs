@@ -1,4 +1,4 @@
-//! The epoch floor: the highest epoch of a slot in the store. The next machine's epoch must be higher, because the
+//! The epoch floor: a slot's highest epoch in the store. The next machine's epoch must be higher, because the
 //! platform's database may have been restored from an older copy.
 
 use std::time::Duration;
@@ -14,9 +14,9 @@ use svc_machine::epoch::Epoch;
 /// longer timeout.
 const FLOOR_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Reads the highest of the pointer's fence, the epoch in `system/vps-meta.json`, and the epochs in snapshots' keys.
-/// A host can write all three, so values far above `known`, the highest epoch in the database, are implausible.
-/// Implausible epochs of metadata and keys are ignored, and so is an implausible fence, because the platform's fence
+/// Reads the highest of the pointer's fence, the epoch in `system/vps-meta.json`, and the epochs in snapshot keys. A
+/// host can write all three, so values far above `known`, the highest epoch in the database, are implausible.
+/// Implausible epochs in metadata and keys are ignored, and so is an implausible fence, because the platform's fence
 /// replaces it.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! Keys of objects (specification, part 2; contract, part 4). A slot's objects are below `<idpUserId>/<slot>/`.
+//! Object keys (specification, part 2; contract, part 4). A slot's objects are below `<idpUserId>/<slot>/`.
 
 use jiff::Timestamp;
 use object_store::path::Path;
@@ -9,16 +9,16 @@ use svc_machine::name::{IdpUserId, ImageVersion, Slot};
 /// The file name of a host bundle, in the store and in URLs.
 pub const BUNDLE_FILE: &str = "svc-host-bundle.tar.gz";
 
-/// Number of digits in the name of a pointer-log entry, enough for the highest `seq`.
+/// Number of digits in a pointer-log entry's name, enough for the highest `seq`.
 const SEQ_DIGITS: usize = 16;
 
-/// The part that the keys of all snapshots and side records contain.
+/// The part common to all snapshot and side-record keys.
 pub const SNAPSHOTS: &str = "/system/db/snapshots/";
 
 /// The suffix of a pointer's key.
 pub const LATEST: &str = "/system/db/latest";
 
-/// The part that the keys of all entries of the pointer's log contain.
+/// The part common to all pointer-log entry keys.
 pub const POINTER_LOG: &str = "/system/db/pointer-log/";
 
 /// The prefix of a slot's keys.
@@ -46,12 +46,12 @@ impl SlotPrefix {
         self.join(&["system", "db", "latest"])
     }
 
-    /// The folder of the log entries that claim each `seq` of the pointer.
+    /// Returns the folder with the log entries that claim each of the pointer's `seq` values.
     pub fn pointer_log(&self) -> Path {
         self.join(&["system", "db", "pointer-log"])
     }
 
-    /// The log entry that claims `seq`. Names sort like their numbers.
+    /// Returns the log entry that claims `seq`. Names sort in numeric order.
     pub fn pointer_entry(&self, seq: u64) -> Path {
         self.pointer_log().join(format!("{seq:0SEQ_DIGITS$}.json"))
     }
@@ -60,14 +60,14 @@ impl SlotPrefix {
         self.join(&["system", "db", "snapshots"])
     }
 
-    /// The path of a snapshot's object. `key` is relative to the slot: `system/db/snapshots/….dump`.
-    /// `None` for any other form, so that no pointer can refer to another slot.
+    /// Returns the path of a snapshot's object. `key` is relative to the slot: `system/db/snapshots/….dump`. `None` for
+    /// any other format, so that no pointer can refer to another slot.
     pub fn snapshot(&self, key: &str) -> Option<Path> {
         let key: SnapshotKey = key.parse().ok()?;
         Some(self.snapshots().join(key.as_str().rsplit('/').next()?))
     }
 
-    /// The path of a snapshot's side record.
+    /// Returns the path of a snapshot's side record.
     pub fn side_record(&self, key: &str) -> Option<Path> {
         self.snapshot(key).map(|path| Path::from(format!("{path}.json")))
     }
@@ -92,7 +92,7 @@ impl std::str::FromStr for SnapshotKey {
         let name = text.strip_prefix("system/db/snapshots/").and_then(|name| name.strip_suffix(".dump"));
         let is_valid = |name: &str| {
             let is_plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
-            // A policy may allow names that begin with a time and end in `-1.dump`: refuse `…Z-900.dump-1.dump` and
+            // A policy may allow names that begin with a time and end in `-1.dump`: reject `…Z-900.dump-1.dump` and
             // `…Z-1.dumpZ-900.dump`.
             let has_one_epoch =
                 !name.contains(".dump") && (!name.contains("Z-") || parse_time_and_epoch(text).is_some());
@@ -106,7 +106,7 @@ impl std::str::FromStr for SnapshotKey {
     }
 }
 
-/// The end of a page of snapshots: a key, or another string that keys are compared with.
+/// The end of a page of snapshots: a key, or any other string that keys are compared with.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SnapshotCursor(String);
 
@@ -134,34 +134,34 @@ impl std::str::FromStr for SnapshotCursor {
     }
 }
 
-/// A snapshot's key: `system/db/snapshots/<YYYY-MM-DDTHH-MM-SS.mmmZ>-<epoch>.dump`, relative to the slot.
+/// Returns a snapshot's key: `system/db/snapshots/<YYYY-MM-DDTHH-MM-SS.mmmZ>-<epoch>.dump`, relative to the slot.
 pub fn snapshot_key(taken_at: Timestamp, epoch: Epoch) -> String {
     format!("system/db/snapshots/{}-{epoch}.dump", snapshot_name_at(taken_at))
 }
 
-/// The beginning of the names of snapshots taken at this time; names of later snapshots sort after it.
+/// Returns the name prefix of snapshots taken at this time; later snapshots' names sort after it.
 pub fn snapshot_name_at(taken_at: Timestamp) -> String {
     svc_base::clock::rfc3339_ms(taken_at).replace(':', "-")
 }
 
-/// Parses the time and epoch of a key that has exactly the form of [`snapshot_key`].
+/// Parses the time and epoch of a key that has exactly the format of [`snapshot_key`].
 fn parse_time_and_epoch(key: &str) -> Option<(Timestamp, Epoch)> {
     let (_, epoch) = key.strip_suffix(".dump")?.split_once("Z-")?;
     let (taken_at, epoch) = (time_in(key)?, epoch.parse().ok()?);
     (snapshot_key(taken_at, epoch) == key).then_some((taken_at, epoch))
 }
 
-/// The time in a snapshot's key.
+/// Returns the time in a snapshot's key.
 pub fn taken_at(key: &str) -> Option<Timestamp> {
     parse_time_and_epoch(key).map(|(taken_at, _)| taken_at)
 }
 
-/// The epoch in a snapshot's key.
+/// Returns the epoch in a snapshot's key.
 pub fn epoch_of(key: &str) -> Option<Epoch> {
     parse_time_and_epoch(key).map(|(_, epoch)| epoch)
 }
 
-/// The time at the beginning of a key or cursor.
+/// Returns the time at the beginning of a key or cursor.
 pub(super) fn time_in(key: &str) -> Option<Timestamp> {
     let name = key.strip_prefix("system/db/snapshots/")?;
     let (date, rest) = name.split_once('T')?;
@@ -169,7 +169,7 @@ pub(super) fn time_in(key: &str) -> Option<Timestamp> {
     format!("{date}T{}Z", time.replace('-', ":")).parse().ok()
 }
 
-/// Whether the time and epoch of a record match its key. In a key that does not have the form of [`snapshot_key`],
+/// Whether the time and epoch of a record match its key. In a key that does not have the format of [`snapshot_key`],
 /// only an epoch at the end is compared.
 pub(super) fn matches_record(key: &str, taken_at: Timestamp, epoch: Epoch) -> bool {
     if parse_time_and_epoch(key).is_some() {
@@ -184,17 +184,17 @@ pub fn is_side_record(object: &Path) -> bool {
     object.filename().is_some_and(|name| name.ends_with(".dump.json"))
 }
 
-/// The `seq` that an entry of the pointer's log claims.
+/// Returns the `seq` that a pointer-log entry claims.
 pub fn entry_seq(entry: &Path) -> Option<u64> {
     let digits = entry.filename()?.strip_suffix(".json")?;
     let is_valid = digits.len() == SEQ_DIGITS && digits.bytes().all(|b| b.is_ascii_digit());
     is_valid.then(|| digits.parse().ok()).flatten()
 }
 
-/// The folder of all bundles, at the root of the bucket.
+/// The folder with all bundles, at the root of the bucket.
 pub const BUNDLES: &str = "system-bundles";
 
-/// The path of a bundle's object; `suffix` is empty, `.sha256`, `.json` or `.json.sig`.
+/// Returns the path of a bundle's object; `suffix` is empty, `.sha256`, `.json` or `.json.sig`.
 pub fn bundle(version: &ImageVersion, suffix: &str) -> Path {
     Path::from_iter([BUNDLES, version.as_str(), &format!("{BUNDLE_FILE}{suffix}")])
 }

@@ -32,7 +32,7 @@ impl LenientStore {
         Self { inner: InMemory::new(), ignored, listed: Arc::default() }
     }
 
-    /// The number of names listed so far.
+    /// Returns the number of names listed so far.
     pub(crate) fn listed_count(&self) -> usize {
         self.listed.load(Ordering::Relaxed)
     }

@@ -35,7 +35,7 @@ fn lists_keys(request: &HttpRequest) -> bool {
     request.method() == Method::GET && query.split('&').any(|pair| pair == "list-type=2")
 }
 
-/// The metric label of a response; `None` if there was no response.
+/// Returns the metric label for a response status; `status` is `None` if there was no response.
 fn outcome_label(status: Option<StatusCode>) -> &'static str {
     match status {
         Some(status) if status.is_success() => "ok",

@@ -63,7 +63,7 @@ impl ObjectStore for LocalStore {
             let changed = |why: &str| Error::Precondition { path: location.to_string(), source: why.into() };
             match self.inner.head(location).await {
                 Ok(current) if current.e_tag == expected.e_tag => options.mode = PutMode::Overwrite,
-                Ok(_) => return Err(changed("the object has another version")),
+                Ok(_) => return Err(changed("the object has a different version")),
                 Err(Error::NotFound { .. }) => return Err(changed("the object was deleted")),
                 Err(error) => return Err(error),
             }
@@ -87,7 +87,7 @@ impl ObjectStore for LocalStore {
         self.inner.delete_stream(location)
     }
 
-    /// Lists in the order of the keys, as S3 does.
+    /// Lists in key order, as S3 does.
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
         let listing = self.inner.list(prefix);
         let sorted = async move {

@@ -1,4 +1,4 @@
-//! `system/vps-meta.json`: the machine's metadata and heartbeat, written only by the host of the current epoch.
+//! `system/vps-meta.json`: the machine's metadata and heartbeat, written only by the host with the current epoch.
 
 use std::net::Ipv4Addr;
 
@@ -15,7 +15,7 @@ use svc_machine::name::{IdpUserId, ImageVersion, Slot};
 
 pub const FORMAT: u32 = 1;
 
-/// Maximum attempts of a write if other writers interfere.
+/// Maximum number of attempts to write if other writers interfere.
 const MAX_ATTEMPTS: u32 = 4;
 
 /// The content of `system/vps-meta.json` (contract, part 4).
@@ -38,7 +38,7 @@ pub struct VpsMeta {
     pub last_backup: Option<Timestamp>,
 }
 
-/// The reason why the metadata was not written.
+/// The reason the metadata was not written.
 #[derive(Debug, thiserror::Error)]
 pub enum MetaError {
     #[error(transparent)]

@@ -1,4 +1,4 @@
-//! Multipart uploads with ids, so that another process can abort the upload of a killed process.
+//! Multipart uploads with ids, so that another process can abort a killed process's upload.
 //!
 //! A store without upload ids (a directory, memory) has no uploads to abort.
 

@@ -1,4 +1,4 @@
-//! Probes whether the store honours the conditions of concurrent writers. A store may refuse a second writer that comes
+//! Probes whether the store honours the conditions of concurrent writers. A store may reject a second writer that comes
 //! later, but accept two concurrent writers.
 
 use std::sync::LazyLock;
@@ -11,12 +11,12 @@ use serde_json::json;
 
 use super::bucket::{Bucket, Condition, StoreError};
 
-/// Prefix of the objects of all probes; not a valid user id.
+/// Prefix of all probes' objects; not a valid user id.
 pub const PREFIX: &str = "system-doctor";
-/// Prefix of the objects of this process, because other processes may probe the same store at the same time.
+/// Prefix of this process's objects, because other processes may probe the same store at the same time.
 pub static RUN_PREFIX: LazyLock<String> = LazyLock::new(|| format!("{PREFIX}/{}", uuid::Uuid::new_v4()));
 const WRITERS: usize = 6;
-/// Number of rounds of each kind. A store that accepts two writers in half of the rounds passes once in 256 runs.
+/// Number of rounds of each kind. A store that accepts two writers in half the rounds passes once in 256 runs.
 const ROUNDS: usize = 8;
 
 /// Whether one kind of conditional write has exactly one winner.
@@ -38,7 +38,7 @@ impl Atomicity {
     }
 }
 
-/// The result of the rounds.
+/// The results of the rounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProbeFindings {
     /// `If-None-Match: *`, which the pointer's log requires.
@@ -50,7 +50,7 @@ pub struct ProbeFindings {
 }
 
 impl ProbeFindings {
-    /// The reason why the store must not be used, if any.
+    /// Returns the reason the store must not be used, if any.
     pub fn refusal(&self) -> Option<String> {
         let Atomicity::Violated { winners } = self.create else { return None };
         Some(format!(
@@ -59,7 +59,7 @@ impl ProbeFindings {
         ))
     }
 
-    /// The warning about a usable store, if any.
+    /// Returns the warning about a usable store, if any.
     pub fn warning(&self) -> Option<String> {
         let Atomicity::Violated { winners } = self.replace else { return None };
         Some(format!(
@@ -82,7 +82,7 @@ pub async fn run(bucket: &Bucket, timeout: Duration) -> Result<ProbeFindings, St
 /// Like [`run`], with at most `max_rounds` rounds.
 ///
 /// # Errors
-/// Like [`run`].
+/// Same as [`run`].
 pub async fn run_rounds(
     bucket: &Bucket,
     max_rounds: usize,

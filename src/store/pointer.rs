@@ -1,9 +1,8 @@
 //! `system/db/latest`: the pointer, and its changes by a fence or a new snapshot. All functions are pure; `pointer_io`
 //! reads and writes the pointer.
 //!
-//! Invariants: `seq` and `fenceEpoch` only increase, except that an implausible fence is replaced; a machine below
-//! the fence, or another machine with the fence's epoch, never moves the pointer; nothing depends on the clocks of
-//! hosts.
+//! Invariants: `seq` and `fenceEpoch` only increase, except that an implausible fence is replaced; a machine below the
+//! fence, or another machine with the fence's epoch, never moves the pointer; nothing depends on the hosts' clocks.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -15,12 +14,12 @@ use svc_machine::id::MachineId;
 pub const FORMAT: u32 = 1;
 /// Upper bound on `seq`: every JSON parser represents smaller integers exactly.
 pub const MAX_SEQ: u64 = 1 << 53;
-/// Maximum distance of a log entry from `latest`. The protocol leaves at most one entry ahead, but a `latest` that was
-/// restored from an earlier time must still be repaired.
+/// Maximum distance between a log entry and `latest`. The protocol leaves at most one entry ahead, but a `latest` that
+/// was restored from an earlier time must still be repaired.
 pub const MAX_SEQ_AHEAD: u64 = 1_000_000;
 
-/// The pointer to the latest verified snapshot of a slot. `snapshot: null` is a tombstone: a fence without a
-/// snapshot, or, with `emptiedAt`, an operator's decision to restore no earlier snapshot.
+/// The pointer to a slot's latest verified snapshot. `snapshot: null` is a tombstone: a fence without a snapshot, or,
+/// with `emptiedAt`, an operator's decision to restore no earlier snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Pointer {
@@ -29,7 +28,7 @@ pub struct Pointer {
     /// The machine that the fence admits. Older releases omit it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fence_machine_id: Option<MachineId>,
-    /// The platform's signature of its fence. Older releases omit it, and it is absent if a host raised the fence.
+    /// The platform's signature on its fence. Older releases omit it, and it is absent if a host raised the fence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fence_proof: Option<String>,
     pub seq: u64,
@@ -74,7 +73,7 @@ pub struct Fence {
 }
 
 impl Fence {
-    /// A fence without the platform's signature.
+    /// Creates a fence without the platform's signature.
     pub fn unsigned(epoch: Epoch, machine: MachineId) -> Self {
         Self { epoch, machine, proof: None }
     }
@@ -92,7 +91,7 @@ pub struct Fenced {
 }
 
 impl Fenced {
-    /// Whether no machine of the slot can have had the fence's epoch.
+    /// Whether no machine in the slot can have had the fence's epoch.
     pub fn is_implausible(&self) -> bool {
         self.fence > self.mine.max_plausible()
     }
@@ -110,14 +109,14 @@ impl Fenced {
 }
 
 impl Pointer {
-    /// The machine with the fence's epoch: the fence's machine, or the machine that took the latest snapshot, if that
-    /// snapshot has the same epoch.
+    /// Returns the machine with the fence's epoch: the fence's machine, or the machine that took the latest snapshot,
+    /// if that snapshot has the same epoch.
     pub fn fence_holder(&self) -> Option<MachineId> {
         let writer = || self.snapshot.as_ref().filter(|named| named.epoch == self.fence_epoch);
         self.fence_machine_id.or_else(|| writer().map(|named| named.machine_id))
     }
 
-    /// The fence's proof, if the fence is for this machine and epoch.
+    /// Returns the fence's proof, if the fence is for this machine and epoch.
     fn proof_of(&self, epoch: Epoch, machine: MachineId) -> Option<String> {
         let is_same = self.fence_epoch == epoch && self.fence_holder() == Some(machine);
         self.fence_proof.clone().filter(|_| is_same)
@@ -307,7 +306,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn pointer_of_an_older_release_is_compatible() {
+    fn pointer_from_an_older_release_is_compatible() {
         let text = r#"{"version":1,"fenceEpoch":3,"seq":7,"snapshot":null}"#;
         let old: Pointer = serde_json::from_str(text).unwrap();
         assert_eq!(old.fence_machine_id, None);
@@ -357,8 +356,8 @@ pub(crate) mod tests {
     }
 
     proptest! {
-        /// For any order of fences and snapshots, neither `seq` nor the fence decreases, no two machines have the
-        /// same epoch, and the snapshot is only ever replaced by another one.
+        /// For any order of fences and snapshots, neither `seq` nor the fence decreases, no two machines have the same
+        /// epoch, and the snapshot is only ever replaced by another snapshot.
         #[test]
         fn pointer_never_moves_back(
             steps in prop::collection::vec((any::<bool>(), 1u32..6, 1u8..4, 0u32..1000), 0..60),

@@ -17,10 +17,10 @@ use super::pointer_log::find_newest_entry;
 use super::recorded_snapshot::RecordedSnapshot;
 use svc_machine::epoch::MAX_EPOCH;
 
-/// Maximum attempts of a write if other writers interfere.
+/// Maximum number of attempts to write if other writers interfere.
 const MAX_ATTEMPTS: u32 = 16;
 
-/// The reason why the pointer was not moved.
+/// The reason the pointer was not moved.
 #[derive(Debug, thiserror::Error)]
 pub enum PointerError {
     #[error(transparent)]
@@ -61,7 +61,7 @@ impl PointerRead {
         self.latest.as_ref().is_none_or(|latest| latest.seq < self.value.seq)
     }
 
-    /// The condition that `latest` is unchanged.
+    /// Returns the condition that `latest` is unchanged.
     pub fn condition(&self) -> Condition {
         let version = self.latest.as_ref().map(|latest| latest.version.clone());
         version.map_or(Condition::Absent, Condition::Unchanged)
@@ -127,7 +127,7 @@ fn check_format(key: &object_store::path::Path, pointer: &Pointer) -> Result<(),
     Err(StoreError::Corrupt { key: key.to_string(), why })
 }
 
-/// Writes the fence. Succeeds if it is already written.
+/// Writes the fence. Succeeds if it has already been written.
 pub async fn fence(bucket: &Bucket, slot: &SlotPrefix, fence: &Fence) -> Result<(), PointerError> {
     write(bucket, slot, |current| pointer::fence(current, fence)).await
 }
@@ -144,7 +144,7 @@ pub async fn advance(
     write(bucket, slot, |current| pointer::advance(current, snapshot.snapshot_ref())).await
 }
 
-/// The retries of a write. One transient failure is tolerated, because the write may have succeeded: the next attempt
+/// A write's retry state. One transient failure is tolerated, because the write may have succeeded: the next attempt
 /// reads the current pointer. After a second failure, the first one is reported.
 #[derive(Default)]
 struct RetryState {
@@ -153,7 +153,7 @@ struct RetryState {
 }
 
 impl RetryState {
-    /// Waits after a write that was refused or got no response, longer each time.
+    /// Waits after a write that was rejected or got no response, longer each time.
     async fn back_off(&mut self, refused: StoreError) -> Result<(), StoreError> {
         if !matches!(refused, StoreError::Precondition { .. }) {
             if self.failure.is_some() || !refused.is_transient() {

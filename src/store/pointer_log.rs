@@ -1,4 +1,4 @@
-//! Finds the newest entry of the pointer's log at a bounded cost.
+//! Finds the newest entry in the pointer's log at a bounded cost.
 //!
 //! Any holder of the slot's store credentials can add any number of objects to the log, so it is never listed without a
 //! limit. If a listing does not end within a few names, single keys are probed: entries are consecutive except for a
@@ -13,11 +13,11 @@ use super::bucket::{Bucket, StoreError};
 use super::key::{self, SlotPrefix};
 use super::pointer::{MAX_SEQ, MAX_SEQ_AHEAD};
 
-/// Maximum names to read from one listing. By the protocol, at most one entry is ahead of `latest`.
+/// Maximum number of names to read from one listing. Under the protocol, at most one entry is ahead of `latest`.
 const MAX_LISTED: usize = 64;
-/// Maximum listings, for a log with gaps.
+/// Maximum number of listings, for a log with gaps.
 const MAX_LISTINGS: u32 = 8;
-/// Maximum names that a rebuild skips above the `seq` that it would claim: a hundred pages of a listing, or the
+/// Maximum number of names that a rebuild skips above the `seq` that it would claim: a hundred listing pages, or the
 /// entries of more than ten years of hourly backups.
 const MAX_SKIPPED: usize = 100_000;
 

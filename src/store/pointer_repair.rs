@@ -1,4 +1,4 @@
-//! Rebuilds a pointer that is missing, unreadable, or names a missing snapshot, from the side records of snapshots.
+//! Rebuilds a pointer that is missing, unreadable, or names a missing snapshot, from the snapshots' side records.
 //!
 //! Invariants: the fence is never lowered, unless it is implausible, and `seq` never decreases; the new pointer names a
 //! snapshot whose object and side record exist and agree; a concurrent write is never overwritten.
@@ -15,7 +15,7 @@ use super::{epoch_floor, pointer_io, pointer_log, snapshots};
 use svc_base::clock;
 use svc_machine::epoch::Epoch;
 
-/// Maximum bytes of an unreadable pointer to return.
+/// Maximum number of bytes to return from an unreadable pointer.
 const MAX_RETURNED_BYTES: u64 = 8 << 10;
 /// Maximum number of snapshots to check until a complete one is found.
 const MAX_CHECKED_SNAPSHOTS: usize = 64;
@@ -26,7 +26,7 @@ pub type CurrentFence = Fence;
 /// The platform's record of a slot.
 #[derive(Debug, Clone)]
 pub struct SlotRecord {
-    /// The highest epoch of all machines of the slot.
+    /// The highest epoch of all machines in the slot.
     pub highest: Epoch,
     pub holder: Option<CurrentFence>,
 }
@@ -78,7 +78,7 @@ pub enum RebuildTarget<'a> {
     /// The newest complete snapshot of the highest epoch; none if the slot has no snapshots.
     Newest,
     Snapshot(&'a SnapshotKey),
-    /// No snapshot, even if there are some: the operator has decided so.
+    /// No snapshot, even if there are some: an operator's decision.
     Nothing,
 }
 
@@ -95,7 +95,7 @@ pub struct Inspection {
     condition: Condition,
 }
 
-/// The reason why the pointer was not rebuilt.
+/// The reason the pointer was not rebuilt.
 #[derive(Debug, thiserror::Error)]
 pub enum RepairError {
     #[error("{key} is not usable: {why}")]
@@ -140,8 +140,8 @@ pub async fn inspect(
     Ok(Inspection { found, snapshots: keys.len(), unchecked, next, condition })
 }
 
-/// Plans the pointer to write, with a `seq` above which a reader finds no entry. It respects the fence of the last
-/// skipped entry, if that entry is readable.
+/// Plans the pointer to write, with a `seq` above which a reader finds no entry. It respects the last skipped entry's
+/// fence, if that entry is readable.
 async fn plan_rebuild(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -286,11 +286,11 @@ async fn find_newest_complete(
     Ok((None, keys.len().saturating_sub(MAX_CHECKED_SNAPSHOTS)))
 }
 
-/// Reads the `seq` and value of the newest log entry. If the entry is unreadable, the value is that of `latest`.
+/// Reads the `seq` and value of the newest log entry. If the entry is unreadable, the value comes from `latest`.
 async fn read_newest_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, Option<Pointer>), StoreError> {
     let Some((seq, _)) = pointer_log::find_newest_entry(bucket, slot, 0).await? else { return Ok((0, None)) };
     let value = match try_read_entry(bucket, slot, seq).await? {
-        // The entry was not written by the protocol: `latest` still has the fence.
+        // The entry was not written according to the protocol: `latest` still has the fence.
         None => try_read_latest(bucket, slot).await?,
         value => value,
     };
@@ -359,7 +359,7 @@ impl KnownState<'_> {
         })
     }
 
-    /// The last `seq`, or a higher one. Without a pointer it is estimated: one move per snapshot and per fence.
+    /// Returns the last `seq`, or a higher one. Without a pointer it is estimated: one move per snapshot and per fence.
     fn last_seq(&self, fence: Epoch) -> u64 {
         let estimate = self.keys.len() as u64 + u64::from(fence.0);
         let seen = [self.found.pointer().map_or(estimate, |pointer| pointer.seq), self.newest_entry.0];
@@ -393,7 +393,7 @@ mod tests {
         }
     }
 
-    /// A slot with one snapshot, and a pointer with `seq` 2.
+    /// Creates a slot with one snapshot, and a pointer with `seq` 2.
     async fn slot_with_backup() -> (Bucket, String) {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
         let taken_at = "2026-11-24T03:04:05.678Z".parse().unwrap();
@@ -409,7 +409,7 @@ mod tests {
         (bucket, named.key)
     }
 
-    /// Writes an object and a record as a session of the slot could forge them.
+    /// Writes an object and a record as one of the slot's sessions could forge them.
     async fn forge(bucket: &Bucket, name: &str, epoch: u32) {
         let (at, key) = (slot().snapshots().join(name), format!("system/db/snapshots/{name}"));
         bucket.put(&at, "d").await.unwrap();

@@ -1,8 +1,8 @@
 //! IAM session policies for machines. They allow reading, writing and listing the machine's own slot, but not deleting
 //! objects nor, if the store can enforce it, overwriting snapshots.
 //!
-//! An outage session stays valid after the platform has given the slot to another machine. It can write only
-//! snapshots of one epoch whose names begin with the date of a day of the session, and cannot move the pointer.
+//! An outage session stays valid after the platform has given the slot to another machine. It can write only snapshots
+//! of one epoch whose names begin with the date of one of the session's days, and cannot move the pointer.
 
 use jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};
@@ -10,24 +10,25 @@ use serde_json::{Value, json};
 use super::key::{SlotPrefix, snapshot_name_at};
 use svc_machine::epoch::Epoch;
 
-/// Maximum difference between a host's clock and the platform's. Stores refuse requests with a larger skew.
+/// Maximum difference between a host's clock and the platform's. Stores reject requests with a larger skew.
 const MAX_CLOCK_SKEW: SignedDuration = SignedDuration::from_mins(15);
-/// Maximum length of a session policy in STS.
+/// Maximum length of an STS session policy.
 const MAX_POLICY_CHARS: usize = 2048;
-/// Maximum days in a policy. An STS session lasts at most seven days, which can touch nine UTC days with clock skew.
+/// Maximum number of days in a policy. An STS session lasts at most seven days, which can touch nine UTC days with
+/// clock skew.
 const MAX_DAYS: usize = 9;
 
-/// Whether a session may overwrite snapshots and entries of the pointer's log.
+/// Whether a session may overwrite snapshots and pointer-log entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SnapshotWrites {
     /// The store allows it. Hosts never overwrite snapshots, but stolen credentials could be used to.
     Any,
-    /// The store refuses it: these objects can only be created with `If-None-Match`. `s3:if-none-match` and
-    /// `s3:ObjectCreationOperation` are condition keys of AWS that other stores may not support.
+    /// The store rejects it: these objects can only be created with `If-None-Match`. `s3:if-none-match` and
+    /// `s3:ObjectCreationOperation` are AWS condition keys that other stores may not support.
     Once,
 }
 
-/// The policy for a slot: get, put, list and abort uploads below the slot's prefix.
+/// Returns the policy for a slot: get, put, list and abort uploads below the slot's prefix.
 ///
 /// `partition` is `aws`, except in AWS's separate clouds.
 pub fn slot_policy(partition: &str, bucket: &str, slot: &SlotPrefix, writes: SnapshotWrites) -> String {
@@ -55,7 +56,7 @@ pub fn slot_policy(partition: &str, bucket: &str, slot: &SlotPrefix, writes: Sna
     render_document(&statements)
 }
 
-/// The time in which an outage session may be used, by the platform's clock.
+/// The period in which an outage session may be used, by the platform's clock.
 #[derive(Debug, Clone, Copy)]
 pub struct SessionWindow {
     pub from: Timestamp,
@@ -63,7 +64,7 @@ pub struct SessionWindow {
 }
 
 impl SessionWindow {
-    /// The name prefixes of all UTC days in the window.
+    /// Returns the name prefixes of all UTC days in the window.
     fn day_prefixes(self) -> Vec<String> {
         let from = self.from.saturating_sub(MAX_CLOCK_SKEW).unwrap_or(Timestamp::MIN);
         let until = self.until.saturating_add(MAX_CLOCK_SKEW).unwrap_or(Timestamp::MAX);
@@ -78,20 +79,20 @@ impl SessionWindow {
     }
 }
 
-/// The beginning of the names of this day's snapshots, such as `2026-11-24T`.
+/// Returns the name prefix of this day's snapshots, such as `2026-11-24T`.
 fn day_prefix(at: Timestamp) -> String {
     snapshot_name_at(at).split_inclusive('T').next().unwrap_or_default().to_owned()
 }
 
-/// The common prefix of the days.
+/// Returns the days' common prefix.
 fn common_prefix(days: &[String]) -> String {
     let (Some(first), Some(last)) = (days.first(), days.last()) else { return String::new() };
     first.chars().zip(last.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a).collect()
 }
 
-/// The policy of an outage session. It allows writing snapshots of one epoch whose names begin with the date of a day
-/// of the session, and reading the pointer, its log and side records. It does not allow reading dumps of other epochs
-/// or moving the pointer.
+/// Returns an outage session's policy. It allows writing snapshots of one epoch whose names begin with the date of one
+/// of the session's days, and reading the pointer, its log and side records. It does not allow reading dumps from other
+/// epochs or moving the pointer.
 ///
 /// If many days or long names would exceed the maximum policy length, it allows the common prefix of the days.
 pub fn outage_policy(
@@ -117,7 +118,7 @@ fn render_outage_policy(
     prefixes: &[String],
     writes: SnapshotWrites,
 ) -> String {
-    // The name of a side record ends in `.dump.json`.
+    // A side record's name ends in `.dump.json`.
     let own: Vec<String> =
         prefixes.iter().map(|prefix| format!("{bucket}/{db}/snapshots/{prefix}*-{epoch}.dump*")).collect();
     let mut statements = vec![
@@ -144,7 +145,7 @@ fn render_outage_policy(
     render_document(&statements)
 }
 
-/// Denies writes without `If-None-Match`. Parts of an upload have no condition, and create no object.
+/// Denies writes without `If-None-Match`. Upload parts have no condition, and create no object.
 fn deny_overwrites(resources: &[String]) -> Value {
     json!({
         "Effect": "Deny",

@@ -1,4 +1,4 @@
-//! Converts store errors to problems of the platform's API.
+//! Converts store errors to platform API problems.
 
 use svc_http::problem::{Code, Problem, format_chain};
 

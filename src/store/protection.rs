@@ -12,11 +12,11 @@ use super::signed_request::{RequestError, SignedClient};
 pub enum Setting {
     On,
     Off,
-    /// The store does not support the request, or refuses it for these credentials.
+    /// The store does not support the request, or rejects it for these credentials.
     Unknown(StatusCode),
 }
 
-/// Both settings of a bucket.
+/// A bucket's two protection settings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Protection {
     pub versioning: Setting,
@@ -50,13 +50,13 @@ fn to_setting(status: StatusCode, is_on: bool) -> Setting {
     }
 }
 
-/// The command that enables versioning.
+/// Returns the command that enables versioning.
 pub fn versioning_command(s3: &S3Config) -> String {
     let change = "--versioning-configuration Status=Enabled";
     format!("aws s3api put-bucket-versioning --bucket {} {change}{}", s3.bucket, endpoint_option(s3))
 }
 
-/// The command that enables object lock, which requires versioning.
+/// Returns the command that enables object lock, which requires versioning.
 pub fn object_lock_command(s3: &S3Config) -> String {
     let change = r#"--object-lock-configuration '{"ObjectLockEnabled":"Enabled","Rule":{"DefaultRetention":{"Mode":"GOVERNANCE","Days":30}}}'"#;
     format!("aws s3api put-object-lock-configuration --bucket {} {change}{}", s3.bucket, endpoint_option(s3))

@@ -1,5 +1,5 @@
-//! An HTTP layer below object_store: if the store refuses a request because its credentials have expired, signs it
-//! with new credentials and retries it once.
+//! An HTTP layer below object_store: if the store rejects a request because its credentials have expired, signs it with
+//! new credentials and retries it once.
 //!
 //! A host compares the expiry with its own clock; this layer helps if that clock is wrong.
 
@@ -99,7 +99,7 @@ impl ReSigner {
     }
 }
 
-/// The id of the access key with which a request was signed.
+/// Returns the id of the access key with which a request was signed.
 fn access_key_of(request: &HttpRequest) -> Option<&str> {
     let text = request.headers().get(AUTHORIZATION)?.to_str().ok()?;
     text.split_once("Credential=")?.1.split('/').next()

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A role of the server from which a snapshot was taken.
+/// A role on the server from which a snapshot was taken.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct RoleFacts {
@@ -24,7 +24,7 @@ pub struct RoleFacts {
 }
 
 impl Default for RoleFacts {
-    /// The defaults of `CREATE ROLE`.
+    /// Returns the defaults of `CREATE ROLE`.
     fn default() -> Self {
         Self {
             name: String::new(),
@@ -51,7 +51,7 @@ pub struct RoleSetting {
     pub value: String,
 }
 
-/// A membership by `GRANT role TO …`, with its options.
+/// A membership granted by `GRANT role TO …`, with its options.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Membership {

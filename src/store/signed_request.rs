@@ -1,4 +1,4 @@
-//! Sends signed requests to a bucket, of kinds that object_store's client does not support.
+//! Sends a bucket the kinds of signed requests that object_store's client does not support.
 
 use http::{HeaderName, HeaderValue, Method, StatusCode};
 use object_store::aws::AwsAuthorizer;
@@ -7,7 +7,7 @@ use svc_http::client::{self, Deadlines};
 
 use super::config::S3Config;
 
-/// The reason why there is no response.
+/// The reason there is no response.
 #[derive(Debug, thiserror::Error)]
 pub enum RequestError {
     #[error("the bucket's URL is invalid")]
@@ -18,7 +18,7 @@ pub enum RequestError {
     NoResponse(String),
 }
 
-/// A response of the store.
+/// A response from the store.
 #[derive(Debug)]
 pub(super) struct StoreResponse {
     pub(super) status: StatusCode,
@@ -38,7 +38,7 @@ impl<'a> SignedClient<'a> {
         Ok(Self { client: HttpClient::new(client), s3 })
     }
 
-    /// `target` is an object's key with an optional query, or only a query.
+    /// Sends a request. `target` is an object's key with an optional query, or only a query.
     pub(super) async fn send(
         &self,
         method: Method,

@@ -1,4 +1,4 @@
-//! Reads and writes the side records of snapshots, and checks that snapshots are complete.
+//! Reads and writes snapshot side records, and checks that snapshots are complete.
 
 use std::future::ready;
 use std::pin::pin;
@@ -49,12 +49,12 @@ pub struct SideRecord {
     /// Facts that a dump does not contain. Older hosts omit them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub database: Option<DatabaseFacts>,
-    /// The identity of the database. Older hosts omit it.
+    /// The database's identity. Older hosts omit it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub database_identity: Option<DatabaseIdentity>,
 }
 
-/// Identifies a database of one server, as created by one restore.
+/// Identifies a database on one server, as created by one restore.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DatabaseIdentity {
@@ -75,7 +75,7 @@ pub struct DatabaseFacts {
     /// `None` if no privilege was ever granted or revoked: the defaults apply.
     pub grants: Option<Vec<DatabaseGrant>>,
     pub settings: Vec<DatabaseSetting>,
-    /// All roles of the server. Older hosts omit them.
+    /// All roles on the server. Older hosts omit them.
     #[serde(
         default,
         deserialize_with = "bounded_list::deserialize_optional_at_most::<_, _, MAX_ROLES>",
@@ -85,7 +85,7 @@ pub struct DatabaseFacts {
 }
 
 impl SideRecord {
-    /// The reference that the pointer contains.
+    /// Returns the reference that the pointer contains.
     pub fn snapshot_ref(&self) -> SnapshotRef {
         SnapshotRef {
             key: self.key.clone(),
@@ -99,7 +99,7 @@ impl SideRecord {
         }
     }
 
-    /// The major version of the PostgreSQL server, if `pg_version` is valid.
+    /// Returns the PostgreSQL server's major version, if `pg_version` is valid.
     pub fn pg_major(&self) -> Option<u32> {
         self.pg_version.split(['.', ' ', 'b', 'r', 'd']).next()?.parse().ok()
     }
@@ -114,7 +114,7 @@ pub struct DatabaseGrant {
     pub grantable: bool,
 }
 
-/// A setting by `ALTER DATABASE … SET` or, with `role`, by `ALTER ROLE … IN DATABASE … SET`.
+/// A setting made by `ALTER DATABASE … SET` or, with `role`, by `ALTER ROLE … IN DATABASE … SET`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DatabaseSetting {
@@ -130,7 +130,7 @@ pub struct TableCount {
     pub rows: u64,
 }
 
-/// Writes the side record of a complete, verified object, whose ETag is `etag`. A side record is written only once.
+/// Writes the side record for a complete, verified object, whose ETag is `etag`. A side record is written only once.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if the key is not a snapshot's, `Precondition` if the object has a different side record.
@@ -172,7 +172,7 @@ pub async fn load_recorded(
     Ok((side, RecordedSnapshot::new(named)))
 }
 
-/// The reason why there is no snapshot to restore.
+/// The reason there is no snapshot to restore.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotUnusable {
     /// Confirmed: there are no snapshots, and no pointer or only a tombstone; or an operator decided to start empty.
@@ -210,7 +210,7 @@ pub async fn find_latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotR
     }
 }
 
-/// The reason why the pointer names no snapshot.
+/// The reason the pointer names no snapshot.
 #[derive(Debug, Clone, Copy)]
 enum NoSnapshot {
     Missing,
@@ -268,7 +268,7 @@ async fn check_complete(
     Ok(named)
 }
 
-/// Loads the record of the snapshot with this key, whether or not the pointer names it, and checks that its object
+/// Loads the record for the snapshot with this key, whether or not the pointer names it, and checks that its object
 /// exists with the recorded size.
 ///
 /// # Errors
@@ -290,7 +290,7 @@ pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<SideR
         Err(error) => return Err(SnapshotUnusable::Store(error)),
     };
     if record.version != FORMAT || record.key != key {
-        return Err(damaged("its side record has another format or key".to_owned()));
+        return Err(damaged("its side record has an unexpected format or key".to_owned()));
     }
     if !key::matches_record(key, record.taken_at, record.epoch) {
         return Err(damaged("the time or epoch in its side record differs from its key's".to_owned()));
@@ -305,7 +305,7 @@ pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<SideR
     Ok(record)
 }
 
-/// Reads the side record of a snapshot from [`find_latest`].
+/// Reads the side record for a snapshot from [`find_latest`].
 pub async fn read_side_record(
     bucket: &Bucket,
     slot: &SlotPrefix,

@@ -1,4 +1,4 @@
-//! Lists the verified snapshots of a slot, by their side records, newest first.
+//! Lists a slot's verified snapshots, by their side records, newest first.
 //!
 //! A dump without a side record was never completely verified, and is not listed.
 
@@ -18,10 +18,10 @@ use svc_base::untrusted_text::truncate_printable;
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
-/// Maximum concurrent reads of side records, of at most 1 MiB each.
+/// Maximum number of concurrent side-record reads, of at most 1 MiB each.
 const MAX_CONCURRENT_READS: usize = 4;
 const SUFFIX: &str = ".json";
-/// Initial time range of a page: hours per snapshot, plus additional hours. Backups are hourly.
+/// Initial time range for a page: hours per snapshot, plus additional hours. Backups are hourly.
 const HOURS_PER_SNAPSHOT: i64 = 1;
 const EXTRA_HOURS: i64 = 2;
 /// If a page is not full, its time range grows by this factor.
@@ -45,21 +45,21 @@ pub struct ListedSnapshot {
 }
 
 impl ListedSnapshot {
-    /// Whether this is the record of the snapshot with this key.
+    /// Whether this is the record for the snapshot with this key.
     fn matches_key(&self, key: &str) -> bool {
         let is_digest = bundle::parse_digest(&self.sha256).as_deref() == Some(&*self.sha256);
         self.key == key && is_digest && key::matches_record(key, self.taken_at, self.epoch)
     }
 }
 
-/// A page of side records in descending order of their keys, and so of their times.
+/// A page of side records in descending order by key, and therefore by time.
 pub struct SnapshotPage {
     pub records: Vec<ListedSnapshot>,
     /// The key after which the next page begins; `None` on the last page.
     pub next: Option<String>,
 }
 
-/// Selects the snapshots of a page.
+/// Selects the snapshots for a page.
 #[derive(Debug, Clone, Copy)]
 pub struct PageWindow<'a> {
     /// Selects only snapshots with keys below this one.
@@ -69,7 +69,7 @@ pub struct PageWindow<'a> {
     pub limit: usize,
 }
 
-/// Lists the newest snapshots of a window. Only keys near the page's time range are listed.
+/// Lists the newest snapshots in a window. Only keys near the page's time range are listed.
 ///
 /// # Errors
 /// [`StoreError`]; a side record that is unreadable or does not match its key is skipped, with one log line.
@@ -96,7 +96,7 @@ pub async fn list_page(
     Ok(SnapshotPage { records, next })
 }
 
-/// Reads the record of one snapshot; `None` if it is missing, unreadable, or does not match its key.
+/// Reads the record for one snapshot; `None` if it is missing, unreadable, or does not match its key.
 pub async fn read_record(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -117,7 +117,7 @@ struct SkippedRecord {
     why: String,
 }
 
-/// Logs one line for all skipped records of a page, because a host can write any number of them.
+/// Logs one line for all skipped records on a page, because a host can write any number of them.
 #[derive(Default)]
 struct SkippedLog {
     first: Option<SkippedRecord>,
@@ -142,8 +142,8 @@ impl SkippedLog {
     }
 }
 
-/// Lists the newest keys of a window in descending order. A store lists keys only in ascending order, so the listing
-/// starts at an earlier and earlier time until enough keys are found.
+/// Lists the newest keys in a window in descending order. A store lists keys only in ascending order, so the listing
+/// starts earlier each time until enough keys are found.
 async fn list_newest_keys(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -206,7 +206,7 @@ async fn list_last_keys(
     Ok(keys.into_iter().rev().collect())
 }
 
-/// The key of the snapshot whose side record this object is; `None` for other objects.
+/// Returns the key of the snapshot to which this side record belongs; `None` for other objects.
 fn key_of(slot: &SlotPrefix, prefix: &Path, object: &Path) -> Option<String> {
     let name = name_in(prefix, object)?.strip_suffix(SUFFIX)?;
     Some(format!("system/db/snapshots/{name}")).filter(|key| slot.snapshot(key).is_some())
@@ -256,7 +256,8 @@ mod tests {
 
     const TOTAL: i64 = 2000;
 
-    /// A slot with [`TOTAL`] hourly snapshots, the newest of the given age, in a store that counts listed names.
+    /// Creates a slot with [`TOTAL`] hourly snapshots, the newest of the given age, in a store that counts listed
+    /// names.
     async fn hourly_snapshots(
         newest_ago: SignedDuration,
     ) -> (Bucket, SlotPrefix, Arc<LenientStore>, Vec<String>) {
@@ -331,7 +332,7 @@ mod tests {
         assert!(found.is_sorted_by(|a, b| a > b));
     }
 
-    /// A valid record for a key, with some members replaced.
+    /// Returns a valid record for a key, with some members replaced.
     fn record(key: &str, changes: &serde_json::Value) -> String {
         let mut record = json!({"version": 1, "key": key, "sizeBytes": 4, "sha256": "ab".repeat(32), "pgVersion": "16",
             "machineId": uuid::Uuid::nil(), "epoch": 1, "takenAt": key::time_in(key).map(clock::rfc3339_ms),
@@ -359,7 +360,7 @@ mod tests {
             let side = slot.side_record(&at(second)).unwrap();
             bucket.put(&side, record(&at(second), &changes)).await.unwrap();
         }
-        // The name has epoch 1 for the policy of an outage session, but epoch 900 at its end.
+        // The name has epoch 1 for an outage session's policy, but epoch 900 at its end.
         let forged = "system/db/snapshots/2026-11-24T03-04-06.678Z-1.dumpZ-900.dump";
         let object = slot.snapshots().join("2026-11-24T03-04-06.678Z-1.dumpZ-900.dump.json");
         bucket.put(&object, record(forged, &json!({"epoch": 900}))).await.unwrap();

@@ -1,7 +1,7 @@
-//! AssumeRole of the Security Token Service: temporary credentials that are limited by a session policy.
+//! The Security Token Service's AssumeRole call: temporary credentials that are limited by a session policy.
 //!
-//! Uses the query protocol of AWS's STS, which MinIO and others support at the store's endpoint. The caller provides
-//! the policy.
+//! Uses the AWS STS query protocol, which MinIO and others support at the store's endpoint. The caller provides the
+//! policy.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use svc_http::client::{self, Deadlines};
 
 const VERSION: &str = "2011-06-15";
 const MAX_ATTEMPTS: u32 = 3;
-/// Timeout of one call including retries. It is shorter than a host's timeout for the platform.
+/// Timeout for one call, including retries. It is shorter than a host's timeout for the platform.
 const CALL_TIMEOUT: Duration = Duration::from_secs(8);
 const TIMEOUTS: Deadlines = Deadlines {
     connect: Duration::from_secs(3),
@@ -26,7 +26,7 @@ const TIMEOUTS: Deadlines = Deadlines {
     idle: Duration::from_secs(5),
 };
 
-/// The reason why STS returned no session.
+/// The reason STS returned no session.
 #[derive(Debug, thiserror::Error)]
 pub enum StsError {
     /// The role, its trust policy or the session policy is wrong: an operator must fix it.
@@ -34,7 +34,7 @@ pub enum StsError {
     Refused { status: StatusCode, code: String, message: String },
     #[error("STS did not respond to AssumeRole: {0}")]
     NoResponse(String),
-    #[error("cannot parse the response of STS to AssumeRole: {0}")]
+    #[error("cannot parse the STS response to AssumeRole: {0}")]
     Unreadable(String),
     #[error("cannot sign the AssumeRole request")]
     Sign(#[source] object_store::Error),
@@ -198,7 +198,7 @@ mod tests {
     use super::*;
     use secrecy::ExposeSecret;
 
-    /// From the API reference of AWS STS, AssumeRole, "Sample Response".
+    /// From the AWS STS API reference, AssumeRole, "Sample Response".
     const SAMPLE: &str = r#"<AssumeRoleResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/">
   <AssumeRoleResult>
   <SourceIdentity>DevUser123</SourceIdentity>
@@ -220,7 +220,7 @@ mod tests {
 </AssumeRoleResponse>"#;
 
     #[test]
-    fn parse_response_accepts_the_sample_of_aws() {
+    fn parse_response_accepts_the_aws_sample() {
         let session = parse_response(StatusCode::OK, SAMPLE).unwrap();
         assert_eq!(session.access_key, "ASIAIOSFODNN7EXAMPLE");
         let token = session.session_token.unwrap();
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn parse_response_hides_the_secret_of_a_truncated_response() {
+    fn parse_response_hides_the_secret_in_a_truncated_response() {
         let error = parse_response(StatusCode::OK, &SAMPLE[..SAMPLE.len() / 2]).unwrap_err();
         assert!(!error.to_string().contains("wJalr"), "{error}");
     }

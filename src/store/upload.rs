@@ -13,12 +13,12 @@ use tokio::task::JoinSet;
 use super::bucket::{Bucket, StoreError};
 use super::multipart::OpenUpload;
 
-/// Maximum number of parts of an upload in S3.
+/// Maximum number of parts in an S3 upload.
 const MAX_PARTS: u64 = 10_000;
 const MIB: u64 = 1 << 20;
-/// Minimum size of a part in S3, except for the last.
+/// Minimum size of an S3 part, except for the last.
 const MIN_PART_BYTES: u64 = 5 * MIB;
-/// Maximum memory of the parts in flight and the one being filled.
+/// Maximum memory for the parts in flight and the part being filled.
 const MEMORY_BUDGET_BYTES: u64 = 20 * MIB;
 const ABORT_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -31,8 +31,8 @@ pub struct PartLayout {
 }
 
 impl PartLayout {
-    /// The layout for a stream of at most `bytes`. Parts grow for streams of more than 50 GB; memory stays within
-    /// the budget up to 200 GB.
+    /// Returns the layout for a stream of at most `bytes`. Parts grow for streams of more than 50 GB; memory stays
+    /// within the budget up to 200 GB.
     pub fn for_max_bytes(bytes: u64) -> Self {
         let size = bytes.div_ceil(MAX_PARTS).div_ceil(MIB).max(MIN_PART_BYTES / MIB) * MIB;
         let in_flight = (MEMORY_BUDGET_BYTES / size).saturating_sub(1);
@@ -40,7 +40,7 @@ impl PartLayout {
     }
 }
 
-/// The reason why an upload failed.
+/// The reason an upload failed.
 #[derive(Debug, thiserror::Error)]
 pub enum UploadError {
     #[error(transparent)]
@@ -59,7 +59,7 @@ pub struct Upload {
     open_upload: Option<OpenUpload>,
     inner: Box<dyn MultipartUpload>,
     layout: PartLayout,
-    /// The chunks of the next part.
+    /// The chunks in the next part.
     buffer: Vec<Bytes>,
     buffered_bytes: usize,
     started_parts: u64,
@@ -88,17 +88,17 @@ impl Upload {
         })
     }
 
-    /// The handle with which another process can abort the upload, if the store supports ids.
+    /// Returns the handle with which another process can abort the upload, if the store supports ids.
     pub fn open_upload(&self) -> Option<&OpenUpload> {
         self.open_upload.as_ref()
     }
 
-    /// The number of bytes that the store has acknowledged.
+    /// Returns the number of bytes that the store has acknowledged.
     pub fn acknowledged_bytes(&self) -> u64 {
         self.acknowledged_bytes
     }
 
-    /// The maximum number of bytes for the next [`Self::push`].
+    /// Returns the maximum number of bytes for the next [`Self::push`].
     pub fn part_space(&self) -> usize {
         self.layout.size - self.buffered_bytes
     }
@@ -106,9 +106,9 @@ impl Upload {
     /// Adds at most [`Self::part_space`] bytes; waits while the parts in flight use the memory budget.
     ///
     /// # Errors
-    /// [`UploadError`] of this part or an earlier one.
+    /// [`UploadError`] for this part or an earlier one.
     pub async fn push(&mut self, chunk: Bytes) -> Result<(), UploadError> {
-        assert!(chunk.len() <= self.part_space(), "a chunk must fit into the current part");
+        assert!(chunk.len() <= self.part_space(), "a chunk must fit in the current part");
         self.buffered_bytes += chunk.len();
         self.buffer.push(chunk);
         if self.buffered_bytes == self.layout.size {
@@ -136,7 +136,7 @@ impl Upload {
     async fn wait_for_parts(&mut self, max_in_flight: usize) -> Result<(), StoreError> {
         while self.in_flight_parts.len() > max_in_flight {
             let Some(joined) = self.in_flight_parts.join_next().await else { break };
-            // Propagate a panic of the store's client.
+            // Propagate a panic from the store's client.
             let result = joined.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
             self.acknowledged_bytes += result.map_err(|error| StoreError::classify(&self.key, error))?;
         }
@@ -151,7 +151,7 @@ impl Upload {
         Ok(self.wait_for_parts(0).await?)
     }
 
-    /// Completes the upload and checks the size of the object, which also resolves a lost response. After an error, the
+    /// Completes the upload and checks the object's size, which also resolves a lost response. After an error, the
     /// upload may still be open, and the caller must abort it.
     pub async fn complete(&mut self) -> Result<ObjectMeta, UploadError> {
         self.flush().await?;

@@ -1,4 +1,4 @@
-//! An HTTP layer below object_store: completes the upload of a snapshot only if no object with its key exists.
+//! An HTTP layer below object_store: completes a snapshot upload only if no object with its key exists.
 //!
 //! object_store completes uploads unconditionally. The added header is not part of the signature; S3 does not require
 //! it to be.

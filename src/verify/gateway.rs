@@ -1,4 +1,4 @@
-//! Checks of the gateway's own routes: health, the bridge's schemas, icons, and the removed legacy route.
+//! Checks the gateway's own routes: health, the bridge's schemas, icons, and the removed legacy route.
 
 use std::collections::HashSet;
 
@@ -10,7 +10,7 @@ use super::responses::{AppList, Readiness, SchemaList};
 use svc_base::diagnosis::Findings;
 
 const JOURNAL_HINT: &str = "run `journalctl -u svc-gateway -n 50` on the host";
-/// Maximum problems that one check reports.
+/// Maximum number of problems that one check reports.
 const MAX_PROBLEMS: usize = 20;
 
 pub async fn check_health(host: &HostClient) -> Findings {

@@ -1,4 +1,4 @@
-//! A client of a host: through the gateway's trusted socket, through the router with the owner's session, or directly
+//! A client for a host: through the gateway's trusted socket, through the router with the owner's session, or directly
 //! with the platform's proofs.
 
 use std::path::Path;
@@ -65,7 +65,7 @@ impl HostResponse {
     }
 
     /// # Errors
-    /// The reason why the body is not JSON of this type.
+    /// The reason the body is not JSON of this type.
     pub fn json<T: DeserializeOwned>(&self) -> Result<T, String> {
         serde_json::from_slice(&self.body).map_err(|error| error.to_string())
     }
@@ -83,7 +83,8 @@ impl HostClient {
         Self { client, base, credential, max_body_bytes: MAX_PLATFORM_BODY_BYTES }
     }
 
-    /// `token` is the identity provider's session JWT, or the value of a browser's `svc_session` cookie.
+    /// Connects through the router. `token` is the identity provider's session JWT, or the value of a browser's
+    /// `svc_session` cookie.
     pub fn through_router(base: Url, token: &SecretString) -> anyhow::Result<Self> {
         let token = token.expose_secret();
         let is_session = token.starts_with("svcs_");
@@ -102,7 +103,7 @@ impl HostClient {
         &self.base
     }
 
-    /// The URL of a path on this host.
+    /// Returns the URL of a path on this host.
     pub fn url(&self, path: &str) -> Url {
         self.base.join(path).unwrap_or_else(|_| self.base.clone())
     }
@@ -124,7 +125,7 @@ impl HostClient {
     ) -> Result<HostResponse, String> {
         // The credential is only for this host.
         if url.origin() != self.base.origin() {
-            return Err(format!("{url} has another origin"));
+            return Err(format!("{url} has a different origin"));
         }
         let failed =
             |error: reqwest::Error| format!("{}: {}", url.path(), format_chain(&error.without_url()));
@@ -133,7 +134,7 @@ impl HostClient {
             request = request.header(name, value);
         }
         if method != Method::GET {
-            // A page of this host would send the same header.
+            // A page from this host would send the same header.
             request = request.header(header::ORIGIN, self.base.origin().ascii_serialization());
         }
         if let Some(body) = body {

@@ -1,6 +1,5 @@
-//! The checks of a release on a running host (specification, part 9): the shell that it serves, and the gateway's own
-//! routes. `svcctl verify-rollout` runs them on a host or through the router, and the platform on the canaries of a
-//! rollout.
+//! The checks for a release on a running host (specification, part 9): the shell that it serves, and the gateway's own
+//! routes. `svcctl verify-rollout` runs them on a host or through the router, and the platform on a rollout's canaries.
 
 mod gateway;
 mod host_client;
@@ -15,7 +14,7 @@ pub use self::host_client::{Credential, HostClient, TIMEOUTS};
 use svc_base::diagnosis::{self, Check, Finding, Findings};
 use svc_base::untrusted_text;
 
-/// Timeout of each check.
+/// Timeout for each check.
 pub const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Runs all checks. `database` is the caller's check that the gateway uses the machine's own

@@ -10,7 +10,7 @@ use serde::{Deserialize, Deserializer};
 /// Far above the number of apps on a machine.
 const MAX_APPS: usize = 1000;
 
-/// The response of `/readyz`.
+/// The response from `/readyz`.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Readiness {
@@ -20,7 +20,7 @@ pub struct Readiness {
     pub server: Option<String>,
 }
 
-/// The response of `/api/apps`.
+/// The response from `/api/apps`.
 #[derive(Debug, Deserialize)]
 pub struct AppList {
     pub apps: BoundedList<App>,
@@ -37,13 +37,13 @@ pub struct App {
     pub tables: Vec<IgnoredAny>,
 }
 
-/// The response of the bridge's action `schemas`.
+/// The response from the bridge's `schemas` action.
 #[derive(Debug, Deserialize)]
 pub struct SchemaList {
     pub data: SchemaNames,
 }
 
-/// The names of the apps in `data`: an array of objects, or an object keyed by name.
+/// The app names in `data`: an array of objects, or an object keyed by name.
 #[derive(Debug)]
 pub struct SchemaNames(pub Vec<String>);
 

@@ -11,8 +11,8 @@ const MAX_NAME_BYTES: usize = 300;
 /// Maximum length of a host name. The search for its start and end stops there.
 const MAX_HOST_BYTES: usize = 253;
 
-/// Finds the distinct quoted names of scripts and styles in HTML or JavaScript, at most `max` of them. Takes time
-/// linear in the length of the text, which a hostile host may have crafted.
+/// Finds the distinct quoted script and style names in HTML or JavaScript, at most `max` of them. Takes time linear in
+/// the length of the text, which a hostile host may have crafted.
 pub fn find_script_and_style_names(text: &str, max: usize) -> Vec<&str> {
     let mut seen = HashSet::new();
     let parts = ['"', '\'', '`'].into_iter().flat_map(|quote| text.split(quote));
@@ -26,7 +26,7 @@ pub fn find_script_and_style_names(text: &str, max: usize) -> Vec<&str> {
     names.filter(|name| seen.insert(*name)).take(max).collect()
 }
 
-/// The identity provider's host in shells built without a key, and its host in our examples.
+/// The identity provider's host in shells built without a key, and in our examples.
 const PLACEHOLDER_HOSTS: [&str; 2] = ["placeholder-idp.invalid", "idp.example.com"];
 
 /// Finds a placeholder host, in plain text or inside a publishable key. A shell that was built without the identity
@@ -38,7 +38,7 @@ pub fn find_placeholder_host(text: &str) -> Option<String> {
     find_placeholder_in_text(text).map(str::to_owned).or_else(in_key)
 }
 
-/// The hosts in publishable keys: `pk_test_` or `pk_live_`, then base64 of a host and a `$`.
+/// Returns the hosts in publishable keys: `pk_test_` or `pk_live_`, then base64 of a host and a `$`.
 fn hosts_in_keys(text: &str) -> impl Iterator<Item = String> {
     let keys = ["pk_test_", "pk_live_"].into_iter().flat_map(|prefix| text.split(prefix).skip(1));
     keys.filter_map(|rest| {

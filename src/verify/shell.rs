@@ -1,4 +1,4 @@
-//! Checks of the served shell: reads its page and all scripts that the page can load, without running them.
+//! Checks the served shell: reads its page and all scripts that the page can load, without running them.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
@@ -11,9 +11,9 @@ use svc_base::diagnosis::{Finding, Findings};
 
 const MAX_FILES: usize = 400;
 const MAX_TOTAL_BYTES: usize = 96 << 20;
-/// Maximum distinct names of scripts and styles in one file.
+/// Maximum number of distinct script and style names in one file.
 const MAX_NAMES_PER_FILE: usize = 2000;
-/// Maximum distinct URLs that the files refer to, including those that are not files.
+/// Maximum number of distinct URLs that the files refer to, including those that are not files.
 const MAX_REFERENCES: usize = 4000;
 /// Every call to the legacy route contains this, no matter how its URL is built.
 const LEGACY_API_PATH: &str = "api/canvas";
@@ -24,7 +24,7 @@ const PLACEHOLDER_CHECK: &str = "placeholder-host";
 const LEGACY_CHECK: &str = "legacy-canvas";
 const GESTURES_CHECK: &str = "canvas-gestures";
 
-/// A file of the shell.
+/// A shell file.
 struct ShellFile {
     url: Url,
     text: String,
@@ -49,7 +49,7 @@ pub async fn check_shell(host: &HostClient, timeout: Duration) -> Vec<Finding> {
     };
     let bytes: usize = files.iter().map(|file| file.text.len()).sum();
     let summary = format!("its page and {} files, {} KiB", files.len() - 1, bytes >> 10);
-    // The scan of megabytes of text must not block other tasks of this thread.
+    // Scanning megabytes of text must not block other tasks on this thread.
     let checks = tokio::task::spawn_blocking(move || {
         [check_placeholder(&files), check_legacy_calls(&files), check_gestures(&files)]
     });
@@ -105,7 +105,7 @@ async fn load_shell(host: &HostClient) -> Result<Vec<ShellFile>, String> {
     Ok(files)
 }
 
-/// The text of a file, and the names of scripts and styles in it.
+/// Returns a file's text, and the script and style names in it.
 async fn read_names(response: HostResponse, url: &Url) -> Result<(String, Vec<String>), String> {
     let scan = tokio::task::spawn_blocking(move || {
         let text = response.text().into_owned();
@@ -179,14 +179,14 @@ fn check_gestures(files: &[ShellFile]) -> Findings {
         ),
         Some(from) => findings.problem(
             format!("the shell declares that pan and zoom begin on {from:?}"),
-            "they would take gestures from the windows of apps: rebuild the bundle from the current sources",
+            "they would take gestures from app windows: rebuild the bundle from the current sources",
         ),
         None => findings
             .skipped(format!("the page has no <meta name=\"{GESTURES_META}\">: verify it in a browser")),
     }
 }
 
-/// The content of the `meta` element with this name.
+/// Returns the content of the `meta` element with this name.
 fn meta_content<'a>(page: &'a str, name: &str) -> Option<&'a str> {
     let tags = page.split('<').filter(|tag| tag.starts_with("meta"));
     let attribute = |tag: &'a str, name: &str| {

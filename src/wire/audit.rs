@@ -1,4 +1,4 @@
-//! The audit of operators' changes.
+//! The audit log of operators' changes.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -28,7 +28,7 @@ pub struct AuditEntry {
     pub request_id: String,
 }
 
-/// A page of the audit, newest first.
+/// A page of the audit log, newest first.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

@@ -1,4 +1,4 @@
-//! Snapshots of a slot.
+//! A slot's snapshots.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -30,7 +30,7 @@ pub struct Backup {
 }
 
 impl Backup {
-    /// The last part of its key.
+    /// Returns the last part of the key.
     pub fn name(&self) -> &str {
         self.key.rsplit('/').next().unwrap_or_default()
     }

@@ -15,7 +15,7 @@ words!(
     PowerAction { On = "on", Off = "off", Reboot = "reboot" }
 );
 
-/// The machine of a slot. It is being created unless the slot already had one.
+/// A slot's machine. It is being created unless the slot already had one.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -35,7 +35,7 @@ pub struct ProvisionedMachine {
     pub operation_id: Option<Text<OperationId>>,
 }
 
-/// The machine that replaces another one.
+/// The machine that replaces another.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -77,7 +77,7 @@ pub struct DeletedMachine {
     pub deleted_at: Option<Time>,
     pub newest_snapshot_at: Option<Time>,
     pub newest_snapshot_source: Option<Text<SnapshotSource>>,
-    /// The reason why the store's newest snapshot is unknown or cannot be restored.
+    /// The reason the store's newest snapshot is unknown or cannot be restored.
     pub snapshot_problem: Option<String>,
     /// `null` if its server is not kept.
     pub undeletable_until: Option<Time>,
@@ -125,7 +125,7 @@ pub struct PowerChange {
     pub operation_id: Option<Text<OperationId>>,
 }
 
-/// A machine's change to another server type.
+/// A machine's change to a different server type.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

@@ -16,7 +16,7 @@ words!(
     }
 );
 words!(
-    /// Why a machine whose server is kept left its slot.
+    /// The reason a machine whose server is kept left its slot.
     KeptReason { Replaced = "replaced", Deleted = "deleted" }
 );
 
@@ -30,13 +30,13 @@ pub struct Copies {
     pub kept: Vec<KeptServer>,
     pub newest_snapshot_at: Option<Time>,
     pub newest_snapshot: Option<NewestSnapshot>,
-    /// The reason why the store's newest snapshot is unknown or cannot be restored.
+    /// The reason the store's newest snapshot is unknown or cannot be restored.
     pub snapshot_problem: Option<String>,
     /// Seconds of changes that a loss of the live server would cost.
     pub exposed_seconds: Option<u64>,
     /// A complete snapshot that is newer than the one that the pointer names.
     pub newer_snapshot: Option<NewerSnapshot>,
-    /// A snapshot of the previous machine that is newer than the one that was restored.
+    /// A snapshot from the previous machine that is newer than the one that was restored.
     pub unrestored_snapshot: Option<UnrestoredSnapshot>,
 }
 
@@ -72,7 +72,7 @@ pub struct KeptServer {
     pub removal_abandoned_at: Option<Time>,
 }
 
-/// The newest snapshot of the slot.
+/// The slot's newest snapshot.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

@@ -80,7 +80,7 @@ pub struct Exercise {
     pub is_current: bool,
 }
 
-/// Numbers of machines.
+/// Machine counts.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

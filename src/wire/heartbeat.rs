@@ -19,23 +19,23 @@ pub const MAX_PROOF_KIDS: usize = 16;
 pub const MAX_TRUSTED_KEYS: usize = 16;
 /// Maximum number of items that need attention.
 pub const MAX_ATTENTION_ITEMS: usize = 16;
-/// Maximum characters of an item's code, which consists of lower-case letters and underscores.
+/// Maximum number of characters in an item's code, which consists of lower-case letters and underscores.
 pub const MAX_ATTENTION_CODE_CHARS: usize = 40;
 
 /// A host's report. Optional fields may be `null` or absent. If the last backup, the last update, the checks or the
-/// trusted keys are, the platform keeps those of the previous report.
+/// trusted keys are missing, the platform keeps those from the previous report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct Heartbeat {
-    /// The release that the host runs.
+    /// The release that the host is running.
     #[schemars(with = "Text<ImageVersion>")]
     pub image_version: ImageVersion,
     /// The epoch under which the host writes.
     #[schemars(with = "u64")]
     pub epoch: Epoch,
     pub health: ComponentHealth,
-    /// Space of the owner's file system. `null` or absent if the host cannot read it; older platforms refuse such a
+    /// Space on the owner's file system. `null` or absent if the host cannot read it; older platforms reject such a
     /// report.
     #[serde(default)]
     #[schemars(skip_serializing_if = "Option::is_none")]
@@ -77,7 +77,7 @@ pub struct Heartbeat {
 pub struct ComponentHealth {
     pub gateway: Text<ComponentStatus>,
     pub database: Text<ComponentStatus>,
-    /// Absent while code-server starts, and if the release has none.
+    /// Absent while code-server is starting, and if the release has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub code: Option<Text<ComponentStatus>>,
 }
@@ -99,7 +99,7 @@ pub struct TrustedKeyIds {
 #[serde(rename_all = "camelCase", default)]
 #[schemars(inline)]
 pub struct HeartbeatResponse {
-    /// The release that the host must run; the reported one if no other one is desired.
+    /// The release that the host must run; the reported one if no other is desired.
     #[schemars(with = "String")]
     pub desired_image_version: Option<ImageVersion>,
     /// The current epoch of the host's machine.
@@ -120,7 +120,7 @@ pub struct HeartbeatResponse {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "CertificateSettings")]
     pub certificate: Option<CertificateSettings>,
-    /// The token for later calls. Present while the host uses another one.
+    /// The token for later calls. Present while the host uses a different one.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "secret::expose_option")]
     #[schemars(with = "String")]
     pub next_token: Option<SecretString>,
@@ -168,7 +168,7 @@ pub struct ExternalAccount {
     pub hmac_key: SecretString,
 }
 
-/// Public keys of the platform's proofs.
+/// Public keys for the platform's proofs.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct ProofKeys {

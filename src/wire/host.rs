@@ -38,11 +38,11 @@ pub struct HostCertificate {
     pub issued_at: Time,
     #[serde(default)]
     pub expires_at: Time,
-    /// Whether the roots of the host verified the chain for its name when it was last checked.
+    /// Whether the host's roots verified the chain for its name when it was last checked.
     #[serde(default)]
     #[schemars(skip_serializing_if = "std::ops::Not::not", with = "Option<bool>")]
     pub is_trusted: bool,
-    /// Why the last attempt to replace the certificate failed.
+    /// The reason the last attempt to replace the certificate failed.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     /// When the host requests the next certificate.
@@ -96,7 +96,7 @@ pub struct SnapshotChecks {
     pub drill: Option<SnapshotCheck>,
 }
 
-/// A check of snapshots.
+/// A snapshot check.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct SnapshotCheck {
@@ -116,7 +116,7 @@ pub struct SnapshotCheck {
 /// Maximum number of damaged snapshots that a report names.
 pub const MAX_DAMAGED_KEYS: usize = 20;
 
-/// The schema of text without NUL, which PostgreSQL cannot store.
+/// Returns the schema of text without NUL, which PostgreSQL cannot store.
 fn nul_free_text(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
     schemars::json_schema!({ "type": "string", "pattern": "^[^\\u0000]*$" })
 }

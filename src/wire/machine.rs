@@ -34,7 +34,7 @@ pub struct Machine {
     #[serde(default)]
     pub kind: Text<MachineKind>,
     pub status: Text<Status>,
-    /// Why the machine has failed.
+    /// The reason the machine has failed.
     pub failure: Option<Failure>,
     #[serde(default)]
     pub epoch: u64,
@@ -63,7 +63,7 @@ pub struct Machine {
     pub last_update: Option<LastUpdate>,
     /// The last checks of the machine's snapshots.
     pub checks: Option<SnapshotChecks>,
-    /// Progress of its first boot; `null` before the host's first report.
+    /// The progress of its first boot; `null` before the host's first report.
     pub boot: Option<Boot>,
     pub boot_progress: Option<BootProgress>,
     /// When the first healthy heartbeat after the registration arrived.
@@ -138,7 +138,7 @@ pub struct DiscardedMachine {
     pub already_ordered: bool,
 }
 
-/// Why a machine has failed.
+/// The reason a machine has failed.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -158,14 +158,14 @@ pub struct Health {
     pub gateway: Text<ComponentStatus>,
     #[serde(default)]
     pub database: Text<ComponentStatus>,
-    /// Absent while code-server starts, and if the machine's release has none.
+    /// Absent while code-server is starting, and if the machine's release has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub code: Option<Text<ComponentStatus>>,
     /// `null` if its host cannot measure it.
     pub disk: Option<Disk>,
 }
 
-/// The disk of a host.
+/// A host's disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -195,7 +195,7 @@ pub struct BootStage {
     pub at: Time,
 }
 
-/// Progress of a stage: downloaded bytes and loaded rows.
+/// A stage's progress: downloaded bytes and loaded rows.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -229,7 +229,7 @@ pub struct UpgradeToken {
 }
 
 impl Machine {
-    /// The status, or `deleted` or `replaced` after the machine has left its slot.
+    /// Returns the status, or `deleted` or `replaced` after the machine has left its slot.
     pub fn state_word(&self) -> &str {
         if self.deleted_at.is_some() {
             "deleted"
@@ -245,7 +245,7 @@ impl Machine {
         self.deleted_at.is_none() && self.replaced_by.is_none()
     }
 
-    /// When the machine left its slot.
+    /// Returns when the machine left its slot.
     pub fn left_slot_at(&self) -> Option<&Time> {
         self.retired_at.as_ref().or(self.deleted_at.as_ref())
     }

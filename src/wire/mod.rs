@@ -1,9 +1,9 @@
-//! The JSON of the platform's API, one file for each resource.
+//! The JSON in the platform's API, one file for each resource.
 //!
 //! Each type is defined once and shared: the platform builds its responses from it, `svcctl` and hosts read them with
 //! it, hosts build their requests from it, and the OpenAPI document describes it (`svc_http::openapi::schema_of`).
 //!
-//! Invariant: a reader accepts the messages of older and newer releases. Unknown fields are ignored, a field that older
+//! Invariant: a reader accepts messages from older and newer releases. Unknown fields are ignored, a field that older
 //! platforms omit is optional to read, and [`Text`](text::Text) accepts unknown words.
 
 pub mod alarm;

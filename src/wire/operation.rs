@@ -1,4 +1,4 @@
-//! Operations on machines, with the log of their steps.
+//! Operations on machines, with their step logs.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -18,7 +18,7 @@ words!(
     }
 );
 
-/// An operation with the log of its steps.
+/// An operation with its step log.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Operation {
@@ -31,7 +31,7 @@ pub struct Operation {
     pub question: Option<Question>,
     #[serde(default = "unknown")]
     pub step: String,
-    /// Failed attempts of the current step.
+    /// Failed attempts at the current step.
     #[serde(default)]
     pub attempts: u64,
     pub error_code: Option<String>,
@@ -95,7 +95,7 @@ pub struct LogLine {
 }
 
 impl Operation {
-    /// The question, if the operation waits for a decision.
+    /// Returns the question, if the operation waits for a decision.
     pub fn question(&self) -> Option<&Question> {
         self.question.as_ref().filter(|_| self.state.is(OperationState::Waiting))
     }

@@ -9,7 +9,7 @@ use svc_machine::id::OperatorTokenId;
 words!(
     /// The permission that a route requires.
     Scope {
-        /// Machines, operations, rollouts and the audit, without owner data.
+        /// Machines, operations, rollouts and the audit log, without owner data.
         Read = "read",
         /// Changes to machines, and their snapshots.
         Operate = "operate",
@@ -17,7 +17,7 @@ words!(
         Billing = "billing",
         /// The platform's metrics.
         Metrics = "metrics",
-        /// Operators and the audit.
+        /// Operators and the audit log.
         Admin = "admin",
     }
 );
@@ -26,7 +26,7 @@ words!(
     OperatorState { Active = "active", Expired = "expired", Revoked = "revoked" }
 );
 
-/// An operator, with the times of their tokens.
+/// An operator, with token expiry and usage times.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Operator {

@@ -107,11 +107,12 @@ pub struct ProvisionQuote {
     #[serde(default)]
     pub adds_customer: bool,
     /// Whether an operator must confirm `monthlyCost`: the provision would add a customer, or replace a customer's
-    /// machine with one of another server type. Older platforms omit it.
+    /// machine with one of a different server type. Older platforms omit it.
     #[serde(default)]
     pub needs_cost_confirmation: bool,
-    /// With value-added tax, in the most expensive of the possible locations: the value for `confirmedMonthlyCost`.
-    /// `null` if no server would be created, or if its price cannot be read and need not be confirmed.
+    /// Including value-added tax, in the most expensive of the possible locations: the value for
+    /// `confirmedMonthlyCost`. `null` if no server would be created, or if its price cannot be read and need not be
+    /// confirmed.
     pub monthly_cost: Option<Text<Price>>,
     #[serde(default)]
     pub costs: Vec<LocationCost>,
@@ -122,7 +123,7 @@ pub struct ProvisionQuote {
     pub exercises: Exercises,
 }
 
-/// The machine of a slot.
+/// A slot's machine.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -137,13 +138,13 @@ pub struct ExistingMachine {
 #[schemars(inline)]
 pub struct LocationCost {
     pub location: Text<Location>,
-    /// With value-added tax.
+    /// Including value-added tax.
     pub server: Text<Price>,
-    /// With value-added tax; `null` if the provider has no price for it.
+    /// Including value-added tax; `null` if the provider has no price for it.
     pub public_ipv4: Option<Text<Price>>,
-    /// The sum, with value-added tax.
+    /// The sum, including value-added tax.
     pub total: Text<Price>,
-    /// The sum without value-added tax.
+    /// The sum, excluding value-added tax.
     pub total_net: Text<Price>,
 }
 

@@ -1,4 +1,4 @@
-//! The first boot of a host: the reports of its stages and of its failure, and its registration.
+//! A host's first boot: its stage and failure reports, and its registration.
 
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
@@ -9,7 +9,7 @@ use svc_machine::id::MachineId;
 use svc_machine::name::ImageVersion;
 use svc_machine::state::Status;
 
-/// Maximum characters of the stage of a failed boot.
+/// Maximum number of characters in a failed boot's stage.
 pub const MAX_STAGE_CHARS: usize = 64;
 
 const CODE_PREFIX: &str = "code ";
@@ -26,8 +26,8 @@ words!(
 );
 
 words!(
-    /// Why a restore at boot failed, if the cause determines the operator's action. A host puts the code into the
-    /// message of its failed boot, because the report passes through the journal and a shell script as text.
+    /// The reason a restore at boot failed, if the cause determines the operator's action. A host puts the code into
+    /// the message of its failed boot, because the report passes through the journal and a shell script as text.
     RestoreFailureCode {
         /// The disk is too small for the database.
         NoSpace = "no_space",
@@ -39,12 +39,13 @@ words!(
 );
 
 impl RestoreFailureCode {
-    /// The code as it appears in a message, such as `code no_space`.
+    /// Returns the code as it appears in a message, such as `code no_space`.
     pub fn marker(self) -> String {
         format!("{CODE_PREFIX}{self}")
     }
 
-    /// Finds the code in a message; `None` if it has none that this release supports, like the messages of older hosts.
+    /// Finds the code in a message; `None` if it has none that this release supports, as with messages from older
+    /// hosts.
     pub fn find(message: &str) -> Option<Self> {
         message.split(CODE_PREFIX).skip(1).find_map(|rest| {
             let end = rest.find(|c: char| !(c.is_ascii_lowercase() || c == '_')).unwrap_or(rest.len());
@@ -53,7 +54,7 @@ impl RestoreFailureCode {
     }
 }
 
-/// The registration of a new host.
+/// A new host's registration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -66,7 +67,7 @@ pub struct Registration {
     /// SHA-256 of the release's bundle: 64 hexadecimal digits.
     #[schemars(schema_with = "sha256")]
     pub bundle_sha256: String,
-    /// SHA-256 of the public key of the gateway's certificate: 64 hexadecimal digits.
+    /// SHA-256 of the gateway certificate's public key: 64 hexadecimal digits.
     #[schemars(schema_with = "sha256")]
     pub tls_spki_sha256: String,
     /// Milliseconds from the time when user-data was written until the gateway was ready.
@@ -123,7 +124,7 @@ pub struct BootFailureReport {
     pub message: String,
 }
 
-/// The response to the report of a failed boot.
+/// The response to a failed-boot report.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -163,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn find_returns_the_code_of_a_message() {
+    fn find_returns_the_code_in_a_message() {
         for code in RestoreFailureCode::ALL {
             let message = format!("exit code 70: svc-restore: {}: details", code.marker());
             assert_eq!(RestoreFailureCode::find(&message), Some(code));

@@ -1,4 +1,4 @@
-//! Rollouts of releases.
+//! Release rollouts.
 
 use std::ops::Deref;
 
@@ -46,7 +46,7 @@ pub struct RolloutSummary {
     #[serde(default)]
     pub image_version: Text<ImageVersion>,
     pub state: Text<RolloutState>,
-    /// Why the platform paused or stopped the rollout.
+    /// The reason the platform paused or stopped the rollout.
     pub why: Option<String>,
     /// Number of machines that are updated first.
     #[serde(default)]
@@ -164,7 +164,7 @@ pub struct RolloutMachine {
     /// When the update was requested from its host.
     pub asked_at: Option<Time>,
     pub ended_at: Option<Time>,
-    /// The release that the machine runs.
+    /// The release that the machine is running.
     #[serde(default)]
     pub image_version: Text<ImageVersion>,
 }

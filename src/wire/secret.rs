@@ -4,13 +4,13 @@ use secrecy::{ExposeSecret, SecretString};
 use serde::Serializer;
 
 /// # Errors
-/// Errors of the serializer.
+/// Errors from the serializer.
 pub fn expose<S: Serializer>(secret: &SecretString, out: S) -> Result<S::Ok, S::Error> {
     out.serialize_str(secret.expose_secret())
 }
 
 /// # Errors
-/// Errors of the serializer.
+/// Errors from the serializer.
 pub fn expose_option<S: Serializer>(secret: &Option<SecretString>, out: S) -> Result<S::Ok, S::Error> {
     match secret {
         Some(secret) => expose(secret, out),

@@ -12,7 +12,7 @@ words!(
     SubscriptionStatus { Active = "active", Inactive = "inactive" }
 );
 
-/// The subscription of a slot.
+/// A slot's subscription.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Subscription {
@@ -27,7 +27,7 @@ pub struct Subscription {
     pub test: bool,
 }
 
-/// A page of the subscriptions of slots, by user and slot.
+/// A page of slot subscriptions, by user and slot.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

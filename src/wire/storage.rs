@@ -23,7 +23,7 @@ pub struct StorageCredentials {
     pub outage: Option<StoreSession>,
 }
 
-/// Credentials of one session.
+/// Credentials for one session.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

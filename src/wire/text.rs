@@ -19,7 +19,7 @@ use svc_machine::state::{FailureCause, Status};
 
 /// A string that writers create from a `T`, and that the API description describes as a `T`.
 ///
-/// A reader accepts any string, because a writer of a newer release may use other words.
+/// A reader accepts any string, because a writer from a newer release may use unknown words.
 #[derive(PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Text<T> {
@@ -31,16 +31,16 @@ pub struct Text<T> {
 /// A time: RFC 3339, UTC, with milliseconds.
 pub type Time = Text<Timestamp>;
 
-/// A type with exactly one string form.
+/// A type with exactly one string representation.
 pub trait TextForm {
     fn to_text(&self) -> String;
 
-    /// The JSON schema of the form.
+    /// Returns the JSON schema of the string.
     fn text_schema() -> Schema;
 }
 
 impl<T> Text<T> {
-    /// A text as it is stored, possibly by a newer release.
+    /// Creates a text from a stored string, possibly from a newer release.
     pub fn from_stored(text: impl Into<String>) -> Self {
         Self { text: text.into(), value: PhantomData }
     }
@@ -65,7 +65,7 @@ impl<T> Text<T> {
 /// The value that a reader uses for a field that an older platform omits.
 pub const UNKNOWN: &str = "unknown";
 
-/// [`UNKNOWN`], for texts without a type.
+/// Returns [`UNKNOWN`], for texts without a type.
 pub fn unknown() -> String {
     UNKNOWN.to_owned()
 }
@@ -226,7 +226,7 @@ pub struct UnknownWord {
     pub words: &'static [&'static str],
 }
 
-/// `a, b or c`.
+/// Joins words as `a, b or c`.
 fn join_words(words: &[&str]) -> String {
     match words {
         [] => String::new(),
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn text_accepts_words_of_a_newer_release() {
+    fn text_accepts_words_from_a_newer_release() {
         let read: Text<Colour> = serde_json::from_str(r#""ultraviolet""#).unwrap();
         assert_eq!(read.as_str(), "ultraviolet");
         assert!("ultraviolet".parse::<Colour>().is_err());

@@ -9,7 +9,7 @@ use crate::text::Text;
 /// 2^53, up to which a double represents every whole number.
 const MAX_WHOLE_AMOUNT: f64 = 9_007_199_254_740_992.0;
 
-/// The totals of all dispatches, and of each group.
+/// The totals for all dispatches and for each group.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -25,7 +25,7 @@ pub struct UsageReport {
     pub entries: Vec<UsageEntry>,
 }
 
-/// The totals of a group.
+/// A group's totals.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -49,7 +49,7 @@ pub struct UsageEntry {
     pub dispatches: u64,
 }
 
-/// Writes whole amounts as integers, as the records of dispatches do.
+/// Writes whole amounts as integers, as dispatch records do.
 fn serialize_dollars<S: Serializer>(amount: &f64, out: S) -> Result<S::Ok, S::Error> {
     if amount.fract() == 0.0 && (0.0..MAX_WHOLE_AMOUNT).contains(amount) {
         #[allow(

@@ -14,7 +14,7 @@ use super::home::{ADA, Agent, BOB, Home, summarize};
 /// The ID that the machine's sysusers configuration assigns to the user `svc`.
 const OWNER_UID: u32 = 1940;
 
-/// Returns the reasons of the gaps, and the entries, since the previous call.
+/// Returns the gap reasons and the entries since the previous call.
 fn new_gaps_and_entries(home: &Home) -> Result<(Vec<String>, Vec<Value>)> {
     let (gaps, entries): (Vec<Value>, Vec<Value>) =
         home.entries()?.into_iter().partition(|line| !line["gap"].is_null());
@@ -43,8 +43,8 @@ fn tool_cannot_end_its_own_call() -> Result<()> {
     Ok(())
 }
 
-/// The tool's process replaces itself with the hook, so its parent is that of the program's hooks. The program's own
-/// report at the real end exposes it.
+/// The tool's process replaces itself with the hook, so it has the same parent as the program's own hooks. The
+/// program's own report at the real end exposes it.
 #[test]
 fn tool_impersonating_the_hook_is_detected() -> Result<()> {
     let home = Home::new()?;
@@ -76,7 +76,7 @@ fn late_hook_is_counted_once() -> Result<()> {
     Ok(())
 }
 
-/// A forged line in the file of late hooks does not suppress the gap of a call without a beginning.
+/// A forged line in the late-hook file does not suppress the gap for a call without a beginning.
 #[test]
 fn planted_hook_report_does_not_suppress_a_gap() -> Result<()> {
     let home = Home::new()?;
@@ -171,7 +171,7 @@ fn calls_missed_by_hooks_are_recorded_as_gap() -> Result<()> {
     Ok(())
 }
 
-/// Call ids are tracked per process, so one agent cannot consume the id of another.
+/// Call ids are tracked per process, so one agent cannot consume another's id.
 #[test]
 fn call_with_an_id_that_another_agent_ended_is_recorded() -> Result<()> {
     let home = Home::new()?;

@@ -1,4 +1,4 @@
-//! A watched home: the real `svc-watch`, and hooks that run as agents' programs run them.
+//! A watched home directory: the real `svc-watch`, and hooks that run as agents' programs run them.
 
 use std::cell::{Cell, RefCell};
 use std::collections::hash_map::Entry;
@@ -23,16 +23,16 @@ use svc::host::audit::protocol::{Message, Process};
 
 const RECORD_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// An agent in a separate session. Unless its name starts with `terminal`, it runs for a dispatch of that name.
+/// An agent in a separate session. Unless its name starts with `terminal`, it runs for a dispatch with that name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Agent(pub &'static str);
 
-/// The process of an agent; it runs the agent's hooks.
+/// An agent's process, which runs the agent's hooks.
 pub struct AgentProcess {
     shell: OwnedChild,
     stdin: ChildStdin,
     stdout: BufReader<ChildStdout>,
-    /// Whether the dispatch of this process was announced to a watcher.
+    /// Whether this process's dispatch has been announced to a watcher.
     is_announced: bool,
 }
 
@@ -86,7 +86,7 @@ pub enum PathState {
 pub type PathStates = BTreeMap<Vec<u8>, PathState>;
 
 impl Home {
-    /// Creates a home that is watched from the start.
+    /// Creates a home directory that is watched from the start.
     pub fn new() -> Result<Self> {
         let mut home = Self::unwatched()?;
         home.watch()?;
@@ -149,7 +149,7 @@ impl Home {
         processes.iter_mut().try_for_each(|(agent, process)| self.announce_dispatch(*agent, process))
     }
 
-    /// Announces the agent's dispatch once, if a watcher runs.
+    /// Announces the agent's dispatch once, if a watcher is running.
     fn announce_dispatch(&self, agent: Agent, process: &mut AgentProcess) -> Result<()> {
         if process.is_announced || self.watcher.is_none() || agent.0.starts_with("terminal") {
             return Ok(());
@@ -164,7 +164,7 @@ impl Home {
         Ok(protocol::send(&self.path("run/svc/watch/watch.sock"), message, Duration::from_secs(20))?)
     }
 
-    /// Runs `action` with the process of an agent, which is started if necessary.
+    /// Runs `action` with an agent's process, which is started if necessary.
     pub fn with_process<T>(
         &self,
         agent: Agent,
@@ -188,7 +188,7 @@ impl Home {
         Ok(AgentProcess { shell, stdin, stdout, is_announced: false })
     }
 
-    /// Ends the process of an agent.
+    /// Ends an agent's process.
     pub fn end_process(&self, agent: Agent) -> Result<()> {
         self.processes.borrow_mut().remove(&agent).context("the agent has no process")?.kill()
     }
@@ -201,7 +201,7 @@ impl Home {
         self.watcher.as_ref().map_or(0, OwnedChild::pid)
     }
 
-    /// Waits a short time for the watcher to exit; returns whether it did.
+    /// Waits briefly for the watcher to exit; returns whether it did.
     pub fn wait_for_exit(&mut self) -> Result<bool> {
         let watcher = self.watcher.as_mut().context("no watcher was started")?;
         Ok(watcher.wait(Duration::from_secs(10)).is_some())
@@ -226,7 +226,8 @@ impl Home {
         self.isolated_command(env!("CARGO_BIN_EXE_svc"), args)
     }
 
-    /// If `max_watches` is set, runs the watcher in a user namespace, which has its own kernel limits.
+    /// Builds the watcher's command. If `max_watches` is set, it uses a user namespace, which has its own kernel
+    /// limits.
     fn watcher_command(&self) -> Command {
         let Some(max) = self.max_watches else { return self.command(&["svc-watch"]) };
         let script = format!(
@@ -294,7 +295,7 @@ impl Home {
         self.run_hook_event(agent, "PostToolUse", call, fields).map(drop)
     }
 
-    /// Runs a shell script in the home.
+    /// Runs a shell script in the home directory.
     pub fn shell(&self, script: &str) -> Result<()> {
         let mut command = Command::new("bash");
         command.args(["-c", script]).current_dir(self.dir()).stdin(Stdio::null());
@@ -348,7 +349,7 @@ impl Home {
         whole.lines().map(|line| serde_json::from_str(line).context("a line is not JSON")).collect()
     }
 
-    /// Waits until a line of the record satisfies the condition.
+    /// Waits until a line in the record satisfies the condition.
     pub fn wait_for_line(&self, description: &str, matches: impl Fn(&Value) -> bool) -> Result<Value> {
         let deadline = Instant::now() + RECORD_TIMEOUT;
         loop {
@@ -365,7 +366,7 @@ impl Home {
         }
     }
 
-    /// Observes the contents of the home independently of the watcher.
+    /// Observes the home directory's contents independently of the watcher.
     pub fn states(&self) -> Result<PathStates> {
         let mut states = PathStates::new();
         observe(&self.dir(), &self.dir(), &mut states)?;
@@ -449,7 +450,7 @@ pub fn path_of(entry: &Value) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Formats each entry as `op path`, in the order of the record.
+/// Formats each entry as `op path`, in record order.
 pub fn summarize(entries: &[Value]) -> Vec<String> {
     let field = |entry: &Value, name: &str| entry[name].as_str().unwrap_or_default().to_owned();
     entries.iter().map(|entry| format!("{} {}", field(entry, "op"), field(entry, "path"))).collect()

@@ -23,7 +23,7 @@ fn hook_without_watcher_returns_and_gap_is_recorded_later() -> Result<()> {
     home.watch()?;
     let gap = home.wait_for_line("a gap", |line| line["gap"]["why"] == "unheard")?;
     assert_eq!(gap["gap"]["lost"], 2);
-    // The gap of the missed beginning is already recorded.
+    // The gap for the missed beginning has already been recorded.
     home.kill()?;
     home.run_hook_event(ADA, "PreToolUse", "t2", bash.clone())?;
     home.watch()?;

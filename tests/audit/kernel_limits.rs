@@ -9,7 +9,7 @@ use nix::unistd::Pid;
 
 use super::home::{ADA, Home, differences, recorded_operations};
 
-/// Contains the maximum number of events that the kernel queues for a slow reader.
+/// The file with the maximum number of events that the kernel queues for a slow reader.
 const QUEUE_LIMIT_FILE: &str = "/proc/sys/fs/inotify/max_queued_events";
 
 #[test]
@@ -41,7 +41,7 @@ fn scan_finds_changes_after_queue_overflow() -> Result<()> {
     let other = found.iter().find(|entry| entry["agentName"] != "ada");
     ensure!(other.is_none(), "attributed to another actor: {other:?}");
     let expected = differences(&before, &home.states()?);
-    ensure!(expected.len() as u64 > files, "{} changes of more than {files} files", expected.len());
+    ensure!(expected.len() as u64 > files, "{} changes, expected more than {files}", expected.len());
     let found = recorded_operations(&found)?;
     ensure!(found.len() == expected.len(), "{} recorded, {} expected", found.len(), expected.len());
     for (path, op) in &expected {

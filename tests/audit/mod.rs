@@ -1,4 +1,5 @@
-//! The audit of the home's files: the real watcher and hooks, real shell commands, and the resulting record.
+//! Tests the audit of files in the home directory: the real watcher and hooks, real shell commands, and the resulting
+//! record.
 
 mod changes;
 mod forged_reports;

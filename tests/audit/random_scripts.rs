@@ -91,7 +91,7 @@ impl ScriptGenerator {
     }
 
     fn next_script(&mut self, can_touch: bool) -> String {
-        // docs/host/audit.md lists a write through `mmap` to a file that is also touched as not recorded.
+        // As docs/host/audit.md states, a write through `mmap` to a file that is also touched is not recorded.
         let is_mapping = self.next_below(12) == 0;
         let can_touch = can_touch && !is_mapping;
         let steps = 1 + self.next_below(14);
@@ -117,7 +117,7 @@ fn run_scripts(seed: u64, count: u64, failpoints: &'static str) -> Result<Figure
     for index in 0..count {
         let mut generator = ScriptGenerator(seed.wrapping_add(index));
         let script = generator.next_script(failpoints.is_empty());
-        // A failure also depends on the files of earlier scripts, so a replay begins with the first script.
+        // A failure also depends on files from earlier scripts, so a replay begins with the first script.
         let context = || format!("AUDIT_SEED={seed}, script {index}:\n{script}");
         if generator.next_below(8) == 0 {
             // Changes by the owner, which no hook reports.

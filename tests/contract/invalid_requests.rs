@@ -31,22 +31,22 @@ pub struct WrongCredential {
 /// An API whose contract is tested.
 pub trait ApiUnderTest {
     fn contract(&self) -> &'static Contract;
-    /// A path for which a request is valid.
+    /// Returns a path for which a request is valid.
     fn path(&self, operation: &Operation) -> String;
     fn max_body_bytes(&self, operation: &Operation) -> usize;
-    /// A request without credentials.
+    /// Builds a request without credentials.
     fn request_without_credentials(
         &self,
         operation: &Operation,
         method: Method,
         path: &str,
     ) -> RequestBuilder;
-    /// A request with a credential that the route accepts.
+    /// Builds a request with a credential that the route accepts.
     fn authorized_request(&self, operation: &Operation, path: &str) -> RequestBuilder;
     fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential>;
-    /// The value of a field that must have a meaning for this operation.
+    /// Returns the value for a field that must be meaningful to this operation.
     fn required_value(&self, operation: &Operation, name: &str) -> Option<Value>;
-    /// Whether the query may contain unknown parameters, because another site sends the browser to the route.
+    /// Whether the query may contain unknown parameters, because a different site sends the browser to the route.
     fn allows_unknown_query(&self, _: &Operation) -> bool {
         false
     }
@@ -60,7 +60,7 @@ impl Reply {
         assert_eq!((self.status, self.body["code"].as_str()), (status, Some(code)), "{self:?}");
     }
 
-    /// The pointers to the fields that the refusal names.
+    /// Returns the pointers to the fields that the error response names.
     pub fn pointers(&self) -> BTreeSet<String> {
         let errors = self.body["errors"].as_array().cloned().unwrap_or_default();
         errors.iter().map(|error| error["pointer"].as_str().unwrap().to_owned()).collect()
@@ -71,7 +71,7 @@ impl Reply {
         self.pointers().iter().any(|named| named == pointer || named.starts_with(&inside))
     }
 
-    /// The accepted names, as listed in the refusal of an unknown name.
+    /// Returns the accepted names, as listed in the response to an unknown name.
     fn accepted_names(&self, pointer: &str) -> BTreeSet<String> {
         let errors = self.body["errors"].as_array().cloned().unwrap_or_default();
         let error = errors.iter().find(|error| error["pointer"] == pointer);
@@ -111,7 +111,7 @@ async fn send(api: &impl ApiUnderTest, request: RequestBuilder) -> Reply {
     api.contract().send(request).await.unwrap_or_else(|error| panic!("{error:#}"))
 }
 
-/// A valid request for an operation.
+/// Builds a valid request for an operation.
 pub fn valid_call(api: &impl ApiUnderTest, operation: &Operation) -> RequestBuilder {
     let needed = operation
         .parameters

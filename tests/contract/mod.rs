@@ -1,6 +1,6 @@
-//! Checks every response of a test against the description of its route: status, code, media type, schema, the headers
-//! that a refusal needs, and that it reveals no internals. The cases of the table-driven tests come from the same
-//! descriptions, so a new route is covered without a change to this module; a test must only provoke each code that the
+//! Checks every response in a test against its route's description: status, code, media type, schema, the headers that
+//! an error response needs, and that it reveals no internals. The cases of the table-driven tests come from the same
+//! descriptions, so a new route is covered without a change to this module; a test need only provoke each code that the
 //! route declares.
 
 mod invalid_requests;
@@ -26,7 +26,7 @@ pub struct Contract {
     document: Value,
     operations: Vec<&'static Operation>,
     validators: Mutex<HashMap<String, Arc<Validator>>>,
-    /// The operation and code of every refusal so far.
+    /// The operation and code of every error response so far.
     provoked_codes: Mutex<BTreeSet<(&'static str, String)>>,
     secrets: Mutex<Vec<String>>,
 }
@@ -35,7 +35,7 @@ pub struct Contract {
 pub struct Exchange<'a> {
     pub method: &'a Method,
     pub path: &'a str,
-    /// The JSON body of the request.
+    /// The request's JSON body.
     pub sent: Option<&'a [u8]>,
     pub status: u16,
     pub headers: &'a HeaderMap,
@@ -74,12 +74,12 @@ impl Contract {
         &self.document
     }
 
-    /// Registers a secret or internal text that no refusal may contain.
+    /// Registers a secret or internal text that no error response may contain.
     pub fn register_secret(&self, secret: &str) {
         self.secrets.lock().unwrap().push(secret.to_owned());
     }
 
-    /// Checks a response. A response for an unknown path is only checked as a refusal.
+    /// Checks a response. A response for an unknown path is checked only as an error response.
     #[track_caller]
     pub fn check(&self, exchange: &Exchange<'_>) {
         let Exchange { status, headers, text, path, .. } = *exchange;
@@ -108,7 +108,7 @@ impl Contract {
         }
         if media_type == "application/problem+json" {
             let code = serde_json::from_str::<Value>(text).unwrap()["code"].as_str().unwrap().to_owned();
-            // A refusal of the method counts for every operation of the path.
+            // A rejected method counts for every operation on the path.
             let refused = candidates.filter(|_| status == 405).map(|operation| operation.id).chain([id]);
             self.provoked_codes.lock().unwrap().extend(refused.map(|id| (id, code.clone())));
         }
@@ -124,7 +124,7 @@ impl Contract {
             return;
         };
         let content = kinds.get(media_type).or_else(|| kinds.get("*/*"));
-        // The response for a file has the file's media type.
+        // A file is served with its own media type.
         let is_file = kinds.contains_key("application/octet-stream");
         if content.is_none() && !is_file {
             // A browser gets a page instead of a problem, and instead of JSON from the router's own routes.
@@ -199,7 +199,7 @@ impl Contract {
         assert!(wrong.is_empty(), "{wrong:?}\nin {what}");
     }
 
-    /// Returns the compiled validator of a schema of this document.
+    /// Returns the compiled validator for one of this document's schemas.
     pub fn validator(&self, schema: &Value) -> Arc<Validator> {
         let mut known = self.validators.lock().unwrap();
         let validator = known.entry(schema.to_string()).or_insert_with(|| {

@@ -22,7 +22,7 @@ pub struct UnknownField {
     pub body: Value,
 }
 
-/// The alternative schemas of a body.
+/// Returns the alternative schemas for a body.
 pub fn variants(schema: &Value) -> Vec<Value> {
     match schema["oneOf"].as_array() {
         Some(all) if schema["properties"].is_null() => all.clone(),
@@ -98,8 +98,8 @@ pub fn is_valid(contract: &Contract, schema: &Value, value: &Value) -> bool {
     contract.validator(schema).is_valid(value)
 }
 
-/// Returns a body with every field of the schema. `meaningful_value` supplies the values that must have a meaning, and
-/// null for a field to omit.
+/// Returns a body with every field in the schema. `meaningful_value` supplies values for fields where any valid value
+/// will not do, and null for a field to omit.
 pub fn valid_value(
     contract: &Contract,
     schema: &Value,
@@ -125,7 +125,7 @@ pub fn valid_value(
     members.into_iter().map(member).filter(|(_, value)| !value.is_null()).collect::<Map<_, _>>().into()
 }
 
-/// Returns one probe for each value of a body and each sample value.
+/// Returns one probe for each combination of property and sample value.
 pub fn probes(schema: &Value, body: &Value) -> Vec<Probe> {
     let mut all = Vec::new();
     walk_properties(schema, "", &mut |pointer, field_schema| {
@@ -143,7 +143,7 @@ fn set_value(body: &mut Value, pointer: &str, value: Value) {
     body.pointer_mut(outer).unwrap()[name] = value;
 }
 
-/// Returns one body for each object in the body, with an unknown field in that object.
+/// For each object in the body, returns a copy of the body with an unknown field in that object.
 pub fn bodies_with_unknown_fields(schema: &Value, body: &Value) -> Vec<UnknownField> {
     let mut all = vec![add_unknown_field(schema, "", body)];
     walk_properties(schema, "", &mut |pointer, field_schema| {

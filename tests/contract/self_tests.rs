@@ -48,7 +48,7 @@ fn check_detects_every_kind_of_defect() {
         ("a path", |s| s.body["detail"] = json!("Cannot read /var/lib/svc/tls/key.pem.")),
         ("an address", |s| s.body["detail"] = json!("No response from 10.1.2.3 in time.")),
         ("a panic", |s| s.body["detail"] = json!("thread main panicked at main.rs:5")),
-        ("the detail of a cause in another member", |s| s.body["cause"] = json!("os error 111")),
+        ("a cause's detail in an extra member", |s| s.body["cause"] = json!("os error 111")),
         ("a detail without content", |s| s.body["detail"] = json!("failed")),
         ("a code that the route does not declare", |s| {
             (s.body["code"], s.body["type"]) = (json!("gone"), json!("urn:svc:problem:gone"));

@@ -1,5 +1,5 @@
-//! `svcctl` against a real platform when data is at risk: its output about copies, the questions of operations, and the
-//! ways to undo changes. The provider simulator only records servers; the tests simulate their hosts.
+//! `svcctl` against a real platform when data is at risk: its output about copies, the questions that operations ask,
+//! and ways to undo changes. The provider simulator only records servers; the tests simulate their hosts.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -88,7 +88,7 @@ impl Operator {
         }
     }
 
-    /// Starts a machine without a host that responds at its address.
+    /// Starts a machine with no host responding at its address.
     async fn start_machine(&self) -> Guest {
         self.stack.start_machine(&self.process, USER).await
     }
@@ -122,7 +122,7 @@ impl Operator {
     }
 }
 
-/// A running host, which stops when this is dropped.
+/// A running host that stops when dropped.
 struct FakeHost(CancellationToken);
 
 impl Drop for FakeHost {
@@ -138,7 +138,7 @@ fn assert_contains(output: &str, parts: &[&str]) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_of_silent_host_can_be_undeleted_and_discarded() {
+async fn machine_with_silent_host_can_be_undeleted_and_discarded() {
     let operator = Operator::start(&[]).await;
     let guest = operator.start_machine().await;
     let id = guest.machine.as_str();
@@ -229,7 +229,7 @@ async fn recovery_without_backup_waits_and_abandon_keeps_machine() {
     let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
     let output = operator.run(75, &["operation", "continue", &operation, "--wait=60"]).await;
     assert_contains(&output, &["the recovery waits for your decision", "the final backup is retried"]);
-    // With `--json`, the question is part of the failure, and the exit code shows that the operation has not ended.
+    // With `--json`, the question is part of the error, and the exit code shows that the operation has not ended.
     let output = operator.run(75, &["--json", "operation", &operation, "--wait=5"]).await;
     let failure: Value = serde_json::from_str(output.lines().last().unwrap()).unwrap();
     assert_eq!(failure["exit"], 75, "{failure}");
@@ -242,7 +242,7 @@ async fn recovery_without_backup_waits_and_abandon_keeps_machine() {
     let output = operator.run(69, &["operation", "show", &operation, "--wait=60"]).await;
     assert_contains(
         &output,
-        &["recovery failed (abandoned)", &format!("machine {} serves the slot now", guest.machine)],
+        &["recovery failed (abandoned)", &format!("machine {} is now serving the slot", guest.machine)],
     );
     let output = operator.run(0, &["status", HANDLE]).await;
     assert_contains(&output, &[&guest.machine, "status       running", "epoch        3"]);
@@ -254,8 +254,8 @@ async fn recovery_without_backup_waits_and_abandon_keeps_machine() {
     assert!(!output.contains("svcctl recover"), "{output}");
 }
 
-/// Loses a machine's server after an outage session has stored a snapshot that is newer than the one that the pointer
-/// names. Returns the machine and the newer snapshot's key.
+/// Loses a machine's server after an outage session has stored a snapshot newer than the one that the pointer names.
+/// Returns the machine and the newer snapshot's key.
 async fn lose_server_after_outage(operator: &Operator) -> (Guest, String) {
     let guest = operator.start_machine().await;
     let (old, new) = ("2026-01-02T03:45:03.000Z", "2026-01-02T04:00:15.000Z");
@@ -286,7 +286,7 @@ async fn recovery_waits_for_snapshot_choice_after_an_outage() {
     );
     assert_contains(
         &output,
-        &["2026-01-02T04:00:15.000Z", "the latest is the snapshot of 2026-01-02T03:45:03.000Z"],
+        &["2026-01-02T04:00:15.000Z", "the latest is the snapshot taken at 2026-01-02T03:45:03.000Z"],
     );
 
     let other = "system/db/snapshots/2026-01-02T05-00-00.000Z-1.dump";
@@ -296,7 +296,10 @@ async fn recovery_waits_for_snapshot_choice_after_an_outage() {
     let output = operator.run(0, &["operation", &operation]).await;
     assert_contains(
         &output,
-        &["the newest copy is the snapshot of 2026-01-02T04:00:15.000Z", "the new machine is restored from"],
+        &[
+            "the newest copy is the snapshot taken at 2026-01-02T04:00:15.000Z",
+            "the new machine is restored from",
+        ],
     );
     let server = operator.stack.provider.servers().pop().unwrap();
     assert!(server.user_data.contains(&newer), "{}", server.user_data);

@@ -1,4 +1,4 @@
-//! The requests that an operator's decisions send, and the output of `--wait` for questions and boot progress.
+//! The requests sent for an operator's decisions, and the output of `--wait` for questions and boot progress.
 
 use super::*;
 
@@ -34,7 +34,7 @@ async fn options_and_decisions_reach_the_platform() {
         json!({"idpUserId": "user_1", "slot": "primary", "acceptLoss": true, "replaceFirst": true,
                "serverType": "cpx32", "location": "hel1", "fallbackLocations": ["fsn1", "nbg1"], "imageVersion": "v2"})
     );
-    // Flags that are not set are omitted, because platforms of an earlier release refuse unknown fields.
+    // Flags that are not set are omitted, because platforms running an earlier release reject unknown fields.
     let (_, body) = sent(&["recover", "user_1", "--yes"], vec![accepted()]).await;
     assert_eq!(body, json!({"idpUserId": "user_1", "slot": "primary"}));
     let options = ["--accept-loss", "--allow-empty", "--yes"];
@@ -168,7 +168,7 @@ async fn release_of_informational_alarm_needs_no_confirmation() {
     }
 }
 
-/// The platform creates the removal's operation shortly after the request, so `svcctl` polls for its id.
+/// The platform creates the removal operation shortly after the request, so `svcctl` polls for its id.
 #[tokio::test]
 async fn discard_names_server_and_operation() {
     let mut replaced = record("running", None);
@@ -331,7 +331,7 @@ async fn abandon_waits_for_the_machine_to_serve_again() {
 }
 
 #[tokio::test]
-async fn wait_ends_with_the_question_of_a_waiting_operation() {
+async fn wait_ends_when_operation_asks_a_question() {
     let mut waiting = operation("delete", "waiting", &[]);
     waiting["question"] =
         json!({"code": "last_backup_missing", "detail": "No final backup: its disk is full."});
@@ -367,7 +367,7 @@ async fn wait_shows_boot_progress_once_for_each_ten_percent() {
     };
     let restoring = |bytes| at("restore", bytes);
     let done = Reply::Json(200, record("running", Some(operation("recover", "succeeded", &[]))));
-    // Progress that is reported after the end of its stage is not printed.
+    // Progress reported after its stage has ended is not printed.
     let polls = [restoring(50), restoring(420), restoring(440), restoring(990), at("gateway", 1000)];
     let platform = FakePlatform::start([accepted()].into_iter().chain(polls).chain([done])).await;
     let output = platform.svcctl(&["recover", "user_1", "--yes", "--wait"]).await;
@@ -427,10 +427,10 @@ async fn operator_add_keeps_existing_file_and_reports_lost_token() {
             platform.svcctl(&["operator", "add", "bob", "--scope", "read", "--token-file", &file]).await;
         (output.status.code(), stderr(&output), platform.requests().len())
     };
-    for (file, why) in [(&existing, "already exists"), (&missing, "does not exist")] {
+    for (file, reason) in [(&existing, "already exists"), (&missing, "does not exist")] {
         let (code, printed, sent) = add(file).await;
         assert_eq!((code, sent), (Some(65), 0), "{printed}");
-        assert!(printed.contains(why) && printed.contains("nothing was changed"), "{printed}");
+        assert!(printed.contains(reason) && printed.contains("nothing was changed"), "{printed}");
     }
     assert_eq!(std::fs::read_to_string(&existing).unwrap(), "svco_ada");
     assert!(!missing.parent().unwrap().exists());
@@ -451,7 +451,7 @@ async fn operator_add_keeps_existing_file_and_reports_lost_token() {
 }
 
 #[tokio::test]
-async fn audit_follow_survives_an_outage_of_the_platform() {
+async fn audit_follow_survives_a_platform_outage() {
     let page = |ids: &[&str]| {
         let entries: Vec<_> = ids
             .iter()

@@ -1,4 +1,4 @@
-//! `svcctl doctor` against a running host and platform: it must find each provoked problem, and print no secret.
+//! `svcctl doctor` against a running host and platform: it must find each provoked problem and print no secrets.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -13,7 +13,7 @@ use serde_json::Value;
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
 
-/// The exit code and the output of a run with `--json`.
+/// The exit code and output of a `--json` run.
 pub struct Report {
     pub code: Option<i32>,
     pub json: Value,
@@ -30,7 +30,8 @@ impl Report {
         all.iter().filter(move |finding| finding["check"] == check)
     }
 
-    /// Asserts a finding of this level that contains `part`. Only warnings and problems must have a next step.
+    /// Asserts that the check has a finding at this level that contains `part`. Warnings and problems, and only those,
+    /// must have a next step.
     #[track_caller]
     pub fn expect(&self, check: &str, level: &str, part: &str) {
         let found = self.findings_of(check).any(|finding| {
@@ -38,7 +39,7 @@ impl Report {
             let has_next_step = finding["next"].is_string() == matches!(level, "warning" | "problem");
             finding["level"] == level && what.contains(part) && has_next_step
         });
-        assert!(found, "no {level} of {check} with {part:?}: {}", self.text);
+        assert!(found, "no {level} from {check} with {part:?}: {}", self.text);
         let expected = if self.json["problems"] == 0 { 0 } else { 65 };
         assert_eq!(self.code, Some(expected), "{}", self.text);
     }
@@ -85,7 +86,7 @@ impl Fleet {
         format!("svc-{}", self.machine["machineId"].as_str().unwrap())
     }
 
-    /// The environment of a shell on the machine.
+    /// Returns the environment of a shell on the machine.
     pub fn host_env(&self) -> Vec<(String, String)> {
         let listen = format!(
             "{}:{}",
@@ -137,7 +138,7 @@ impl Fleet {
         store.write(kit::story::BUCKET, &object(".json"), manifest);
     }
 
-    /// Asserts that the output contains no secret of the machine or the platform.
+    /// Asserts that the output contains none of the machine's or the platform's secrets.
     #[track_caller]
     fn assert_no_secret(&self, report: &Report) {
         let mut secrets = vec![self.stack.secret.clone(), self.stack.key.clone()];
@@ -270,7 +271,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     fs::write(fleet.disk.join("var/lib/svc/tls/cert.pem"), cert).unwrap();
     let mismatched = fleet.check_with("var/lib/svc/tls/key.pem", |_| Some(key)).await;
     mismatched.expect("tls-key", "problem", "differs from the registered one");
-    // The running gateway still uses the old key, which does not match the pin of the new one.
+    // The running gateway still uses the old key, which does not match the new key's pin.
     mismatched.expect("gateway", "problem", "not ready");
     fs::write(fleet.disk.join("var/lib/svc/tls/cert.pem"), original).unwrap();
     let unregistered = fleet.check_with("var/lib/svc/register.json", |_| None).await;
@@ -478,7 +479,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     ];
     fleet.check_platform(&files, &[]).await.expect("tls", "problem", "expires at ");
 
-    // With stale reads, the probe object is missing right after its put.
+    // With stale reads, the probe object is missing right after it is written.
     fleet.stack.store.add_fault(Rule::new(Fault::StaleRead).method("GET").key("system-doctor/").always());
     fleet.check_platform(&[], &[]).await.expect("store", "problem", "");
     fleet.stack.store.heal();

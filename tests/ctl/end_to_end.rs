@@ -1,4 +1,4 @@
-//! `svcctl` against real components, from the publication of the first bundle to the deletion of a machine.
+//! `svcctl` against real components, from publishing the first bundle to deleting a machine.
 
 use std::path::Path;
 use std::time::Duration;
@@ -40,7 +40,7 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
     let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
     let operator = Operator(Stack::start(svc, dir.path(), RouterTransport::Plain).await.unwrap().0);
 
-    // Each refusal names the next step, and following these steps leads to a running machine.
+    // Each error names the next step, and following these steps leads to a running machine.
     assert_contains(&operator.run(0, &["list"]).await, &["no machines"]);
     let printed = operator.run(65, &["provision", "user_1", "--handle", "ada"]).await;
     assert_contains(&printed, &["subscription_required", "next: `svcctl slot set"]);
@@ -124,7 +124,7 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
         (&fleet["totals"]["machines"], &fleet["totals"]["byStatus"]["running"]),
         (&1.into(), &1.into())
     );
-    // The trusted keys come from the heartbeat of a real agent, which reads them from the real updater.
+    // A real agent reads the trusted keys from the real updater and sends them in its heartbeat.
     let keys = operator.json(&["bundle", "keys"]).await;
     assert_eq!((&keys["keys"][0]["trusting"], &keys["notReporting"]), (&1.into(), &0.into()), "{keys}");
     let id = keys["keys"][0]["keyId"].as_str().unwrap();
@@ -214,7 +214,7 @@ async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
 
     let file = dir.join("ada.dump");
     let into = file.to_str().unwrap();
-    // The file of an interrupted download.
+    // The partial file from an interrupted download.
     let partial = dir.join("ada.dump.partial");
     std::fs::write(&partial, &dump[..dump.len() / 2]).unwrap();
     assert_contains(

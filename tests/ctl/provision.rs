@@ -1,4 +1,4 @@
-//! The confirmations of `svcctl provision`: its output, its prompts and its requests.
+//! Confirmations in `svcctl provision`: its output, prompts and requests.
 
 use super::terminal::{run_on_terminal, stdout};
 use super::*;
@@ -22,7 +22,7 @@ fn quote_reply() -> Reply {
     Reply::Json(200, quote())
 }
 
-/// The bodies of the provision requests that the platform received.
+/// Returns the bodies of the provision requests that the platform received.
 fn provision_bodies(platform: &FakePlatform) -> Vec<Value> {
     let requests = platform.requests();
     let provisions = requests.iter().filter(|request| request.line == "POST /vps/provision HTTP/1.1");
@@ -127,7 +127,7 @@ async fn confirmed_cost_is_accepted_up_to_its_limit() {
 }
 
 #[tokio::test]
-async fn machine_of_a_known_customer_needs_no_confirmation() {
+async fn machine_for_known_customer_needs_no_confirmation() {
     let mut known = quote();
     known["addsCustomer"] = json!(false);
     known["existing"] = json!({"machineId": MACHINE, "status": "running"});
@@ -142,7 +142,7 @@ async fn machine_of_a_known_customer_needs_no_confirmation() {
 }
 
 #[tokio::test]
-async fn replacement_with_another_type_confirms_only_the_cost() {
+async fn replacement_with_different_type_confirms_only_the_cost() {
     let mut replacement = quote();
     (replacement["addsCustomer"], replacement["needsCostConfirmation"]) = (json!(false), json!(true));
     replacement["existing"] = json!({"machineId": MACHINE, "status": "failed"});
@@ -174,17 +174,17 @@ async fn refused_quote_ends_provision_before_any_prompt() {
         (403, "server_type_not_allowed", 77),
     ] {
         let platform =
-            FakePlatform::start([Reply::Json(status, problem(status, code, "That is why."))]).await;
+            FakePlatform::start([Reply::Json(status, problem(status, code, "That is the reason."))]).await;
         let output =
             run_on_terminal(&platform, &["provision", "user_1", "--handle", "ada"], "yes\nyes\n", &[]).await;
         assert_eq!(output.status.code(), Some(exit), "{code}: {}", stdout(&output));
-        assert!(stdout(&output).contains("That is why.") && !stdout(&output).contains("Type yes"));
+        assert!(stdout(&output).contains("That is the reason.") && !stdout(&output).contains("Type yes"));
         assert_eq!(platform.requests().len(), 1);
     }
 }
 
 #[tokio::test]
-async fn price_that_changed_after_the_quote_is_refused() {
+async fn price_changed_after_quote_is_rejected() {
     let changed = Reply::Json(409, problem(409, "price_changed", "The server costs 12.00 EUR a month."));
     let platform = FakePlatform::start([quote_reply(), changed]).await;
     let output = platform.svcctl(&PROVISION).await;

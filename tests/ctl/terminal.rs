@@ -24,13 +24,13 @@ pub async fn run_on_terminal(
     let mut child = command.kill_on_drop(true).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
     stdin.write_all(typed.as_bytes()).await.unwrap();
-    // The input stays open, because its end would close the terminal.
+    // The input stays open, because end-of-file would close the terminal.
     let output = child.wait_with_output().await.unwrap();
     drop(stdin);
     output
 }
 
-/// Asserts that the platform received only `GET` requests, and at least one.
+/// Asserts that the platform received at least one request, and only `GET` requests.
 #[track_caller]
 pub fn assert_only_reads(platform: &FakePlatform) {
     let requests = platform.requests();
@@ -61,7 +61,7 @@ async fn command_runs_only_after_exact_confirmation() {
 }
 
 #[tokio::test]
-async fn recovery_prompt_shows_the_age_of_the_backup() {
+async fn recovery_prompt_shows_backup_age() {
     let mut machine = record("running", None);
     machine["lastBackup"] = json!({"status": "success", "takenAt": "2026-01-01T00:00:00.000Z"});
     let page = || Reply::Json(200, json!({"machines": [record("running", None)], "nextCursor": null}));

@@ -1,9 +1,9 @@
-//! Runs parsers of untrusted input on mutated documents: no parser may panic, or accept a document that violates its
+//! Runs parsers for untrusted input on mutated documents: no parser may panic, or accept a document that violates its
 //! rules.
 //!
 //! A [`Target`] is a parser with its rules; `cargo xtask fuzz` also runs it with libFuzzer. Valid documents are
-//! generated and then mutated, because random bytes are refused at the first check. Inputs that once violated a rule
-//! are kept below `tests/corpus/<target>` and are always replayed. A short run tests a few cases on every change; a
+//! generated and then mutated, because random bytes are rejected at the first check. Inputs that once violated a rule
+//! are kept under `tests/corpus/<target>` and are always replayed. A short run tests a few cases on every change; a
 //! long run (`cargo xtask test --long`) takes a minute per target.
 
 mod mutation;
@@ -22,10 +22,10 @@ use mutation::{Mutation, mutate};
 use parsers::Target;
 
 const LONG_DURATION: Duration = Duration::from_secs(60);
-/// The deadline of a long run is checked between rounds.
+/// A long run's deadline is checked between rounds.
 const CASES_PER_ROUND: u32 = 400;
 
-/// The input of a parser: a valid document, and the mutations to apply.
+/// A parser's input: a valid document, and the mutations to apply.
 type Case = (Vec<u8>, Vec<Mutation>);
 
 impl Target {
@@ -49,16 +49,16 @@ impl Target {
     /// Runs random cases.
     ///
     /// # Errors
-    /// The smallest case that violated a rule or panicked.
+    /// Returns the smallest case that violated a rule or panicked.
     fn run_cases(&self, cases: u32) -> Result<(), String> {
         let config = Config { cases, failure_persistence: None, ..Config::default() };
         let mut runner = TestRunner::new(config);
         runner.run(&self.strategy(), |case| self.check(&case)).map_err(|error| match error {
-            TestError::Abort(why) => format!("{}: {why}", self.name),
-            TestError::Fail(why, (valid, mutations)) => {
+            TestError::Abort(reason) => format!("{}: {reason}", self.name),
+            TestError::Fail(reason, (valid, mutations)) => {
                 let bytes = mutate(valid, &mutations);
                 let (name, text, hex) = (self.name, String::from_utf8_lossy(&bytes), hex::encode(&bytes));
-                format!("{name}: {why}\ninput {text:?}\nto keep this input, add a file to tests/corpus/{name} with the bytes {hex}")
+                format!("{name}: {reason}\ninput {text:?}\nto keep this input, add a file to tests/corpus/{name} with the bytes {hex}")
             }
         })
     }
@@ -75,7 +75,7 @@ impl Target {
     }
 }
 
-/// All targets. libFuzzer runs them all except user-data, which a separate program, cloud-init, parses.
+/// Returns all targets. libFuzzer runs them all except user-data, which a separate program, cloud-init, parses.
 fn targets() -> Vec<Target> {
     parsers::targets().into_iter().chain([userdata::user_data()]).collect()
 }
@@ -128,8 +128,8 @@ macro_rules! fuzzed {
 fuzzed! {
     mutated_pointer_stays_in_its_slot, long_mutated_pointer_stays_in_its_slot, "pointer";
     mutated_side_record_must_match_its_dump, long_mutated_side_record_must_match_its_dump, "side-record";
-    mutated_manifest_is_refused, long_mutated_manifest_is_refused, "manifest";
-    mutated_signature_is_refused, long_mutated_signature_is_refused, "signature";
+    mutated_manifest_is_rejected, long_mutated_manifest_is_rejected, "manifest";
+    mutated_signature_is_rejected, long_mutated_signature_is_rejected, "signature";
     mutated_archive_stays_in_its_directory, long_mutated_archive_stays_in_its_directory, "archive";
     tar_entries_of_mutated_archives_keep_limits, long_tar_entries_of_mutated_archives_keep_limits, "tar-entries";
     mutated_env_file_parses_back, long_mutated_env_file_parses_back, "env-file";
@@ -144,9 +144,9 @@ fuzzed! {
     mutated_hook_input_sends_no_content, long_mutated_hook_input_sends_no_content, "hook-input";
     mutated_agent_frames_parse_back, long_mutated_agent_frames_parse_back, "agent-frames";
     mutated_agent_output_keeps_bounded_texts, long_mutated_agent_output_keeps_bounded_texts, "agent-output";
-    mutated_event_id_is_refused, long_mutated_event_id_is_refused, "event-id";
+    mutated_event_id_is_rejected, long_mutated_event_id_is_rejected, "event-id";
     mutated_listing_loads_no_other_entry, long_mutated_listing_loads_no_other_entry, "import-listing";
-    mutated_import_manifest_is_refused, long_mutated_import_manifest_is_refused, "import-manifest";
+    mutated_import_manifest_is_rejected, long_mutated_import_manifest_is_rejected, "import-manifest";
     mutated_keys_keep_their_purpose, long_mutated_keys_keep_their_purpose, "jwks";
     mutated_owner_config_keeps_bounds, long_mutated_owner_config_keeps_bounds, "owner-config";
     mutated_usage_report_is_safe_to_print, long_mutated_usage_report_is_safe_to_print, "usage-report";

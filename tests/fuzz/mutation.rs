@@ -1,5 +1,5 @@
-//! Mutations of a document: flipped bits and replaced bytes; removed, duplicated and inserted byte ranges; and replaced
-//! or removed values of a JSON document.
+//! Document mutations: flipped bits and replaced bytes; removed, duplicated and inserted byte ranges; and replaced or
+//! removed JSON values.
 
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -31,12 +31,12 @@ pub enum Mutation {
     Truncate {
         at: Index,
     },
-    /// Replaces a value of a JSON document; other documents do not change.
+    /// Replaces a value in a JSON document; documents that are not JSON do not change.
     ReplaceValue {
         at: Index,
         value: Value,
     },
-    /// Removes a field of a JSON document.
+    /// Removes a field from a JSON document.
     RemoveField {
         at: Index,
     },
@@ -90,7 +90,7 @@ impl Arbitrary for Mutation {
     }
 }
 
-/// Values that many fields must refuse.
+/// Generates values that many fields must reject.
 fn replacement_values() -> impl Strategy<Value = Value> {
     let fixed = vec![
         json!(null),

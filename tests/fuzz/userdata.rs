@@ -1,6 +1,6 @@
-//! User-data: for any names of a machine and its platform, cloud-init parses the intended document.
+//! User-data: for any machine and platform names, cloud-init parses the intended document.
 //!
-//! A case is the input of a user-data document, as JSON; the parser is cloud-init's own.
+//! A case is the input for a user-data document, as JSON; the parser is cloud-init's own.
 
 use std::cell::RefCell;
 use std::io::{BufRead, BufReader, Write};
@@ -20,7 +20,7 @@ pub fn user_data() -> Target {
     Target { name: "user-data", valid: parts().boxed(), check_any, check_valid, cases: 60 }
 }
 
-/// Valid names, and arbitrary text where no format is specified.
+/// Generates valid names, and arbitrary text where no format is specified.
 fn parts() -> impl Strategy<Value = Vec<u8>> {
     let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
     let names = (user, "[a-z][a-z0-9]{1,20}", "[a-z][a-z0-9]{0,20}", "[0-9]{1,4}\\.[0-9]{1,3}");
@@ -46,8 +46,8 @@ fn parts() -> impl Strategy<Value = Vec<u8>> {
     )
 }
 
-/// Either the input is refused, or cloud-init parses the intended document: the files of every machine, and nothing
-/// that a value injected.
+/// Checks that either the input is rejected, or cloud-init parses the intended document: the files that every machine
+/// gets, and nothing that a value injected.
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Ok(parts) = serde_json::from_slice::<UserDataInput>(bytes) else { return Ok(()) };
     if parts.proof_keys > 1000 || parts.bundle_keys > 1000 {
@@ -66,7 +66,7 @@ fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let are_single_lines = values.into_iter().all(is_line);
     match (are_single_lines, render(&parts)) {
         (true, Ok(_)) | (false, Err(_)) => Ok(()),
-        (true, Err(error)) => Err(format!("refused: {error}")),
+        (true, Err(error)) => Err(format!("rejected: {error}")),
         (false, Ok(_)) => Err("a value with several lines was accepted".to_owned()),
     }
 }
@@ -140,7 +140,7 @@ fn variables(document: &Value) -> Result<Vec<(String, String)>, String> {
     Ok(variables)
 }
 
-/// cloud-init's parser, reused for the thread's next case.
+/// A cloud-init parser process, reused for the thread's next case.
 struct Reader {
     child: Child,
     stdin: ChildStdin,

@@ -1,5 +1,5 @@
-//! Real agent programs with a stub of their model API, run through the gateway, runner, hook and watcher: the records
-//! match the programs' actions.
+//! Real agent programs with a stub model API, run through the gateway, runner, hook and watcher: the records match the
+//! programs' actions.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -31,7 +31,7 @@ fn spawn_and_wait_for_file(command: &mut Command, file: &Path) -> Result<OwnedCh
     Ok(running)
 }
 
-/// The stub model's responses to Claude Code, one for each turn.
+/// Returns the stub model's responses to Claude Code, one for each turn.
 fn claude_script(home: &Path) -> Value {
     let file = |name: &str| home.join(name).display().to_string();
     let bash =
@@ -50,7 +50,7 @@ fn claude_script(home: &Path) -> Value {
     } })
 }
 
-/// The stub model's responses to Codex.
+/// Returns the stub model's responses to Codex.
 fn codex_script(_: &Path) -> Value {
     let patch = |text: &str| {
         let input = format!("*** Begin Patch\n{text}*** End Patch\n");
@@ -79,8 +79,8 @@ struct BackgroundProcesses {
     _model: ModelStub,
 }
 
-/// Prepares a machine with the watcher, its hooks, and a stub of a model. `agent` builds the agent's configuration from
-/// the stub's address and the machine.
+/// Prepares a machine with the watcher, its hooks, and a model stub. `agent` builds the agent's configuration from the
+/// stub's address and the machine.
 fn prepare_machine(
     script: fn(&Path) -> Value,
     agent: impl FnOnce(&str, &Machine) -> Result<Value>,
@@ -104,7 +104,7 @@ fn prepare_machine(
     let url = model.url();
     let prices = json!({ "gpt-5.5": { "input": 2, "output": 10 } });
     let mut agent = agent(&url, &machine)?;
-    // On a busy machine, hooks would time out and leave gaps in the audit.
+    // On a busy machine, hooks would time out and leave gaps in the audit log.
     agent["environment"]["FAILPOINTS"] = "hook.long_timeout=return(error)".into();
     let config = json!({ "agents": { "coder": agent }, "prices": prices });
     machine.write(CONFIG, &config.to_string())?;
@@ -120,7 +120,7 @@ async fn run_dispatch(host: &Host, id: &str, track: &str) -> Result<Vec<(String,
 
 #[tokio::test]
 #[ignore = "long: fetches Claude Code from npm"]
-async fn long_records_match_actions_of_claude_code() -> Result<()> {
+async fn long_records_match_claude_code_actions() -> Result<()> {
     let program = agent_program("claude")?;
     let (machine, _running) = prepare_machine(claude_script, |url, machine| {
         Ok(json!({
@@ -208,7 +208,7 @@ async fn long_calls_with_disabled_hooks_are_recorded_as_a_gap() -> Result<()> {
     Ok(())
 }
 
-/// Reads the lines of the audit, all of which must belong to this actor in the first dispatch.
+/// Reads the audit log, whose lines must all belong to this actor in the first dispatch.
 fn read_audit(host: &Host, actor: &str) -> Result<Vec<Value>> {
     let audit = std::fs::read_to_string(host.machine.path("home/svc/home/system/logs/audit.jsonl"))?;
     let lines: Vec<Value> = audit.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
@@ -219,7 +219,7 @@ fn read_audit(host: &Host, actor: &str) -> Result<Vec<Value>> {
     Ok(lines)
 }
 
-/// The tools of an interaction, each with its outcome.
+/// Returns an interaction's tools, each with its outcome.
 fn tool_outcomes(recorded: &Value) -> Vec<(&str, &str)> {
     let tools = recorded["tools"].as_array().into_iter().flatten();
     tools
@@ -232,7 +232,7 @@ fn summarize(line: &Value) -> (&str, &str, &str) {
     (text("tool"), text("op"), text("path"))
 }
 
-/// A machine whose agent is Codex.
+/// Returns a machine whose agent is Codex.
 fn codex_machine() -> Result<(Machine, BackgroundProcesses)> {
     let program = agent_program("codex")?;
     prepare_machine(codex_script, |url, machine| {
@@ -252,7 +252,7 @@ fn codex_machine() -> Result<(Machine, BackgroundProcesses)> {
 
 #[tokio::test]
 #[ignore = "long: fetches Codex from npm"]
-async fn long_records_match_actions_of_codex() -> Result<()> {
+async fn long_records_match_codex_actions() -> Result<()> {
     let (machine, _running) = codex_machine()?;
     let _runner = start_runner(&machine.path(""))?;
     let host = machine.start()?;
@@ -284,7 +284,7 @@ async fn long_records_match_actions_of_codex() -> Result<()> {
     Ok(())
 }
 
-/// Input and output tokens of each call to the stub's model.
+/// Input and output tokens for each call to the stub model.
 const TOKENS_PER_CALL: (u64, u64) = (6000, 200);
 
 async fn run_codex(host: &Host, body: Value) -> Result<Value> {
@@ -311,7 +311,7 @@ async fn long_codex_usage_counts_subagents_and_cancelled_runs_once() -> Result<(
     let host = machine.start()?;
     let first = run_codex(&host, json!({ "id": "first", "prompt": "[[again]] go" })).await?;
     assert_eq!((token_counts(&first), &first["status"]), (tokens_of_calls(1), &json!("success")), "{first}");
-    // Earlier usage of the thread does not belong to this run.
+    // The thread's earlier usage does not belong to this run.
     let thread = &first["conversationId"];
     let continued = json!({ "id": "more", "prompt": "[[again]] on", "conversationId": thread });
     let continued = run_codex(&host, continued).await?;
@@ -330,7 +330,7 @@ async fn long_codex_usage_counts_subagents_and_cancelled_runs_once() -> Result<(
     let slow = json!({ "id": "slow", "prompt": "[[slow]] go" });
     let request = host.owner_request(Method::POST, "/api/dispatch").header("accept", "application/json");
     ensure!(send_json(request.json(&slow)).await?.0.is_success());
-    // There are four sessions; the usage of the last one is written while its tool still runs.
+    // There are four sessions; the last one's usage is written while its tool is still running.
     let sessions = host.machine.path("home/svc/.codex/sessions");
     host.wait_until("four sessions with usage", async || {
         let counted = Command::new("grep").args(["-rl", "token_usage_record"]).arg(&sessions).output()?;

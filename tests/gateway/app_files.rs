@@ -30,10 +30,10 @@ async fn links_in_app_folder_do_not_escape_it() -> Result<()> {
     machine.write("opt/svc/env/probe.env", "S3CRET")?;
     machine.write("opt/svc/env/index.html", "S3CRET")?;
     let apps = |path: &str| format!("home/svc/home/apps/{path}");
-    // The output of this app is a symlink to a directory of the machine.
+    // This app's output is a symlink to a directory elsewhere on the machine.
     machine.add_app("output", &json!({}))?;
     symlink(machine.path("opt/svc/env"), machine.path(&apps("output/dist")))?;
-    // A directory, a file and the icon of this app are symlinks.
+    // In this app, a directory, a file and the icon are symlinks.
     let mut inside = manifest("inside", &json!({}));
     inside["icon"] = json!("icon.svg");
     machine.write(&apps("inside/svc.json"), &inside.to_string())?;
@@ -41,7 +41,7 @@ async fn links_in_app_folder_do_not_escape_it() -> Result<()> {
     symlink(machine.path("opt/svc/env"), machine.path(&apps("inside/dist/env")))?;
     symlink(machine.path("opt/svc/env/probe.env"), machine.path(&apps("inside/dist/probe.txt")))?;
     symlink(machine.path("opt/svc/env/probe.env"), machine.path(&apps("inside/icon.svg")))?;
-    // The whole folder of this app is a symlink.
+    // This app's whole folder is a symlink.
     let elsewhere = manifest("elsewhere", &json!({})).to_string();
     machine.write("opt/svc/env/svc.json", &elsewhere)?;
     symlink(machine.path("opt/svc/env"), machine.path(&apps("elsewhere")))?;

@@ -1,4 +1,4 @@
-//! The storage quota of an app's tables.
+//! The storage quota for an app's tables.
 
 use std::time::Duration;
 
@@ -21,13 +21,13 @@ async fn query_as_app(host: &Host, slug: &str, body: &Value) -> Result<(StatusCo
     send_json(host.unsigned_request(Method::POST, QUERY).header("x-svc-proof", proof).json(body)).await
 }
 
-/// Returns a request that inserts a row of 20 KB, which does not compress.
+/// Returns a request that inserts a 20 KB row that does not compress.
 fn insert_body(slug: &str) -> Value {
     let text: String = (0..625).map(|_| uuid::Uuid::new_v4().simple().to_string()).collect();
     json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": text } })
 }
 
-/// Inserts as the app until an insert is refused, even after the app's size has been measured again.
+/// Inserts as the app until an insert is rejected, even after the app's size has been measured again.
 async fn fill_until_refused(host: &Host, slug: &str) -> Result<Value> {
     for _ in 0..100 {
         if query_as_app(host, slug, &insert_body(slug)).await?.0 == StatusCode::CREATED {
@@ -99,7 +99,7 @@ async fn app_at_its_quota_cannot_add_rows() -> Result<()> {
     Ok(())
 }
 
-/// A host with one app whose quota is `bytes`, after the first measurement of its size.
+/// Returns a host with one app whose quota is `bytes`, once the app's size has been measured.
 async fn host_with_quota(database_url: &str, slug: &str, columns: &Value, bytes: u64) -> Result<Host> {
     let machine = Machine::new(database_url)?;
     machine.add_app(slug, &json!({ "t": { "columns": columns } }))?;
@@ -116,7 +116,7 @@ async fn host_with_quota(database_url: &str, slug: &str, columns: &Value, bytes:
     Ok(host)
 }
 
-/// Repeats the request until the quota refuses it. This takes less time than the interval between measurements.
+/// Repeats the request until the quota rejects it. This takes less time than the interval between measurements.
 async fn repeat_until_refused(host: &Host, slug: &str, body: &Value, expected: StatusCode) -> Result<()> {
     let started = std::time::Instant::now();
     while started.elapsed() < Duration::from_secs(25) {

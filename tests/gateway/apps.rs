@@ -141,7 +141,7 @@ async fn bridge_works_after_recovery_without_the_app_folder() -> Result<()> {
 }
 
 #[tokio::test]
-async fn pages_are_sandboxed_and_stay_below_their_folder() -> Result<()> {
+async fn pages_are_sandboxed_and_stay_in_their_folder() -> Result<()> {
     let machine = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?;
     machine.add_app("site", &json!({}))?;
     let file = |name: &str| format!("home/svc/home/apps/site/{name}");
@@ -211,9 +211,9 @@ async fn every_app_has_an_icon() -> Result<()> {
     Ok(())
 }
 
-/// The tables of a removed app remain, and its token would be valid for up to an hour.
+/// A removed app's tables remain, and its token would otherwise be valid for up to an hour.
 #[tokio::test]
-async fn token_of_a_removed_app_is_refused() -> Result<()> {
+async fn token_for_removed_app_is_rejected() -> Result<()> {
     let (database, slug) = (test_database().await?, unique_name("removed"));
     let host = host_with_app(&database, &slug, &json!({ "t": { "columns": { "a": "text" } } })).await?;
     let as_app = async || -> Result<StatusCode> {

@@ -8,7 +8,7 @@ use svc::http::proof::Route;
 
 use super::host::{Host, Machine, send_json, unique_name};
 
-/// One column of every type.
+/// Returns a table with one column of every type.
 fn columns_of_every_type() -> Value {
     json!({ "things": {
         "columns": {
@@ -41,7 +41,7 @@ impl TestApp {
         Ok(Self { host, slug, database })
     }
 
-    /// The app's schema; its role has the same name.
+    /// Returns the app's schema; its role has the same name.
     pub fn schema(&self) -> String {
         format!("app_{}", self.slug.replace('-', "_"))
     }

@@ -1,4 +1,4 @@
-//! Limits on the size of a response: rows written, read and processed at once are bounded before they are copied.
+//! Limits on response size: rows written, read and processed at once are bounded before they are copied.
 
 use anyhow::Result;
 use kit::pg::test_database;
@@ -32,7 +32,7 @@ async fn short_number_cannot_expand_the_response() -> Result<()> {
     let (status, problem) = host.raw_query(&long).await?;
     assert_eq!(status, StatusCode::BAD_REQUEST);
     assert!(problem.contains("/data/j") && problem.contains("1000 digits"), "{problem}");
-    // Each number is within its limit, but together they exceed the limit of a request.
+    // Each number is within its limit, but together they exceed the limit for a request.
     let numbers = vec!["1e999"; 100].join(",");
     let rows =
         |count: usize| format!(r#""rows":[{}]"#, vec![format!(r#"{{"j":[{numbers}]}}"#); count].join(","));
@@ -68,7 +68,7 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
     }
     let narrow = json!({ "action": "find", "app": app, "table": "t", "columns": ["id", "n"] });
     assert_eq!(host.query_data(&narrow).await?[0]["n"], 7);
-    // An update that would create and return such a row is refused.
+    // An update that would create and return such a row is rejected.
     admin.batch_execute(&set(7_900_000)).await?;
     let grow = json!({
         "action": "update", "app": app, "table": "t", "id": row["id"], "returning": true,

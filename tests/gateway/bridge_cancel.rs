@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::bridge::TestApp;
 
-/// An app whose inserts with `size = -1` take a minute, much longer than any test waits.
+/// Returns an app whose inserts with `size = -1` take a minute, much longer than any test waits.
 async fn app_with_slow_inserts() -> Result<TestApp> {
     let app = TestApp::with_env(&[("BRIDGE_STATEMENT_TIMEOUT_MS", "120000")]).await?;
     let admin = app.database.connect().await?;
@@ -24,19 +24,19 @@ async fn app_with_slow_inserts() -> Result<TestApp> {
     Ok(app)
 }
 
-/// The number of the app's sessions in a state.
+/// Returns the number of the app's sessions in the given state.
 async fn count_sessions(app: &TestApp, admin: &tokio_postgres::Client, state: &str) -> Result<i64> {
     let sql = "SELECT count(*) FROM pg_stat_activity WHERE usename = $1 AND state LIKE $2";
     Ok(admin.query_one(sql, &[&app.schema(), &state]).await?.get(0))
 }
 
-/// Sends a request, waits until it runs, and disconnects.
+/// Sends a request, waits until it is running, and disconnects.
 async fn disconnect_during(app: &TestApp, body: &Value) -> Result<()> {
     let admin = app.database.connect().await?;
     let request = app.host.owner_request(Method::POST, "/api/bridge/query").json(body);
     let sent = tokio::spawn(request.send());
     app.host
-        .wait_until("the request runs", async || Ok(count_sessions(app, &admin, "active").await? == 1))
+        .wait_until("the request is running", async || Ok(count_sessions(app, &admin, "active").await? == 1))
         .await?;
     sent.abort();
     let started = std::time::Instant::now();
@@ -46,7 +46,7 @@ async fn disconnect_during(app: &TestApp, body: &Value) -> Result<()> {
             async || Ok(count_sessions(app, &admin, "active").await? == 0),
         )
         .await?;
-    assert!(started.elapsed() < Duration::from_secs(30), "the request was not cancelled before its end");
+    assert!(started.elapsed() < Duration::from_secs(30), "the request was not cancelled in time");
     let open = count_sessions(app, &admin, "idle in transaction%").await?;
     assert_eq!(open, 0, "no transaction remains open");
     Ok(())
@@ -87,9 +87,9 @@ async fn long_statement_does_not_block_other_requests() -> Result<()> {
     let request = app.host.owner_request(Method::POST, "/api/bridge/query");
     let long = tokio::spawn(request.json(&app.body("insert", json!({ "data": { "size": -1 } }))).send());
     app.host
-        .wait_until("the request runs", async || Ok(count_sessions(&app, &admin, "active").await? == 1))
+        .wait_until("the request is running", async || Ok(count_sessions(&app, &admin, "active").await? == 1))
         .await?;
-    // The only open connection is busy for a minute, so these requests get another one.
+    // The only open connection is busy for a minute, so these requests get a new one.
     let others = (0..20).map(|n| app.insert(json!({ "size": n })));
     tokio::time::timeout(Duration::from_secs(20), futures_util::future::try_join_all(others)).await??;
     assert!(!long.is_finished());
@@ -123,7 +123,7 @@ async fn exhausted_pool_returns_503_with_retry_after() -> Result<()> {
     let app = app_with_slow_inserts().await?;
     let body = app.body("insert", json!({ "data": { "size": -1 } }));
     let send = || tokio::spawn(app.host.owner_request(Method::POST, "/api/bridge/query").json(&body).send());
-    // More than the 16 connections of a pool accept with 8 pipelined statements each (128): the others must wait.
+    // More than a pool's 16 connections accept with 8 pipelined statements each (128), so the rest must wait.
     let mut all: Vec<_> = (0..140).map(|_| send()).collect();
     app.host
         .wait_until("a request is refused", async || Ok(all.iter().any(tokio::task::JoinHandle::is_finished)))

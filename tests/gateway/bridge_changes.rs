@@ -1,5 +1,4 @@
-//! The change feed: it reports the changes by every writer, in order and without gaps, and resumes where a listener
-//! stopped.
+//! The change feed: it reports every writer's changes, in order and without gaps, and resumes where a listener stopped.
 
 use std::time::Duration;
 
@@ -20,7 +19,7 @@ struct EventStream {
     id: String,
 }
 
-/// The name (`message` by default) and the data of an event.
+/// An event's name (`message` by default) and data.
 type Event = (String, Value);
 
 impl EventStream {
@@ -33,7 +32,7 @@ impl EventStream {
         Ok(events)
     }
 
-    /// The next block of lines.
+    /// Returns the next block of lines.
     async fn next_block(&mut self) -> Result<String> {
         let end = tokio::time::Instant::now() + EVENT_TIMEOUT;
         loop {
@@ -61,7 +60,7 @@ impl EventStream {
         }
     }
 
-    /// The entries of the next change event: table, action and count.
+    /// Returns the entries of the next change event: table, action and count.
     async fn next_entries(&mut self) -> Result<Vec<String>> {
         let (_, data) = self.next().await?;
         let entries = data["changes"].as_array().cloned().unwrap_or_default();
@@ -86,7 +85,7 @@ fn changes_request(host: &Host, query: &str, last: Option<&str>) -> reqwest::Req
 }
 
 #[tokio::test]
-async fn changes_by_every_writer_are_reported() -> Result<()> {
+async fn every_writers_changes_are_reported() -> Result<()> {
     let app = TestApp::new().await?;
     app.insert(json!({ "title": "before the first listener" })).await?;
     let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
@@ -119,7 +118,7 @@ async fn changes_by_every_writer_are_reported() -> Result<()> {
     let admin = app.database.connect().await?;
     let table = format!("{}.things", app.schema());
     admin.batch_execute(&format!("INSERT INTO {table} (title) VALUES ('psql'), ('psql')")).await?;
-    assert_eq!(events.next_entries().await?, ["things insert 2"], "no event of a rolled-back change");
+    assert_eq!(events.next_entries().await?, ["things insert 2"], "no event for a rolled-back change");
     admin
         .batch_execute(&format!("INSERT INTO {table} (size) SELECT n FROM generate_series(1, 1001) n"))
         .await?;
@@ -178,7 +177,7 @@ async fn listener_resumes_where_it_stopped() -> Result<()> {
         Ok((sent.status().as_u16(), sent.json::<Value>().await?["code"].take()))
     };
     let position = last.split_once('-').map(|(_, position)| position).unwrap_or_default();
-    assert_eq!(code(&format!("2-{position}")).await?, (410, json!("gone")), "another epoch");
+    assert_eq!(code(&format!("2-{position}")).await?, (410, json!("gone")), "a different epoch");
     assert_eq!(code("1-1").await?, (410, json!("gone")), "before the first listener");
     assert_eq!(code("1-9999999999").await?, (410, json!("gone")), "an unknown position");
     for bad in ["x", "1", "1-", "1-x"] {
@@ -188,7 +187,7 @@ async fn listener_resumes_where_it_stopped() -> Result<()> {
 }
 
 #[tokio::test]
-async fn expired_position_is_refused_as_gone() -> Result<()> {
+async fn expired_position_is_rejected_as_gone() -> Result<()> {
     let app = TestApp::with_env(&[("BRIDGE_CHANGES_KEEP_SECONDS", "1")]).await?;
     let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
     let start = events.id.clone();
@@ -263,14 +262,14 @@ async fn app_receives_only_its_own_changes_even_to_new_tables() -> Result<()> {
 }
 
 #[tokio::test]
-async fn outbox_of_a_restored_database_is_discarded() -> Result<()> {
+async fn outbox_is_discarded_after_restore() -> Result<()> {
     let mut app = TestApp::new().await?;
     let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
     app.insert(json!({ "title": "a" })).await?;
     events.next_entries().await?;
     let last = events.id.clone();
     drop(events);
-    app.insert(json!({ "title": "of the old epoch" })).await?;
+    app.insert(json!({ "title": "from the old epoch" })).await?;
     app.host.machine.env.insert("SVC_EPOCH".into(), "2".into());
     app.host = app.host.restart()?;
     app.host.wait_until_registered(&app.slug).await?;

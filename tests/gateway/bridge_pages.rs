@@ -1,5 +1,5 @@
-//! Pagination of the bridge: sort orders of every column type, ties and NULLs, inserts between pages, and cursors of
-//! other queries. Also covers how filters compare NULLs.
+//! Bridge pagination: sorting by every column type, ties and NULLs, inserts between pages, and cursors from different
+//! queries. Also covers how filters compare NULLs.
 
 use std::collections::HashSet;
 
@@ -105,9 +105,9 @@ async fn cursor_is_bound_to_its_order_and_filter() -> Result<()> {
     };
     assert_eq!(find_with(json!({ "filter": { "title": { "eq": "a" } } })).await?.0, 200, "the same filter");
     for (params, reason) in [
-        (json!({}), "belongs to another filter"),
-        (json!({ "filter": { "title": "b" } }), "belongs to another filter"),
-        (json!({ "filter": { "title": "a" }, "orderBy": ["size"] }), "belongs to another orderBy"),
+        (json!({}), "belongs to a different filter"),
+        (json!({ "filter": { "title": "b" } }), "belongs to a different filter"),
+        (json!({ "filter": { "title": "a" }, "orderBy": ["size"] }), "belongs to a different orderBy"),
         (json!({ "filter": { "title": "a" }, "after": "AAAA" }), "is not a cursor"),
         (json!({ "filter": { "title": "a" }, "after": "" }), "is not a cursor"),
     ] {

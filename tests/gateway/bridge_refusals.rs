@@ -1,4 +1,5 @@
-//! The bridge's refusals, their order, and the information that they must not reveal.
+//! The requests that the bridge rejects, the order of its checks, and the information that its responses must not
+//! reveal.
 
 use std::time::Duration;
 

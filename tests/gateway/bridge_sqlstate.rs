@@ -8,7 +8,7 @@ use super::bridge::TestApp;
 
 const CANARY: &str = "s3cret-canary";
 
-/// An app whose inserts fail with the SQLSTATE in their title, with a message that contains every value.
+/// Returns an app whose inserts fail with the SQLSTATE in their title, with a message that contains every value.
 async fn app_with_failing_inserts() -> Result<TestApp> {
     let app = TestApp::with_env(&[("RUST_LOG", "debug")]).await?;
     let admin = app.database.connect().await?;
@@ -91,7 +91,7 @@ async fn real_database_errors_quote_no_value() -> Result<()> {
     let title = format!("{CANARY}-title");
     let row = app.insert(json!({ "title": title, "size": 1 })).await?;
     let other = app.insert(json!({ "title": "other", "size": 2 })).await;
-    assert!(other.is_err(), "the trigger of this test refuses titles of five letters");
+    assert!(other.is_err(), "this test's trigger rejects five-letter titles");
     let other = app.insert(json!({ "title": "another", "size": 2 })).await?;
     let long = format!("{CANARY}{}", "x".repeat(60));
     let overflow = format!("1{}e140000", "0".repeat(3));

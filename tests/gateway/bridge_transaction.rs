@@ -1,4 +1,4 @@
-//! The action `transaction`: all operations or none take effect, and the refusal names the failed operation.
+//! The `transaction` action: all operations or none take effect, and the error response names the failed operation.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -122,7 +122,7 @@ async fn failing_deferred_constraint_is_not_reported_as_success() -> Result<()> 
 async fn single_requests_never_join_a_transaction() -> Result<()> {
     let app = TestApp::new().await?;
     let pair = |n: i32, good: bool| {
-        // Only PostgreSQL refuses this value, after the first operation has succeeded.
+        // Only PostgreSQL rejects this value, after the first operation has succeeded.
         let meta = if good { json!(n) } else { json!("\u{0}") };
         json!([
             operation("insert", json!({ "data": { "title": format!("pair{n}") } })),

@@ -79,7 +79,7 @@ fn timestamptz() -> BoxedStrategy<Pair> {
             let seconds = i32::try_from(minutes * 60).unwrap_or(0);
             let offset = jiff::tz::Offset::from_seconds(if east { seconds } else { -seconds })
                 .expect("the offset is valid");
-            // Local time may be outside the range of years that the format supports.
+            // Local time may be outside the year range that the format supports.
             let local = offset.to_datetime(at);
             let given = if (1..=9999).contains(&local.year()) {
                 format!("{local:.3}{}{:02}:{:02}", if east { '+' } else { '-' }, minutes / 60, minutes % 60)
@@ -124,7 +124,7 @@ fn columns() -> Vec<(&'static str, BoxedStrategy<Pair>)> {
     ]
 }
 
-/// Compares values; objects of a jsonb column are unordered.
+/// Compares values; objects in a jsonb column are unordered.
 fn is_equal(a: &Value, b: &Value) -> bool {
     match (a, b) {
         (Value::Object(a), Value::Object(b)) => {

@@ -57,7 +57,7 @@ async fn insert_many_with_a_bad_row_inserts_no_row() -> Result<()> {
     for pointer in ["/rows/1/size", "/rows/2/nope", "/rows/3:"] {
         assert!(text.contains(pointer), "{pointer} in {text}");
     }
-    // The rows of the second request have two sets of columns, so it needs a transaction of two statements.
+    // The second request's rows have two sets of columns, so it needs a two-statement transaction.
     for rows in
         [json!([{ "ref": taken }, { "ref": taken }]), json!([{ "ref": taken }, { "ref": taken, "size": 1 }])]
     {
@@ -107,7 +107,7 @@ async fn upsert_inserts_merges_or_ignores() -> Result<()> {
 }
 
 #[tokio::test]
-async fn concurrent_upserts_of_one_key_make_one_row() -> Result<()> {
+async fn concurrent_upserts_with_same_key_make_one_row() -> Result<()> {
     let app = TestApp::new().await?;
     let key = "0192d1f0-0000-7000-8000-000000000001";
     let all = (0..60).map(|n| {

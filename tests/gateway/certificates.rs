@@ -41,7 +41,7 @@ fn tls_settings(name: &str, directory: &str) -> Value {
     json!({"hostName": name, "acme": {"directoryUrl": directory, "contact": "mailto:ops@example.test"}})
 }
 
-/// The certificate as the gateway reports it.
+/// Returns the gateway's report on its certificate.
 fn read_report(machine: &Machine) -> Value {
     let text = std::fs::read_to_string(machine.path("var/lib/svc/certificate.json")).unwrap_or_default();
     serde_json::from_str(&text).unwrap_or_default()
@@ -86,7 +86,7 @@ fn read_pin(machine: &Machine) -> Result<SpkiPin> {
 }
 
 #[tokio::test]
-async fn signing_request_is_for_name_and_key_of_the_machine() -> Result<()> {
+async fn signing_request_has_machine_name_and_key() -> Result<()> {
     let roots = tempfile::NamedTempFile::new()?;
     std::fs::write(roots.path(), Ca::new()?.root_pem())?;
     let (mut machine, name) = machine_listening_on(free_port()?, roots.path())?;
@@ -173,7 +173,7 @@ async fn renewal_keeps_key_and_survives_unreachable_authority() -> Result<()> {
     });
     let renewed = renewed.await?;
     ensure!(expiry(&renewed) > expiry(&first), "{renewed}");
-    // The client verifies the pin of the first key.
+    // The client verifies the first key's pin.
     presented_certificate(&host, &name, Some(&pebble.roots())).await?;
     Ok(())
 }
@@ -261,7 +261,7 @@ async fn refused_order_is_reported_and_retried_with_backoff() -> Result<()> {
 
 #[tokio::test]
 async fn failed_validation_is_reported_with_reason() -> Result<()> {
-    // The authority connects to another port, where nothing listens.
+    // The authority connects to a different port, on which nothing is listening.
     let pebble = Pebble::start(&Options::for_validation_port(free_port()?)).await?;
     let (machine, name) = machine_listening_on(free_port()?, &pebble.roots())?;
     let delivered = tls_settings(&name, &pebble.directory_url());
@@ -316,8 +316,7 @@ async fn lost_account_is_replaced() -> Result<()> {
     let delivered = tls_settings(&name, &after.directory_url());
     host.machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     let host = host.restart()?;
-    host.wait_until("the other authority issues a certificate", async || Ok(after.issued_count() == 1))
-        .await?;
+    host.wait_until("the new authority issues a certificate", async || Ok(after.issued_count() == 1)).await?;
     let replaced = async || Ok(presented_certificate(&host, &name, Some(&after.roots())).await.is_ok());
     host.wait_until("its certificate is presented", replaced).await?;
     Ok(())
@@ -338,7 +337,7 @@ async fn deactivated_account_is_replaced() -> Result<()> {
     std::fs::remove_file(host.machine.path("var/lib/svc/tls/chain.pem"))?;
     host.machine.write("var/lib/svc/tls/settings.json", &delivered)?;
     let host = host.restart()?;
-    host.wait_until("another account gets a certificate", async || Ok(pebble.issued_count() == 2)).await?;
+    host.wait_until("a new account gets a certificate", async || Ok(pebble.issued_count() == 2)).await?;
     let replaced: Value = serde_json::from_slice(&std::fs::read(&account)?)?;
     assert_ne!(replaced["credentials"]["id"], stored["credentials"]["id"]);
     Ok(())

@@ -1,5 +1,5 @@
-//! Dispatches through a running gateway and `svc-agent`, with agents that are real programs: events, records and
-//! remaining processes.
+//! Dispatches through a running gateway and `svc-agent`, with real programs as agents: events, records and leftover
+//! processes.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -54,7 +54,7 @@ esac
 pub struct Runner(OwnedChild);
 
 impl Drop for Runner {
-    /// Stops the runner as systemd does; it ends its agents.
+    /// Stops the runner as systemd does; the runner then ends its agents.
     fn drop(&mut self) {
         self.0.signal(Signal::SIGTERM).ok();
         self.0.wait(Duration::from_secs(20));
@@ -66,7 +66,7 @@ pub fn start_runner(root: &Path) -> Result<Runner> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     command.args(["svc-agent", "--listen"]).env_clear().env("PATH", path).env("SVC_ROOT", root);
     command.env("HOME", root.join("home/svc")).env("A_SECRET_OF_OURS", "not-for-agents");
-    // Nothing listens there.
+    // Nothing is listening there.
     command.env("NOTIFY_SOCKET", root.join("no.sock"));
     let log = std::fs::OpenOptions::new().create(true).append(true).open(root.join("agent.log"))?;
     let runner =
@@ -110,7 +110,7 @@ pub async fn request_dispatch(host: &Host, body: Value) -> Result<(StatusCode, V
     send_json(request.json(&body)).await
 }
 
-/// The events of a finished stream.
+/// Parses the events of a finished stream.
 pub fn parse_events(text: &str) -> Vec<(String, Value)> {
     let blocks = text.split("\n\n").filter(|block| block.contains("data: "));
     let member = |block: &str, name: &str| {
@@ -119,7 +119,7 @@ pub fn parse_events(text: &str) -> Vec<(String, Value)> {
     let parsed = |block| {
         (
             member(block, "event: "),
-            serde_json::from_str(&member(block, "data: ")).expect("the data of an event is JSON"),
+            serde_json::from_str(&member(block, "data: ")).expect("the event's data is JSON"),
         )
     };
     blocks.map(parsed).collect()
@@ -228,7 +228,7 @@ async fn dispatch_streams_its_events_and_is_recorded() -> Result<()> {
             .as_str()
             .is_some_and(|shown| shown.contains("ls") && !shown.contains("sk-secret"))
     );
-    // A repeated id is the same dispatch: its events are replayed, and it does not run again.
+    // A repeated id names the same dispatch: its events are replayed, and it does not run again.
     assert_eq!(stream_dispatch(&host, body.clone()).await?, streamed);
     let (_, usage) = host.get("/api/usage").await?;
     assert_eq!((&usage["totalCost"], &usage["entries"][0]["dispatches"]), (&json!(0.25), &json!(1)));
@@ -338,7 +338,7 @@ async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
     }
     let (_, usage) = host.get("/api/usage").await?;
     assert_eq!(usage["entries"][0]["dispatches"], 5);
-    // A client that resumes with an event number of the earlier gateway still gets the end.
+    // A client that resumes with an event number from the earlier gateway still receives the end.
     let request = host.owner_request(Method::GET, "/api/dispatch/s3/events").header("last-event-id", "1");
     let (_, again) = send_json(request).await?;
     assert_eq!(event_kinds(&parse_events(again.as_str().unwrap_or_default())).last(), Some(&"result"));
@@ -367,8 +367,9 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
         (&problem["code"], &problem["detail"], &problem["period"], &problem["spent"]),
         (&json!("cost_limit_reached"), &json!("Daily cost limit reached."), &json!("daily"), &json!(0.75))
     );
-    wait_until_logged(&host, "a dispatch of user_owner was refused: Daily cost limit reached.").await?;
-    // Another user has a separate limit. A request for a free model is limited, too: the agent may use another model.
+    wait_until_logged(&host, "a dispatch from user_owner was refused: Daily cost limit reached.").await?;
+    // Another user has a separate limit. A request for a free model is limited, too: the agent may use a different
+    // model.
     assert_eq!(
         request_dispatch(&host, json!({ "prompt": "ok", "senderId": "another", "id": "o" })).await?.0,
         StatusCode::ACCEPTED

@@ -1,4 +1,4 @@
-//! Conversations of agents whose environment moves their program's state to another directory.
+//! Conversations with agents whose environment moves the program's state to a different directory.
 
 use anyhow::{Context, Result};
 use serde_json::json;

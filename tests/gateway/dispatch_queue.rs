@@ -1,4 +1,4 @@
-//! Queued dispatches: fairness, idempotent ids, batches, and persistence across restarts of the gateway.
+//! Queued dispatches: fairness, idempotent ids, batches, and persistence across gateway restarts.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixListener;
@@ -17,7 +17,7 @@ use super::dispatch::{
 };
 use super::host::{Host, send_json};
 
-/// Starts a fake svc-watch; the receiver gets the phase and dispatch of each message.
+/// Starts a fake svc-watch; the receiver gets each message's phase and dispatch.
 fn start_fake_watcher(socket: &Path) -> Result<Receiver<(String, String)>> {
     std::fs::create_dir_all(socket.parent().context("the socket has no parent folder")?)?;
     let listener = UnixListener::bind(socket)?;

@@ -42,7 +42,7 @@ pub struct Host {
     child: OwnedChild,
 }
 
-/// Returns a unique name, because the whole database server shares its roles.
+/// Returns a unique name, because roles are shared by the whole database server.
 pub fn unique_name(name: &str) -> String {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     format!("{name}-{}-{}", std::process::id() % 10_000, COUNT.fetch_add(1, Ordering::Relaxed))
@@ -79,7 +79,7 @@ impl Machine {
         Ok(svc::fsx::write_atomic(&self.path(relative), content.as_bytes(), 0o644)?)
     }
 
-    /// A socket of the owner's user, to which the gateway connects.
+    /// Binds a socket in the owner's runtime directory, to which the gateway connects.
     pub fn owner_socket(&self, name: &str) -> Result<UnixListener> {
         let dir = self.path("run/svc/owner");
         std::fs::create_dir_all(&dir)?;
@@ -154,7 +154,7 @@ impl Machine {
             }
             if let Some(status) = child.status() {
                 bail!(
-                    "the gateway ended with {status}: {}",
+                    "the gateway exited with {status}: {}",
                     std::fs::read_to_string(self.path("gateway.log"))?
                 );
             }
@@ -184,7 +184,7 @@ pub async fn host_with_app(database: &TestDatabase, slug: &str, tables: &Value) 
 }
 
 impl Host {
-    /// A request without credentials.
+    /// Returns a request without credentials.
     pub fn unsigned_request(&self, method: Method, path: &str) -> RequestBuilder {
         self.client.request(method, format!("https://{}{path}", self.address))
     }
@@ -193,7 +193,7 @@ impl Host {
         self.machine.signer.sign(&self.machine.claims(route))
     }
 
-    /// A request from the owner, as the platform forwards it.
+    /// Returns a request from the owner, as the platform forwards it.
     pub fn owner_request(&self, method: Method, path: &str) -> RequestBuilder {
         self.unsigned_request(method, path).header("x-svc-proof", self.proof(Route::Shell))
     }
@@ -206,14 +206,14 @@ impl Host {
         send_json(self.owner_request(Method::POST, "/api/bridge/query").json(body)).await
     }
 
-    /// Sends a query verbatim and returns the body as text, because its numbers may exceed a native type.
+    /// Sends a query verbatim and returns the body as text, because its numbers may not fit a native type.
     pub async fn raw_query(&self, body: &str) -> Result<(StatusCode, String)> {
         let request = self.owner_request(Method::POST, "/api/bridge/query").body(body.to_owned());
         let sent = request.header("content-type", "application/json").send().await?;
         Ok((sent.status(), sent.text().await?))
     }
 
-    /// The peak memory of the gateway, in bytes.
+    /// Returns the gateway's peak memory use in bytes.
     pub fn peak_memory(&self) -> Result<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.pid()))?;
         let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("no VmHWM line")?;

@@ -142,7 +142,7 @@ async fn usage_requires_a_session_or_the_admin_token() -> Result<()> {
 }
 
 #[tokio::test]
-async fn gateway_starts_and_refuses_short_admin_token() -> Result<()> {
+async fn gateway_starts_but_rejects_short_admin_token() -> Result<()> {
     let short = &ADMIN[..31];
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.env.insert("ADMIN_TOKEN".into(), short.into());
@@ -289,10 +289,10 @@ async fn internal_proof_is_valid_for_one_request_once() -> Result<()> {
     without_jti.jti = None;
     assert_eq!(send(&without_jti).await?, StatusCode::UNAUTHORIZED);
     let request = host.machine.path("var/lib/svc/requests/backup");
-    assert!(!request.exists(), "no request was made yet");
+    assert!(!request.exists(), "no request has been made yet");
     assert_eq!(send(&claims("1")).await?, StatusCode::ACCEPTED);
     assert!(request.exists());
-    assert_eq!(send(&claims("1")).await?, StatusCode::UNAUTHORIZED, "the proof was already used");
+    assert_eq!(send(&claims("1")).await?, StatusCode::UNAUTHORIZED, "the proof has already been used");
     assert_eq!(send(&claims("2")).await?, StatusCode::ACCEPTED);
     let owner = host.owner_request(Method::POST, path).send().await?;
     assert_eq!(owner.status(), StatusCode::FORBIDDEN, "the owner is not the platform");

@@ -8,7 +8,7 @@ use tokio_postgres::{Client, NoTls};
 
 use super::host::{Host, Machine, unique_name};
 
-/// A host with two apps, and a connection with the role of the first.
+/// A host with two apps, and a connection that uses the first app's role.
 struct AppSession {
     host: Host,
     own: String,

@@ -18,11 +18,11 @@ const FAKE_JOURNAL_SCRIPT: &str = "mount -t tmpfs none /run && mkdir -p /run/sys
 
 type Entry = BTreeMap<String, Vec<String>>;
 
-/// Parses the native protocol: `NAME=value`, or `NAME`, a length of eight bytes, and the value.
+/// Parses the native protocol: `NAME=value`, or `NAME`, an eight-byte length, and the value.
 fn parse_entry(mut bytes: &[u8]) -> Result<Entry> {
     let mut fields = Entry::new();
     while !bytes.is_empty() {
-        let end = bytes.iter().position(|&byte| byte == b'\n').context("a line without an end")?;
+        let end = bytes.iter().position(|&byte| byte == b'\n').context("an unterminated line")?;
         let line = std::str::from_utf8(&bytes[..end])?;
         bytes = &bytes[end + 1..];
         let (name, value) = match line.split_once('=') {
@@ -31,7 +31,7 @@ fn parse_entry(mut bytes: &[u8]) -> Result<Entry> {
                 let (size, rest) = bytes.split_at_checked(8).context("no length")?;
                 let size = usize::try_from(u64::from_le_bytes(size.try_into()?))?;
                 let (value, rest) = rest.split_at_checked(size).context("a truncated value")?;
-                bytes = rest.strip_prefix(b"\n").context("no end of the value")?;
+                bytes = rest.strip_prefix(b"\n").context("an unterminated value")?;
                 (line, String::from_utf8(value.to_vec())?)
             }
         };
@@ -43,7 +43,7 @@ fn parse_entry(mut bytes: &[u8]) -> Result<Entry> {
 #[tokio::test(flavor = "multi_thread")]
 async fn journal_lines_have_machine_and_request_fields() -> Result<()> {
     svc::http::tls::install_provider();
-    // Without a database, `/readyz` fails and the log has the reason.
+    // Without a database, `/readyz` fails and the log states the reason.
     let machine = Machine::new("postgres://nobody:secret-word@127.0.0.1:1/none")?;
     let socket = machine.path("journal.sock");
     let journal = UnixDatagram::bind(&socket)?;
@@ -53,7 +53,7 @@ async fn journal_lines_have_machine_and_request_fields() -> Result<()> {
 
     let gateway = machine.command();
     let mut command = Command::new("unshare");
-    // Every user can mount in a user namespace.
+    // Any user can mount in a user namespace.
     command.args(["-Urm", "sh", "-c", FAKE_JOURNAL_SCRIPT, "sh"]).arg(&socket);
     command.arg(gateway.get_program()).args(gateway.get_args()).env_clear();
     command.envs(gateway.get_envs().filter_map(|(name, value)| Some((name, value?))));
@@ -84,7 +84,7 @@ async fn journal_lines_have_machine_and_request_fields() -> Result<()> {
         }
         if Instant::now() > deadline {
             let printed = std::fs::read_to_string(machine.path("stderr"))?;
-            anyhow::bail!("no entries of the request among {entries:#?}\nstderr: {printed}");
+            anyhow::bail!("no entries for the request among {entries:#?}\nstderr: {printed}");
         }
     };
     process.kill()?;
@@ -93,15 +93,15 @@ async fn journal_lines_have_machine_and_request_fields() -> Result<()> {
         ensure!(entry.get("SVC_MACHINE_ID") == Some(&vec![machine.id.to_string()]), "{entry:?}");
         ensure!(entry.get("SYSLOG_IDENTIFIER") == Some(&vec!["svc-gateway".to_owned()]), "{entry:?}");
     }
-    let why = request_entries
+    let cause = request_entries
         .iter()
         .find(|entry| entry["MESSAGE"][0].contains("not ready"))
         .context("no entry with the cause")?;
-    ensure!(why["PRIORITY"] == ["4"] && why["ERROR"][0].contains("connect"), "{why:?}");
+    ensure!(cause["PRIORITY"] == ["4"] && cause["ERROR"][0].contains("connect"), "{cause:?}");
     let completed = request_entries
         .iter()
         .find(|entry| entry["MESSAGE"][0].contains("request completed"))
-        .context("no entry of the completed request")?;
+        .context("no entry for the completed request")?;
     ensure!(completed["PRIORITY"] == ["6"] && completed["STATUS"] == ["503"], "{completed:?}");
     ensure!(!format!("{entries:?}").contains("secret-word"), "a password in the journal");
     // Journal entries are not duplicated on standard error.

@@ -24,7 +24,7 @@ async fn superseded_machine_stops_and_refuses_to_start() -> Result<()> {
 }
 
 #[tokio::test]
-async fn invalid_configuration_lists_every_mistake() -> Result<()> {
+async fn invalid_configuration_lists_every_error() -> Result<()> {
     let mut machine = Machine::new("s3cret-not-a-url")?;
     machine.env.insert("GATEWAY_LISTEN".into(), "nowhere".into());
     machine.env.remove("SVC_EPOCH");
@@ -181,7 +181,7 @@ async fn more_apps_than_connections_are_all_served() -> Result<()> {
     for app in &apps {
         host.wait_until_registered(app).await?;
     }
-    // Nine apps share four connections: 23 less 3 for superusers and a headroom of 16.
+    // Nine apps share four connections: 23 minus 3 for superusers and 16 of headroom.
     let requests = (0..360).map(|n| {
         let body = json!({ "action": "insert", "app": apps[n % 9], "table": "t", "data": { "a": n } });
         let host = &host;
@@ -197,14 +197,14 @@ async fn more_apps_than_connections_are_all_served() -> Result<()> {
     Ok(())
 }
 
-/// A server that lost its volume has an empty database, but the marker names another database: the gateway does not
-/// serve it.
+/// A server that has lost its volume has an empty database, but the marker names a different one, so the gateway does
+/// not serve it.
 #[tokio::test]
 async fn database_that_differs_from_the_marker_is_not_served() -> Result<()> {
     let (database, slug) = (kit::pg::test_database().await?, super::host::unique_name("notes"));
     let machine = Machine::new(&database.url())?;
     machine.add_app(&slug, &json!({ "notes": { "columns": { "title": "text" } } }))?;
-    // The marker of an earlier release has no identifier: the gateway adopts the database.
+    // A marker from an earlier release has no identifier, so the gateway adopts the database.
     machine.write("opt/svc/restore-complete", "{\"version\":1}")?;
     let host = machine.start()?;
     host.wait_until_registered(&slug).await?;

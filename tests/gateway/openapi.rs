@@ -65,7 +65,7 @@ impl TestGateway {
         operation.path.replace("{slug}", slug).replace("{*path}", "index.html").replace("{id}", ROW)
     }
 
-    /// The claims of the proof that the platform signs for this kind of caller.
+    /// Returns the claims of the proof that the platform signs for this kind of caller.
     fn claims(&self, credential: &str, method: &Method, path: &str) -> Claims {
         let route = match credential {
             "app" => Route::App,
@@ -164,7 +164,7 @@ impl ApiUnderTest for TestGateway {
                 signed(|claims| (claims.iat, claims.exp) = (claims.iat - 300, claims.exp - 300)),
             ),
             unauthorized("an invalid token", bare().bearer_auth("svcu_wrong")),
-            unauthorized("another scheme", bare().header("authorization", "Basic b3A6eA==")),
+            unauthorized("a different scheme", bare().header("authorization", "Basic b3A6eA==")),
             unauthorized("only the admin's token", bare().bearer_auth(ADMIN)),
             unauthorized(
                 "an invalid token with a valid proof",
@@ -190,7 +190,7 @@ impl ApiUnderTest for TestGateway {
 
     fn required_value(&self, operation: &Operation, name: &str) -> Option<Value> {
         Some(match name {
-            // A repeated id is the same dispatch.
+            // A repeated id names the same dispatch.
             "id" if operation.id == "dispatch" => json!(uuid::Uuid::now_v7()),
             "operationId" => json!(ROW),
             "agentName" => json!("claude"),
@@ -284,7 +284,7 @@ async fn every_documented_error_code_is_provoked() {
     assert!(unprovoked.is_empty(), "{unprovoked:#?}");
 }
 
-/// Checks that an operation cannot resume the writers that another has stopped.
+/// Checks that an operation cannot resume the writers that another operation has stopped.
 async fn check_writers(gateway: &TestGateway) {
     let post = |path: &str, operation: &str| {
         gateway.request_as("platform", &Method::POST, path).json(&json!({ "operationId": operation }))
@@ -321,7 +321,7 @@ async fn check_names(gateway: &TestGateway) {
     }
 }
 
-/// Checks refusals of dispatches, with a runner that accepts commands and never responds.
+/// Checks rejected dispatches, with a runner that accepts commands but never responds.
 async fn check_dispatches(gateway: &TestGateway) {
     let _runner = gateway.host.machine.owner_socket("agent.sock").unwrap();
     let another = json!({ "id": ROW, "prompt": "another" });
@@ -349,7 +349,7 @@ async fn check_dispatches(gateway: &TestGateway) {
     gateway.dispatch(&one).await.assert_problem(429, "cost_limit_reached");
 }
 
-/// Checks refusals that depend on stored state.
+/// Checks error responses that depend on stored state.
 async fn check_stored_state(gateway: &TestGateway, database: &PgServer) {
     let body = |action: &str, fields: Value| {
         let mut body = json!({ "action": action, "app": gateway.slug, "table": "notes" });
@@ -433,7 +433,7 @@ async fn check_stored_state(gateway: &TestGateway, database: &PgServer) {
     check_records(gateway).await;
 }
 
-/// Checks unknown cursors and event ids of records, and invalid settings.
+/// Checks unknown cursors and event ids for records, and invalid settings.
 async fn check_records(gateway: &TestGateway) {
     for record in ["interactions", "audit", "activity", "storage", "backups"] {
         let as_owner = |path: &str| gateway.request_as("owner", &Method::GET, path);

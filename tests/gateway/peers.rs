@@ -17,7 +17,7 @@ use super::host::{Host, Machine, host_with_app, unique_name};
 const OWNER_UID: u32 = 1940;
 const OTHER_UID: u32 = 1941;
 
-/// A gateway whose socket is open to another user; `None` if the test cannot create one.
+/// Starts a gateway whose socket is open to a second user; returns `None` if the test cannot create one.
 fn host_with_two_users() -> Result<Option<Host>> {
     if !nix::unistd::geteuid().is_root() {
         kit::skip::record("only root can act as two users");
@@ -34,7 +34,7 @@ fn host_with_two_users() -> Result<Option<Host>> {
     Ok(Some(machine.start()?))
 }
 
-/// Returns the status of a request over the gateway's socket by a process of this user.
+/// Returns the status of a request sent over the gateway's socket by a process running as this user.
 fn request_as(uid: u32, socket: &Path, method: &str, path: &str, body: &str) -> Result<String> {
     let mut command = Command::new("curl");
     command.args(["-sS", "--max-time", "20", "-o", "/dev/null", "-w", "%{http_code}"]);
@@ -71,7 +71,7 @@ async fn owner_process_has_read_only_access() -> Result<()> {
     assert_eq!(
         status_as(OTHER_UID, "GET", "/api/usage", "")?,
         "403",
-        "a member of the group, but another user"
+        "a member of the group, but a different user"
     );
     assert_eq!(status_as(0, "PUT", "/api/limits", r#"{"daily":1000}"#)?, "200", "root acts as the machine");
     Ok(())
@@ -97,7 +97,7 @@ echo '{"type":"result","status":"success"}'
 "#;
 
 #[tokio::test]
-async fn agent_uses_bridge_of_its_apps_while_running() -> Result<()> {
+async fn agent_uses_its_apps_bridge_while_running() -> Result<()> {
     let (database, notes, diary) = (test_database().await?, unique_name("notes"), unique_name("diary"));
     let things = json!({ "things": { "columns": { "title": "text" } } });
     let host = host_with_app(&database, &notes, &things).await?;
@@ -110,7 +110,7 @@ async fn agent_uses_bridge_of_its_apps_while_running() -> Result<()> {
     fs::create_dir_all(host.machine.path("run/svc/owner"))?;
     let _runner = start_runner(&host.machine.path(""))?;
     host.query(
-        &json!({ "action": "insert", "app": notes, "table": "things", "data": { "title": "of notes" } }),
+        &json!({ "action": "insert", "app": notes, "table": "things", "data": { "title": "from notes" } }),
     )
     .await?;
     // The settings are checked every second.
@@ -129,7 +129,7 @@ async fn agent_uses_bridge_of_its_apps_while_running() -> Result<()> {
         "{shown}"
     );
     let read = |name: &str| -> Result<Value> { Ok(serde_json::from_slice(&fs::read(home.join(name))?)?) };
-    assert_eq!(read("own.json")?["data"][0]["title"], "of notes");
+    assert_eq!(read("own.json")?["data"][0]["title"], "from notes");
     let schemas = read("schemas.json")?;
     assert_eq!(
         schemas["data"].as_array().map(Vec::len),

@@ -1,4 +1,4 @@
-//! Writers are stopped before a final backup. A request or a heartbeat's response resumes them; a restart does not.
+//! Writers are stopped before a final backup. A request or a heartbeat response resumes them; a restart does not.
 
 use anyhow::Result;
 use http::StatusCode;
@@ -85,7 +85,7 @@ async fn inserts_are_refused_until_writers_resume() -> Result<()> {
 
 /// A statement whose client disconnected may still commit, so the machine is quiesced only after it has ended.
 #[tokio::test]
-async fn quiesce_waits_for_statements_that_still_run() -> Result<()> {
+async fn quiesce_waits_for_statements_that_are_still_running() -> Result<()> {
     let (database, slug) = (test_database().await?, unique_name("notes"));
     let host =
         host_with_app(&database, &slug, &json!({ "notes": { "columns": { "title": "text" } } })).await?;
@@ -98,7 +98,7 @@ async fn quiesce_waits_for_statements_that_still_run() -> Result<()> {
     let inserting = host.query(&body);
     let operation = OperationId::new();
     let stopping = async {
-        host.wait_until("the insert waits", async || {
+        host.wait_until("the insert is waiting", async || {
             let waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
             Ok(watching.query_one(waiting, &[]).await?.get::<_, i64>(0) == 1)
         })
@@ -122,11 +122,11 @@ async fn quiesce_waits_while_the_database_refuses_connections() -> Result<()> {
     let allow =
         |allowed: bool| format!("ALTER DATABASE \"{}\" WITH ALLOW_CONNECTIONS {allowed}", database.name());
     admin.batch_execute(&allow(false)).await?;
-    // Ends the gateway's connections, so that it must connect again.
+    // Ends the gateway's connections, so that it must reconnect.
     let end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = $1";
     admin.execute(end, &[&database.name()]).await?;
     let operation = OperationId::new();
-    assert!(quiesce(&host, operation).await?["quiescedAt"].is_null(), "statements may still run");
+    assert!(quiesce(&host, operation).await?["quiescedAt"].is_null(), "statements may still be running");
     admin.batch_execute(&allow(true)).await?;
     wait_until_quiesced(&host, operation).await
 }
@@ -138,7 +138,7 @@ async fn quiesce_ends_and_records_running_dispatches() -> Result<()> {
     let (status, running) = request_dispatch(&host, json!({ "prompt": "hold it" })).await?;
     assert_eq!(status, StatusCode::ACCEPTED, "{running}");
     let id = running["id"].as_str().unwrap_or_default().to_owned();
-    host.wait_until("the dispatch runs", async || {
+    host.wait_until("the dispatch is running", async || {
         Ok(host.get(&format!("/api/dispatch/{id}")).await?.1["status"] == "running")
     })
     .await?;
@@ -162,8 +162,7 @@ async fn quiesce_ends_and_records_running_dispatches() -> Result<()> {
     Ok(())
 }
 
-/// A queued dispatch is not a writer: it keeps its position, even across a restart of the gateway, and runs on
-/// resume.
+/// A queued dispatch is not a writer: it keeps its position, even across a gateway restart, and runs on resume.
 #[tokio::test]
 async fn queued_dispatches_stay_queued_until_writers_resume() -> Result<()> {
     let (machine, _runner) =
@@ -179,7 +178,7 @@ async fn queued_dispatches_stay_queued_until_writers_resume() -> Result<()> {
     let status = async |host: &Host, id: &str| -> Result<Value> {
         Ok(host.get(&format!("/api/dispatch/{id}")).await?.1["status"].clone())
     };
-    host.wait_until("the first runs", async || Ok(status(&host, "runs").await? == "running")).await?;
+    host.wait_until("the first is running", async || Ok(status(&host, "runs").await? == "running")).await?;
     let operation = OperationId::new();
     wait_until_quiesced(&host, operation).await?;
     assert_eq!(wait_until_recorded(&host, "runs").await?["error"]["name"], "Interrupted");
@@ -239,7 +238,7 @@ async fn writers_resume_when_the_file_is_removed() -> Result<()> {
 }
 
 #[tokio::test]
-async fn backup_is_reported_during_and_after_its_run() -> Result<()> {
+async fn backup_is_reported_while_running_and_afterwards() -> Result<()> {
     let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
     let show = async || -> Result<Value> {

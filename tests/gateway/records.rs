@@ -23,7 +23,7 @@ fn interaction(n: u32, at: Timestamp, user: &str, model: &str, cost: f64) -> Val
     })
 }
 
-/// A machine with ended dispatches from yesterday and today, by two users.
+/// Returns a machine with finished dispatches by two users, from yesterday and today.
 fn machine_with_interactions() -> Result<(Machine, Timestamp)> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let now = Timestamp::now();
@@ -106,7 +106,7 @@ async fn usage_equals_interactions_and_outlives_them() -> Result<()> {
     let today = get(&host, &format!("/api/usage?startDate={day}&endDate={day}")).await?;
     assert_eq!((&today["totalCost"], &today["entries"][0]["dispatches"]), (&json!(1), &json!(10)));
 
-    // The same report in a terminal, while the gateway runs.
+    // The same report in a terminal, while the gateway is running.
     let shown = host.machine.command().args(["usage", "--by", "user"]).output()?;
     let shown = String::from_utf8(shown.stdout)?;
     assert!(shown.contains("telegram:7") && shown.contains("$1.00") && shown.contains("$2.00"), "{shown}");
@@ -129,7 +129,7 @@ async fn usage_equals_interactions_and_outlives_them() -> Result<()> {
 }
 
 #[tokio::test]
-async fn start_and_stop_of_the_gateway_are_logged() -> Result<()> {
+async fn gateway_start_and_stop_are_logged() -> Result<()> {
     let mut host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     host.terminate()?;
     assert!(host.wait_for_exit().await?.success());
@@ -143,7 +143,7 @@ async fn start_and_stop_of_the_gateway_are_logged() -> Result<()> {
 }
 
 #[tokio::test]
-async fn owner_sets_limits_and_sees_the_spending() -> Result<()> {
+async fn owner_sets_limits_and_sees_spending() -> Result<()> {
     let (machine, _) = machine_with_interactions()?;
     machine.write(CONFIG, r#"{"theme": "dark", "costLimits": {"monthly": 100}}"#)?;
     let host = machine.start()?;
@@ -171,8 +171,8 @@ async fn owner_sets_limits_and_sees_the_spending() -> Result<()> {
         json!({"theme": "dark", "costLimits": {"monthly": 100, "daily": 0.5, "reservation": 0.05}})
     );
     assert_eq!(get(&host, "/api/limits?userId=nobody").await?["daily"]["spent"], json!(0));
-    // The audit also contains the gateway's own changes.
-    host.wait_until("the audit has both changes", async || {
+    // The audit log also contains the gateway's own changes.
+    host.wait_until("the audit log has both changes", async || {
         let audit = get(&host, "/api/audit?path=system/config.json&actor=svc-gateway").await?;
         Ok(audit["entries"]
             .as_array()
@@ -215,7 +215,7 @@ async fn owner_sets_limits_and_sees_the_spending() -> Result<()> {
     .await
 }
 
-/// The stream has every line once, also across a rotation, and resumes after a disconnect.
+/// The stream contains every line once, even across a rotation, and resumes after a disconnect.
 #[tokio::test]
 async fn record_stream_follows_rotation_and_resumes() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;

@@ -1,5 +1,5 @@
 //! A machine's records on a full disk, in files that cannot be written, and after files disappear: the gateway keeps
-//! serving, reports the problem, and resumes its records when possible.
+//! serving, reports the problem, and resumes recording when possible.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -113,8 +113,8 @@ async fn records_continue_after_rename_delete_or_truncate() -> Result<()> {
     assert_serves(&host).await
 }
 
-/// The gateway never follows a link, and on a machine it cannot write to directories without permission: it is not
-/// root.
+/// The gateway never follows a link, and on a machine it cannot write to directories without permission, because it is
+/// not root.
 #[tokio::test]
 async fn unwritable_record_is_reported_and_retried() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
@@ -127,7 +127,7 @@ async fn unwritable_record_is_reported_and_retried() -> Result<()> {
     set_limit(&host, 1).await?;
     wait_for_stuck_metric(&host, 1.0).await?;
     assert_serves(&host).await?;
-    ensure!(fs::read_to_string(&target)? == "theirs\n", "the target of the link is unchanged");
+    ensure!(fs::read_to_string(&target)? == "theirs\n", "the link's target is unchanged");
     fs::remove_file(logs.join("activity.log"))?;
     wait_until_limit_logged(&host, 1).await?;
     wait_for_stuck_metric(&host, 0.0).await?;

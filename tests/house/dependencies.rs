@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{File, format_violation, source};
 
-/// The modules of `src/host`, each with the modules that it may import.
+/// The modules in `src/host`, each with the modules that it may import.
 const HOST_MODULES: [(&str, &[&str]); 11] = [
     ("agents", &["audit", "records", "system"]),
     ("audit", &["records", "system"]),
@@ -19,7 +19,7 @@ const HOST_MODULES: [(&str, &[&str]); 11] = [
     ("update", &["snapshots", "system"]),
 ];
 
-/// Folders below `src/host`, each of which is an applet; no other module imports them.
+/// Folders under `src/host`, each of which is an applet; no other module imports them.
 const APPLETS: [&[&str]; 12] = [
     &["agents", "runner"],
     &["audit", "hook"],
@@ -35,13 +35,13 @@ const APPLETS: [&[&str]; 12] = [
     &["update"],
 ];
 
-/// The module with all services of the gateway; only the gateway's startup code and its router may import it.
+/// The module with all the gateway's services; only the gateway's startup code and its router may import it.
 const GATEWAY_STATE: [&str; 2] = ["gateway", "state"];
 
 /// Modules that the updater shares with the programs that request an update or report its progress.
 const SHARED_UPDATE_MODULES: [&str; 2] = ["protocol", "trusted_keys"];
 
-/// The packages of the product, each with the packages that it may depend on.
+/// The product's packages, each with the packages that it may depend on.
 const PACKAGES: [(&str, &[&str]); 10] = [
     ("base", &["machine"]),
     ("ctl", &["base", "http", "machine", "store", "verify", "wire"]),
@@ -55,7 +55,8 @@ const PACKAGES: [(&str, &[&str]); 10] = [
     ("wire", &["base", "machine"]),
 ];
 
-/// Dependencies between packages that [`PACKAGES`] does not allow. The compiler rejects imports without a dependency.
+/// Returns dependencies between packages that [`PACKAGES`] does not allow. The compiler rejects imports without a
+/// dependency.
 pub fn forbidden_dependencies(files: &[File]) -> Vec<String> {
     let mut found = Vec::new();
     for file in files {
@@ -79,20 +80,18 @@ pub fn forbidden_dependencies(files: &[File]) -> Vec<String> {
     found
 }
 
-/// Packages without the lints of the workspace, such as `unsafe_code = "forbid"`.
+/// Returns packages without the workspace lints, such as `unsafe_code = "forbid"`.
 pub fn packages_without_lints(files: &[File]) -> Vec<String> {
     let manifests = files.iter().filter(|file| file.path.ends_with("Cargo.toml"));
     manifests
         .filter(|file| {
             file.text.contains("[package]") && !file.text.contains("\n[lints]\nworkspace = true\n")
         })
-        .map(|file| {
-            format_violation(&file.path, 1, "the package does not inherit the lints of the workspace")
-        })
+        .map(|file| format_violation(&file.path, 1, "the package does not inherit the workspace lints"))
         .collect()
 }
 
-/// The reason why an import is forbidden, if it is.
+/// Returns the reason that an import is forbidden, if it is.
 fn forbidden_reason(from: &[String], to: &[String]) -> Option<&'static str> {
     let is_host = |path: &[String]| path.first().is_some_and(|folder| folder == "host");
     if is_host(from) && is_host(to) { host_reason(&from[1..], &to[1..]) } else { None }
@@ -102,7 +101,7 @@ fn host_reason(from: &[String], to: &[String]) -> Option<&'static str> {
     let (Some(from_module), Some(to_module)) = (from.first(), to.first()) else { return None };
     let entry = |name: &String| HOST_MODULES.iter().find(|(module, _)| module == name);
     let Some((_, allowed)) = entry(from_module) else {
-        return Some("this module of the host is missing from the table HOST_MODULES");
+        return Some("this host module is missing from the table HOST_MODULES");
     };
     if from_module != to_module && entry(to_module).is_some() && !allowed.contains(&to_module.as_str()) {
         return Some("HOST_MODULES does not permit this import");
@@ -113,7 +112,7 @@ fn host_reason(from: &[String], to: &[String]) -> Option<&'static str> {
         path.len() >= applet.len() && path.iter().zip(applet).all(|(a, b)| a == b)
     };
     let foreign = APPLETS.iter().find(|applet| is_in(to, applet) && !is_in(from, applet));
-    // The `mod.rs` of a module declares its applets.
+    // A module's `mod.rs` declares its applets.
     let is_declared =
         foreign.is_some_and(|applet| from.len() < applet.len() && is_in(from, &applet[..from.len()]));
     if foreign.is_some() && !is_shared && !is_declared {
@@ -128,11 +127,11 @@ pub fn forbidden_imports(files: &[File]) -> Vec<String> {
     for file in files {
         let Some(module) = source::module_path(&file.path) else { continue };
         for named in source::named_paths(&module, &source::tokenize(&source::blank_literals(&file.text))) {
-            if let Some(why) = forbidden_reason(&module, &named.path) {
+            if let Some(reason) = forbidden_reason(&module, &named.path) {
                 found.push(format_violation(
                     &file.path,
                     named.line,
-                    format!("{}: {why}", named.path.join("::")),
+                    format!("{}: {reason}", named.path.join("::")),
                 ));
             }
         }
@@ -140,7 +139,7 @@ pub fn forbidden_imports(files: &[File]) -> Vec<String> {
     found
 }
 
-/// Imports that form a cycle of modules directly below a package; imports in tests are not counted.
+/// Returns imports that form a cycle of modules directly under a package; imports in tests are not counted.
 pub fn import_cycles(files: &[File]) -> Vec<String> {
     // The imports of each module: the imported module, and the first place that names it.
     let mut imports: BTreeMap<[String; 2], BTreeMap<[String; 2], String>> = BTreeMap::new();

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use super::{File, format_violation};
 
-/// Every crate that a workspace member depends on has one row in `docs/dependencies.md`, and every row belongs to
-/// such a crate.
+/// Checks that every crate that a workspace member depends on has one row in `docs/dependencies.md`, and that every row
+/// belongs to such a crate.
 pub fn unexplained_dependencies(files: &[File]) -> Vec<String> {
     let mut named = BTreeMap::new();
     for file in files.iter().filter(|file| file.path.ends_with("Cargo.toml")) {
@@ -36,7 +36,7 @@ pub fn unexplained_dependencies(files: &[File]) -> Vec<String> {
     found
 }
 
-/// Whether a test exists: `area::file::name` in `tests`, in the kit as `kit::file::name`, or a unit test below `src`.
+/// Whether a test exists: `area::file::name` in `tests`, in the kit as `kit::file::name`, or a unit test under `src`.
 pub fn is_test(files: &[File], name: &str) -> bool {
     let (place, name) = name.rsplit_once("::").unwrap_or_default();
     let place = place.replace("::", "/");
@@ -47,7 +47,7 @@ pub fn is_test(files: &[File], name: &str) -> bool {
     files.iter().any(|file| paths.contains(&file.path) && file.text.contains(&format!("fn {name}(")))
 }
 
-/// Every test that a page in `docs` names exists.
+/// Returns tests that a page in `docs` names but that do not exist.
 pub fn unknown_tests(files: &[File]) -> Vec<String> {
     let is_name = |text: &str| {
         text.contains("::")
@@ -65,13 +65,14 @@ pub fn unknown_tests(files: &[File]) -> Vec<String> {
     found
 }
 
-/// Every name that a page in `docs` gives in parentheses after a source file, as in `a.rs` (`f`, `g`), is in that file.
+/// Returns names that a page in `docs` gives in parentheses after a source file, as in `a.rs` (`f`, `g`), but that are
+/// not in that file.
 pub fn unknown_names(files: &[File]) -> Vec<String> {
     let mut found = Vec::new();
     for page in files.iter().filter(|file| file.path.starts_with("docs/")) {
         for (number, line) in page.text.lines().enumerate() {
             let (mut source, mut is_in_parentheses) = (None, false);
-            // Alternating text outside and inside of backticks.
+            // Alternating text outside and inside backticks.
             let parts: Vec<&str> = line.split('`').collect();
             for pair in parts.chunks_exact(2) {
                 let (before, quoted) = (pair[0], pair[1]);

@@ -1,9 +1,9 @@
-//! The text files of the project, and positions in them.
+//! The project's text files, and positions in them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A file of the project: its path from the root, with `/`, and its text.
+/// A project file: its path from the root, with `/`, and its text.
 pub struct File {
     pub path: String,
     pub text: String,
@@ -16,9 +16,9 @@ impl File {
     }
 }
 
-/// Formats a violation with its position: `src/store/key.rs:12: why`.
-pub fn format_violation(path: &str, line: usize, why: impl std::fmt::Display) -> String {
-    format!("{path}:{line}: {why}")
+/// Formats a violation with its position: `src/store/key.rs:12: reason`.
+pub fn format_violation(path: &str, line: usize, reason: impl std::fmt::Display) -> String {
+    format!("{path}:{line}: {reason}")
 }
 
 /// Generated or downloaded folders.
@@ -28,7 +28,7 @@ const TEXT_EXTENSIONS: [&str; 19] = [
     "service", "timer", "path", "conf", "txt",
 ];
 
-/// The root of the repository.
+/// Returns the repository root.
 pub fn root() -> PathBuf {
     let is_root = |folder: &&Path| folder.join("src/main.rs").exists();
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -38,7 +38,7 @@ pub fn root() -> PathBuf {
         .to_owned()
 }
 
-/// All text files of the project.
+/// Returns all text files in the project.
 pub fn files() -> Vec<File> {
     let mut found = Vec::new();
     walk(&root(), "", &mut found);

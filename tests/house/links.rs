@@ -1,17 +1,17 @@
-//! Links between the pages: each relative link must name an existing file, and its anchor, if any, a heading of that
-//! file. Source paths that a page mentions must exist, too.
+//! Links between pages: each relative link must name an existing file, and its anchor, if any, a heading in that file.
+//! Source paths that a page mentions must exist, too.
 
 use std::path::{Component, Path, PathBuf};
 
 use super::{File, format_violation};
 
-/// Broken links, and pages of the book that its summary does not list.
+/// Returns broken links, and pages of the book that its summary does not list.
 pub fn broken_links(files: &[File]) -> Vec<String> {
     let mut found = Vec::new();
     for page in files.iter().filter(|file| is_page(&file.path)) {
         for (number, target) in links(&page.text) {
-            if let Some(why) = find_target_error(files, page, &target) {
-                found.push(format_violation(&page.path, number, format!("{target}: {why}")));
+            if let Some(reason) = find_target_error(files, page, &target) {
+                found.push(format_violation(&page.path, number, format!("{target}: {reason}")));
             }
         }
     }
@@ -37,8 +37,8 @@ const TOP_FOLDERS: [&str; 10] = [
     "xtask/",
 ];
 
-/// Paths in backticks that do not exist. Patterns and `{a,b}` are skipped, and so is the changelog, which names earlier
-/// paths.
+/// Returns paths in backticks that do not exist. Patterns and `{a,b}` are skipped, and so is the changelog, which names
+/// earlier paths.
 pub fn unknown_paths(files: &[File], exists: impl Fn(&str) -> bool) -> Vec<String> {
     let is_path = |text: &&str| {
         TOP_FOLDERS.iter().any(|folder| text.starts_with(folder))
@@ -57,7 +57,7 @@ pub fn unknown_paths(files: &[File], exists: impl Fn(&str) -> bool) -> Vec<Strin
     found
 }
 
-/// The targets of `[label](target)` outside code, with their line numbers.
+/// Returns the targets of `[label](target)` outside code, with their line numbers.
 fn links(text: &str) -> Vec<(usize, String)> {
     let (mut found, mut is_code) = (Vec::new(), false);
     for (number, line) in text.lines().enumerate() {
@@ -91,7 +91,7 @@ fn find_target_error(files: &[File], page: &File, target: &str) -> Option<&'stat
     }
 }
 
-/// `target`, relative to the folder of `page`, as a path from the root.
+/// Resolves `target`, relative to the folder of `page`, to a path from the root.
 fn resolve(page: &str, target: &str) -> String {
     let mut path = PathBuf::new();
     let folder = Path::new(page).parent().unwrap_or(Path::new(""));
@@ -105,7 +105,7 @@ fn resolve(page: &str, target: &str) -> String {
     path.to_string_lossy().into_owned()
 }
 
-/// The anchors of the headings, as GitHub and mdBook generate them.
+/// Returns the heading anchors, as GitHub and mdBook generate them.
 fn anchors(text: &str) -> Vec<String> {
     let headings = text.lines().filter(|line| line.starts_with('#'));
     headings
@@ -117,7 +117,7 @@ fn anchors(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// Pages in `docs` that `docs/SUMMARY.md` does not link to.
+/// Returns pages in `docs` that `docs/SUMMARY.md` does not link to.
 fn unlisted_pages(files: &[File]) -> Vec<String> {
     const SUMMARY: &str = "docs/SUMMARY.md";
     let Some(summary) = files.iter().find(|file| file.path == SUMMARY) else { return Vec::new() };

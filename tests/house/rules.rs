@@ -30,7 +30,7 @@ pub fn find_unwraps(files: &[File]) -> Vec<String> {
     found
 }
 
-/// Markers of later work. They are concatenated here so that this file does not contain them.
+/// Returns markers for unfinished work. They are concatenated here so that this file does not contain them.
 pub fn todo_markers(file: &File) -> Vec<String> {
     let words = [concat!("TO", "DO"), concat!("FIX", "ME")];
     let calls = [concat!("to", "do!"), concat!("unimplemen", "ted!")];
@@ -38,7 +38,7 @@ pub fn todo_markers(file: &File) -> Vec<String> {
     for (number, line) in file.text.lines().enumerate() {
         let has_marker = line.split(|c: char| !c.is_alphanumeric()).any(|word| words.contains(&word));
         if has_marker || (is_rust(&file.path) && calls.iter().any(|call| line.contains(call))) {
-            found.push(format_violation(&file.path, number + 1, "has a marker of later work"));
+            found.push(format_violation(&file.path, number + 1, "has a marker for unfinished work"));
         }
     }
     found
@@ -61,8 +61,8 @@ pub fn oversized_file(file: &File) -> Option<String> {
         .then(|| format_violation(&file.path, lines, format!("{lines} lines, more than {MAX_LINES}")))
 }
 
-/// Migrations `V<number>__name.sql` whose numbers are not 1, 2, 3 and so on, for example because two branches used the
-/// same number.
+/// Returns migrations `V<number>__name.sql` whose numbers are not 1, 2, 3 and so on, for example because two branches
+/// used the same number.
 pub fn misnumbered_migrations(files: &[File]) -> Vec<String> {
     let number = |file: &File| -> Option<u32> {
         file.path.strip_prefix("migrations/V")?.split_once("__")?.0.parse().ok()
@@ -78,7 +78,7 @@ pub fn misnumbered_migrations(files: &[File]) -> Vec<String> {
         .collect()
 }
 
-/// Absolute paths below a home directory, except the product's own, or below a build directory.
+/// Returns absolute paths under a home directory, except the product's own, or under a build directory.
 pub fn build_machine_paths(file: &File) -> Vec<String> {
     let places = [concat!("/ro", "ot/"), concat!("/ho", "me/"), concat!("/wo", "rk/")];
     let mut found = Vec::new();
@@ -90,7 +90,7 @@ pub fn build_machine_paths(file: &File) -> Vec<String> {
                 let has_name = line[start + place.len()..].starts_with(|c: char| c.is_ascii_alphanumeric());
                 let is_product_path = line[start..].starts_with("/home/svc");
                 if is_absolute && has_name && !is_product_path {
-                    found.push(format_violation(&file.path, number + 1, "names a path of the build machine"));
+                    found.push(format_violation(&file.path, number + 1, "names a path on the build machine"));
                 }
             }
         }
@@ -98,8 +98,8 @@ pub fn build_machine_paths(file: &File) -> Vec<String> {
     found
 }
 
-/// xtask, the kit and its programs drive the public CLI, HTTP and signals, so their manifests must not depend on the
-/// product's package.
+/// xtask, the kit and its programs drive the product through its public CLI, HTTP and signals, so their manifests must
+/// not depend on the product's package.
 pub fn product_dependencies(file: &File) -> Vec<String> {
     const MANIFESTS: [&str; 5] = [
         "xtask/Cargo.toml",

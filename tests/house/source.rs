@@ -1,8 +1,8 @@
-//! A minimal lexer of Rust: blanks comments and literals, and finds tokens, tests and paths.
+//! A minimal Rust lexer: blanks comments and literals, and finds tokens, tests and paths.
 
 use super::File;
 
-/// The code with comments and the contents of literals blanked; line numbers do not change.
+/// Returns the code with comments and literals blanked; line numbers do not change.
 pub fn blank_literals(text: &str) -> String {
     let chars: Vec<char> = text.chars().collect();
     let mut out = String::with_capacity(text.len());
@@ -64,7 +64,7 @@ fn end_of_string(chars: &[char], from: usize) -> usize {
     (at + 1).min(chars.len())
 }
 
-/// The end of a literal with a prefix (`r"`, `br#"`, `b"`, `c"`), if one starts here.
+/// Returns the end of a literal with a prefix (`r"`, `br#"`, `b"`, `c"`), if one starts here.
 fn end_of_prefixed_literal(chars: &[char], from: usize) -> Option<usize> {
     let letters = chars[from..].iter().take(2).take_while(|c| "rbc".contains(**c)).count();
     let raw = chars[from..from + letters].contains(&'r');
@@ -86,7 +86,7 @@ fn end_of_prefixed_literal(chars: &[char], from: usize) -> Option<usize> {
     Some(chars.len())
 }
 
-/// The end of a character literal, or `from` if the quote starts a lifetime.
+/// Returns the end of a character literal, or `from` if the quote starts a lifetime.
 fn end_of_char_literal(chars: &[char], from: usize) -> usize {
     match (chars.get(from + 1), chars.get(from + 2)) {
         (Some('\\'), Some(_)) => find_char(chars, from + 3, '\'') + 1,
@@ -101,7 +101,7 @@ pub struct Token {
     pub line: usize,
 }
 
-/// Identifiers, `::`, and single punctuation characters.
+/// Splits code into identifiers, `::`, and single punctuation characters.
 pub fn tokenize(code: &str) -> Vec<Token> {
     let mut found: Vec<Token> = Vec::new();
     for (number, line) in code.lines().enumerate() {
@@ -130,7 +130,7 @@ fn matches(tokens: &[Token], at: usize, wanted: &[&str]) -> bool {
         && tokens[at..].iter().zip(wanted).all(|(token, text)| token.text == *text)
 }
 
-/// The tokens without the items under `#[cfg(test)]`, and the names of the modules in separate files.
+/// Returns the tokens without the items under `#[cfg(test)]`, and the names of the test modules in separate files.
 pub fn without_tests(tokens: &[Token]) -> (Vec<Token>, Vec<String>) {
     let (mut kept, mut modules) = (Vec::new(), Vec::new());
     let mut at = 0;
@@ -169,7 +169,7 @@ fn is_test_attribute(tokens: &[Token], at: usize) -> bool {
         || matches(tokens, at, &["#", "[", "cfg", "(", "all", "(", "test", ","])
 }
 
-/// The module path of a file in `src`, below the crate.
+/// Returns the module path of a file in `src`, from its package's folder.
 pub fn module_path(path: &str) -> Option<Vec<String>> {
     let inner = path.strip_prefix("src/")?.strip_suffix(".rs")?;
     let mut names: Vec<String> = inner.split('/').map(str::to_owned).collect();
@@ -179,7 +179,7 @@ pub fn module_path(path: &str) -> Option<Vec<String>> {
     Some(names)
 }
 
-/// Modules of `src` that are compiled only for tests.
+/// Returns modules in `src` that are compiled only for tests.
 pub fn test_modules(files: &[File]) -> Vec<Vec<String>> {
     let mut found = Vec::new();
     for file in files {
@@ -192,7 +192,8 @@ pub fn test_modules(files: &[File]) -> Vec<Vec<String>> {
     found
 }
 
-/// Files whose name differs from their module's: `#[cfg(test)]`, then `#[path = "…"]` on the next line.
+/// Returns the paths of test modules whose file name differs from the module's: `#[cfg(test)]`, then `#[path = "…"]` on
+/// the next line.
 fn test_paths(file: &File) -> Vec<Vec<String>> {
     let folder = file.path.rsplit_once('/').map_or("", |(folder, _)| folder);
     let lines: Vec<&str> = file.text.lines().map(str::trim).collect();
@@ -208,10 +209,10 @@ pub struct NamedPath {
     pub line: usize,
 }
 
-/// Every path below `crate` in a file, by `crate::` or `super::`, with the groups of `use` expanded.
+/// Returns every path in a file that begins with `crate::` or `super::`, with `use` groups expanded.
 pub fn named_paths(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
     let mut found = Vec::new();
-    // The modules open at a point of the file, each with the depth of its brace.
+    // The inline modules open at the current token, each with its brace depth.
     let mut inline: Vec<(usize, String)> = Vec::new();
     let mut depth = 0;
     for (at, token) in tokens.iter().enumerate() {
@@ -230,7 +231,7 @@ pub fn named_paths(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
                 let here: Vec<String> =
                     module.iter().cloned().chain(inline.iter().map(|(_, name)| name.clone())).collect();
                 let mut prefix = match token.text.as_str() {
-                    // Each folder below `src` is a package, so `crate` means the first name of the module.
+                    // Each folder under `src` is a package, so `crate` means the first name of the module.
                     "crate" => here.iter().take(1).cloned().collect(),
                     _ => parent(&here),
                 };

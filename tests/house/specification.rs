@@ -1,4 +1,4 @@
-//! `docs/specification.md`: a row for each item of the specification, with code and tests that exist.
+//! `docs/specification.md`: a row for each specification item, with code and tests that exist.
 //!
 //! The specification is not part of the repository, so its items are listed here.
 
@@ -8,7 +8,7 @@ use super::{File, documentation, format_violation};
 
 const PAGE: &str = "docs/specification.md";
 
-/// The items that have a row: a sentence, a part of a sentence, or a row of a table.
+/// The items that have a row: a sentence, a part of a sentence, or a table row.
 const ITEMS: [&str; 199] = [
     "1.1",
     "1.2 slots",
@@ -211,7 +211,7 @@ const ITEMS: [&str; 199] = [
     "Not restored / failed backup",
 ];
 
-/// The items that no test can cover. Their row has the reason instead of code and a test.
+/// The items that no test can cover. Their rows state the reason instead of code and a test.
 const UNTESTABLE: [&str; 4] =
     ["1.5 other exclusions", "9.2", "Not restored / process state", "1.3 integrations"];
 
@@ -280,12 +280,12 @@ mod tests {
 
     const TEST: &str = "`a::b::c_d`";
 
-    /// The violations of a complete page in which `replacement` replaces the row of the first item.
+    /// Returns the violations on a complete page in which `replacement` replaces the first item's row.
     fn violations(replacement: &str) -> Vec<String> {
         violations_of(replacement, &format!("| **{}** Words | Reason |", UNTESTABLE[0]))
     }
 
-    /// Like [`violations`], but also replaces the row of the first untestable item.
+    /// Like [`violations`], but also replaces the first untestable item's row.
     fn violations_of(replacement: &str, untestable: &str) -> Vec<String> {
         let row = |item: &str| format!("| **{item}** Words | `src/a.rs` (`f`) | {TEST} |\n");
         let reason = |item: &str| format!("| **{item}** Words | Reason |\n");

@@ -1,4 +1,4 @@
-//! POST `/vps/:id/boot-stage` reports the progress of a boot, and changes no state.
+//! POST `/vps/:id/boot-stage` reports boot progress, and changes no state.
 
 use reqwest::Method;
 use serde_json::{Value, json};

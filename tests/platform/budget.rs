@@ -56,7 +56,7 @@ async fn rate_refusal_of_one_process_applies_to_all() {
     let refused =
         || async { stack.provider.calls().iter().any(|call| call.status == Some(429)).then_some(()) };
     stack.eventually("a call is refused", refused).await;
-    // Calls of the first process may still be in flight.
+    // Calls from the first process may still be in flight.
     let (mut before, mut quiet_since) = (stack.provider.calls().len(), std::time::Instant::now());
     while quiet_since.elapsed() < std::time::Duration::from_millis(500) {
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
@@ -65,7 +65,7 @@ async fn rate_refusal_of_one_process_applies_to_all() {
             (before, quiet_since) = (calls, std::time::Instant::now());
         }
     }
-    // A process that starts now has reserved no calls before the refusal.
+    // A process that starts now has no calls reserved from before the refusal.
     let second = stack.start_platform_with(&quiet);
     stack.subscribe(&second, "user_3").await;
     stack.provision(&second, "user_3").await;

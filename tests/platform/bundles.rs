@@ -1,4 +1,4 @@
-//! Downloads of bundles by hosts and operators: complete, in ranges, and resumed only while the object is unchanged.
+//! Bundle downloads by hosts and operators: complete, in ranges, and resumed only while the object is unchanged.
 
 use reqwest::Method;
 

@@ -1,5 +1,5 @@
-//! Certificates of machines, from provisioning to verification, with a real gateway and a real authority that validates
-//! the gateway's name through the router.
+//! Machine certificates, from provisioning to verification, with a real gateway and a real authority that validates the
+//! gateway's name through the router.
 
 use http::StatusCode;
 use kit::ca::Ca;
@@ -22,7 +22,7 @@ struct Installation {
 }
 
 impl Installation {
-    /// Prepares a platform that trusts these roots, and whose router terminates TLS on this port.
+    /// Prepares a platform that trusts the given roots, and whose router terminates TLS on the given port.
     async fn start(router_port: u16, directory: &str, roots: &std::path::Path) -> Self {
         let (stack, dir) = (Stack::start().await, tempfile::tempdir().unwrap());
         let (certificate, key) = Ca::new().unwrap().issue(&["app.test", "code.test"]).unwrap();
@@ -48,7 +48,7 @@ impl Installation {
         self.stack.start_platform_with(&own.chain(extra_env.iter().copied()).collect::<Vec<_>>())
     }
 
-    /// Starts a registered machine whose gateway has the settings of its user-data.
+    /// Starts a registered machine whose gateway has the settings from its user-data.
     async fn start_machine(&self, process: &Process, user: &str, roots: &std::path::Path) -> (Guest, Host) {
         let stack = &self.stack;
         let provisioned = stack.provision(process, user).await;
@@ -164,7 +164,7 @@ async fn machine_is_validated_through_router_and_its_chain_verified() {
 async fn missing_certificate_is_reported_with_verification_off_and_on() {
     let (roots, port) = (tempfile::NamedTempFile::new().unwrap(), free_port().unwrap());
     std::fs::write(roots.path(), Ca::new().unwrap().root_pem()).unwrap();
-    // No authority listens at this address.
+    // No authority is listening at this address.
     let directory = format!("https://127.0.0.1:{}/dir", free_port().unwrap());
     let installation = Installation::start(port, &directory, roots.path()).await;
     let stack = &installation.stack;

@@ -17,7 +17,7 @@ async fn create_operation(stack: &Stack, machine: &str, kind: &str, step: &str) 
     id.to_string()
 }
 
-/// Returns a value that changes with every write of the operation's row.
+/// Returns a value that changes with every write to the operation's row.
 async fn row_version(stack: &Stack, operation: &str) -> String {
     let client = stack.database.connect().await.unwrap();
     let id: uuid::Uuid = operation.parse().unwrap();
@@ -66,7 +66,7 @@ async fn platform_works_on_a_newer_schema() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unknown_fields_of_hosts_are_ignored() {
+async fn unknown_fields_from_hosts_are_ignored() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
@@ -76,7 +76,7 @@ async fn unknown_fields_of_hosts_are_ignored() {
     body["disk"]["later"] = json!(null);
     let response = stack.send_heartbeat(&process, &guest, &body).await;
     assert_eq!(response.status, 200, "{response:?}");
-    // In an operator's request, an unknown field is an error: it may be a mistyped one.
+    // In an operator's request, an unknown field is an error, because it may be a typo.
     let mut body = super::stack::provision_body("user_1");
     body["later"] = json!(1);
     stack.post(&process, "/vps/provision", &body).await.assert_problem(400, "invalid_request");

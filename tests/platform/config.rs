@@ -1,4 +1,4 @@
-//! Startup: all errors of the configuration are reported together, with exit code 78.
+//! Startup: all configuration errors are reported together, with exit code 78.
 
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -27,7 +27,7 @@ fn all_configuration_errors_are_reported_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn platform_key_that_differs_from_the_database_is_refused() {
+async fn platform_key_that_differs_from_the_database_is_rejected() {
     let stack = Stack::start().await;
     drop(stack.start_platform());
     let mut command = stack.command(&[("PLATFORM_KEY", &"08".repeat(32))]);

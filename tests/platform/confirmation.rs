@@ -8,7 +8,7 @@ use super::stack::{ApiResponse, Process, SECRET, Stack, provision_body};
 
 const QUOTE: &str = "/vps/provision/quote";
 const PROVISION: &str = "/vps/provision";
-/// The cost of a cpx22 with its address in a European location of the simulator, including tax.
+/// The cost of a cpx22 with its address in one of the simulator's European locations, including tax.
 const COST: &str = "10.1031 EUR";
 
 fn confirmed_body(user: &str, cost: &str) -> Value {
@@ -18,7 +18,7 @@ fn confirmed_body(user: &str, cost: &str) -> Value {
     body
 }
 
-/// Lists the confirmations in the audit rows of provisions, with their actors.
+/// Lists the confirmations in the provision audit rows, with their actors.
 async fn list_audited_confirmations(stack: &Stack) -> Vec<(String, Value)> {
     let client = stack.database.connect().await.unwrap();
     let sql =
@@ -65,7 +65,7 @@ async fn quote_shows_cost_quota_and_environment_and_changes_nothing() {
     let calls = stack.provider.calls();
     assert!(calls.iter().all(|call| call.method == "GET"), "{calls:?}");
 
-    // A request that a provision would refuse is refused by the quote, before anything is confirmed.
+    // A request that a provision would reject is rejected by the quote, before anything is confirmed.
     stack.post(&process, QUOTE, &provision_body("user_2")).await.assert_problem(402, "subscription_required");
     body["serverType"] = json!("cpx42");
     stack.post(&process, QUOTE, &body).await.assert_problem(403, "server_type_not_allowed");

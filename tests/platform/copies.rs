@@ -1,4 +1,4 @@
-//! The copies in a machine's record match the state of the provider and the store.
+//! The copies in a machine's record match the actual state of the provider and the store.
 
 use kit::s3::{Fault, Rule};
 use serde_json::{Value, json};
@@ -95,7 +95,7 @@ async fn newest_snapshot_is_read_from_the_store() {
     let exposed = known["exposedSeconds"].as_u64().unwrap();
     assert!(exposed > 86_400, "the exposure counts from that snapshot: {known}");
 
-    // The pointer decides, even if a heartbeat has reported a later time, as after a rebuild of the pointer.
+    // The pointer decides, even if a heartbeat has reported a later time, as after a pointer rebuild.
     let mut beat = heartbeat_of(&guest);
     let reported = "2026-03-02T03:04:05.678Z";
     beat["lastBackup"] = json!({"status": "success", "takenAt": reported, "key": "x", "sizeBytes": 4});
@@ -127,7 +127,7 @@ async fn newer_unpublished_snapshot_is_shown() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    // The snapshot of a host that could not advance the pointer.
+    // A snapshot from a host that could not advance the pointer.
     let later = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     stack.store_snapshot_by("user_1", &guest.machine, &later);
     let known = fetch_copies(&stack, &process, &guest.machine).await;
@@ -137,7 +137,7 @@ async fn newer_unpublished_snapshot_is_shown() {
     assert_eq!(known["newestSnapshotAt"], TAKEN_AT, "{known}");
     let newer = &known["newerSnapshot"];
     assert_eq!((&newer["takenAt"], &newer["machineId"]), (&json!(later), &json!(guest.machine)), "{known}");
-    // A snapshot of another machine or a damaged one is not offered.
+    // A snapshot from another machine, or a damaged one, is not offered.
     let own = newer["key"].as_str().unwrap().to_owned();
     let still_later = jiff::Timestamp::now().checked_add(jiff::SignedDuration::from_hours(1)).unwrap();
     stack.store_snapshot_by(
@@ -165,7 +165,7 @@ async fn snapshot_of_another_machine_does_not_reduce_exposure() {
     let mut beat = heartbeat_of(&guest);
     beat["lastBackup"] = json!({"status": "success", "takenAt": TAKEN_AT, "key": "x", "sizeBytes": 4});
     stack.send_heartbeat(&process, &guest, &beat).await;
-    // The snapshot of a machine that is missing from the database.
+    // A snapshot from a machine that is missing from the database.
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     stack.store_snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &now);
     let known = fetch_copies(&stack, &process, &guest.machine).await;
@@ -190,7 +190,7 @@ async fn server_of_abandoned_removal_is_kept_until_discarded() {
     let gone = || async { stack.provider.server_by_name(&server_name(&old)).is_none().then_some(()) };
     stack.eventually("the old server is deleted", gone).await;
 
-    // A deleted server cannot be discarded, and neither can the server of a machine in its slot.
+    // A deleted server cannot be discarded, and neither can the server of a machine that still has its slot.
     let is_refused = || async {
         let response = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
         (response.status == 409).then_some(response)

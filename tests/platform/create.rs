@@ -1,4 +1,4 @@
-//! Failures of the provider's create call, and how the platform handles them.
+//! Failures in the provider's create call, and how the platform handles them.
 
 use kit::provider::{Fault, FaultRule};
 use serde_json::json;
@@ -50,7 +50,7 @@ async fn unstartable_server_ends_the_recovery() {
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
-    // The first of these calls requests the shutdown of the old server.
+    // The first of these calls requests the old server's shutdown.
     stack
         .provider
         .add_fault(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", Fault::ActionError) });
@@ -83,7 +83,7 @@ async fn refused_create_fails_the_machine_and_keeps_the_snapshot() {
     stack.store_snapshot("user_1");
     let provider_code = "unsupported_error";
     let refusal = Fault::Status { status: 422, code: provider_code.into(), reset_in_seconds: None };
-    // The first of these calls requests the shutdown of the old server.
+    // The first of these calls requests the old server's shutdown.
     stack.provider.add_fault(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", refusal) });
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
     let first = stack.post(&process, "/vps/recover", &body).await.body;
@@ -204,7 +204,7 @@ async fn single_location_without_capacity_is_named_with_its_type() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unknown_location_is_refused_before_anything_changes() {
+async fn unknown_location_is_rejected_before_anything_changes() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.subscribe(&process, "user_1").await;
@@ -221,7 +221,7 @@ async fn unknown_location_is_refused_before_anything_changes() {
     let body = json!({"idpUserId": "user_1", "acceptLoss": true, "location": "moon1"});
     stack.post(&process, "/vps/recover", &body).await.assert_problem(400, "invalid_request");
     assert_eq!(stack.status(&process, &old.machine).await, "running");
-    // A failing provider must not cause a refusal.
+    // A failing provider must not cause a rejection.
     let down = Fault::Status { status: 503, code: "unavailable".into(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(10, "GET", "/locations", down));
     let body = json!({"idpUserId": "user_1", "acceptLoss": true, "location": "hel1"});

@@ -1,5 +1,5 @@
-//! Hosts' credentials for the object store: only the current machine gets them, they are limited to one slot, they
-//! cannot delete, and they expire.
+//! Host credentials for the object store: only the current machine gets them, they are limited to one slot, they cannot
+//! delete, and they expire.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -53,7 +53,7 @@ fn open_with_vars<'a>(vars: impl IntoIterator<Item = (&'a str, &'a str)>) -> Buc
     StoreConfig::read(&mut Env::from_pairs(vars)).unwrap().open().unwrap()
 }
 
-/// Parses the `r2.env` of a server's user-data.
+/// Parses the `r2.env` in a server's user-data.
 fn parse_store_env(guest: &Guest) -> BTreeMap<String, String> {
     let config: Value =
         serde_json::from_str(guest.user_data.strip_prefix("#cloud-config\n").unwrap()).unwrap();
@@ -145,7 +145,7 @@ async fn host_credentials_reach_only_their_own_slot() {
     }
 }
 
-/// Opens the store with the outage session of a response.
+/// Opens the store with the outage session from a response.
 fn open_store_in_outage(response: &ApiResponse) -> Bucket {
     let mut response = response.clone();
     for name in ["accessKeyId", "secretAccessKey", "sessionToken"] {
@@ -233,7 +233,7 @@ async fn only_current_machine_gets_credentials() {
     let path = format!("/vps/{}/storage-credentials", old.machine);
     let request = stack.request(&process, Method::POST, &path).bearer_auth(&old.upgrade_token);
     let response = stack.send(request.json(&json!({"prefix": "user_2/primary"}))).await;
-    assert_eq!(response.status, 200, "unknown fields of a newer host are ignored: {response:?}");
+    assert_eq!(response.status, 200, "unknown fields from a newer host are ignored: {response:?}");
 
     stack.store_snapshot("user_1");
     let recovery =
@@ -311,7 +311,7 @@ async fn static_mode_returns_the_platform_credentials() {
     assert_eq!(
         response.body["secretAccessKey"],
         stack.store.secret_key(),
-        "hosts that were created in the mode sts get them, too"
+        "hosts that were created in sts mode get them, too"
     );
     assert!(stack.store.sessions().is_empty());
 }

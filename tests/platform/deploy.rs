@@ -65,7 +65,7 @@ impl Fleet {
         for n in 0..machines {
             let user = format!("user_{n}");
             let guest = stack.start_machine(&process, &user).await;
-            // A rollout updates machines of test slots in the order of their ids.
+            // A rollout updates machines in test slots in id order.
             set_test_slot(&stack, &process, &user, true).await;
             stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
             guests.push(guest);
@@ -167,7 +167,7 @@ async fn rollout_updates_the_canary_then_batches() {
         (&record["imageVersion"], &record["lastUpdate"]["outcome"]),
         (&json!(NEXT_VERSION), &json!("updated"))
     );
-    // A machine that already runs the release gets no request.
+    // A machine that is already running the release gets no request.
     let again = fleet.deploy(&json!({"handles": [record["handle"]]})).await;
     let ended = fleet.wait_for_state(&again, "succeeded").await;
     assert_eq!(ended["machines"][0]["askedAt"], Value::Null);
@@ -347,7 +347,7 @@ async fn newest_rollouts_are_listed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rollout_refuses_bundles_that_hosts_would_refuse() {
+async fn rollout_rejects_bundles_that_hosts_would_reject() {
     let fleet = Fleet::start(1, &[]).await;
     let deploy = async |body: Value| fleet.stack.post(&fleet.process, "/vps/deploy", &body).await;
     deploy(json!({"imageVersion": "v9"})).await.assert_problem(404, "bundle_not_found");
@@ -403,7 +403,7 @@ async fn failed_verification_pauses_rollout_until_operator_decides() {
     let rollout = fleet.deploy(&json!({"canary": 1, "verify": true})).await;
     assert_eq!((&rollout["verify"], &rollout["verification"]), (&json!(true), &Value::Null));
     fleet.wait_until_requested(0).await;
-    // No host listens at the machine's address.
+    // No host is listening at the machine's address.
     fleet.report_update(0, NEXT_VERSION, "updated").await;
     let paused = fleet.wait_for_state(&rollout, "paused").await;
     let why = paused["why"].as_str().unwrap();

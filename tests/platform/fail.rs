@@ -17,7 +17,7 @@ async fn fail_takes_a_machine_out_of_service_and_keeps_its_server() {
     assert_eq!((&response.body["status"], &response.body["failure"]), (&json!("failed"), &failure));
     assert_eq!(response.body["machineId"], guest.machine);
     stack.assert_only_server(&guest.machine);
-    // A repetition changes nothing, not even the reason, and a heartbeat does not return the machine to service.
+    // A repeated request changes nothing, not even the reason, and a heartbeat does not return the machine to service.
     let again = stack.post(&process, &path, &json!({"reason": "again"})).await;
     assert_eq!((again.status, &again.body["failure"]), (200, &failure));
     stack.send_heartbeat(&process, &guest, &super::stack::heartbeat_of(&guest)).await;

@@ -22,7 +22,7 @@ pub struct Script {
     pub can_quiesce: bool,
     /// Whether its writers stop when requested.
     pub stops_writers: bool,
-    /// Whether its release reports the progress of backups.
+    /// Whether its release reports backup progress.
     pub reports_backups: bool,
     /// The reported number of running dispatches.
     pub dispatches: u64,
@@ -30,7 +30,7 @@ pub struct Script {
     pub added_dispatches: u64,
     /// The reported state of its backups.
     pub progress: Value,
-    /// The response to a request for its usage.
+    /// The response to a usage request.
     pub usage: (StatusCode, String),
 }
 
@@ -38,14 +38,14 @@ pub struct Host {
     /// The claims of the received proofs.
     pub proofs: Arc<Mutex<Vec<Claims>>>,
     pub guest: Guest,
-    /// The keys that verify proofs; an invalid proof is refused with 401.
+    /// The keys that verify proofs; an invalid proof is rejected with 401.
     pub keys: Arc<Mutex<ProofKeys>>,
     pub script: Arc<Mutex<Script>>,
     stop: CancellationToken,
 }
 
 impl Host {
-    /// The number of calls to a route.
+    /// Returns the number of calls to a route.
     pub fn call_count(&self, method: &str, path: &str) -> usize {
         let proofs = self.proofs.lock().unwrap();
         let matches = |claims: &&Claims| {
@@ -62,7 +62,7 @@ impl Host {
         at
     }
 
-    /// Reports this snapshot as the result of the last run.
+    /// Reports this snapshot as the result of the last backup.
     pub fn report_backup(&self, key: &str, at: &str) {
         self.script.lock().unwrap().progress = json!({"running": false,
             "last": {"status": "success", "beganAt": at, "takenAt": at, "key": key}});
@@ -95,12 +95,12 @@ fn respond(script: &mut Script, method: &str, path: &str) -> Response {
     }
 }
 
-/// Starts a machine of `user_1` with a fake host.
+/// Starts a machine for `user_1` with a fake host.
 pub async fn start_host(stack: &Stack, process: &Process) -> Host {
     start_host_for(stack, process, "user_1").await
 }
 
-/// Starts a machine of a user with a fake host.
+/// Starts a machine for a user with a fake host.
 pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Host {
     let provisioned = stack.provision(process, user).await;
     let guest = stack.wait_for_guest(process, provisioned["machineId"].as_str().unwrap()).await;

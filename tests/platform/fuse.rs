@@ -1,5 +1,5 @@
-//! Servers that are missing from a provider's list are not immediately assumed to be lost: a host that sends heartbeats
-//! is alive, and many losses at a time raise an alarm.
+//! Servers that are missing from the provider's list are not immediately assumed to be lost: a host that sends
+//! heartbeats is alive, and many losses at once raise an alarm.
 
 use std::time::{Duration, Instant};
 
@@ -48,7 +48,7 @@ async fn machine_with_heartbeats_survives_its_missing_listing() {
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
     assert_all_running(&stack, &process, &guests).await;
-    // A machine that neither is listed nor sends heartbeats is lost.
+    // A machine that is neither listed nor sending heartbeats is lost.
     let failed = || async { (stack.status(&process, &guests[0].machine).await == "failed").then_some(()) };
     stack.eventually("the silent machine fails", failed).await;
     assert_eq!(stack.status(&process, &guests[1].machine).await, "running");
@@ -64,7 +64,7 @@ async fn partial_listing_fails_no_machine_and_raises_an_alarm() {
     let shown = stack.eventually("the alarm is raised", raised).await;
     assert_eq!((&shown["detail"]["missing"], &shown["detail"]["limit"]), (&json!(5), &json!(4)), "{shown}");
     assert!(shown["next"].as_str().unwrap().contains("svcctl alarm release servers_missing"), "{shown}");
-    // This is much longer than every timeout of this configuration.
+    // This is much longer than every timeout in this configuration.
     tokio::time::sleep(Duration::from_secs(8)).await;
     assert_all_running(&stack, &process, &guests).await;
     // Machines do not fail one by one either, while the list becomes complete again.
@@ -115,7 +115,7 @@ async fn released_alarm_fails_the_lost_machines() {
     stack.eventually("the alarm clears with its cause", over).await;
 }
 
-/// The state after the database was restored from a copy that is older than the machines.
+/// The state after the database has been restored from a copy that is older than the machines.
 #[tokio::test(flavor = "multi_thread")]
 async fn many_unknown_servers_are_kept_until_released() {
     let stack = Stack::start().await;
@@ -164,8 +164,8 @@ async fn account_error_raises_one_alarm_and_fails_no_machine() {
             let fault = Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
             stack.provider.add_fault(FaultRule::times(1000, "POST", "/servers", fault));
         };
-        // Both requests are accepted before the provider refuses an order: after a refusal, the platform would refuse
-        // the second request.
+        // Both requests are accepted before the provider rejects a create call: after a rejection, the platform would
+        // reject the second request.
         fault(423, "locked");
         let users = (format!("{name}_1"), format!("{name}_2"));
         let provisioned =
@@ -174,7 +174,7 @@ async fn account_error_raises_one_alarm_and_fails_no_machine() {
         fault(status, code);
         let raised = || async { find_alarm(&fetch_fleet(&stack, &process).await, name).cloned() };
         stack.eventually("the alarm is raised", raised).await;
-        // This is longer than the deadline of operations.
+        // This is longer than the operation deadline.
         tokio::time::sleep(Duration::from_secs(4)).await;
         let shown = fetch_fleet(&stack, &process).await;
         let of_name = |alarm: &&Value| alarm["alarm"] == name;

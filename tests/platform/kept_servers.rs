@@ -1,5 +1,5 @@
-//! The server of a replaced machine is kept until the successor is healthy; if the successor fails, the slot returns to
-//! the replaced machine.
+//! A replaced machine's server is kept until the successor is healthy; if the successor fails, the slot returns to the
+//! replaced machine.
 
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
@@ -38,7 +38,7 @@ async fn wait_for_status(stack: &Stack, process: &Process, machine: &str, status
     stack.eventually(status, has_status).await
 }
 
-/// Sends heartbeats of a host that adopts the received epoch, until the machine runs.
+/// Sends heartbeats as a host that adopts the received epoch, until the machine is running.
 async fn send_heartbeats_until_running(stack: &Stack, process: &Process, guest: &Guest) {
     let mut body = heartbeat_of(guest);
     for _ in 0..200 {
@@ -146,7 +146,7 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
     let refused = stack.post(&process, &format!("/vps/{}/discard", old.machine), &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     let why = refused.body["detail"].as_str().unwrap();
-    for part in ["No later machine of the slot has served yet", "may hold the only copy", "--accept-loss`"] {
+    for part in ["No later machine in the slot has served yet", "may hold the only copy", "--accept-loss`"] {
         assert!(why.contains(part), "{part}: {why}");
     }
     let copies = fetch_record(&stack, &process, &new.machine).await["copies"].clone();
@@ -299,7 +299,7 @@ async fn boot_progress_extends_the_registration_deadline() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_and_provisioning_refuse_a_lost_pointer() {
+async fn recovery_and_provisioning_reject_a_lost_pointer() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
@@ -431,7 +431,7 @@ async fn server_wrongly_reported_gone_runs_after_power_on() {
     assert_eq!(fetch_record(&stack, &process, &old.machine).await["failure"], Value::Null);
 }
 
-/// The removal looks the server up once more; then the machine can be undeleted.
+/// The removal looks the server up once more; after that, the machine can be undeleted.
 #[tokio::test(flavor = "multi_thread")]
 async fn server_found_during_removal_is_kept() {
     let (stack, process, old) = start_machine_wrongly_marked_gone(&[("DELETE_GRACE_SECONDS", "5")]).await;

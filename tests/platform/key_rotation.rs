@@ -1,4 +1,4 @@
-//! Proof keys rotate on a working platform of two processes: no request is signed with a key that its host lacks, and
+//! Proof keys rotate on a working platform with two processes: no request is signed with a key that its host lacks, and
 //! an old key is removed once no host needs it.
 
 use std::collections::BTreeSet;
@@ -40,12 +40,12 @@ async fn keys_rotate_without_refused_proofs() {
     let deadline = Instant::now() + Duration::from_secs(40);
     let mut requests = 0;
     let mut next_heartbeat = Instant::now();
-    // Repeat until three rotations have happened and the first key is retired. The host receives a key long after the platform
-    // has created it.
+    // Repeat until three rotations have happened and the first key is retired. The host receives a key long after the
+    // platform has created it.
     while known.len() < 4 || kids(&host.keys.lock().unwrap()).contains(&first) {
         assert!(Instant::now() < deadline, "{known:?}\n{}", stack.log());
         let process = if requests % 2 == 0 { &processes.0 } else { &processes.1 };
-        // By time, because a busy machine serves few requests between two rotations.
+        // Based on time, because a busy machine serves few requests between two rotations.
         if Instant::now() >= next_heartbeat {
             next_heartbeat = Instant::now() + Duration::from_millis(750);
             let given = send_heartbeat(&stack, process, &host).await;

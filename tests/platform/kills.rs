@@ -1,4 +1,4 @@
-//! kill -9 at every fail point of a step: after a restart, the operation ends with one server and no orphan.
+//! kill -9 at every fail point in a step: after a restart, the operation ends with one server and no orphan.
 
 use std::sync::Mutex;
 
@@ -97,7 +97,7 @@ async fn delete_survives_a_kill_at_every_fail_point() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn removal_of_a_server_survives_a_kill_at_every_fail_point() {
+async fn server_removal_survives_a_kill_at_every_fail_point() {
     run_for_every_fail_point(OperationKind::RemoveServer, |point| async move {
         let stack = Stack::start().await;
         let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_at(&point))]);
@@ -233,7 +233,7 @@ async fn resize_survives_a_kill_at_every_fail_point() {
     .await;
 }
 
-/// Hosts that install the requested release, and the order in which they have installed it.
+/// Hosts that install the requested release, and the order in which they installed it.
 struct UpdatingHosts<'a> {
     stack: &'a Stack,
     guests: &'a [Guest],
@@ -241,7 +241,7 @@ struct UpdatingHosts<'a> {
 }
 
 impl UpdatingHosts<'_> {
-    /// Sends a heartbeat of each host to a platform that may have been killed.
+    /// Sends a heartbeat from each host to a platform that may have been killed.
     async fn send_heartbeats(&self, base: String) {
         for (index, guest) in self.guests.iter().enumerate() {
             let mut body = heartbeat_of(guest);
@@ -284,7 +284,7 @@ async fn rollout_survives_a_kill_at_every_point_of_every_step() {
         let ended = stack.eventually("the rollout ends", check).await;
         assert_eq!(ended["state"], "succeeded", "{point} {nth}: {ended}");
         assert_eq!(ended["totals"]["updated"], 3, "{point} {nth}: {ended}");
-        assert_eq!(hosts.updated.lock().unwrap().first(), Some(&0), "{point} {nth}: the canary is the first");
+        assert_eq!(hosts.updated.lock().unwrap().first(), Some(&0), "{point} {nth}: the canary comes first");
     };
     stream::iter(points).map(run).buffer_unordered(MAX_CONCURRENT).collect::<Vec<()>>().await;
 }

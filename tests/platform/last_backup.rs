@@ -1,5 +1,5 @@
-//! The final backup of a host that is replaced: its writers stop, and the operation waits for a later snapshot while
-//! the backup makes progress. If no backup can be made, an operator decides.
+//! The final backup of a host that is being replaced: its writers stop, and the operation waits for a later snapshot
+//! while the backup makes progress. If no backup can be made, an operator decides.
 
 use std::time::Duration;
 
@@ -13,9 +13,9 @@ use super::stack::{BUCKET, Process, Stack, heartbeat};
 
 const QUIESCE: &str = "/_svc/internal/quiesce";
 const BACKUP: &str = "/_svc/internal/backup";
-/// The log line of an accepted loss, if the slot has a snapshot.
+/// The log line for an accepted loss, if the slot has a snapshot.
 const LOSS_ACCEPTED: &str = "no final backup; the operator accepted the loss of data written since the newest copy, which \
-                        is the snapshot of 2026-01-02T03:04:05.678Z";
+                        is the snapshot taken at 2026-01-02T03:04:05.678Z";
 
 async fn recover(stack: &Stack, process: &Process, overrides: Value) -> Value {
     let mut body = json!({"idpUserId": "user_1"});
@@ -35,7 +35,7 @@ async fn wait_for_question(stack: &Stack, process: &Process, recovery: &Value) -
         let found = fetch_operation(stack, process, recovery).await;
         (found["state"] == "waiting").then_some(found)
     };
-    stack.eventually("the operation waits", waits).await
+    stack.eventually("the operation is waiting", waits).await
 }
 
 async fn wait_for_call(stack: &Stack, host: &Host, method: &str, path: &str) {
@@ -55,7 +55,7 @@ fn continue_path(recovery: &Value) -> String {
     format!("/vps/operations/{}/continue", recovery["operationId"].as_str().unwrap())
 }
 
-/// Lists the audit rows of an action.
+/// Lists the audit rows for an action.
 async fn list_audit(stack: &Stack, action: &str) -> Vec<Value> {
     let client = stack.database.connect().await.unwrap();
     let sql = "SELECT after FROM operator_audit WHERE action = $1 ORDER BY at";
@@ -83,7 +83,7 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     assert_eq!(response["quiesce"], recovery["operationId"], "the host's writers stay stopped");
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1, "the host may still write the pointer");
 
-    // Neither a moved pointer, nor a snapshot from before the request, nor one of another machine counts.
+    // Neither a moved pointer, nor a snapshot from before the request, nor one from another machine counts.
     let mut moved = stack.pointer("user_1");
     moved["seq"] = json!(8);
     stack.write_pointer("user_1", &moved);
@@ -107,7 +107,7 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     assert!(proofs.iter().all(|claims| claims.jti.is_some()));
 }
 
-/// Under a fence at an implausible epoch, every backup of the host would be refused.
+/// Under a fence at an implausible epoch, every backup from the host would be rejected.
 #[tokio::test(flavor = "multi_thread")]
 async fn implausible_fence_is_replaced_before_backup_request() {
     let stack = Stack::start().await;
@@ -234,7 +234,7 @@ async fn failed_backup_is_retried_before_operation_waits() {
     assert_eq!(old.call_count("POST", BACKUP), 3);
 }
 
-/// A host's report of a held-back snapshot, dated an hour ahead.
+/// Returns a host's report of a held-back snapshot, dated an hour ahead.
 fn held_back_report(overrides: &Value) -> Value {
     let late = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));
     let mut last = json!({"status": "error", "beganAt": late, "error": "a table is gone"});
@@ -274,7 +274,7 @@ async fn held_snapshot_waits_and_counts_after_acceptance() {
         "a machine out of service can still accept its final backup: {accepted:?}"
     );
     wait_for_call(&stack, &old, "POST", "/_svc/internal/backup-accept").await;
-    // A request that names the slot's current machine applies to the machine that it will replace.
+    // A request that names the slot's current machine applies to the machine that is being replaced.
     let by_slot = format!("/vps/{}/backup-accept", recovery["machineId"].as_str().unwrap());
     let accepted = stack.post(&process, &by_slot, &json!({})).await;
     assert_eq!(
@@ -344,7 +344,7 @@ async fn host_with_unregistered_key_gets_no_request() {
     assert!(old.proofs.lock().unwrap().is_empty());
 }
 
-/// Starts a host that never stops its writers, and reports more dispatches at each call.
+/// Starts a host that never stops its writers, and reports more dispatches on each call.
 async fn start_host_that_never_stops() -> (Stack, Process, Host) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "2")]);
@@ -427,7 +427,7 @@ fn spawn_growing_progress(old: &Host, bytes: u64) -> tokio::task::JoinHandle<()>
     })
 }
 
-/// The credentials of a replaced machine allow all of these writes.
+/// A replaced machine's credentials allow all of these writes.
 #[tokio::test(flavor = "multi_thread")]
 async fn forged_snapshot_does_not_count_as_final_backup() {
     let stack = Stack::start().await;
@@ -443,13 +443,13 @@ async fn forged_snapshot_does_not_count_as_final_backup() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
 
-    // A snapshot from the future would count for every later operation of the slot.
+    // A snapshot from the future would count for every later operation on the slot.
     old.script.lock().unwrap().reports_backups = false;
     stack.store_snapshot_by("user_1", &old.guest.machine, "9999-01-01T00:00:00.000Z");
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
 
-    // The object of the first snapshot does not match the pointer, and neither does the side record of the second.
+    // The first snapshot's object does not match the pointer, and neither does the second snapshot's side record.
     for broken in [".dump", ".dump.json"] {
         let key = stack.store_snapshot_by("user_1", &old.guest.machine, &now_text());
         let object = format!("user_1/primary/{key}");

@@ -1,4 +1,4 @@
-//! `/metrics` as a scraper reads it, before and after operations.
+//! `/metrics` as a scraper sees it, before and after operations.
 
 use reqwest::Method;
 use serde_json::json;
@@ -92,7 +92,7 @@ async fn metrics_require_operator_and_survive_unreadable_tables() {
     assert_eq!(
         without.get("svc_fleet_read_timestamp_seconds"),
         read_at,
-        "the metric gives the time of the last read"
+        "the metric reports the time of the last read"
     );
 }
 
@@ -117,7 +117,7 @@ async fn operation_logs_the_id_of_its_request() {
         })
     };
     for step in ["fence", "create_server", "await_registration"] {
-        assert!(is_logged(step), "no line of {step} with the request's id:\n{log}");
+        assert!(is_logged(step), "no line for {step} with the request id:\n{log}");
     }
     let client = stack.database.connect().await.unwrap();
     let audited =

@@ -1,5 +1,4 @@
-//! The log of an operation with many retries: bounded in the database and in responses, with the correct age of its
-//! step.
+//! The log of an operation with many retries: bounded in the database and in responses, with the correct step age.
 
 use std::time::Duration;
 

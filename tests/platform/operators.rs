@@ -1,4 +1,4 @@
-//! Named operators: the rights and lifetime of their tokens, and their audit rows.
+//! Named operators: their tokens' rights and lifetimes, and their audit rows.
 
 use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
@@ -123,7 +123,7 @@ async fn token_expires_with_the_overlap_after_rotation() {
     let expired = who_am_i(&stack, &process, &second).await;
     expired.assert_problem(401, "unauthorized");
     assert!(expired.body["detail"].as_str().unwrap().contains("has expired"), "{expired:?}");
-    // Without an overlap, the old token becomes invalid with the rotation.
+    // Without an overlap, the old token becomes invalid on rotation.
     let fourth = rotate_token(&stack, &process, "ada", 0).await;
     who_am_i(&stack, &process, &third).await.assert_problem(401, "unauthorized");
     assert_eq!(who_am_i(&stack, &process, &fourth).await.status, 200);
@@ -215,7 +215,7 @@ async fn repeated_request_gets_the_same_token() {
     assert_eq!((first.status, &first.body), (201, &second.body), "{second:?}");
     let ada = first.body["token"].as_str().unwrap();
     let bob = add_operator(&stack, &process, "bob", &["billing"]).await;
-    // Keys are separate for each operator.
+    // Idempotency keys are separate for each operator.
     let put = |token: &str, user: &str| {
         let slot = json!({"idpUserId": user, "plan": "max", "status": "active"});
         let put = request_with(&stack, &process, token, Method::PUT, "/vps/slots");
@@ -254,7 +254,7 @@ async fn audit_pages_hold_every_entry_once() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let client = stack.database.connect().await.unwrap();
-    // Ten rows share each time, so that a page can end between rows of the same time.
+    // Ten rows share each time, so that a page can end between rows with the same time.
     let fill = "INSERT INTO operator_audit (audit_id, at, actor, action, target, request_id) \
         SELECT gen_random_uuid(), timestamptz '2026-01-01' + (n / 10) * interval '1 minute', \
         CASE n % 2 WHEN 0 THEN 'ada' ELSE 'bob' END, 'act-' || n % 3, 'target-' || n % 5, 'r' \
@@ -299,7 +299,7 @@ async fn svcctl(process: &Process, secret: Option<&str>, args: &[&str]) -> (Opti
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn svcctl_manages_operators_and_shows_the_audit() {
+async fn svcctl_manages_operators_and_shows_the_audit_log() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let dir = tempfile::tempdir().unwrap();

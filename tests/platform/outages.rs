@@ -1,5 +1,5 @@
-//! Outages of the database or the store: readiness names the outage, requests that need the service get 503, and the
-//! platform recovers.
+//! Database and store outages: readiness names the outage, requests that need the service get 503, and the platform
+//! recovers.
 
 use kit::pg::{PgBinaries, PgOptions, PgServer};
 

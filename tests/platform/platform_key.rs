@@ -1,4 +1,4 @@
-//! Rotation of `PLATFORM_KEY`: with running machines, with processes that use either key, and after a kill.
+//! `PLATFORM_KEY` rotation: with running machines, with processes that use either key, and after a kill.
 
 use std::collections::BTreeMap;
 use std::process::Stdio;
@@ -26,14 +26,14 @@ use super::stack::{ApiResponse, BUCKET, Guest, Process, SECRET, Stack, heartbeat
 
 const OLD: u8 = 7;
 const NEW: u8 = 8;
-/// The lease of these processes. A process row four times as old is ignored.
+/// The lease duration for these processes. A process row four times as old is ignored.
 const LEASE: (&str, &str) = ("PLATFORM_LEASE_SECONDS", "1");
 
 fn key(byte: u8) -> SecretSlice<u8> {
     vec![byte; 32].into()
 }
 
-/// The settings of a process with these keys.
+/// Returns the settings for a process with these keys.
 fn settings(current: u8, previous: Option<u8>) -> Vec<(&'static str, String)> {
     let text = |byte: u8| hex::encode([byte; 32]);
     let mut settings = vec![("PLATFORM_KEY", text(current)), (LEASE.0, LEASE.1.to_owned())];
@@ -53,7 +53,7 @@ async fn stop(mut process: Process) {
     assert!(process.wait_for_exit().await.success());
 }
 
-/// Starts a process that must refuse these keys, and returns its log.
+/// Starts a process that must reject these keys, and returns its log.
 async fn assert_refused(stack: &Stack, current: u8, previous: Option<u8>) -> String {
     let settings = settings(current, previous);
     let all: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, value.as_str())).collect();
@@ -108,7 +108,7 @@ async fn is_only_new_key_needed(client: &Client) -> bool {
     row.get::<_, i64>(0) == 1
 }
 
-/// Whether this key signed the fence of the user's slot.
+/// Whether this key signed the fence for the user's slot.
 fn has_signed_fence(stack: &Stack, user: &str, byte: u8) -> bool {
     let pointer: svc::store::pointer::Pointer = serde_json::from_value(stack.pointer(user)).unwrap();
     let slot = SlotPrefix::new(&user.parse().unwrap(), &"primary".parse().unwrap());
@@ -116,7 +116,7 @@ fn has_signed_fence(stack: &Stack, user: &str, byte: u8) -> bool {
     TokenMint::new(&key(byte)).has_signed_fence(&slot, pointer.fence_epoch, machine, &proof)
 }
 
-/// Returns the id of the process that runs with this key.
+/// Returns the id of the process that is running with this key.
 async fn find_running_process(stack: &Stack, byte: u8) -> String {
     let client = stack.database.connect().await.unwrap();
     let sql = "SELECT process_id::text FROM platform_processes WHERE key_id = $1";
@@ -127,7 +127,7 @@ async fn send_heartbeat(stack: &Stack, process: &Process, guest: &Guest) -> ApiR
     stack.send_heartbeat(process, guest, &heartbeat_of(guest)).await
 }
 
-/// Stores the token of a response as a host does.
+/// Stores the token from a response, as a host does.
 fn store_next_token(guest: &mut Guest, response: &Value) {
     if let Some(token) = response["nextToken"].as_str() {
         token.clone_into(&mut guest.upgrade_token);
@@ -181,7 +181,7 @@ async fn key_rotation_completes_with_a_running_machine() {
     assert_eq!(
         add_operator(&stack, &process).await.body["token"],
         json!(ada),
-        "a repetition gets the same response"
+        "a repeated request gets the same response"
     );
     let old_token = guest.upgrade_token.clone();
     complete_key_rotation(&stack, &process, &client, &mut guest).await;
@@ -242,7 +242,7 @@ async fn processes_with_both_keys_do_not_conflict() {
         assert_eq!(registered.status, 200, "{registered:?}\n{}", stack.log());
         guests.push(guest);
     }
-    // This takes longer than either process would wait before it starts the rotation.
+    // This takes longer than either process would wait before starting the rotation.
     for _ in 0..12 {
         for (guest, process) in guests.iter().flat_map(|guest| [(guest, &old), (guest, &new)]) {
             let response = send_heartbeat(&stack, process, guest).await;
@@ -250,7 +250,7 @@ async fn processes_with_both_keys_do_not_conflict() {
         }
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
-    assert_eq!(load_sealed_keys(&client).await, before, "no key is resealed while both processes run");
+    assert_eq!(load_sealed_keys(&client).await, before, "no key is resealed while both are running");
     assert!(assert_refused(&stack, OLD, None).await.contains("PLATFORM_KEY_PREVIOUS"));
 
     stop(old).await;
@@ -272,12 +272,12 @@ async fn processes_with_both_keys_do_not_conflict() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn process_with_incompatible_keys_is_refused() {
+async fn process_with_incompatible_keys_is_rejected() {
     let stack = Stack::start().await;
     let running = start_process(&stack, OLD, None, &[]);
     let printed = assert_refused(&stack, NEW, Some(OLD)).await;
-    assert!(printed.contains("a platform process with other keys is running"), "{printed}");
-    // The refused process did not start a rotation, so the running process can be restarted with its own key.
+    assert!(printed.contains("a platform process with different keys is running"), "{printed}");
+    // The rejected process did not start a rotation, so the running process can be restarted with its own key.
     stop(running).await;
     assert!(stack.store.remove(BUCKET, mark::MARK_PATH), "the current key's mark is in the store");
     let printed = assert_refused(&stack, NEW, Some(NEW + 1)).await;
@@ -285,7 +285,11 @@ async fn process_with_incompatible_keys_is_refused() {
     drop(start_process(&stack, OLD, None, &[]));
     // A new process waits until a killed process's row has expired.
     let prepared = start_process(&stack, NEW, Some(OLD), &[]);
-    assert!(stack.log().contains("waiting for platform processes with other keys to end"), "{}", stack.log());
+    assert!(
+        stack.log().contains("waiting for platform processes with different keys to end"),
+        "{}",
+        stack.log()
+    );
     stop(prepared).await;
 }
 
@@ -372,7 +376,7 @@ async fn server_restored_with_its_settings_is_refused() {
     );
 }
 
-/// A store that does not respond at startup delays the refusal.
+/// A store that does not respond at startup delays the rejection.
 #[tokio::test(flavor = "multi_thread")]
 async fn process_with_outdated_key_stops_once_the_store_responds() {
     let stack = Stack::start().await;

@@ -16,7 +16,7 @@ fn slot_body() -> Value {
     json!({"idpUserId": "user_1"})
 }
 
-/// Recovers a slot: its machine of epoch 2 holds the fence. Returns the keys of its predecessor's two snapshots, newest
+/// Recovers a slot: its machine at epoch 2 holds the fence. Returns the keys of its predecessor's two snapshots, newest
 /// first.
 async fn recover_with_two_snapshots(stack: &Stack, process: &Process) -> [String; 2] {
     stack.start_machine(process, "user_1").await;
@@ -67,7 +67,7 @@ async fn rebuild_replaces_an_unreadable_pointer_and_keeps_its_bytes() {
     assert_eq!(audit[0]["before"]["startBase64"], BASE64_STANDARD.encode("{not json"));
     assert_eq!(audit[0]["after"], *rebuilt);
 
-    // Recovery is possible again, and the fence of the next machine is higher.
+    // Recovery is possible again, and the next machine's fence is higher.
     let recovered = stack.post(&process, "/vps/recover", &slot_body()).await;
     assert_eq!(recovered.status, 202, "{recovered:?}");
 }
@@ -115,7 +115,7 @@ async fn unknown_slot_is_not_found_and_not_written() {
     assert_eq!((shown.status, &shown.body["state"]), (200, &json!("sound")), "{shown:?}");
 }
 
-/// With another fence, the old host's final backup, which the recovery waits for, would be refused permanently.
+/// With any other fence, the old host's final backup, for which the recovery is waiting, would never be accepted.
 #[tokio::test(flavor = "multi_thread")]
 async fn rebuild_during_final_backup_keeps_the_old_fence() {
     let stack = Stack::start().await;
@@ -195,7 +195,7 @@ async fn rebuild_skips_an_incomplete_snapshot() {
     stack.store.bring_up().unwrap();
 }
 
-/// If all data is lost, an operator can let the slot start empty; the audit records it.
+/// If all data is lost, an operator can let the slot start empty; the audit log records it.
 #[tokio::test(flavor = "multi_thread")]
 async fn slot_with_all_snapshots_lost_starts_empty_on_request() {
     let stack = Stack::start().await;
@@ -234,8 +234,8 @@ async fn rebuild_without_snapshots_restores_the_fence() {
     assert_eq!(pointer["fenceMachineId"], guest.machine);
 }
 
-/// If the database is older than the store, a machine that it lacks may hold the fence. The next machine gets a higher
-/// epoch.
+/// If the database is older than the store, a machine that is missing from the database may hold the fence. The next
+/// machine gets a higher epoch.
 #[tokio::test(flavor = "multi_thread")]
 async fn next_machine_epoch_exceeds_every_epoch_in_the_store() {
     let stack = Stack::start().await;
@@ -254,7 +254,7 @@ fn log_entry_key(seq: u64) -> String {
     format!("user_1/primary/system/db/pointer-log/{seq:016}.json")
 }
 
-/// A compromised host can write to its own slot: impossible values of epoch and `seq` are not trusted.
+/// A compromised host can write to its own slot: impossible values for the epoch and `seq` are not trusted.
 #[tokio::test(flavor = "multi_thread")]
 async fn forged_epochs_and_entries_do_not_block_the_slot() {
     let stack = Stack::start().await;
@@ -316,7 +316,7 @@ async fn forged_epochs_and_entries_do_not_block_the_slot() {
 }
 
 /// A machine may write log entries that are not pointers before it is replaced, each further ahead than a reader of the
-/// previous one searches.
+/// previous entry searches.
 #[tokio::test(flavor = "multi_thread")]
 async fn rebuild_removes_invalid_pointer_entries() {
     let stack = Stack::start().await;
@@ -339,7 +339,7 @@ async fn rebuild_removes_invalid_pointer_entries() {
     assert_eq!((response.status, &response.body["epoch"]), (202, &json!(3)), "{response:?}");
 }
 
-/// The store has side records of missing snapshots that are newer than the existing ones.
+/// The store has side records for missing snapshots, which are newer than the existing ones.
 #[tokio::test(flavor = "multi_thread")]
 async fn pointer_with_unchecked_snapshots_is_emptied_only_by_force() {
     let stack = Stack::start().await;

@@ -1,4 +1,4 @@
-//! Requests of one kind do not wait for the database connections of another kind.
+//! Requests of one kind do not wait for another kind's database connections.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use kit::s3::{Fault, Rule};
 
 use super::stack::{Stack, heartbeat_of};
 
-/// More than a process's database connections, both for reports and in total.
+/// More requests than a process has database connections, both for reports and in total.
 const MANY_REQUESTS: usize = 24;
 
 #[tokio::test(flavor = "multi_thread")]

@@ -44,7 +44,7 @@ async fn power_off_keeps_machine_off_until_power_on() {
     let again = request_power(&stack, &process, &guest, "off").await;
     assert_eq!((again.status, &again.body["operationId"]), (200, &Value::Null), "{again:?}");
 
-    // Neither the reconciler, which checks every server, nor a late heartbeat of the host changes this.
+    // Neither the reconciler, which checks every server, nor a late heartbeat from the host changes this.
     stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     let before = stack.provider.call_count("GET", "/servers?label_selector");
     let has_run =
@@ -110,8 +110,8 @@ async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
     let (stack, process, guest) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "3600")]).await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     request_power(&stack, &process, &guest, "off").await;
-    let is_ordered = || async { (count_actions(&stack, "shutdown") == 1).then_some(()) };
-    stack.eventually("a shutdown is requested", is_ordered).await;
+    let is_requested = || async { (count_actions(&stack, "shutdown") == 1).then_some(()) };
+    stack.eventually("a shutdown is requested", is_requested).await;
     let client = stack.database.connect().await.unwrap();
     let age_step = |interval: &'static str| {
         let sql =
@@ -132,7 +132,7 @@ async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
     let is_cut = || async { (count_actions(&stack, "poweroff") >= 1).then_some(()) };
     stack.eventually("the power is cut", is_cut).await;
     tokio::time::sleep(Duration::from_secs(6)).await;
-    assert_eq!(count_actions(&stack, "poweroff"), 1, "the cut was ordered at every check");
+    assert_eq!(count_actions(&stack, "poweroff"), 1, "the cut was requested at every check");
     stack.provider.clear_faults();
     age_step("1 minute").await;
     let off = || async { (power_state(&stack) == Power::Off).then_some(()) };
@@ -248,7 +248,7 @@ async fn heartbeats_of_a_powered_off_machine_cost_few_calls() {
         stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     }
     assert!(lookups() <= before + 1, "{} lookups", lookups() - before);
-    // A heartbeat of another epoch is not from the machine that is powered off.
+    // A heartbeat from another epoch is not from the machine that is powered off.
     let process = stack.start_platform_with(&[("SERVER_CHECK_SECONDS", "0"), ("RECONCILE_SECONDS", "600")]);
     let before = lookups();
     let mut late = heartbeat_of(&guest);

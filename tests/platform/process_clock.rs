@@ -1,4 +1,4 @@
-//! The clock of a platform process compared with the database's.
+//! A platform process's clock, compared with the database's.
 
 use serde_json::json;
 

@@ -1,4 +1,4 @@
-//! Provision: permissions, refusals, responses, and the user-data of a new server.
+//! Provisioning: permissions, rejections, responses, and a new server's user-data.
 
 use std::collections::BTreeMap;
 
@@ -98,7 +98,7 @@ async fn new_server_gets_its_identity_and_restore_mode() {
     }
 }
 
-/// Provisions a machine. Returns its server's type and the variables of its `update.env`.
+/// Provisions a machine. Returns its server's type and the variables in its `update.env`.
 async fn provision_server(settings: &[(&str, &str)]) -> (String, BTreeMap<String, String>) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(settings);
@@ -144,7 +144,8 @@ async fn slot_with_a_snapshot_never_starts_empty() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.store_snapshot("user_1");
-    // The snapshot is of a machine that the database does not record, below the first epoch that the database assigns.
+    // The snapshot is from a machine that is not in the database, at an epoch below the first that the database
+    // assigns.
     let mut pointer = stack.pointer("user_1");
     (pointer["fenceEpoch"], pointer["snapshot"]["epoch"]) = (json!(0), json!(0));
     stack.write_pointer("user_1", &pointer);

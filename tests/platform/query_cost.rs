@@ -44,7 +44,7 @@ impl FilledDatabase {
         Self { session, _database: database }
     }
 
-    /// The number of rows of a table that sequential and index scans have read so far.
+    /// Returns the number of a table's rows that sequential and index scans have read so far.
     async fn count_rows_read(&self, table: &str) -> i64 {
         self.session.query_one("SELECT pg_stat_force_next_flush()", &[]).await.unwrap();
         self.session.batch_execute("SELECT pg_stat_clear_snapshot()").await.unwrap();
@@ -106,8 +106,8 @@ async fn fleet_reads_running_operations_and_backups_once() {
     let ended = ended_machines::list_needing_attention(&database.session).await.unwrap();
     let operations = database.count_rows_read("operations").await - operations;
     let read = database.count_rows_read("user_machines").await - read;
-    assert!(operations <= 3 * RUNNING, "{operations} rows of operations read");
-    assert!(read <= 2 * (ACTIVE + ENDED), "{read} rows of machines read");
+    assert!(operations <= 3 * RUNNING, "{operations} operation rows read");
+    assert!(read <= 2 * (ACTIVE + ENDED), "{read} machine rows read");
     let (half, quarter) = (usize::try_from(RUNNING / 2).unwrap(), usize::try_from(RUNNING / 4).unwrap());
     let count = |has: fn(&fleet::FleetRow) -> bool| found.iter().filter(|row| has(row)).count();
     assert_eq!(found.len(), usize::try_from(ACTIVE).unwrap());

@@ -1,4 +1,4 @@
-//! Rate limits of the control API: for wrong tokens from an address, and for requests by one operator or host.
+//! Control API rate limits: for wrong tokens from an address, and for requests from one operator or host.
 
 use reqwest::Method;
 use serde_json::json;
@@ -11,7 +11,7 @@ async fn get_fleet(stack: &Stack, process: &Process, token: &str) -> ApiResponse
 
 /// More requests than a burst allows.
 const MANY: u32 = 40;
-/// Fewer requests than a burst allows, so that one is refused only if earlier requests count. It is more than one,
+/// Fewer requests than a burst allows, so that one is rejected only if earlier requests count. It is more than one,
 /// because on a slow machine the limit may permit another request in the meantime.
 const FEW: u32 = 5;
 
@@ -28,7 +28,7 @@ async fn send_until_limited(
             return response;
         }
     }
-    panic!("no request was refused");
+    panic!("no request was rejected");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -94,7 +94,7 @@ async fn host_rate_limit_does_not_affect_others() {
         }
         assert_eq!(response.status, 200, "{response:?}");
     }
-    let refused = refused.expect("a request must be refused");
+    let refused = refused.expect("a request must be rejected");
     refused.assert_problem(429, "rate_limited");
     assert!(refused.headers.contains_key("retry-after"), "{refused:?}");
     assert_eq!(stack.send_heartbeat(&process, &other, &heartbeat_of(&other)).await.status, 200);

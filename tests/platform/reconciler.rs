@@ -171,7 +171,7 @@ async fn find_unknown_servers_alarm(stack: &Stack, process: &Process) -> Option<
 
 /// An operator does not have to release a server again, even if its grace period is longer than the release.
 #[tokio::test(flavor = "multi_thread")]
-async fn released_server_is_deleted_after_its_grace() {
+async fn released_server_is_deleted_after_its_grace_period() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("ORPHAN_GRACE_SECONDS", "6")]);
     let labels = json!({"svc-machine": uuid::Uuid::now_v7().to_string(), "svc-installation": fetch_installation_id(&stack).await});
@@ -258,7 +258,7 @@ async fn late_server_of_an_ended_machine_is_deleted() {
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     stack.assert_no_server();
-    // The state after a create request was assumed to be lost.
+    // The state after a create request has been assumed lost.
     let client = stack.database.connect().await.unwrap();
     let sql =
         "UPDATE user_machines SET server_deleted_at = now() - interval '1 minute', provider_server_id = NULL";
@@ -272,7 +272,7 @@ async fn late_server_of_an_ended_machine_is_deleted() {
 #[tokio::test(flavor = "multi_thread")]
 async fn stuck_operation_is_ended_and_its_machine_fails() {
     let stack = Stack::start().await;
-    // The first process is killed in the step, and in the second one, every attempt at the step fails.
+    // The first process is killed in the step, and in the second process, every attempt at the step fails.
     let mut killed =
         stack.start_platform_with(&[("FAILPOINTS", "operations.provision.fence.before=return(kill)")]);
     stack.subscribe(&killed, "user_1").await;
@@ -326,7 +326,7 @@ async fn server_listing_rate_is_independent_of_process_count() {
     assert!((listed as f64) <= max, "{listed} listings in {:?}", started.elapsed());
 }
 
-/// The number of log lines that contain this text.
+/// Returns the number of log lines that contain this text.
 fn count_log_lines(stack: &Stack, text: &str) -> usize {
     stack.log().lines().filter(|line| line.contains(text)).count()
 }

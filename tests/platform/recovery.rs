@@ -65,7 +65,7 @@ async fn recovery_starts_from_the_requested_snapshot() {
     let (_, key) = earlier.split_once("primary/").unwrap();
     stack.store_snapshot("user_1");
     assert_ne!(stack.pointer("user_1")["snapshot"]["key"], key);
-    // The pointer may name an unusable snapshot, because the request names another one.
+    // The pointer may name an unusable snapshot, because the request names a different one.
     let latest = format!("user_1/primary/{}", stack.pointer("user_1")["snapshot"]["key"].as_str().unwrap());
     stack.store.remove(BUCKET, &latest);
     let body = json!({"idpUserId": "user_1", "snapshotKey": key});
@@ -89,7 +89,7 @@ async fn recovery_replaces_the_machine_and_is_idempotent() {
     let first = stack.post(&process, "/vps/recover", &accepting).await;
     assert_eq!((first.status, &first.body["status"]), (202, &json!("recovering")), "{first:?}");
     assert_eq!(first.body["oldMachineId"], old.machine);
-    // A recovery in progress does not need the store for a repeated request.
+    // A repeated request for a recovery in progress does not need the store.
     stack.store.take_down();
     let again = stack.post(&process, "/vps/recover", &recovery_body()).await;
     assert_eq!((again.status, again.body), (202, first.body.clone()));
@@ -130,7 +130,7 @@ async fn recovery_replaces_the_machine_and_is_idempotent() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_in_progress_refuses_other_options() {
+async fn recovery_in_progress_rejects_different_options() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.start_machine(&process, "user_1").await;
@@ -160,9 +160,9 @@ async fn recovery_in_progress_refuses_other_options() {
     }
 }
 
-/// The machine has data that is not saved anywhere else, so a start without a snapshot is refused.
+/// The machine has data that is not saved anywhere else, so a start without a snapshot is rejected.
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_of_a_machine_without_backup_is_refused() {
+async fn recovery_of_a_machine_without_backup_is_rejected() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;

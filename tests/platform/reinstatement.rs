@@ -1,4 +1,4 @@
-//! Which machine gets a slot back, and how a removal that an operator abandoned ends.
+//! Which machine gets a slot back, and how a removal that an operator has abandoned ends.
 
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
@@ -27,7 +27,7 @@ async fn recover(stack: &Stack, process: &Process) -> Guest {
 }
 
 /// Prepares a slot whose second machine has lost its server and whose third machine is booting. Returns the first and
-/// the third machine. `second_columns` is SQL that sets further columns of the second.
+/// the third machine. `second_columns` is SQL that sets further columns in the second machine's row.
 async fn start_third_machine(stack: &Stack, process: &Process, second_columns: &str) -> (Guest, Guest) {
     let first = stack.start_machine(process, "user_1").await;
     stack.store_snapshot("user_1");
@@ -105,7 +105,7 @@ async fn immediate_deletion_keeps_the_predecessors_server() {
     assert_eq!(back.status, 202, "{back:?}");
 }
 
-/// Deletes a machine and abandons the removal of its server.
+/// Deletes a machine and abandons its server's removal.
 async fn abandon_removal(stack: &Stack, process: &Process) -> Guest {
     let old = stack.start_machine(process, "user_1").await;
     stack.store_snapshot("user_1");
@@ -157,7 +157,7 @@ async fn undelete_ends_an_abandoned_removal() {
         }
         (stack.status(&process, &old.machine).await == "running").then_some(())
     };
-    stack.eventually("the machine runs again", runs).await;
+    stack.eventually("the machine is running again", runs).await;
     // After another deletion, the server is removed as usual.
     stack.delete(&process, &format!("/vps/{}?acceptLoss=true&now=true", old.machine)).await;
     wait_until_deleted(&stack, &old.machine).await;

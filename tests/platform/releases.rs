@@ -1,4 +1,4 @@
-//! A new machine gets the release of its slot, not the default release of the platform process.
+//! A new machine gets its slot's release, not the platform process's default release.
 
 use serde_json::json;
 

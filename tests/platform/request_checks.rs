@@ -1,4 +1,4 @@
-//! The checks of a request: their order, and the format of their errors.
+//! Request checks: their order and their error format.
 
 use reqwest::Method;
 use serde_json::json;

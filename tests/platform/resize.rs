@@ -1,4 +1,4 @@
-//! Resizes: the refusals before any change, and the change itself, which keeps the server and its disk.
+//! Resizes: the rejections before any change, and the change itself, which keeps the server and its disk.
 
 use kit::provider::{Fault, FaultRule, Power};
 use reqwest::Method;
@@ -57,7 +57,7 @@ async fn resize_changes_only_the_type() {
         let found = stack.get(&process, &format!("/vps/operations/{operation}")).await.body;
         (found["step"] == "await_health").then_some(())
     };
-    stack.eventually("the resize waits for the host", waits).await;
+    stack.eventually("the resize is waiting for the host", waits).await;
     wait_for_polls(&stack).await;
     assert_eq!(
         fetch_record(&stack, &process, &guest).await["status"],
@@ -158,7 +158,7 @@ async fn impossible_resize_is_refused_and_changes_nothing() {
     assert_refused(resize(&stack, &process, &guest.machine, "cpx32").await, 403, "server_type_not_allowed");
     assert_eq!(stack.send(set(slot("max", "inactive"))).await.status, 200);
     assert_refused(resize(&stack, &process, &guest.machine, "cpx32").await, 402, "subscription_required");
-    // Without billing enforcement, only the size of the server's disk limits the types.
+    // Without billing enforcement, only the server's disk size limits the types.
     let without_billing = stack.start_platform_with(&[("BILLING_ENFORCEMENT", "false")]);
     assert_refused(resize(&stack, &without_billing, &guest.machine, "cpx12").await, 409, "disk_would_shrink");
     let unknown_type = resize(&stack, &without_billing, &guest.machine, "cpx99").await;
@@ -169,7 +169,7 @@ async fn impossible_resize_is_refused_and_changes_nothing() {
     let broken = || Fault::Status { status: 500, code: "server_error".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(9, "GET", "/server_types", broken()));
     assert_refused(resize(&stack, &process, &guest.machine, "cpx32").await, 502, "provisioning_error");
-    // A type outside the plan is refused without a call to the provider.
+    // A type outside the plan is rejected without a call to the provider.
     assert_refused(resize(&stack, &process, &guest.machine, "cpx42").await, 403, "server_type_not_allowed");
     stack.provider.clear_faults();
     assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "running");
@@ -206,7 +206,7 @@ async fn resize_down_checks_the_actual_disk_size() {
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
     assert_eq!(resize_until_ended(&stack, &process, &guest).await["state"], "succeeded");
-    // The disk of the current type would have 160 GB, but the actual disk still has 80 GB, so the smaller type fits.
+    // The current type's disk would have 160 GB, but the actual disk still has 80 GB, so the smaller type fits.
     let back = resize(&stack, &process, &guest.machine, "cpx22").await;
     assert_eq!(back.status, 202, "{back:?}");
     let ended =

@@ -1,4 +1,4 @@
-//! Failed resizes: the server is powered on again if possible, and the machine's record has the actual type.
+//! Failed resizes: the server is powered on again if possible, and the machine's record shows the actual type.
 
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
@@ -15,7 +15,7 @@ fn server_state(stack: &Stack) -> (Power, String) {
     (server.status, server.server_type)
 }
 
-/// Asserts that the server type has not changed, and that the machine runs as before.
+/// Asserts that the server type has not changed, and that the machine is running as before.
 async fn assert_reverted(stack: &Stack, process: &Process, guest: &Guest, operation: &Value) {
     assert_eq!(
         (&operation["state"], &operation["errorCode"]),
@@ -131,7 +131,7 @@ async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
     assert_eq!((&record["status"], &record["failure"]["cause"]), (&json!("failed"), &json!("resize")));
     assert_eq!(record["failure"]["stage"], "power_on");
 
-    // An unhealthy heartbeat, or one of another epoch, does not return the machine to service.
+    // An unhealthy heartbeat, or one from another epoch, does not return the machine to service.
     let mut unhealthy = heartbeat_of(&guest);
     unhealthy["health"]["gateway"] = json!("failing");
     stack.send_heartbeat(&process, &guest, &unhealthy).await;

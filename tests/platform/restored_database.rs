@@ -102,13 +102,13 @@ impl RestorablePlatform {
         self.stack.send_heartbeat(self.process(), guest, &beat).await.body
     }
 
-    /// Sends heartbeats under this epoch until the machine runs.
+    /// Sends heartbeats with this epoch until the machine is running.
     pub async fn send_heartbeats_until_running(&self, guest: &Guest, epoch: u64) {
         let runs = || async {
             self.send_heartbeat(guest, epoch, Value::Null).await;
             (self.stack.status(self.process(), &guest.machine).await == "running").then_some(())
         };
-        self.stack.eventually("the machine runs", runs).await;
+        self.stack.eventually("the machine is running", runs).await;
     }
 
     pub async fn wait_until_fleet_shows(&self, what: &str) {
@@ -156,7 +156,7 @@ async fn recovery_abandoned_after_the_copy_changes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn registration_for_a_recovery_that_failed_is_refused() {
+async fn registration_for_a_failed_recovery_is_rejected() {
     let mut platform = RestorablePlatform::start(&[]).await;
     let old = platform.stack.start_machine(platform.process(), "user_1").await;
     platform.stack.store_snapshot("user_1");
@@ -179,8 +179,8 @@ async fn registration_for_a_recovery_that_failed_is_refused() {
     platform.send_heartbeats_until_running(&old, 3).await;
 }
 
-/// Starts a deletion that is undone after the copy was saved, and waits for a decision after the copy was restored.
-/// Returns the path of its operation.
+/// Starts a deletion that is undone after the copy has been saved, and waits for a decision after the copy has been
+/// restored. Returns the path of its operation.
 async fn start_undone_deletion(query: &str) -> (RestorablePlatform, Host, String) {
     let mut platform = RestorablePlatform::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
     let old = start_host(&platform.stack, platform.process()).await;
@@ -263,7 +263,7 @@ async fn server_of_a_deletion_undone_after_the_copy_is_kept() {
     platform.send_heartbeats_until_running(&old, 2).await;
 }
 
-/// The discard was ordered before the machine got its slot back.
+/// The discard was requested before the machine got its slot back.
 #[tokio::test(flavor = "multi_thread")]
 async fn discard_from_before_the_copy_must_be_repeated() {
     let mut platform = RestorablePlatform::start(&[("DELETE_GRACE_SECONDS", "60")]).await;
@@ -463,7 +463,7 @@ async fn replaced_machine_is_neither_powered_on_nor_resized() {
 
 /// An earlier release parsed such an epoch as 0, which no machine has.
 #[tokio::test(flavor = "multi_thread")]
-async fn heartbeat_with_an_impossible_epoch_is_refused() {
+async fn heartbeat_with_an_impossible_epoch_is_rejected() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;

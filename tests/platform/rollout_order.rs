@@ -12,7 +12,7 @@ pub async fn set_test_slot(stack: &Stack, process: &Process, user: &str, is_test
     assert_eq!(stack.send(request).await.status, 200);
 }
 
-/// The handles of a rollout's machines, in the order of the batches.
+/// Returns the handles of a rollout's machines, in batch order.
 fn handles_by_batch(rollout: &Value) -> Vec<String> {
     let machines = rollout["machines"].as_array().unwrap().iter();
     let mut found: Vec<_> = machines

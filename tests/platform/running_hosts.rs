@@ -60,7 +60,7 @@ impl RunningHostsTest {
         self.stack.get(&self.process, &format!("/vps/{machine}")).await.body
     }
 
-    /// Provisions a machine of `user_1`, and waits until its host has booted and registered.
+    /// Provisions a machine for `user_1`, and waits until its host has booted and registered.
     async fn provision(&self) -> Result<String> {
         self.stack.subscribe(&self.process, "user_1").await;
         let provisioned = self.stack.post(&self.process, "/vps/provision", &provision_body("user_1")).await;
@@ -124,7 +124,7 @@ async fn resized_host_keeps_its_data_without_another_restore() -> Result<()> {
     assert_eq!(response.status, 202, "{response:?}");
     test.wait_until_owner_gets(503).await;
     assert_eq!(test.fetch_record(&machine).await["status"], "resizing");
-    let back = test.wait_until(&machine, "the machine runs on the new type", |record| {
+    let back = test.wait_until(&machine, "the machine is running on the new type", |record| {
         record["status"] == "running" && record["serverType"] == "cpx32"
     });
     let back = back.await;

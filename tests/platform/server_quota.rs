@@ -1,4 +1,4 @@
-//! The provider's server quota: a provision that would exceed it is refused before anything is created.
+//! The provider's server quota: a provision request that would exceed it is rejected before anything is created.
 
 use futures_util::future::join_all;
 use kit::provider::{Fault, FaultRule, SimulatorOptions};
@@ -21,7 +21,7 @@ async fn provision_beyond_the_declared_limit_creates_nothing() {
         stack.subscribe(&process, user).await;
     }
     let guest = stack.start_machine(&process, "user_1").await;
-    // Concurrent orders by other users count, too.
+    // Concurrent requests from other users also count.
     let bodies: Vec<Value> = users[1..].iter().map(|user| provision_body(user)).collect();
     let responses = join_all(bodies.iter().map(|body| stack.post(&process, PROVISION, body))).await;
     let accepted = responses.iter().filter(|response| response.status == 202).count();
@@ -31,11 +31,11 @@ async fn provision_beyond_the_declared_limit_creates_nothing() {
         assert_eq!((&refused.body["servers"], &refused.body["serverLimit"]), (&json!(3), &json!(3)));
     }
     assert_eq!(count_machines(&stack, &process).await, 3);
-    // The slot's machine is still returned.
+    // A repeated request still returns the slot's machine.
     let again = stack.post(&process, PROVISION, &provision_body("user_1")).await;
     assert_eq!((again.status, again.body["machineId"].as_str()), (200, Some(guest.machine.as_str())));
 
-    // A failed machine is replaced, although no other server fits.
+    // A failed machine is replaced even though no other server fits within the quota.
     let failed =
         stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "test"})).await;
     assert_eq!(failed.status, 200, "{failed:?}");
@@ -72,7 +72,7 @@ async fn repeated_replacement_beyond_the_limit_is_refused() {
     // When the second machine fails, the first one gets its slot back, but the second one's server still exists.
     let second = second.body["machineId"].as_str().unwrap();
     stack.wait_for_guest(&process, second).await;
-    // The platform deletes the second one's server on its own: not before the checks below.
+    // The platform would delete the second one's server on its own; this fault prevents that during the checks below.
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
     fail(second).await;

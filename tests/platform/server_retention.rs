@@ -18,7 +18,7 @@ const OLD: &str = "now() - interval '1200 seconds'";
 const RECENT: &str = "now() - interval '10 seconds'";
 const NULL: &str = "NULL";
 
-/// When the retention of a server ends.
+/// When a server's retention ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum RetentionEnd {
     Past,
@@ -34,7 +34,7 @@ enum Departure {
     ReplacedThenDeleted,
 }
 
-/// A later machine of the slot.
+/// A later machine in the slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LaterMachine {
     Absent,

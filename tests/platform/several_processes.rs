@@ -13,7 +13,7 @@ async fn two_processes_share_keys_and_work_and_survive_a_kill() {
     let stack = Stack::start().await;
     let (mut first_process, second_process) = (stack.start_platform(), stack.start_platform());
     let users: Vec<String> = (0..8).map(|n| format!("user_{n}")).collect();
-    // Each user's requests go to both processes, and get the same machine.
+    // Each user's requests go to both processes and get the same machine.
     let requests = users.iter().map(|user| async {
         let first = stack.provision(&first_process, user).await;
         let again = stack.post(&second_process, "/vps/provision", &super::stack::provision_body(user)).await;
@@ -122,7 +122,7 @@ async fn process_paused_beyond_its_lease_writes_nothing() {
     };
     let before = record().await;
     kill(pid, Signal::SIGCONT).unwrap();
-    // After the pause, the process serves again. That it completes another operation shows that it dropped the lost
+    // After the pause, the process serves requests again. Completing another operation shows that it dropped the lost
     // lease.
     assert_eq!(stack.get(&paused, "/readyz").await.status, 200);
     let second = stack.provision(&paused, "user_2").await;

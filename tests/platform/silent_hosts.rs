@@ -9,10 +9,10 @@ use tokio::net::TcpListener;
 use super::stack::{Process, Stack, provision_body};
 
 const SILENT_HOSTS: usize = 200;
-/// Maximum calls to silent hosts that may start between another request and its effect.
+/// Maximum number of calls to silent hosts that may start between a request and its effect.
 const MAX_CALLS_BEFORE: usize = SILENT_HOSTS / 2;
 
-/// Starts a listener that accepts the calls of all silent hosts. Returns its port and the number of calls.
+/// Starts a listener that accepts the calls to all silent hosts. Returns its port and the number of calls.
 async fn start_silent_listener() -> (u16, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -28,7 +28,8 @@ async fn start_silent_listener() -> (u16, Arc<AtomicUsize>) {
     (port, calls)
 }
 
-/// Inserts copies of the running machine, each for another user, and deletes them: the deletions wait for silent hosts.
+/// Inserts copies of the running machine, each for a different user, and deletes them. The deletions wait for silent
+/// hosts.
 async fn delete_silent_machines(stack: &Stack, process: &Process, port: u16) {
     let client = stack.database.connect().await.unwrap();
     let sql = "INSERT INTO user_machines SELECT (jsonb_populate_record(m, jsonb_build_object( \
@@ -64,11 +65,11 @@ async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
         stack.post(&process, &format!("/vps/{}/power", guest.machine), &json!({"action": "reboot"})).await;
     assert_eq!(reboot.status, 202, "{reboot:?}");
     let ordered = || async { (stack.provider.call_count("POST", "/actions/reboot") > 0).then_some(()) };
-    stack.eventually("the reboot is ordered", ordered).await;
+    stack.eventually("the reboot is requested", ordered).await;
     let during = calls.load(Ordering::Relaxed) - before;
     assert!(during < MAX_CALLS_BEFORE, "the reboot waited for {during} calls");
 
-    // The first step of a provision may call a host.
+    // The first provisioning step may call a host.
     let before = calls.load(Ordering::Relaxed);
     let provisioned = stack.post(&process, "/vps/provision", &provision_body("user_2")).await;
     let path = format!("/vps/operations/{}", provisioned.body["operationId"].as_str().unwrap());
@@ -76,7 +77,7 @@ async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
         let operation: Value = stack.get(&process, &path).await.body;
         (operation["step"] != "last_backup").then_some(())
     };
-    stack.eventually("the provision continues", has_continued).await;
+    stack.eventually("provisioning continues", has_continued).await;
     let during = calls.load(Ordering::Relaxed) - before;
-    assert!(during < MAX_CALLS_BEFORE, "the provision waited for {during} calls");
+    assert!(during < MAX_CALLS_BEFORE, "provisioning waited for {during} calls");
 }

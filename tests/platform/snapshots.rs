@@ -5,12 +5,12 @@ use serde_json::{Value, json};
 use super::stack::{BUCKET, DIGEST, Stack};
 
 impl Stack {
-    /// Stores a complete snapshot of the slot, with a pointer to it.
+    /// Stores a complete snapshot for the user's slot, with a pointer to it.
     pub fn store_snapshot(&self, user: &str) -> String {
         self.store_snapshot_at(user, "2026-01-02T03:04:05.678Z")
     }
 
-    /// Stores a complete snapshot that was taken at this time, with a pointer to it.
+    /// Stores a complete snapshot taken at the given time, with a pointer to it.
     pub fn store_snapshot_at(&self, user: &str, at: &str) -> String {
         self.write_snapshot(user, at, &uuid::Uuid::nil().to_string(), 1)
     }
@@ -30,7 +30,7 @@ impl Stack {
         format!("{prefix}/{key}")
     }
 
-    /// Stores a complete snapshot of a database of this size, with a pointer to it.
+    /// Stores a complete snapshot of a database with the given size, with a pointer to it.
     pub fn store_snapshot_of_size(&self, user: &str, bytes: u64) {
         let object = self.store_snapshot(user);
         let side = self.store.read(BUCKET, &format!("{object}.json")).expect("the side record must exist");
@@ -39,7 +39,7 @@ impl Stack {
         self.store.write(BUCKET, &format!("{object}.json"), side.to_string());
     }
 
-    /// Stores a snapshot that this machine took at this time, under the current fence. Returns its key.
+    /// Stores a snapshot taken by the given machine at the given time, under the current fence. Returns its key.
     pub fn store_snapshot_by(&self, user: &str, machine: &str, at: &str) -> String {
         let fence = self.pointer(user);
         let epoch = fence["fenceEpoch"].as_u64().unwrap_or(1);
@@ -52,7 +52,7 @@ impl Stack {
         object.split_once("/primary/").expect("the key must be in the slot").1.to_owned()
     }
 
-    /// Finds the highest `seq` in the pointer log, which still exists if the pointer is lost.
+    /// Finds the highest `seq` in the pointer log, which survives the loss of the pointer.
     fn highest_seq(&self, user: &str) -> u64 {
         let log = self.store.objects(BUCKET, &format!("{user}/primary/system/db/pointer-log/"));
         let seq = |key: &str| key.rsplit('/').next()?.strip_suffix(".json")?.parse::<u64>().ok();

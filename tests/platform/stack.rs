@@ -25,7 +25,7 @@ pub const BUCKET: &str = "fleet";
 pub const DIGEST: &str = "5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8";
 const WAIT_TIMEOUT: Duration = Duration::from_secs(40);
 
-/// The servers that a platform process needs, and the log of the processes.
+/// The servers that a platform process needs, and the processes' log.
 pub struct Stack {
     pub database: TestDatabase,
     pub store: S3Server,
@@ -39,7 +39,7 @@ impl Stack {
         Self::start_with_provider(|_| SimulatorOptions::record()).await
     }
 
-    /// Starts the environment with custom options of the provider, which may use the environment's directory.
+    /// Starts the environment with custom provider options, which may refer to the environment's directory.
     pub async fn start_with_provider(provider: impl FnOnce(&Path) -> SimulatorOptions) -> Self {
         svc::http::tls::install_provider();
         let database = test_database_from("platform", |url| async move {
@@ -58,7 +58,7 @@ impl Stack {
         Self { database, store, provider, client, logs }
     }
 
-    /// The complete configuration of a platform process, with short intervals and timeouts.
+    /// Returns the complete configuration for a platform process, with short intervals and timeouts.
     pub fn settings(&self) -> Vec<(String, String)> {
         let mut settings = self.store.env(BUCKET);
         settings.extend(self.store.sts_env());
@@ -138,7 +138,7 @@ impl Stack {
         command
     }
 
-    /// The log of all processes.
+    /// Returns the log of all processes.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.logs.path().join("log")).unwrap_or_default()
     }
@@ -254,13 +254,13 @@ impl Stack {
         self.eventually("the operation ends", check).await
     }
 
-    /// Sends a heartbeat as this machine's host does.
+    /// Sends a heartbeat as the machine's host would.
     pub async fn send_heartbeat(&self, process: &Process, guest: &Guest, body: &Value) -> ApiResponse {
         let request = self.request(process, Method::POST, &format!("/vps/{}/heartbeat", guest.machine));
         self.send(request.bearer_auth(&guest.upgrade_token).json(body)).await
     }
 
-    /// Sends heartbeats of the hosts of all running servers until the operation has ended. Returns the operation.
+    /// Sends heartbeats from the hosts of all running servers until the operation has ended. Returns the operation.
     pub async fn wait_until_ended_with_heartbeats(&self, process: &Process, operation: &str) -> Value {
         let path = format!("/vps/operations/{operation}");
         let check = || async {
@@ -277,7 +277,7 @@ impl Stack {
         self.eventually("the operation ends", check).await
     }
 
-    /// Sends a heartbeat of every running server to a platform that may have been killed.
+    /// Sends a heartbeat from every running server to a platform that may have been killed.
     pub async fn try_send_heartbeats(&self, base: String) {
         for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
             let guest = Guest::from_server(server);
@@ -285,7 +285,7 @@ impl Stack {
         }
     }
 
-    /// Sends a heartbeat to a platform that may have been killed. Returns the response, if there is one.
+    /// Sends a heartbeat to a platform that may have been killed. Returns the response, if any.
     pub async fn try_send_heartbeat(&self, base: &str, guest: &Guest, body: &Value) -> Option<Value> {
         let request = self.client.post(format!("{base}/vps/{}/heartbeat", guest.machine));
         request.bearer_auth(&guest.upgrade_token).json(body).send().await.ok()?.json().await.ok()
@@ -317,8 +317,8 @@ impl Stack {
         }
     }
 
-    /// Asserts that, within 15 s, only this machine's server remains: servers of earlier machines may still have to be
-    /// deleted.
+    /// Asserts that, within 15 s, only this machine's server remains: servers of earlier machines may still be awaiting
+    /// deletion.
     pub fn assert_only_server(&self, machine: &str) {
         self.assert_servers(&[format!("svc-{machine}")]);
     }
@@ -351,7 +351,7 @@ pub fn provision_body(user: &str) -> Value {
     json!({"idpUserId": user, "handle": format!("h-{}", user.replace('_', "-"))})
 }
 
-/// A registration body; `n` makes it unique.
+/// Returns a registration body; `n` makes it unique.
 pub fn registration(machine: &str, n: u32) -> Value {
     json!({"machineId": machine, "imageVersion": "v1", "bundleSha256": DIGEST,
         "tlsSpkiSha256": format!("{n:064x}"), "bootMs": 1234})
@@ -362,14 +362,14 @@ pub fn heartbeat() -> Value {
         "disk": {"totalBytes": 10, "freeBytes": 5}, "proofKids": []})
 }
 
-/// The body of a healthy host's heartbeat, with the host's own epoch.
+/// Returns the body of a healthy host's heartbeat, with the host's own epoch.
 pub fn heartbeat_of(guest: &Guest) -> Value {
     let mut body = heartbeat();
     body["epoch"] = json!(guest.epoch.parse::<u32>().expect("the epoch must be a number"));
     body
 }
 
-/// A server's host, as the user-data configures it.
+/// A server's host, as configured by the user-data.
 #[derive(Debug, Clone)]
 pub struct Guest {
     pub machine: String,
@@ -378,7 +378,7 @@ pub struct Guest {
     pub restore_mode: String,
     pub epoch: String,
     pub user_data: String,
-    /// The variables of all env files.
+    /// The variables from all env files.
     pub settings: BTreeMap<String, String>,
 }
 
@@ -411,7 +411,7 @@ impl Guest {
         }
     }
 
-    /// Returns a variable of an env file; empty if there is none.
+    /// Returns a variable from the env files, or an empty string if it is not set.
     pub fn setting(&self, name: &str) -> String {
         self.settings.get(name).cloned().unwrap_or_default()
     }
@@ -433,7 +433,7 @@ impl ApiResponse {
         Ok(Self { status, headers, text, body })
     }
 
-    /// Asserts a problem with this status and code.
+    /// Asserts that the response is a problem with the given status and code.
     #[track_caller]
     pub fn assert_problem(&self, status: u16, code: &str) {
         assert_eq!((self.status, self.body["code"].as_str()), (status, Some(code)), "{self:?}");
@@ -475,7 +475,7 @@ impl Process {
         assert_eq!(status.signal(), Some(9), "{status}");
     }
 
-    /// [`Self::wait_until_killed`], for a fail point that the process reaches only while hosts send requests.
+    /// Like [`Self::wait_until_killed`], but for a fail point that the process reaches only while hosts send requests.
     pub async fn wait_until_killed_while<F: Future<Output = ()>>(
         &mut self,
         mut send: impl FnMut(String) -> F,

@@ -12,7 +12,7 @@ async fn send_heartbeat(stack: &Stack, process: &Process, guest: &Guest) -> ApiR
     stack.send_heartbeat(process, guest, &heartbeat_of(guest)).await
 }
 
-/// The guest with the response's token.
+/// Returns the guest with the token from the response.
 fn with_next_token(guest: &Guest, response: &ApiResponse) -> Guest {
     let token = response.body["nextToken"].as_str().unwrap_or_else(|| panic!("no token: {response:?}"));
     Guest { upgrade_token: token.to_owned(), ..guest.clone() }
@@ -25,7 +25,7 @@ async fn request_rotation(stack: &Stack, process: &Process, guest: &Guest) -> Ap
     response
 }
 
-/// Rotates the guest's token. Returns the guest after the platform has received the new token.
+/// Rotates the guest's token. Returns the guest with its new token after the platform has received that token.
 async fn rotate_token(stack: &Stack, process: &Process, guest: &Guest) -> Guest {
     request_rotation(stack, process, guest).await;
     let next = with_next_token(guest, &send_heartbeat(stack, process, guest).await);
@@ -114,7 +114,8 @@ async fn old_token_rotates_automatically_and_all_on_request() {
     gone.assert_problem(409, "invalid_state");
 }
 
-/// After the platform's database was restored from an older copy, the host has a later token than the database records.
+/// After the platform's database has been restored from an older copy, the host has a later token than the one in the
+/// database.
 #[tokio::test(flavor = "multi_thread")]
 async fn restored_database_accepts_the_later_token_of_a_host() {
     let stack = Stack::start().await;

@@ -1,5 +1,5 @@
-//! A deletion takes a final backup and keeps the server for a grace period, during which it can be undone. A provision
-//! that replaces a failed machine, and the end of a preview, also take a backup and keep the server.
+//! A deletion takes a final backup and keeps the server for a grace period, during which it can be undone. Replacing a
+//! failed machine and ending a preview also take a backup and keep the server.
 
 use std::time::Duration;
 
@@ -71,7 +71,7 @@ async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
         }
         (stack.status(&process, &machine).await == "running").then_some(())
     };
-    stack.eventually("the machine runs again", runs).await;
+    stack.eventually("the machine is running again", runs).await;
     assert_eq!(fetch_record(&stack, &process, &machine).await["deletedAt"], Value::Null);
     let again = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!((again.status, &again.body["alreadyUndone"]), (202, &json!(true)), "{again:?}");
@@ -112,7 +112,7 @@ async fn deletion_without_backup_waits_and_can_be_abandoned() {
     assert_eq!(stack.status(&process, &machine).await, "running", "the machine was never powered off");
     stack.assert_only_server(&machine);
 
-    // While the deletion waits for a decision, the server exists, but has no end of retention.
+    // While the deletion is waiting for a decision, the server exists, but its retention has no end.
     let immediate = stack.delete(&process, &format!("/vps/{machine}?now=true")).await.body;
     wait_until_ended(&stack, &process, &immediate["operationId"]).await;
     let copies = fetch_record(&stack, &process, &machine).await["copies"].clone();
@@ -189,7 +189,7 @@ async fn expired_preview_is_backed_up_and_kept() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn slot_with_a_machine_of_another_kind_is_refused() {
+async fn slot_with_a_different_kind_of_machine_is_refused() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.start_machine(&process, "user_1").await;

@@ -1,4 +1,4 @@
-//! A fence that no key in force verifies: it was signed with a key that a restore lost, or forged by a host.
+//! A fence that no active key verifies: it was signed with a key that a restore lost, or it was forged by a host.
 
 use serde_json::{Value, json};
 use svc::platform::key_change::mark;
@@ -20,8 +20,7 @@ impl RestorablePlatform {
         self.process = Some(self.stack.start_platform_with(&[self.settings.clone(), both.to_vec()].concat()));
     }
 
-    /// Restores the old database and key. Removes the mark in the store, because of which the platform would refuse that
-    /// key.
+    /// Restores the old database and key. Removes the mark in the store, which would make the platform refuse that key.
     async fn restore_with_old_key(&mut self) {
         let mut process = self.process.take().unwrap();
         process.kill();
@@ -74,12 +73,12 @@ impl RestorablePlatform {
             let found = self.stack.get(self.process(), operation).await.body;
             (!found["question"].is_null()).then_some(found)
         };
-        let waiting = self.stack.eventually("the operation waits", waiting).await;
+        let waiting = self.stack.eventually("the operation is waiting", waiting).await;
         assert_eq!(waiting["question"]["code"], "unverified_fence", "{waiting}");
     }
 }
 
-/// A host can write the pointer: a forged fence makes only its own slot wait for an operator.
+/// A host can write the pointer, but a forged fence makes only its own slot wait for an operator.
 #[tokio::test(flavor = "multi_thread")]
 async fn forged_fence_does_not_lock_the_slot() {
     let platform = RestorablePlatform::start(&[("DELETE_GRACE_SECONDS", "0")]).await;
@@ -120,7 +119,7 @@ async fn forged_fence_does_not_lock_the_slot() {
     forge(9);
     let gone = || async { platform.power_state(&guest.machine).is_none().then_some(()) };
     platform.stack.eventually("the server is deleted", gone).await;
-    // No machine of the slot can have had this epoch, so it is ignored.
+    // No machine in the slot can have had this epoch, so it is ignored.
     forge(100_000);
     let provisioned =
         platform.stack.post(platform.process(), "/vps/provision", &provision_body("user_1")).await;

@@ -1,4 +1,4 @@
-//! Operators read a machine's usage from its host. A read requires the scope `billing` and writes an audit row.
+//! Operators read a machine's usage from its host. A read requires the `billing` scope and writes an audit row.
 
 use http::StatusCode;
 use jiff::Timestamp;
@@ -13,7 +13,7 @@ use crate::gateway::host::Machine;
 /// The gateway needs no database, because usage is read from files.
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 
-/// Adds an operator with this scope. Returns the token.
+/// Adds an operator with the given scope. Returns its token.
 async fn add_operator(stack: &Stack, process: &Process, name: &str, scope: &str) -> String {
     let response = stack.post(process, "/operators", &json!({"name": name, "scopes": [scope]})).await;
     response.body["token"].as_str().unwrap().to_owned()
@@ -30,7 +30,7 @@ async fn read_usage(
     stack.send(request.bearer_auth(token)).await
 }
 
-/// Lists the audit rows of usage reads, newest first.
+/// Lists the audit rows for usage reads, newest first.
 async fn list_audit(stack: &Stack, process: &Process) -> Vec<Value> {
     let page = stack.get(process, "/audit?action=usage.read").await;
     page.body["entries"].as_array().unwrap().clone()

@@ -1,4 +1,4 @@
-//! The writers of the pointer: hosts after each backup, platforms before each new machine. They run the product's code,
+//! The pointer's writers: hosts after each backup, platforms before each new machine. They run the product's code,
 //! except that each faulty writer breaks one rule.
 
 use std::sync::Arc;
@@ -54,12 +54,12 @@ impl ExternalState {
     }
 }
 
-/// The machine of an epoch.
+/// Returns the machine for an epoch.
 pub fn machine(epoch: u32) -> MachineId {
     MachineId(uuid::Uuid::from_u128(u128::from(epoch)))
 }
 
-/// The side record of a backup, written before the pointer advances.
+/// Returns the side record of a backup, written before the pointer advances.
 pub fn side_record(epoch: Epoch, at: Timestamp) -> SideRecord {
     SideRecord {
         version: snapshot::FORMAT,
@@ -78,7 +78,8 @@ pub fn side_record(epoch: Epoch, at: Timestamp) -> SideRecord {
     }
 }
 
-/// A platform that prepares the machine of `epoch`. It retries until that fence or a later one is written.
+/// Runs a platform that prepares the machine for `epoch`. It retries until that machine's fence or a later one is
+/// written.
 pub async fn run_platform(
     bucket: Bucket,
     external: Arc<ExternalState>,
@@ -108,7 +109,7 @@ pub async fn run_platform(
     }
 }
 
-/// The machine of `epoch`. It starts once its fence is written and makes the given number of backups.
+/// Runs the host for `epoch`, which starts once its fence has been written and makes the given number of backups.
 pub async fn run_host(
     bucket: Bucket,
     external: Arc<ExternalState>,

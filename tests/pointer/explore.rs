@@ -20,7 +20,7 @@ use super::scheduled_store::{Call, CallOutcome, Conditions, ScheduledStore, Serv
 /// Longer than any retry delay of a writer. The clock does not advance while an actor can run.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
 
-/// The actors of a run, and its budget of faults.
+/// The actors in a run, and its fault budget.
 #[derive(Debug, Clone)]
 struct Scenario {
     roles: Vec<Role>,
@@ -52,7 +52,7 @@ enum Role {
 }
 
 impl Scenario {
-    /// Three generations of a slot; two platform processes write the fence of the second one concurrently.
+    /// Three generations of a slot; two platform processes concurrently write the second generation's fence.
     fn full() -> Self {
         let roles = vec![
             Role::Platform { epoch: 1 },
@@ -83,7 +83,7 @@ struct ScenarioRun {
     scenario: Scenario,
     server: Arc<Server>,
     external: Arc<ExternalState>,
-    /// The snapshots of [`Role::Advance`], by actor.
+    /// The snapshots for [`Role::Advance`], by actor.
     recorded: HashMap<usize, RecordedSnapshot>,
     actors: Vec<JoinHandle<()>>,
     turns: mpsc::UnboundedReceiver<Turn>,
@@ -112,7 +112,7 @@ fn run_scenario(scenario: &Scenario, choices: &mut dyn Choices) -> RunResult {
     runtime.unwrap().block_on(ScenarioRun::execute(scenario.clone(), choices))
 }
 
-/// Stores the dump and side record of every [`Role::Advance`] before the run starts.
+/// Stores the dump and side record for every [`Role::Advance`] before the run starts.
 async fn store_recorded(server: &Server, roles: &[Role]) -> HashMap<usize, RecordedSnapshot> {
     let mut recorded = HashMap::new();
     for (actor, role) in roles.iter().enumerate() {
@@ -185,7 +185,7 @@ impl ScenarioRun {
         }
     }
 
-    /// The possible events, successful calls first.
+    /// Returns the possible events, successful calls first.
     fn possible_events(&self) -> Vec<Event> {
         let successes =
             (0..self.waiting.len()).map(|waiting| Event::Call { waiting, outcome: CallOutcome::Done });
@@ -243,7 +243,7 @@ impl ScenarioRun {
     }
 }
 
-/// Runs seeds until one shows this violation, and returns that seed.
+/// Runs seeds until one produces the violation, and returns that seed.
 fn find_violating_seed(scenario: &Scenario, violation: Violation, max_seeds: u64) -> Option<u64> {
     (0..max_seeds).find(|&seed| run_scenario(scenario, &mut Seeded(seed)).violations.contains(&violation))
 }
@@ -261,7 +261,7 @@ fn assert_invariants_hold(scenario: &Scenario, seeds: std::ops::Range<u64>) -> F
         faults += u64::from(result.faults);
     }
     let runs = seeds.end - seeds.start;
-    println!("{runs} runs, {writes} writes of the pointer");
+    println!("{runs} runs, {writes} pointer writes");
     assert!(writes > 3 * runs, "too few writes: {writes} in {runs} runs");
     Figures { faults_tried: faults, ..Figures::new("orders of the pointer's calls") }
 }
@@ -327,7 +327,7 @@ fn assert_invariants_hold_without_faults(scenario: &Scenario, seeds: std::ops::R
     }
 }
 
-/// A platform's fence, then the host's first backup, with one fault and one crash at any position.
+/// Two platforms' fences and a host's first backup, with up to one fault and one crash at random positions.
 #[test]
 fn pointer_invariants_hold_with_one_fault_and_one_crash() {
     let roles =

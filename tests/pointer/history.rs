@@ -4,14 +4,14 @@ use std::collections::{HashMap, HashSet};
 
 use svc::store::pointer::Pointer;
 
-/// A violated rule of the pointer.
+/// A violated pointer rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Violation {
     /// A write overwrote another write that it had not seen.
     LostUpdate,
     /// The fence was lowered.
     FenceLowered,
-    /// The pointer was moved to a snapshot of a fenced-off machine, or to an older one than before.
+    /// The pointer was moved to a snapshot from a fenced-off machine, or to an older one than before.
     StaleSnapshot,
     /// The pointer names a snapshot whose object or side record does not match.
     IncompleteSnapshot,
@@ -38,7 +38,7 @@ pub struct History {
 }
 
 impl History {
-    /// The last claimed `seq`.
+    /// Returns the last claimed `seq`.
     pub fn seq(&self) -> u64 {
         self.current.as_ref().map_or(0, |pointer| pointer.seq)
     }
@@ -47,14 +47,14 @@ impl History {
         self.current.as_ref().is_some_and(|pointer| pointer.snapshot.is_some())
     }
 
-    /// Records a write of `latest`.
+    /// Records a write to `latest`.
     pub fn record_publication(&mut self, new: &Pointer) {
         if self.claimed.get(&new.seq) != Some(new) {
             self.violations.push(Violation::UnclaimedLatest);
         }
     }
 
-    /// Records a successful claim; `is_complete` says whether the object and side record of its snapshot exist.
+    /// Records a successful claim; `is_complete` states whether its snapshot's object and side record exist.
     pub fn record_claim(&mut self, new: Pointer, is_complete: bool) {
         self.writes += 1;
         let old_fence = self.current.as_ref().map(|old| old.fence_epoch);

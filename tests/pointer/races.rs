@@ -1,4 +1,4 @@
-//! Real clients that race over HTTP on a third-party server.
+//! Real clients racing over HTTP against a third-party server.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use svc::store::{Bucket, parallel_probe, snapshot};
 use super::actors::{machine, side_record};
 use super::schedule::{Choices, Seeded};
 
-/// The product's configuration of a store.
+/// The product's store configuration.
 type StoreSettings = Vec<(String, String)>;
 
 fn open_bucket(pairs: &StoreSettings) -> Result<Bucket> {
@@ -28,10 +28,10 @@ fn open_bucket(pairs: &StoreSettings) -> Result<Bucket> {
     env.finish(config)?.open()
 }
 
-/// Stores a backup of the machine of `epoch`, up to its last step.
+/// Performs all but the last step of a backup on the machine for `epoch`.
 async fn prepare_backup(bucket: &Bucket, slot: &SlotPrefix, epoch: u32, at: i64) -> Result<RecordedSnapshot> {
     let side = side_record(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
-    bucket.put(&slot.snapshot(&side.key).context("the key is not a snapshot's")?, &b"dump"[..]).await?;
+    bucket.put(&slot.snapshot(&side.key).context("the key is not a snapshot key")?, &b"dump"[..]).await?;
     Ok(snapshot::write_side_record(bucket, slot, &side, None).await?)
 }
 
@@ -139,7 +139,7 @@ async fn seaweedfs() -> Result<Option<Seaweed>> {
 async fn probe_accepts_seaweedfs() -> Result<()> {
     let Some(seaweed) = seaweedfs().await? else { return Ok(()) };
     let found = parallel_probe::run(&open_bucket(&seaweed.s3().env())?, Duration::from_secs(60)).await?;
-    println!("If-Match of SeaweedFS: {:?}", found.replace);
+    println!("If-Match on SeaweedFS: {:?}", found.replace);
     assert_eq!(found.refusal(), None);
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 /// Decides each choice of a run.
 pub trait Choices {
-    /// Returns a number below `count`, which is not 0.
+    /// Returns a number below `count`, which must not be 0.
     fn pick(&mut self, count: usize) -> usize;
 }
 
@@ -15,7 +15,7 @@ impl Choices for Seeded {
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        usize::try_from((z ^ (z >> 31)) % count as u64).expect("a remainder below a usize fits into a usize")
+        usize::try_from((z ^ (z >> 31)) % count as u64).expect("a remainder below a usize fits in a usize")
     }
 }
 
@@ -27,7 +27,7 @@ pub struct Exhaustive {
 }
 
 impl Exhaustive {
-    /// Advances to the next run; `false` after the last.
+    /// Advances to the next run. Returns `false` after the last one.
     pub fn next_run(&mut self) -> bool {
         self.digits.truncate(self.position);
         self.position = 0;

@@ -60,7 +60,7 @@ impl CallOutcome {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Conditions {
     Honoured,
-    /// Objects are created only once, but `If-Match` never refuses a write: the weakest store that the protocol
+    /// Objects are created only once, but `If-Match` never rejects a write: the weakest store that the protocol
     /// supports.
     CreateOnly,
     /// Neither condition is enforced; no protocol is correct on such a store.
@@ -73,7 +73,7 @@ type LatePut = (Path, PutPayload, PutOptions);
 #[derive(Debug)]
 pub struct Server {
     inner: InMemory,
-    /// The state before the last write of `latest`.
+    /// The state before the last write to `latest`.
     previous: Mutex<InMemory>,
     late_puts: Mutex<Vec<LatePut>>,
     turns: mpsc::UnboundedSender<Turn>,
@@ -130,8 +130,8 @@ impl Server {
 
     async fn is_complete(&self, pointer: &Pointer) -> bool {
         let Some(named) = &pointer.snapshot else { return true };
-        let object = self.slot.snapshot(&named.key).expect("the pointer's key is a snapshot's");
-        let side = self.slot.side_record(&named.key).expect("the pointer's key is a snapshot's");
+        let object = self.slot.snapshot(&named.key).expect("the pointer's key must be a snapshot key");
+        let side = self.slot.side_record(&named.key).expect("the pointer's key must be a snapshot key");
         let Ok(meta) = self.inner.head(&object).await else { return false };
         let Ok(side) = self.inner.get(&side).await else { return false };
         let side: serde_json::Value = serde_json::from_slice(&side.bytes().await.unwrap()).unwrap();

@@ -1,5 +1,5 @@
 //! Drives the simulator with the provider's own clients: `client.py` uses the provider's Python library, and the test
-//! of Debian's `hcloud` uses the provider's Go library, on which it is built.
+//! of Debian's `hcloud` uses the provider's Go library, on which `hcloud` is built.
 
 use std::path::Path;
 use std::process::Command;
@@ -16,7 +16,7 @@ const CLIENT_TIMEOUT: Duration = Duration::from_secs(120);
 /// Runs one part of the script against the simulator.
 async fn run_script(part: &'static str, simulator: &Simulator) -> Result<()> {
     let mut python = Command::new("python3");
-    // Warnings are errors, so that the script uses nothing that the library deprecates.
+    // Warnings are errors, so that the script uses nothing that the library has deprecated.
     python.args(["-W", "error", SCRIPT, part]);
     python.env("PYTHONDONTWRITEBYTECODE", "1").env("NO_PROXY", "127.0.0.1");
     python.env("HCLOUD_TOKEN", simulator.token());
@@ -61,7 +61,7 @@ async fn python_library_waits_until_rate_limit_has_refilled() -> Result<()> {
     Ok(())
 }
 
-/// `hcloud` with a separate home directory, so that it does not use the contexts of the user who runs the test.
+/// `hcloud` with a separate home directory, so that it does not use the contexts of the user who is running the test.
 struct CommandLine<'a> {
     program: FetchedProgram,
     home: &'a Path,

@@ -1,4 +1,4 @@
-//! Sums the cost independently of the product: with its own parser for the lines, in 128-bit billionths of a dollar.
+//! Sums the cost independently of the product: with its own line parser, in billionths of a dollar as 128-bit integers.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -33,7 +33,7 @@ pub fn total(sums: &BTreeMap<Key, Sum>) -> Sum {
     all
 }
 
-/// Sums all files of interactions by day, user and model. Also returns the number of each stored dispatch.
+/// Sums all interaction files by day, user and model. Also returns the number of each stored dispatch.
 pub fn sum_interactions(logs: &Path) -> Result<(BTreeMap<Key, Sum>, Vec<u64>)> {
     let (mut sums, mut numbers) = (BTreeMap::<Key, Sum>::new(), Vec::new());
     for entry in fs::read_dir(logs)? {
@@ -60,7 +60,7 @@ pub fn sum_interactions(logs: &Path) -> Result<(BTreeMap<Key, Sum>, Vec<u64>)> {
     Ok((sums, numbers))
 }
 
-/// Reads the sums in `usage.jsonl`: the last line of each key counts.
+/// Reads the sums in `usage.jsonl`: the last line for each key counts.
 pub fn sum_usage(logs: &Path) -> Result<BTreeMap<Key, Sum>> {
     let mut sums = BTreeMap::new();
     for line in fs::read_to_string(logs.join("usage.jsonl"))?.lines() {
@@ -78,7 +78,7 @@ pub fn sum_usage(logs: &Path) -> Result<BTreeMap<Key, Sum>> {
     Ok(sums)
 }
 
-/// The digits of a line's cost, as written.
+/// Returns the digits of a line's cost, as written.
 fn cost_digits(line: &str) -> Result<&str> {
     let (_, rest) = line.split_once("\"cost\":").context("the line has no cost")?;
     Ok(rest.split([',', '}']).next().unwrap_or_default())

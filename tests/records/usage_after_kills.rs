@@ -26,7 +26,7 @@ use super::sum::{self, Key, Sum};
 const DIR_VAR: &str = "SVC_RECORDS_VICTIM_DIR";
 const FIRST_VAR: &str = "SVC_RECORDS_VICTIM_FIRST";
 const END_VAR: &str = "SVC_RECORDS_VICTIM_END";
-/// Interval between two dispatches.
+/// Interval between dispatches.
 const DISPATCH_INTERVAL: Duration = Duration::from_micros(300);
 
 /// A deterministic hash that makes the numbers look random.
@@ -50,7 +50,7 @@ fn dispatch(n: u64) -> (Date, Interaction) {
         agent_name: "coder".to_owned(),
         tokens_in: (random >> 16) % 200_000,
         tokens_out: (random >> 24) % 8_000,
-        // Includes costs of zero and of a billionth of a dollar.
+        // Includes costs of zero, and costs with up to nine decimal places.
         cost: Dollars::from_nanos(if random.is_multiple_of(7) { 0 } else { (random >> 32) % 3_000_000_000 }),
         cost_estimated: false,
         duration_ms: 5,
@@ -74,7 +74,7 @@ fn parse_variable(name: &str) -> u64 {
 }
 
 #[test]
-#[ignore = "not a test: the victim process of the tests below"]
+#[ignore = "not a test: the victim process for the tests below"]
 fn victim() {
     let Some(dir) = std::env::var_os(DIR_VAR) else { return };
     svc::failpoint::arm();
@@ -110,7 +110,7 @@ fn victim() {
     println!("done");
 }
 
-/// A directory of records whose writer is killed repeatedly, and what was observed there.
+/// A records directory whose writer is killed repeatedly, and the observed results.
 struct KillTest {
     layout: Layout,
     dispatches: u64,
@@ -138,7 +138,7 @@ impl KillTest {
         })
     }
 
-    /// Reads the time of acknowledgement of each dispatch. Dispatches without one are omitted.
+    /// Reads the acknowledgement time of each dispatch. Dispatches without one are omitted.
     fn acknowledgements(&self) -> Result<BTreeMap<u64, u64>> {
         let times = fs::read(self.layout.root().join("acknowledged"))?;
         let times = times.chunks_exact(8).map(|time| u64::from_le_bytes(time.try_into().unwrap_or_default()));
@@ -157,7 +157,8 @@ impl KillTest {
         Ok(OwnedChild::spawn(command.stdout(Stdio::piped()).stderr(Stdio::null()))?)
     }
 
-    /// Kills a process `wait` after its start, or during its start. Returns `false` if it had already finished.
+    /// Kills a process `wait` after it was spawned or, if `has_started`, after it reported its start. Returns `false`
+    /// if it had already finished.
     fn kill_after(&mut self, wait: Duration, has_started: bool) -> Result<bool> {
         let mut child = self.start("")?;
         if has_started {
@@ -308,7 +309,7 @@ fn run_with_kills(dispatches: u64, kills: u64, seed: u64) -> Result<KillTest> {
     let mut turn = seed;
     while test.kills < kills {
         turn += 1;
-        // One in eight kills happens while the process still loads the records.
+        // One in eight kills happens while the process is still loading the records.
         let has_started = !hash(turn).is_multiple_of(8);
         let wait = mean_interval.mul_f64((hash(turn) >> 40) as f64 / f64::from(1 << 24) * 2.0);
         if !test.kill_after(wait.max(Duration::from_millis(1)), has_started)? {

@@ -11,7 +11,7 @@ pub fn parts() -> [Part; 2] {
     ]
 }
 
-/// The members of an object; none if the value is not an object.
+/// Returns an object's members, or none if the value is not an object.
 fn members(value: &Value) -> impl Iterator<Item = (&String, &Value)> {
     value.as_object().into_iter().flat_map(Map::iter)
 }
@@ -20,13 +20,13 @@ fn text(value: &Value) -> &str {
     value.as_str().unwrap_or_default()
 }
 
-/// Prepares a text for a table or paragraph, where `<` would begin an HTML element.
+/// Prepares text for a table or paragraph, where `<` would start an HTML element.
 fn plain_text(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ").replace('<', "&lt;")
 }
 
 struct Document {
-    /// The side whose API this is; the headings of its schemas begin with it.
+    /// The side that serves this API; the schema headings begin with it.
     owner: &'static str,
     document: Value,
 }
@@ -101,7 +101,7 @@ impl Document {
         shown
     }
 
-    /// The details of a response, except its description.
+    /// Renders the details of a response, except its description.
     fn content(&self, content: &Value) -> String {
         let types = members(content).map(|(media_type, body)| match self.form(&body["schema"]) {
             _ if media_type != "application/json" => format!("`{media_type}`"),
@@ -112,7 +112,7 @@ impl Document {
         if types.is_empty() { String::new() } else { format!(" ({})", types.join(", ")) }
     }
 
-    /// The fields of the body and of the successful responses. Equal tables are merged.
+    /// Renders the fields of the body and of the successful responses. Equal tables are merged.
     fn inline_schemas(&self, operation: &Value) -> Vec<(Vec<String>, String)> {
         let body = ("Body".to_owned(), &operation["requestBody"]["content"]["application/json"]["schema"]);
         let responses = members(&operation["responses"]).map(|(status, response)| {
@@ -130,7 +130,7 @@ impl Document {
         found
     }
 
-    /// The table of an object's fields, including those of nested objects.
+    /// Renders the table of an object's fields, including those of nested objects.
     fn fields(&self, schema: &Value) -> String {
         let mut rows = Vec::new();
         self.collect_fields(schema, "", &mut rows);
@@ -164,7 +164,7 @@ impl Document {
         }
     }
 
-    /// Describes the type of a value and its limits in a few words.
+    /// Describes a value's type and limits in a few words.
     fn form(&self, schema: &Value) -> String {
         let any = |of: &Value| of.as_array().cloned().filter(|all| !all.is_empty());
         let forms = |all: Vec<Value>, word: &str| {
@@ -211,7 +211,7 @@ impl Document {
     }
 }
 
-/// The limit of every integer in JSON, which needs no mention.
+/// The limit for every JSON integer, which need not be mentioned.
 const MAX_SAFE_INTEGER: u64 = (1 << 53) - 1;
 
 const LIMITS: [(&str, &str); 6] = [
@@ -227,7 +227,7 @@ fn json_text(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
-/// `operator` (scope `read` or `billing`), or `host`.
+/// Renders the accepted credentials, such as "`operator` with scope `read` or `billing`, or `host`".
 fn credentials(security: &Value) -> String {
     let alternatives = security.as_array().into_iter().flatten().flat_map(members).map(|(name, scopes)| {
         let scopes: Vec<_> =

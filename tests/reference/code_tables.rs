@@ -25,7 +25,7 @@ pub fn metrics() -> Part {
     Part::new("metrics", table(&["metric", "type", "labels", "where", "meaning"], rows))
 }
 
-/// The error codes, sorted by status, then by code.
+/// Returns the error codes, sorted by status, then by code.
 pub fn errors() -> Part {
     let mut codes = Code::ALL.to_vec();
     codes.sort_by_key(|code| (code.status().as_u16(), code.as_str()));

@@ -26,7 +26,7 @@ pub fn parts() -> [Part; 2] {
     [Part::new("commands svcctl", render_all(tool)), Part::new("commands programs", render_all(programs))]
 }
 
-/// Renders the section of a command, then those of its subcommands. Global options are listed only where they are
+/// Renders a command's section, then those of its subcommands. Global options are listed only where they are
 /// declared.
 fn render(command: &Command, parent: Option<&Command>) -> String {
     let name = command
@@ -89,7 +89,7 @@ fn row(arg: &Arg) -> [String; 3] {
     [format!("`{shown}`"), default, meaning.trim().to_owned()]
 }
 
-/// Returns one line that ends with a full stop, with `<` escaped: it would begin an HTML element.
+/// Returns one line that ends with a full stop. Escapes `<`, which would start an HTML element.
 fn sentence(text: &str) -> String {
     let mut line = escape(&text.split_whitespace().collect::<Vec<_>>().join(" "));
     if !line.is_empty() && !line.ends_with(['.', ':', '`']) {
@@ -105,7 +105,7 @@ fn escape(line: &str) -> String {
     parts.collect::<Vec<_>>().join("`")
 }
 
-/// The text after a command's help: examples and indented lines as code, other lines as paragraphs.
+/// Renders the text after a command's help: examples and indented lines as code, other lines as paragraphs.
 fn paragraphs(text: &str) -> String {
     let (mut shown, mut is_code) = (String::new(), false);
     for line in text.trim_end().lines() {

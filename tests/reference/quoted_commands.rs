@@ -1,4 +1,4 @@
-//! Checks that every command line of an applet that a page or message quotes exists, with its options.
+//! Checks that every applet command line quoted in a page or message exists, with its options.
 
 use kit::quoted_commands::{self, Language};
 use svc::applets::APPLETS;
@@ -6,7 +6,7 @@ use svc::applets::APPLETS;
 use crate::assert_none;
 use crate::files::{File, files};
 
-/// The number of checked command lines, and the quoted ones that do not exist. The changelog describes earlier
+/// Returns the number of checked command lines, and the quoted ones that do not exist. The changelog describes earlier
 /// releases, so it is skipped.
 fn unknown_commands(files: &[File]) -> (usize, Vec<String>) {
     let is_quoting = |file: &&File| {

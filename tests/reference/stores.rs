@@ -17,7 +17,7 @@ const RACE_LIMITS: RaceLimits = RaceLimits { rounds: 8, timeout: Duration::from_
 
 const NAME: &str = "stores";
 
-/// The table that the pages have, for the quick test, which starts no stores.
+/// Reads the table that is now in the pages, for the quick test, which starts no stores.
 pub fn read_current_table(pages: &[File]) -> Part {
     let marker = format!("{BEGIN_PREFIX}{NAME}{BEGIN_SUFFIX}\n");
     let written = pages.iter().find_map(|page| {

@@ -11,7 +11,7 @@ use super::{Part, table};
 use crate::files::{File, files};
 use crate::{assert_none, source};
 
-/// Every section of every package.
+/// Returns every section of every package.
 fn sections() -> impl Iterator<Item = &'static Section> {
     let all = [
         svc::vars::SECTIONS,
@@ -24,7 +24,7 @@ fn sections() -> impl Iterator<Item = &'static Section> {
     all.into_iter().flatten()
 }
 
-/// A part for each table. Sections of several packages that have the same id are one table.
+/// Returns a part for each table. Sections with the same id form one table, even across packages.
 pub fn parts() -> Vec<Part> {
     let mut tables: BTreeMap<&str, Vec<&'static Section>> = BTreeMap::new();
     for section in sections() {
@@ -85,7 +85,7 @@ fn default_text(default: Preset) -> String {
     }
 }
 
-/// Names of programs and units as code, other texts as they are.
+/// Formats the names of programs and units as code, and other text unchanged.
 fn programs(names: &[&str]) -> String {
     let shown = names.iter().map(|name| match name.contains(' ') {
         true => (*name).to_owned(),
@@ -94,8 +94,7 @@ fn programs(names: &[&str]) -> String {
     shown.collect::<Vec<_>>().join(", ")
 }
 
-/// Host settings that root reads only from its own process and `update.env`, or that only services of other users
-/// read.
+/// Host settings that root reads only from its own process and `update.env`, or that only other users' services read.
 const NOT_FROM_OTHERS: [&Variable; 27] = [
     &host::ACME_RETRY_SECONDS,
     &host::BRIDGE_CHANGES_KEEP_SECONDS,
@@ -127,7 +126,7 @@ const NOT_FROM_OTHERS: [&Variable; 27] = [
     &host::VPS_META_SECONDS,
 ];
 
-/// Every setting of a host is in exactly one of two lists: those that root accepts from files of other users, and those
+/// Every host setting is in exactly one of two lists: those that root accepts from other users' files, and those
 /// that it does not.
 #[test]
 fn every_host_setting_is_classified_for_root() {
@@ -136,8 +135,8 @@ fn every_host_setting_is_classified_for_root() {
     let host_sections = host::SECTIONS.iter().chain(svc::store::vars::SECTIONS);
     let wrong = host_sections.flat_map(|section| section.variables).map(|variable| variable.name);
     let wrong = wrong.filter(|name| listed.iter().filter(|listed| listed == &name).count() != 1);
-    let why = "must be either in ALLOWED_FROM_OTHERS of root_settings.rs or in NOT_FROM_OTHERS of this file";
-    assert_none(&wrong.map(|name| format!("{name} {why}")).collect::<Vec<_>>());
+    let rule = "must be either in ALLOWED_FROM_OTHERS in root_settings.rs or in NOT_FROM_OTHERS in this file";
+    assert_none(&wrong.map(|name| format!("{name} {rule}")).collect::<Vec<_>>());
 }
 
 #[test]
@@ -157,7 +156,7 @@ fn every_reader_of_a_variable_exists() {
 /// Variables that programs other than our own read from a file.
 const READ_BY_UNITS: [&str; 1] = ["SVC_POSTGRES_IMAGE"];
 
-/// Declared variables that no code uses.
+/// Finds declared variables that no code uses.
 fn unread_variables(files: &[File], declared: &[&str]) -> Vec<String> {
     let is_code = |file: &&File| {
         file.path.starts_with("src/") && file.path.ends_with(".rs") && !file.path.ends_with("/vars.rs")
@@ -191,8 +190,8 @@ fn unread_variable_is_detected() {
 /// Variables that systemd sets for its services.
 const SET_BY_SYSTEMD: [&str; 2] = ["JOURNAL_STREAM", "NOTIFY_SOCKET"];
 
-/// Names in capitals that a file reads from the process environment without a declaration. `Env` takes only declared
-/// variables.
+/// Finds names with an underscore that a file reads from the process environment without a declaration. `Env` accepts
+/// only declared variables.
 fn undeclared_reads(file: &File) -> Vec<String> {
     let calls = ["env::var(\"", "env::var_os(\""];
     let reads = calls.iter().flat_map(|call| file.text.split(*call).skip(1));

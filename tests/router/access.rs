@@ -1,4 +1,4 @@
-//! Authentication of requests, refusal of cross-origin requests, and the headers of the router's own pages.
+//! Request authentication, rejection of cross-origin requests, and headers on the router's own pages.
 
 use anyhow::Result;
 use http::StatusCode;
@@ -207,7 +207,7 @@ async fn router_pages_have_security_headers() -> Result<()> {
     Ok(())
 }
 
-/// If the router uses HTTPS, a page of the same host over plain HTTP has another origin.
+/// If the router uses HTTPS, a page from the same host over plain HTTP has a different origin.
 #[tokio::test(flavor = "multi_thread")]
 async fn plain_http_origin_is_cross_origin_under_https() -> Result<()> {
     let origin = format!("http://{APP_HOST}");

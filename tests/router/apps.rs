@@ -1,4 +1,4 @@
-//! Pages of apps: they are shown to their owner in a frame, opened only with an app token, and limited to their app.
+//! App pages: they are shown to their owner in a frame, opened only with an app token, and limited to their app.
 
 use anyhow::Result;
 use http::{Method, StatusCode};
@@ -9,7 +9,7 @@ use svc::machine::id::MachineId;
 use super::machine::TestMachine;
 use super::test_router::{APP_HOST, CODE_HOST, RouterResponse, TestRouter, send};
 
-/// Requests an app token as a program of the owner.
+/// Requests an app token as the owner's own program would.
 async fn request_app_token(router: &TestRouter, user: &str, app: &str) -> String {
     let token_request =
         router.post(APP_HOST, "/_svc/app-token").bearer_auth(router.token(user)).json(&json!({ "app": app }));
@@ -26,7 +26,7 @@ fn parse_settings(frame: &RouterResponse) -> Value {
     serde_json::from_str(&frame.body[start..end]).expect("the settings are JSON")
 }
 
-/// Signs an app token with these claims.
+/// Signs an app token with the given claims.
 fn sign_app_token(router: &TestRouter, claims: &Value) -> String {
     format!("svca_{}", router.app_signer.sign_json(claims))
 }
@@ -92,7 +92,7 @@ async fn opaque_origin_page_can_use_its_token() -> Result<()> {
     assert!(received.headers.get("authorization").is_none());
     assert_eq!(router.verify_proof(&machine, &received.headers).app.as_deref(), Some("notes"));
 
-    // The page can also read a refusal; pages of other origins cannot.
+    // The page can also read an error response; pages from other origins cannot.
     let refused =
         router.post(APP_HOST, "/api/bridge/query").header("origin", "null").bearer_auth("svca_x.y.z");
     let refused = send(refused).await;
@@ -158,7 +158,7 @@ async fn app_token_opens_only_its_app_on_its_machine() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn token_of_a_replaced_machine_is_refused_and_page_notified() -> Result<()> {
+async fn replaced_machines_token_is_refused_and_page_is_notified() -> Result<()> {
     let (router, machine) = TestRouter::start_with_machine("user_1").await?;
     let token = request_app_token(&router, "user_1", "notes").await;
     router.set_status(&machine, "recovering").await?;

@@ -1,4 +1,4 @@
-//! Data that one user's machine stored in a browser does not act as the browser's next user.
+//! Data that one user's machine has stored in a browser cannot act as the browser's next user.
 
 use anyhow::{Context, Result};
 use http::{HeaderMap, StatusCode};
@@ -25,7 +25,7 @@ fn in_browser(request: RequestBuilder, cookie: &str) -> RequestBuilder {
     request.header("sec-fetch-site", "same-origin").header("cookie", cookie)
 }
 
-/// A browser's navigation to a page.
+/// Builds a browser's navigation request for a page.
 fn page(router: &TestRouter, host: &str, path: &str, cookie: &str) -> RequestBuilder {
     let navigation = in_browser(router.get(host, path), cookie).header("sec-fetch-mode", "navigate");
     navigation.header("sec-fetch-dest", "document").header("accept", "text/html")
@@ -35,7 +35,7 @@ fn clear_site_data(headers: &HeaderMap) -> Option<&str> {
     headers.get("clear-site-data").map(|value| value.to_str().unwrap())
 }
 
-/// The last-user cookie that the response sets, as `name=value`.
+/// Returns the last-user cookie set by the response, as `name=value`.
 fn last_user_cookie(response: &RouterResponse) -> Result<String> {
     let value = response.cookie("__Host-svc_last_user").context("the response sets no last user")?;
     Ok(format!("__Host-svc_last_user={value}"))
@@ -63,7 +63,7 @@ async fn data_of_last_user_is_cleared_before_request_is_forwarded() -> Result<()
     let own = send(in_browser(router.get(APP_HOST, "/api/apps"), &format!("{session}; {cookies}"))).await;
     assert_eq!(own.status, StatusCode::OK);
 
-    // Requests that a service worker or a page of user_1 sends with the cookies of user_2 are refused.
+    // Requests from user_1's service worker or page with user_2's cookies are rejected.
     let switched = format!("{}; {}", provider("user_2"), last_user_cookie(&first)?);
     for path in ["/api/apps", "/_svc/slots"] {
         let refused = send(in_browser(router.get(APP_HOST, path), &switched)).await;
@@ -90,7 +90,7 @@ async fn data_of_last_user_is_cleared_before_request_is_forwarded() -> Result<()
     assert_eq!(without_last_user.status, StatusCode::UNAUTHORIZED, "a script may have deleted the cookie");
     let again = send(page(&router, APP_HOST, "/", &switched)).await;
     assert_eq!((again.status, clear_site_data(&again.headers)), (StatusCode::FOUND, Some(CACHE_AND_STORAGE)));
-    assert_eq!(two.requests().len(), before, "a request reached the machine of user_2");
+    assert_eq!(two.requests().len(), before, "a request reached user_2's machine");
     let cookies = format!("{}; {}", provider("user_2"), last_user_cookie(&again)?);
     assert_eq!(send(page(&router, APP_HOST, "/", &cookies)).await.status, StatusCode::OK);
     assert_eq!(two.requests().len(), before + 1);
@@ -101,7 +101,7 @@ async fn data_of_last_user_is_cleared_before_request_is_forwarded() -> Result<()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sign_out_and_choice_of_another_account_clear_data() -> Result<()> {
+async fn sign_out_and_account_switch_clear_data() -> Result<()> {
     let (router, _one, _two) = start_with_two_users().await?;
     let first = send(page(&router, APP_HOST, "/", &format!("__session={}", router.token("user_1")))).await;
     let cookies = format!("__session={}; {}", router.token("user_1"), last_user_cookie(&first)?);

@@ -1,4 +1,4 @@
-//! The router applies changes to machines within a second, and serves stale routes during an outage of the database.
+//! The router applies changes to machines within a second, and serves stale routes during a database outage.
 
 use std::time::{Duration, Instant};
 
@@ -160,7 +160,7 @@ async fn stale_routes_are_served_during_database_outage() -> Result<()> {
         assert_eq!(router.fetch("user_1", "/").await.status, StatusCode::OK);
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
-    // If the lookup of a session fails, the provider's cookie still identifies the user, and requests do not wait for the
+    // If a session lookup fails, the provider's cookie still identifies the user, and requests do not wait for the
     // lookup's timeout.
     let both = format!("{unknown}; __session={}", router.token("user_1"));
     let started = Instant::now();

@@ -39,7 +39,7 @@ impl TestMachine {
         Self::start_as(MachineId::new(), &generate_self_signed(&["127.0.0.1".to_owned()])?).await
     }
 
-    /// Starts a machine with this id, certificate and key.
+    /// Starts a machine with the given id, certificate and key.
     pub async fn start_as(id: MachineId, identity: &Identity) -> Result<Self> {
         let pin = identity.pin()?;
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;

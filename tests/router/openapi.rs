@@ -100,7 +100,7 @@ impl ApiUnderTest for RouterSetup {
         ];
         if operation.method != Method::GET {
             let foreign = call().header("cookie", &self.session).header("origin", "https://evil.test");
-            all.push(forbidden("a page of another origin", foreign));
+            all.push(forbidden("a page from another origin", foreign));
         }
         all
     }
@@ -168,7 +168,7 @@ async fn valid_request_to_every_route_matches_its_description() -> Result<()> {
     Ok(())
 }
 
-/// Errors of well-formed requests with valid credentials, and unknown paths and hosts.
+/// Provokes errors for well-formed requests with valid credentials, and for unknown paths and hosts.
 async fn provoke_state_errors(setup: &RouterSetup) {
     let choose = operation("chooseSlot");
     let slot = setup.authorized_request(choose, choose.path).json(&json!({ "slot": "of-another" }));
@@ -223,7 +223,7 @@ async fn provoke_missing_provider_keys() -> Result<()> {
     Ok(())
 }
 
-/// Sends requests from an address that has exceeded the limit of verifications.
+/// Sends requests from an address that has exceeded the verification limit.
 async fn provoke_rate_limit() -> Result<()> {
     let router = TestRouter::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
     for operation in operations() {

@@ -10,7 +10,7 @@ use super::test_router::TestRouter;
 
 const OLD_SESSIONS: i64 = 100_000;
 
-/// Number of rows that sequential scans of the table have read, and number of its index scans.
+/// Returns the number of rows read by sequential scans of the table, and the number of its index scans.
 async fn scan_counts(sql: &Client, table: &str) -> Result<(i64, i64)> {
     let query = "SELECT seq_tup_read, coalesce(idx_scan, 0) FROM pg_stat_user_tables WHERE relname = $1";
     sql.batch_execute("SELECT pg_stat_clear_snapshot()").await?;
@@ -19,7 +19,7 @@ async fn scan_counts(sql: &Client, table: &str) -> Result<(i64, i64)> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn poll_of_sessions_uses_index() -> Result<()> {
+async fn session_poll_uses_index() -> Result<()> {
     let router = TestRouter::start().await?;
     let fill = format!(
         "INSERT INTO sessions (token_hash, host, idp_user_id, expires_at, changed_at) \

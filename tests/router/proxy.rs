@@ -43,7 +43,7 @@ struct Upstream {
 }
 
 impl Upstream {
-    /// `behavior` gets the numbers of the connection and of the request on it; both start at 0.
+    /// `behavior` gets the connection's number and the request's number on that connection; both start at 0.
     async fn start(behavior: fn(usize, usize) -> Behavior) -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let addr = listener.local_addr()?;

@@ -89,8 +89,8 @@ async fn expired_session_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// The cookies of a browser with a session of `user_1` in which the provider has signed in `user_2`; and the session's
-/// cookie alone.
+/// Returns the cookies of a browser that has a session for `user_1` but in which the provider has signed in `user_2`,
+/// and the session cookie alone.
 async fn disputed_cookies(router: &TestRouter) -> (String, String) {
     let session = router.open_session(APP_HOST, "user_1").await;
     (format!("{session}; __session={}", router.token("user_2")), session)
@@ -176,7 +176,7 @@ async fn user_can_switch_to_the_provider_account() -> Result<()> {
     assert_eq!(
         send(redeem(unused)).await.status,
         StatusCode::UNAUTHORIZED,
-        "the code of the ended session is invalid"
+        "the ended session's code is invalid"
     );
     assert_eq!(machine.requests().len(), before);
     let deadline = Instant::now() + Duration::from_secs(10);
@@ -204,7 +204,7 @@ async fn https_cookies_have_the_host_prefix() -> Result<()> {
     };
     assert_eq!(send(browser(format!("__Host-svc_session={token}"))).await.status, StatusCode::OK);
     let planted = send(browser(format!("svc_session={token}"))).await;
-    assert_eq!(planted.status, StatusCode::UNAUTHORIZED, "another host of the domain can set this cookie");
+    assert_eq!(planted.status, StatusCode::UNAUTHORIZED, "another host in the domain can set this cookie");
     let other_client = get_with_cookie(&router, APP_HOST, "/", &format!("svc_session={token}")).await;
     assert_eq!(other_client.status, StatusCode::OK);
     let response = send(router.get(CODE_HOST, "/").header("accept", "text/html")).await;
@@ -212,7 +212,7 @@ async fn https_cookies_have_the_host_prefix() -> Result<()> {
     Ok(())
 }
 
-/// Number of lookups of sessions by their cookies. PostgreSQL reports it with a delay.
+/// Returns the number of session lookups by cookie, which PostgreSQL reports with a delay.
 async fn count_lookups(router: &TestRouter) -> Result<i64> {
     let sql = "SELECT idx_scan FROM pg_stat_user_indexes WHERE indexrelname = 'sessions_pkey'";
     Ok(router.sql.query_one(sql, &[]).await?.get(0))
@@ -228,7 +228,7 @@ async fn forged_session_cookies_cost_no_query() -> Result<()> {
             assert_eq!(response.status, StatusCode::UNAUTHORIZED);
         }
     }
-    // A session of another router is looked up once, so its lookup shows that the statistics have arrived.
+    // A session from another router is looked up once, so its lookup shows that the statistics have arrived.
     let started = Instant::now();
     while count_lookups(&router).await? == 0 {
         let genuine = other.open_session(APP_HOST, "user_1").await;
@@ -296,7 +296,7 @@ async fn opening_sessions_is_rate_limited_per_user() -> Result<()> {
     Ok(())
 }
 
-/// The path and query of a redirect to one of the router's hosts.
+/// Returns the path and query of a redirect to one of the router's hosts.
 fn redirect_path<'a>(response: &'a RouterResponse, host: &str) -> &'a str {
     let prefix = format!("http://{host}");
     response

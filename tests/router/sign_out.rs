@@ -16,7 +16,7 @@ use tokio_tungstenite::{WebSocketStream, client_async};
 use super::machine::TestMachine;
 use super::test_router::{APP_HOST, CODE_HOST, ROUTE_UPDATE_TIMEOUT, TestRouter, send};
 
-/// Open connections of a user's browser: with its session, and with an app token.
+/// A browser's open connections: some with its session, and one with an app token.
 struct OpenConnections {
     socket: WebSocketStream<TcpStream>,
     streams: [Response; 2],
@@ -86,7 +86,7 @@ async fn sign_out_at_second_router_closes_only_older_streams() -> Result<()> {
         let late = send(other.get(APP_HOST, "/").bearer_auth(&opened.token)).await;
         assert_eq!(late.status, StatusCode::UNAUTHORIZED);
     }
-    // A router that starts after the sign-out enforces it, too.
+    // A router that starts after the sign-out also enforces it.
     let session = router.open_session(APP_HOST, "user_1").await;
     let opened = OpenConnections::open(&router, &session).await?;
     send(other.post(APP_HOST, "/_svc/sign-out").header("cookie", &session)).await;
@@ -131,7 +131,7 @@ async fn stream_ends_when_its_session_expires() -> Result<()> {
     Ok(())
 }
 
-/// A code is valid for a minute, and could open a session of twelve hours.
+/// A code is valid for a minute, but could open a twelve-hour session.
 #[tokio::test(flavor = "multi_thread")]
 async fn code_issued_before_sign_out_is_refused() -> Result<()> {
     let (router, _machine) = TestRouter::start_with_machine("user_1").await?;

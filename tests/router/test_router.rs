@@ -61,7 +61,7 @@ impl RouterResponse {
         serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error} in {self:?}"))
     }
 
-    /// The value of a cookie that the response sets.
+    /// Returns the value of a cookie set by the response.
     pub fn cookie(&self, name: &str) -> Option<String> {
         let lines = self.headers.get_all("set-cookie").iter().filter_map(|line| line.to_str().ok());
         let mut pairs = lines.filter_map(|line| line.split(';').next()?.split_once('='));
@@ -78,7 +78,8 @@ impl TestRouter {
         Self::start_with(&[], None).await
     }
 
-    /// If `database_proxy` is set, the router connects to the database through that address.
+    /// Starts a router with additional settings. If `database_proxy` is set, the router connects to the database
+    /// through that address.
     pub async fn start_with(settings: &[(&str, &str)], database_proxy: Option<SocketAddr>) -> Result<Self> {
         svc::http::tls::install_provider();
         let idp = Arc::new(Idp::start()?);
@@ -115,7 +116,7 @@ impl TestRouter {
         self.start_with_pairs(self.settings.clone()).await
     }
 
-    /// Starts another router on the same database, in which these settings replace all settings for hosts.
+    /// Starts another router on the same database, in which the given settings replace all host settings.
     pub async fn start_router_with(&self, settings: &[(&str, &str)]) -> Result<Self> {
         let is_host_setting = |name: &str| name.starts_with("CUSTOMER_VPS_") || name == "HOST_DOMAIN";
         let mut pairs: Vec<_> =
@@ -217,12 +218,12 @@ impl TestRouter {
         self.client.post(format!("http://{}{path}", self.addr)).header("host", host)
     }
 
-    /// Sends a `GET` request with this user's token.
+    /// Sends a `GET` request with the user's token.
     pub async fn fetch(&self, user: &str, path: &str) -> RouterResponse {
         send(self.get(APP_HOST, path).bearer_auth(self.token(user))).await
     }
 
-    /// Opens a session by loading a page with the provider's cookie. Returns the session's cookie as `name=value`.
+    /// Opens a session by loading a page with the provider's cookie. Returns the session cookie as `name=value`.
     pub async fn open_session(&self, host: &str, user: &str) -> String {
         let cookie = format!("__session={}", self.token(user));
         let response = send(self.get(host, "/").header("accept", "text/html").header("cookie", cookie)).await;
@@ -231,7 +232,7 @@ impl TestRouter {
         format!("{name}={value}")
     }
 
-    /// Waits until the user's requests get this status, for at most [`ROUTE_UPDATE_TIMEOUT`].
+    /// Waits until the user's requests get the given status, for at most [`ROUTE_UPDATE_TIMEOUT`].
     pub async fn wait_for_status(&self, user: &str, status: StatusCode) {
         let (started, token) = (Instant::now(), self.token(user));
         loop {
@@ -245,7 +246,7 @@ impl TestRouter {
         }
     }
 
-    /// Verifies the forwarded proof as this machine would, and returns its claims.
+    /// Verifies the forwarded proof as the machine would, and returns its claims.
     pub fn verify_proof(&self, machine: &TestMachine, headers: &HeaderMap) -> Claims {
         let proofs: Vec<_> = headers.get_all("x-svc-proof").iter().collect();
         assert_eq!(proofs.len(), 1, "number of proofs");
@@ -269,7 +270,7 @@ pub fn app_keys() -> (Arc<Signer>, AppKeys) {
     (Arc::clone(&signer), AppKeys { current: signer, public })
 }
 
-/// The statements that insert the machine's row.
+/// Returns the statements that insert the machine's row.
 pub fn insert_machine_sql(machine: &TestMachine, user: &str, slot: &str, status: &str) -> String {
     let handle = user.replace('_', "-");
     let TestMachine { id, pin, addr, .. } = machine;

@@ -19,14 +19,14 @@ fn host_name(id: MachineId) -> String {
     format!("{id}.{DOMAIN}")
 }
 
-/// Creates a key, and a certificate for it from this authority with these names.
+/// Creates a key, and a certificate for it from the given authority with the given names.
 fn issue_identity(ca: &Ca, names: &[&str], lifetime: SignedDuration) -> Result<Identity> {
     let key_pem = generate_self_signed(&["svc-host".to_owned()])?.key_pem;
     Ok(Identity { cert_pem: ca.issue_for(names, &key_pem, lifetime)?, key_pem })
 }
 
-/// Starts a router that verifies certificates and trusts this authority. For rows without a registration time, the grace
-/// period has ended.
+/// Starts a router that verifies certificates and trusts the given authority. For rows without a registration time, the
+/// grace period has ended.
 async fn start_verifying_router(roots: &Path, ca: &Ca, extra: &[(&str, &str)]) -> Result<TestRouter> {
     std::fs::write(roots, ca.root_pem())?;
     let roots = roots.display().to_string();

@@ -1,4 +1,4 @@
-//! Applies the actions of a plan to a run.
+//! Applies a plan's actions to a run.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,7 +42,7 @@ impl PlannedRequest {
 }
 
 impl Simulation<'_> {
-    /// Performs one step, and waits for its response, but at most for the step's `wait_ms`.
+    /// Performs one step and waits for its response, for at most the step's `wait_ms`.
     pub async fn perform_step(&mut self, step: &Step) -> Result<()> {
         match &step.action {
             Action::BackUp { host, stops_after } => {
@@ -115,7 +115,7 @@ impl Simulation<'_> {
         Ok(())
     }
 
-    /// The host of the n-th server, counted from the newest.
+    /// Returns the host of the n-th server, counted from the newest.
     fn host(&mut self, nth: usize) -> Option<Host> {
         let hosts = self.hosts();
         (!hosts.is_empty()).then(|| hosts[hosts.len() - 1 - nth % hosts.len()].clone())
@@ -306,7 +306,7 @@ impl Simulation<'_> {
         while self.tasks.join_next().await.is_some() {}
     }
 
-    /// Sends a heartbeat through the process with this index; returns its response.
+    /// Sends a heartbeat through the process with the given index. Returns the response.
     pub async fn heartbeat(&self, host: &Host, process_index: usize) -> Option<ApiResponse> {
         let path = format!("/vps/{}/heartbeat", host.machine);
         let token = host.upgrade_token.clone().into();
@@ -333,7 +333,7 @@ impl Simulation<'_> {
 
     /// Rebuilds a broken pointer, as an operator would.
     async fn rebuild(&self, prefix: &str) {
-        let (user, slot) = prefix.split_once('/').expect("the prefix of a slot contains a slash");
+        let (user, slot) = prefix.split_once('/').expect("a slot prefix contains a slash");
         let body = Some(json!({"idpUserId": user, "slot": slot}));
         let (token, path) = (SECRET.to_owned().into(), "/vps/slots/pointer/rebuild".to_owned());
         let (key, accepted_loss) = (None, AcceptedLoss::Nothing);
@@ -342,7 +342,7 @@ impl Simulation<'_> {
         send_request(&self.processes[0], 0, &self.ledger, &planned).await;
     }
 
-    /// Answers an operation's question, as an operator would: accepts the loss for about half of the operations.
+    /// Answers an operation's question, as an operator would, accepting the loss for about half of the operations.
     async fn answer_question(&self, operation_id: &str, machine: &str, database_state: &DatabaseState) {
         let accepts_loss = operation_id.bytes().last().is_some_and(|last| last % 2 == 0);
         let (operation, body) =

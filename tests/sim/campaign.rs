@@ -108,7 +108,7 @@ impl Fleet {
         first.or(again).unwrap_or_else(|| panic!("no response to {operation}\n{}", self.stack.log()))
     }
 
-    /// Sends one user's requests, as an operator would. They are random, so that some are refused. Returns their
+    /// Sends one user's requests, as an operator would. They are random, so some are refused. Returns their
     /// number.
     async fn send_requests(&self, number: usize, seed: u64) -> u32 {
         let mut rng = Rng::new(seed ^ (number as u64) << 32);
@@ -211,7 +211,7 @@ impl Fleet {
     }
 }
 
-/// Kills and restarts processes until `end` is signalled; then all are running. Returns them and the number of kills.
+/// Kills and restarts processes until `end` is signalled. Returns the processes, all running, and the number of kills.
 async fn kill_repeatedly(
     fleet: Arc<Fleet>,
     mut processes: Vec<Process>,
@@ -293,7 +293,7 @@ fn machines_with_servers(stack: &Stack) -> Vec<String> {
     stack.provider.servers().into_iter().filter_map(machine).collect()
 }
 
-/// Advances the time until no operation is running and no server remains to be deleted. Returns whether that was
+/// Advances the time until no operation is running and no server remains to be deleted. Returns whether that state was
 /// reached.
 async fn settle(fleet: &Fleet, database: &tokio_postgres::Client, times: &Times) -> Result<bool> {
     for _ in 0..300 {

@@ -1,4 +1,5 @@
-//! Checks the invariants from outside: on the database, the provider's state, the store, and the responses to callers.
+//! Checks the invariants from the outside: in the database, the provider's state, the store, and the responses to
+//! callers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -93,8 +94,8 @@ impl Observations {
         true
     }
 
-    /// Whether the machine got its slot back: its epoch is higher than when first observed, or than the epoch of a
-    /// later machine.
+    /// Returns whether the machine got its slot back: its epoch is higher than when first observed, or than the epoch
+    /// of a later machine.
     fn is_reinstated(&self, machine: &MachineRow, database_state: &DatabaseState) -> bool {
         let is_later =
             |other: &&MachineRow| other.prefix() == machine.prefix() && other.machine_id > machine.machine_id;
@@ -165,12 +166,12 @@ pub fn check_settled(
     found
 }
 
-/// Whether deletions are suspended: the restored database does not have a server, so an operator must decide.
+/// Returns whether deletions are suspended: the restored database lacks a server, so an operator must decide.
 pub fn are_deletions_suspended(database_state: &DatabaseState, live: &[String], ledger: &Ledger) -> bool {
     ledger.was_restored() && live.iter().any(|id| database_state.machine(id).is_none())
 }
 
-/// Whether a machine's server must be deleted.
+/// Returns whether a machine's server must be deleted.
 pub fn is_orphaned(database_state: &DatabaseState, live: &[String], ledger: &Ledger, machine: &str) -> bool {
     if are_deletions_suspended(database_state, live, ledger) {
         return false;
@@ -180,7 +181,7 @@ pub fn is_orphaned(database_state: &DatabaseState, live: &[String], ledger: &Led
         .is_none_or(|machine| !machine.is_active() && !database_state.must_keep_server(machine))
 }
 
-/// Whether a server that must be deleted still exists, or a deletion is pending.
+/// Returns whether a server that must be deleted still exists, or a deletion is pending.
 pub fn has_leftovers(database_state: &DatabaseState, live: &[String], ledger: &Ledger) -> bool {
     let orphans = live.iter().filter(|id| is_orphaned(database_state, live, ledger, id));
     let pending = database_state.machines.iter().filter(|machine| {
@@ -189,7 +190,7 @@ pub fn has_leftovers(database_state: &DatabaseState, live: &[String], ledger: &L
     orphans.count() + pending.count() > 0
 }
 
-/// Whether the audit has exactly one row for each change, and none for a replayed response.
+/// Returns whether the audit log has exactly one row for each change, and none for a replayed response.
 fn is_audit_complete(database_state: &DatabaseState, audit: &[AuditRow], ledger: &Ledger) -> bool {
     let rows = |actions: &[&str], of: &dyn Fn(&AuditRow) -> bool| {
         audit.iter().filter(|row| actions.contains(&row.action.as_str()) && of(row)).count()
@@ -216,7 +217,7 @@ fn is_audit_complete(database_state: &DatabaseState, audit: &[AuditRow], ledger:
     machines && resizes && failed && has_one_row_per_request(audit, ledger)
 }
 
-/// Whether each request, and all requests with the same key together, have at most one row, and an accepted
+/// Returns whether each request, and all requests with the same key together, have at most one row, and an accepted
 /// subscription has exactly one.
 fn has_one_row_per_request(audit: &[AuditRow], ledger: &Ledger) -> bool {
     let mut groups = BTreeMap::<String, (bool, Vec<String>)>::new();
@@ -227,7 +228,7 @@ fn has_one_row_per_request(audit: &[AuditRow], ledger: &Ledger) -> bool {
         requests.push(record.request_id);
     }
     groups.values().all(|(accepted, requests)| {
-        // A change for another machine of the slot, or for its data, has a separate row.
+        // A change to another machine in the slot, or to its data, has a separate row.
         let is_separate = |row: &&AuditRow| {
             matches!(row.action.as_str(), "delete.predecessor" | "reinstate" | "last_backup.loss_accepted")
         };

@@ -1,4 +1,4 @@
-//! A host at the protocol level: it is configured by its user-data, and backs up with the production store code.
+//! A host at the protocol level: it is configured by its user-data and backs up with the production store code.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -73,7 +73,8 @@ impl Host {
         }
     }
 
-    /// The body of a registration. Bodies differ in the host's key, which is kept when the same disk is rebooted.
+    /// Returns a registration body. Bodies differ in the host's key, which is kept when the host reboots from the same
+    /// disk.
     pub fn registration_body(&self, body: u8) -> Value {
         json!({"machineId": self.machine, "imageVersion": "v1", "bundleSha256": DIGEST,
             "tlsSpkiSha256": format!("{:064x}", u32::from(body) + 1), "bootMs": 1234})
@@ -108,7 +109,7 @@ impl Host {
         Ok(true)
     }
 
-    /// Stores the dump, the side record and the pointer, in the order of the backup job; may stop in between.
+    /// Stores the dump, the side record and the pointer, in the same order as the backup job. May stop in between.
     pub async fn back_up(
         self,
         store: Arc<Store>,
@@ -198,7 +199,7 @@ fn snapshot_ref(side: &SideRecord) -> SnapshotRef {
     }
 }
 
-/// Moves the pointer against the rules: ignores the fence and needs no side record.
+/// Moves the pointer without following the rules: ignores the fence and requires no side record.
 async fn write_pointer_unchecked(
     bucket: &Bucket,
     slot: &SlotPrefix,

@@ -6,7 +6,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::plan::KillPoint;
 
-/// The kill switch of a process; when armed, it kills the process at the n-th call of one kind.
+/// A process's kill switch. When armed, it kills the process at the n-th call of one kind.
 #[derive(Debug, Default)]
 pub struct KillSwitch {
     dead: CancellationToken,
@@ -30,12 +30,12 @@ impl KillSwitch {
         self.dead.is_cancelled()
     }
 
-    /// The token for components that stop when a token is cancelled.
+    /// Returns the token for components that stop when a token is cancelled.
     pub fn token(&self) -> CancellationToken {
         self.dead.clone()
     }
 
-    /// Runs work of the process. Returns `None` if the process is killed before the work ends.
+    /// Runs the process's work. Returns `None` if the process is killed before the work ends.
     pub async fn run_while_alive<T>(&self, work: impl Future<Output = T>) -> Option<T> {
         tokio::select! {
             biased;

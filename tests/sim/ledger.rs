@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::process::ApiResponse;
 use super::violation::Violation;
 
-/// A request with the status of its response.
+/// A request and its response status.
 #[derive(Debug, Clone)]
 pub struct RequestRecord {
     pub operation: &'static str,
@@ -32,7 +32,7 @@ struct LedgerState {
     ended: BTreeSet<String>,
     violations: BTreeSet<Violation>,
     requests: u32,
-    /// The epochs that heartbeat responses assigned.
+    /// The epochs assigned by heartbeat responses.
     epochs: BTreeMap<String, u32>,
     /// The accepted registration that each host has recorded; a restore of the platform's database does not affect it.
     registered: BTreeMap<String, Value>,
@@ -105,7 +105,7 @@ impl Ledger {
         self.state().records.push(record);
     }
 
-    /// Records the registration of a host as accepted; a second one with another body is a violation.
+    /// Records a host's registration as accepted; a second one with a different body is a violation.
     pub fn record_registration(&self, body: &Value) {
         let mut state = self.state();
         let machine = body["machineId"].as_str().unwrap_or_default().to_owned();
@@ -115,12 +115,12 @@ impl Ledger {
         }
     }
 
-    /// Whether the host's registration was accepted.
+    /// Returns whether the host's registration was accepted.
     pub fn is_registered(&self, machine: &str) -> bool {
         self.state().registered.contains_key(machine)
     }
 
-    /// The accepted registration of a host.
+    /// Returns a host's accepted registration.
     pub fn registration(&self, machine: &str) -> Option<Value> {
         self.state().registered.get(machine).cloned()
     }
@@ -129,17 +129,17 @@ impl Ledger {
         self.state().registration_attempts.insert(machine.to_owned());
     }
 
-    /// Machines whose hosts have sent a registration.
+    /// Returns the machines whose hosts have sent a registration.
     pub fn registration_attempts(&self) -> BTreeSet<String> {
         self.state().registration_attempts.clone()
     }
 
-    /// The machines named by responses, in the order of the responses.
+    /// Returns the machines named by responses, in the order of the responses.
     pub fn machines(&self) -> Vec<String> {
         self.state().machines.clone()
     }
 
-    /// Machines that callers know as replaced or deleted.
+    /// Returns the machines that callers know to have been replaced or deleted.
     pub fn ended_machines(&self) -> BTreeSet<String> {
         self.state().ended.clone()
     }
@@ -148,7 +148,7 @@ impl Ledger {
         self.state().operations.clone()
     }
 
-    /// Records the epoch that a heartbeat's response gave a host.
+    /// Records the epoch that a heartbeat response gave a host.
     pub fn record_epoch(&self, machine: &str, epoch: u32) {
         self.state().epochs.insert(machine.to_owned(), epoch);
     }

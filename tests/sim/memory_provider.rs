@@ -1,4 +1,4 @@
-//! An in-memory provider: its state, its rules, and the faults of a plan.
+//! An in-memory provider: its state, its rules, and a plan's faults.
 //!
 //! It replaces the adapter and the kit's simulator in most runs, because an HTTP exchange in a dev build costs as much
 //! as a whole step; with `Backends::Wire`, plans run through both.
@@ -19,7 +19,7 @@ use svc::provider::{
 use super::plan::{ProviderCall, ProviderFault};
 use super::violation::BrokenRule;
 
-/// The duration of an action at the provider.
+/// The duration of a provider action.
 const ACTION_DURATION: Duration = Duration::from_millis(15);
 const LATE_DELAY: Duration = Duration::from_millis(120);
 const SLOW_DELAY: Duration = Duration::from_millis(200);
@@ -27,7 +27,7 @@ const MACHINE_LABEL: &str = "svc-machine";
 const LOCATIONS: [&str; 3] = ["nbg1", "hel1", "fsn1"];
 const TYPES: [(&str, u32); 4] = [("cpx12", 40), ("cpx22", 80), ("cpx32", 160), ("cpx52", 480)];
 
-/// A server as ordered; the input of a host.
+/// A server as ordered; the input for a host.
 #[derive(Debug, Clone)]
 pub struct OrderedServer {
     pub name: String,
@@ -76,25 +76,25 @@ impl InMemoryProvider {
         self.state().faults.clear();
     }
 
-    /// The machines that currently have a server, from the servers' labels.
+    /// Returns the machines that currently have a server, from the servers' labels.
     pub fn machines_with_servers(&self) -> Vec<String> {
         let machine = |server: &Server| server.labels.get(MACHINE_LABEL).cloned().unwrap_or_default();
         self.state().servers.values().map(machine).collect()
     }
 
-    /// The machines whose servers are powered on.
+    /// Returns the machines whose servers are powered on.
     pub fn powered_on(&self) -> Vec<String> {
         let state = self.state();
         let on = state.servers.values().filter(|server| server.status == ServerStatus::Running);
         on.filter_map(|server| server.labels.get(MACHINE_LABEL).cloned()).collect()
     }
 
-    /// Every server ever created, the oldest first.
+    /// Returns every server ever created, oldest first.
     pub fn created_servers(&self) -> Vec<OrderedServer> {
         self.state().created.clone()
     }
 
-    /// Whether a machine ever had two servers at a time.
+    /// Returns whether a machine ever had two servers at once.
     pub fn had_duplicate(&self) -> bool {
         self.state().had_duplicate
     }
@@ -129,7 +129,7 @@ impl InMemoryProvider {
         Some(fault)
     }
 
-    /// Whether the next list of servers will be incomplete.
+    /// Returns whether the next list of servers will be incomplete.
     fn is_partial(&self) -> bool {
         let next = |state: &ProviderState| {
             state.faults.iter().find(|(call, _, _)| *call == ProviderCall::Read).map(|found| found.1)
@@ -291,7 +291,7 @@ fn failure(call: &'static str, kind: ErrorKind, status: u16, code: &str) -> Prov
     ProviderError::new(call, kind, cause)
 }
 
-/// The provider that all processes of a run share.
+/// The provider shared by all processes in a run.
 pub struct SharedProvider(pub Arc<InMemoryProvider>);
 
 #[async_trait]

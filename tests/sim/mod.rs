@@ -1,7 +1,7 @@
-//! The control plane under concurrent faults: several platform processes on one database, old and new hosts, faults of
+//! The control plane under concurrent faults: several platform processes on one database, old and new hosts, faults in
 //! the provider, the store and the database, crashes, duplicate requests and passing time, all chosen by seeds.
 //!
-//! The platform's code is that of production: routes, lifecycle, runner, reconciler, router, database. A seed
+//! The platform runs its production code: routes, lifecycle, runner, reconciler, router, database. A seed
 //! determines its plan: the actions, their order and delays, and the calls that fail. It does not determine how tasks
 //! and the database interleave, so a failing seed may need several attempts to fail again.
 //!

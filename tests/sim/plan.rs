@@ -54,7 +54,7 @@ pub enum Action {
         host: usize,
     },
     /// `host` counts back through all hosts that ever existed, even if their servers no longer do: a copy of a disk may
-    /// still run.
+    /// still be running.
     Register {
         host: usize,
         body: u8,
@@ -176,7 +176,7 @@ pub struct Step {
     pub wait_ms: u64,
 }
 
-/// Returns the plan of a seed.
+/// Returns the plan for a seed.
 pub fn plan(seed: u64) -> Vec<Step> {
     let mut rng = Rng::new(seed);
     let length = 20 + rng.below(21);
@@ -213,7 +213,7 @@ pub fn plan(seed: u64) -> Vec<Step> {
     steps
 }
 
-/// A typical sequence of actions on a slot, so that runs reach machines with data that could be lost.
+/// Returns a typical sequence of actions on a slot, so that runs reach machines with data that could be lost.
 fn machine_lifecycle(rng: &mut Rng) -> Vec<Action> {
     let slot = rng.below(SLOTS.len());
     let (newest, previous) = (0, 1);

@@ -1,5 +1,5 @@
 //! A platform process inside the test: the production API, router, runner and reconciler over one context. The
-//! process's switch kills it as kill -9 would: none of its tasks continues, its transactions are rolled back, and its
+//! process's switch kills it as kill -9 would: none of its tasks continue, its transactions are rolled back, and its
 //! leases remain until they expire.
 
 use std::sync::Arc;
@@ -52,7 +52,7 @@ pub struct ApiResponse {
     pub body: Value,
 }
 
-/// The production configuration, with shorter times.
+/// Returns the production configuration, with shorter times.
 pub fn config(database: &str) -> PlatformConfig {
     let key = "07".repeat(32);
     let env = Env::from_pairs([
@@ -172,7 +172,7 @@ impl Process {
     pub async fn stop(&self) {
         self.platform.stop.cancel();
         self.tasks.close();
-        // A hung process is killed, as a supervisor would do.
+        // A hung process is killed, as a supervisor would.
         let _ = tokio::time::timeout(Duration::from_secs(2), self.tasks.wait()).await;
         self.switch.kill();
     }

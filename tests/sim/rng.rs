@@ -1,4 +1,4 @@
-//! Seeded random numbers (SplitMix64), the only randomness of a plan.
+//! Seeded random numbers (SplitMix64), the only randomness in a plan.
 
 pub struct Rng(u64);
 
@@ -16,7 +16,7 @@ impl Rng {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `limit`, which is not 0.
+    /// Returns a number below `limit`, which must not be 0.
     pub fn below(&mut self, limit: usize) -> usize {
         (self.next() % limit as u64) as usize
     }
@@ -30,7 +30,7 @@ impl Rng {
         choices[self.below(choices.len())].clone()
     }
 
-    /// An index of `weights`, chosen in proportion to its weight.
+    /// Returns an index into `weights`, chosen in proportion to its weight.
     pub fn pick_weighted(&mut self, weights: &[u32]) -> usize {
         let mut offset = self.next() % u64::from(weights.iter().sum::<u32>());
         for (index, weight) in weights.iter().enumerate() {

@@ -1,6 +1,6 @@
 //! Acknowledged rows: the disks and snapshots that contain them, and the rows whose loss an operator accepted.
 //!
-//! The rule: an acknowledged row remains on a server of its slot or in a snapshot, unless an operator accepted its
+//! The rule: an acknowledged row remains on a server in its slot or in a snapshot, unless an operator accepted its
 //! loss or the provider lost the disk.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,7 +12,7 @@ pub struct Rows(Arc<Mutex<RowsState>>);
 #[derive(Debug, Default)]
 struct RowsState {
     last: u32,
-    /// By the slot's prefix.
+    /// By slot prefix.
     slots: BTreeMap<String, SlotRows>,
     /// By machine; a machine without an entry has never loaded its disk.
     disks: BTreeMap<String, Disk>,
@@ -44,7 +44,7 @@ impl Rows {
         self.state().disks.insert(machine.to_owned(), Disk { prefix: prefix.to_owned(), rows });
     }
 
-    /// The rows on a machine's disk; `None` if no data was restored to it.
+    /// Returns the rows on a machine's disk, or `None` if no data has been restored to it.
     pub fn rows_on_disk(&self, machine: &str) -> Option<BTreeSet<u32>> {
         self.state().disks.get(machine).map(|disk| disk.rows.clone())
     }
@@ -94,8 +94,8 @@ impl Rows {
         self.state().slots.values().map(|slot| slot.acknowledged.len()).sum()
     }
 
-    /// The acknowledged rows that are neither stored anywhere nor expendable, given that the machines in `live` have
-    /// servers.
+    /// Returns the acknowledged rows that are neither stored anywhere nor expendable, given that the machines in `live`
+    /// have servers.
     pub fn missing_rows(&self, live: &[String]) -> BTreeSet<u32> {
         let state = self.state();
         let on_servers: BTreeSet<u32> = live
@@ -114,7 +114,7 @@ impl Rows {
     }
 }
 
-/// An open request that accepts a loss. It may take effect at any moment until its end.
+/// An open request that accepts a loss. It may take effect at any moment until it ends.
 #[derive(Debug)]
 pub struct LossAcceptance {
     rows: Rows,

@@ -1,5 +1,4 @@
-//! The run of a seed: executes its plan and collects violations; a failing plan is reduced to its shortest failing
-//! prefix.
+//! Runs a seed: executes its plan, collects violations, and reduces a failing plan to its shortest failing prefix.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -15,7 +14,7 @@ use super::run_provider::RunProvider;
 use super::simulation::{Counts, Simulation};
 use super::violation::{BrokenRule, Violation};
 
-/// The result of a plan.
+/// The result of running a plan.
 pub enum RunResult {
     Passed(Counts),
     Violated { found: BTreeSet<Violation>, after: usize, log: Vec<String> },

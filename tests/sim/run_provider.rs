@@ -48,7 +48,7 @@ impl RunProvider {
         }
     }
 
-    /// The machines that have a server now.
+    /// Returns the machines that currently have a server.
     pub fn machines_with_servers(&self) -> Vec<String> {
         match self {
             Self::InMemory(provider) => provider.machines_with_servers(),
@@ -60,7 +60,7 @@ impl RunProvider {
         }
     }
 
-    /// The machines whose servers are powered on.
+    /// Returns the machines whose servers are powered on.
     pub fn powered_on(&self) -> Vec<String> {
         match self {
             Self::InMemory(provider) => provider.powered_on(),
@@ -71,7 +71,7 @@ impl RunProvider {
         }
     }
 
-    /// The created servers, the oldest first; over HTTP, only those that an observation has seen.
+    /// Returns the created servers, oldest first. Over HTTP, these are only the servers that existed during a call.
     pub fn created_servers(&self) -> Vec<OrderedServer> {
         match self {
             Self::InMemory(provider) => provider.created_servers(),
@@ -91,7 +91,7 @@ impl RunProvider {
         match self {
             Self::InMemory(provider) => provider.had_duplicate(),
             Self::Wire { simulator, .. } => {
-                // A second server with the same name can only exist after the end of the first.
+                // A second server with the same name can exist only after the first has ended.
                 let mut open = BTreeSet::new();
                 simulator.creations().into_iter().any(|it| it.ended.is_none() && !open.insert(it.name))
             }

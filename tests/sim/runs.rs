@@ -36,7 +36,7 @@ async fn seeds_find_no_violation() {
     run_in_process(0, 150).await;
 }
 
-/// The same plans through the production adapter and the store's client, over HTTP.
+/// Runs plans through the production adapter and store client, over HTTP.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn plans_over_http_find_no_violation() {
     let counts = assert_seeds_find_no_violation(10_000..10_012, Backends::Wire, 3).await;

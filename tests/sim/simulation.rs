@@ -99,7 +99,7 @@ impl<'a> Simulation<'a> {
         self.processes[process] = Arc::new(started);
     }
 
-    /// Every host that ever existed, the oldest first.
+    /// Returns every host that ever existed, oldest first.
     pub fn hosts(&mut self) -> &[Host] {
         let created = self.provider.created_servers();
         self.hosts.extend(created.iter().skip(self.hosts.len()).map(Host::from_order));
@@ -134,7 +134,8 @@ impl<'a> Simulation<'a> {
         Ok(found)
     }
 
-    /// Whether requests of a user without a running machine are still forwarded after the time that a change may take.
+    /// Returns whether requests from a user without a running machine are still forwarded after the time allowed for a
+    /// change.
     async fn is_misrouted(&mut self, database_state: &DatabaseState) -> Result<bool> {
         self.last_checked_process = (self.last_checked_process + 1) % PROCESSES;
         let process = Arc::clone(&self.processes[self.last_checked_process]);
@@ -160,7 +161,8 @@ impl<'a> Simulation<'a> {
         Ok(false)
     }
 
-    /// No host is listening: a forwarded request gets a 502 or 504, any other a 503.
+    /// Returns whether a user's request is forwarded. No host is listening, so a forwarded request gets a 502 or 504,
+    /// and any other gets a 503.
     async fn is_routed(&self, process: &Process, user: &str) -> bool {
         let request = Request::builder()
             .uri("/")
@@ -218,7 +220,7 @@ impl<'a> Simulation<'a> {
         Ok(found)
     }
 
-    /// Stops the platform, restores its saved database and starts it again; then its hosts send heartbeats.
+    /// Stops the platform, restores its saved database, starts it again, and sends heartbeats from its hosts.
     pub async fn restore_database(&mut self) -> Result<()> {
         for process in &self.processes {
             process.switch.kill();
@@ -252,12 +254,12 @@ impl<'a> Simulation<'a> {
     }
 }
 
-/// The users, each once.
+/// Returns each user once.
 fn users() -> BTreeSet<&'static str> {
     SLOTS.iter().map(|(user, _)| *user).collect()
 }
 
-/// Creates a session cookie as a router does.
+/// Creates a session cookie as a router would.
 fn session_cookie(database: &RunDatabase, user: &str) -> String {
     let claims = serde_json::json!({ "iss": "svc-session", "jti": user, "host": "app" });
     format!("svcs_{}", database.keys.borrow().app.current.sign_json(&claims))

@@ -1,4 +1,4 @@
-//! The state of the database at one instant.
+//! The database state at one instant.
 
 use anyhow::Result;
 use serde::Deserialize;
@@ -67,7 +67,8 @@ impl DatabaseState {
         self.machines.iter().find(|machine| machine.machine_id == id)
     }
 
-    /// Whether the server of a machine that left its slot must be kept: it has unsaved data, or no successor yet.
+    /// Returns whether the server of a machine that has left its slot must be kept, because it has unsaved data or no
+    /// successor yet.
     pub fn must_keep_server(&self, machine: &MachineRow) -> bool {
         if machine.is_active() || machine.discard_ordered_at.is_some() {
             return false;

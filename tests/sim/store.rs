@@ -1,4 +1,4 @@
-//! The object store of a run. Every writer goes through it, so it observes all changes to pointers and snapshots.
+//! A run's object store. Every writer goes through it, so it observes all changes to pointers and snapshots.
 //!
 //! Behind it is the in-memory store of `object_store`, which enforces conditions atomically, or the kit's S3 server.
 
@@ -40,9 +40,9 @@ pub struct Store {
     broken_rule: Option<BrokenRule>,
     faults: Mutex<Vec<(bool, StoreFault, u8)>>,
     violations: Mutex<BTreeSet<Violation>>,
-    /// The last value of each pointer. Writes of a pointer are serialized, so this is their order.
+    /// The last value of each pointer. Locked during each pointer write, so values are recorded in write order.
     pointers: tokio::sync::Mutex<BTreeMap<String, Pointer>>,
-    /// The claims of a pointer, by pointer and `seq`: another writer may advance `latest` to them.
+    /// The writer of each claim, by pointer and `seq`: another writer may advance `latest` to the claim.
     claims: Mutex<BTreeMap<(String, u64), Writer>>,
     dumps: Mutex<BTreeSet<String>>,
     /// Pointers that a plan broke: their next value need not follow from the previous value.
@@ -71,7 +71,7 @@ impl Store {
         lock(&self.faults).clear();
     }
 
-    /// The violations so far; also checks that every snapshot still exists.
+    /// Returns the violations so far. Also checks that every snapshot still exists.
     pub async fn violations(&self) -> BTreeSet<Violation> {
         let listed: Result<Vec<ObjectMeta>> = self.inner.list(None).try_collect().await;
         if let Ok(listed) = listed {
@@ -101,7 +101,7 @@ impl Store {
         result.expect("the underlying store should work");
     }
 
-    /// The prefixes of the slots whose broken pointers have not been rewritten yet.
+    /// Returns the prefixes of the slots whose broken pointers have not been rewritten yet.
     pub fn broken_pointers(&self) -> Vec<String> {
         lock(&self.pointers_broken)
             .iter()
@@ -110,7 +110,7 @@ impl Store {
             .collect()
     }
 
-    /// The fence of each slot, by its prefix.
+    /// Returns each slot's fence, by slot prefix.
     pub async fn fences(&self) -> BTreeMap<String, u32> {
         let pointers = self.pointers.lock().await;
         let slot = |key: &str| key.strip_suffix(POINTER).unwrap_or(key).to_owned();
@@ -212,7 +212,7 @@ impl Store {
         digest == named.sha256 && side.sha256 == named.sha256 && dump.len() as u64 == named.size_bytes
     }
 
-    /// Removes all snapshots of the slot except the pointer's.
+    /// Removes all of the slot's snapshots except the one that the pointer names.
     async fn prune(&self, at: &Path, pointer: &Pointer) {
         let Some(named) = &pointer.snapshot else { return };
         let slot = at.as_ref().strip_suffix("/latest").unwrap_or_default();
@@ -224,7 +224,7 @@ impl Store {
     }
 }
 
-/// The key of the slot's `latest`, for `latest` itself and for an entry of the pointer's log.
+/// Returns the key of the slot's `latest`, for `latest` itself or an entry in the pointer log.
 fn pointer_of(at: &Path) -> Option<String> {
     let at = at.as_ref();
     if at.ends_with(POINTER) {
@@ -238,11 +238,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The connection of one process or host to the store.
+/// One process's or host's connection to the store.
 #[derive(Debug)]
 pub struct StoreConnection {
     pub store: Arc<Store>,
-    /// The kill switch of a process; hosts have none.
+    /// The process's kill switch; hosts have none.
     pub switch: Option<Arc<KillSwitch>>,
 }
 

@@ -1,4 +1,4 @@
-//! The violations of invariants, and the rules that tests break deliberately to check that violations are detected.
+//! Invariant violations, and the rules that tests deliberately break to check that violations are detected.
 
 /// A violated invariant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -42,11 +42,11 @@ pub enum Violation {
 /// database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BrokenRule {
-    /// The provider accepts a name twice, and finds no server by name.
+    /// The provider accepts a name more than once, and finds no server by name.
     ProviderAcceptsDuplicateNames,
     /// The provider reports a deletion without deleting.
     ProviderDeletesNothing,
-    /// The store ignores the conditions of writes.
+    /// The store ignores write conditions.
     StoreIgnoresConditions,
     /// The store reports that it wrote a fence, but did not.
     StoreLosesFences,
@@ -56,12 +56,12 @@ pub enum BrokenRule {
     HostIgnoresFence,
     /// A host moves the pointer before the side record exists.
     HostDoesNotVerify,
-    /// SQL that runs on the database before the run.
+    /// SQL executed on the database before the run.
     Sql(&'static str),
 }
 
 impl BrokenRule {
-    /// Each machine of a slot creates a second machine, which no response names.
+    /// The first machine in a slot creates a second machine, which no response names.
     pub const DUPLICATES_MACHINES: Self = Self::Sql(
         "DROP INDEX user_machines_active;
          CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
@@ -71,7 +71,7 @@ impl BrokenRule {
             END IF; RETURN NULL; END $$;
          CREATE TRIGGER broken AFTER INSERT ON user_machines FOR EACH ROW EXECUTE FUNCTION broken();",
     );
-    /// Routers are notified only of machines that start to run.
+    /// Routers are notified only of machines that start running.
     pub const HIDES_CHANGES_FROM_ROUTERS: Self = Self::Sql(
         "DROP TRIGGER user_machines_changed ON user_machines;
          CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
@@ -113,14 +113,14 @@ impl BrokenRule {
             NEW.state := 'running'; NEW.ended_at := NULL; RETURN NEW; END $$;
          CREATE TRIGGER broken BEFORE UPDATE OF state ON operations FOR EACH ROW EXECUTE FUNCTION broken();",
     );
-    /// The operation of a new machine ends before its work is done.
+    /// A new machine's operation ends before its work is done.
     pub const ENDS_OPERATIONS_EARLY: Self = Self::Sql(
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
             NEW.state := 'succeeded'; NEW.ended_at := now(); RETURN NEW; END $$;
          CREATE TRIGGER broken BEFORE UPDATE OF step ON operations
             FOR EACH ROW WHEN (NEW.step = 'await_registration') EXECUTE FUNCTION broken();",
     );
-    /// The operation of a deletion is not stored.
+    /// A deletion's operation is not stored.
     pub const LOSES_OPERATIONS: Self = Self::Sql(
         "ALTER TABLE operation_log DROP CONSTRAINT operation_log_operation_id_fkey;
          CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$;
@@ -151,7 +151,7 @@ impl BrokenRule {
             FOR EACH ROW WHEN (NEW.retired_at IS NOT NULL OR NEW.deleted_at IS NOT NULL)
             EXECUTE FUNCTION broken();",
     );
-    /// The platform does not store the body of a registration.
+    /// The platform does not store a registration's body.
     pub const LOSES_REGISTRATIONS: Self = Self::Sql(
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
             NEW.registration_body_hash := NULL;

@@ -1,4 +1,4 @@
-//! The cases. If the store deviates, a case returns the deviation; any other failure is an error.
+//! The test cases. If the store deviates, a case returns the deviation; any other failure is an error.
 
 use std::time::Duration;
 
@@ -32,13 +32,13 @@ fn slot_of(user: &str) -> Result<SlotPrefix> {
     Ok(SlotPrefix::new(&user.parse()?, &Slot::primary()))
 }
 
-/// The prefix of the entries of the pointer's log.
+/// Returns the key prefix for pointer log entries.
 fn pointer_log(slot: &SlotPrefix) -> String {
     let entry = slot.pointer_entry(0).to_string();
     entry.rsplit_once('/').map_or(entry.clone(), |(folder, _)| format!("{folder}/"))
 }
 
-/// Stores the dump of a backup of the machine of `epoch`; [`advance`] writes its side record.
+/// Stores the dump of a backup from the machine for `epoch`; [`advance`] writes its side record.
 async fn store_backup(
     fixture: &StoreFixture,
     slot: &SlotPrefix,
@@ -48,7 +48,7 @@ async fn store_backup(
     let side = side_record(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
     fixture
         .bucket
-        .put(&slot.snapshot(&side.key).context("the key is not a snapshot's")?, &b"dump"[..])
+        .put(&slot.snapshot(&side.key).context("the key is not a snapshot key")?, &b"dump"[..])
         .await?;
     Ok(side)
 }
@@ -104,7 +104,7 @@ pub async fn pointer_moves_once_when_responses_are_lost(fixture: &StoreFixture) 
     advance(fixture, &slot, &side).await?;
     ensure!(lost.hits() == 1, "the fault did not occur");
     let end = pointer_io::read(&fixture.bucket, &slot).await?.context("the slot has no pointer")?.value;
-    ensure!(end.snapshot.is_some_and(|named| named.key == side.key), "the pointer names another snapshot");
+    ensure!(end.snapshot.is_some_and(|named| named.key == side.key), "the pointer names the wrong snapshot");
     let entries = fixture.server.objects(BUCKET, &pointer_log(&slot));
     ensure!(entries.len() as u64 == end.seq, "{} entries for seq {}", entries.len(), end.seq);
     Ok(Support::Yes)
@@ -165,7 +165,7 @@ pub async fn aborted_upload_leaves_nothing(fixture: &StoreFixture) -> Result<Sup
     Ok(Support::Yes)
 }
 
-pub async fn upload_of_killed_process_can_be_aborted(fixture: &StoreFixture) -> Result<Support> {
+pub async fn upload_from_killed_process_can_be_aborted(fixture: &StoreFixture) -> Result<Support> {
     let key = Path::from("user_1/killed.dump");
     let mut upload = start_upload(fixture, &key, content(6 * MIB)).await?;
     let open = upload.open_upload().cloned().context("the upload has no id")?;
@@ -223,7 +223,7 @@ pub async fn interrupted_download_resumes_on_the_same_version(fixture: &StoreFix
     match rest(3).await {
         Err(object_store::Error::Precondition { .. }) => Ok(Support::Yes),
         Err(error) => Err(error.into()),
-        Ok(_) => Ok(Support::No("the download resumed with another version".to_owned())),
+        Ok(_) => Ok(Support::No("the download resumed with a different version".to_owned())),
     }
 }
 
@@ -295,12 +295,12 @@ pub async fn session_reaches_only_its_slot(fixture: &StoreFixture) -> Result<Sup
     ensure!(host.get(&own.pointer(), 10).await?.is_some(), "the session cannot read its own object");
     match host.put(&other.pointer(), &b"{}"[..]).await {
         Err(StoreError::Denied { .. }) => {}
-        Ok(()) => return Ok(Support::No("it wrote an object of another slot".to_owned())),
+        Ok(()) => return Ok(Support::No("it wrote an object in another slot".to_owned())),
         Err(error) => return Err(error.into()),
     }
     fixture.bucket.put(&other.pointer(), &b"{}"[..]).await?;
     let read = host.get(&other.pointer(), 10).await;
-    ensure!(matches!(read, Err(StoreError::Denied { .. })), "the session read an object of another slot");
+    ensure!(matches!(read, Err(StoreError::Denied { .. })), "the session read an object in another slot");
     let deleted = host.raw().delete(&own.pointer()).await;
     ensure!(deleted.is_err(), "the session deleted an object");
     Ok(Support::Yes)

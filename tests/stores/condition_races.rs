@@ -14,10 +14,10 @@ use super::StoreFixture;
 
 const WRITERS: u64 = 6;
 
-/// Rounds by their number of winners.
+/// The number of rounds, by number of winners.
 type Winners = BTreeMap<usize, usize>;
 
-/// Starts all writers within `spread`; returns the number of winners.
+/// Starts all writers within `spread`. Returns the number of winners.
 async fn race(fixture: &StoreFixture, key: &Path, condition: &Condition, spread: Duration) -> Result<usize> {
     let writers = (0..WRITERS).map(|writer| async move {
         let delay = u32::try_from(writer).unwrap_or_default() * spread / WRITERS as u32;

@@ -8,7 +8,7 @@ use kit::story::{BUCKET, HostBackend, RouterTransport, Stack};
 
 use crate::ctl::doctor::{Report, run_report};
 
-/// Runs the doctor on a platform with this store.
+/// Runs the doctor on a platform with the given store.
 async fn diagnose(kind: StoreKind) -> Result<Report> {
     let (svc, dir) = (Path::new(env!("CARGO_BIN_EXE_svc")), tempfile::tempdir_in("/tmp")?);
     let store = kind.start(dir.path(), BUCKET).await?;
@@ -18,13 +18,13 @@ async fn diagnose(kind: StoreKind) -> Result<Report> {
     let remaining = stack.store.objects(BUCKET, "system-doctor/");
     assert!(remaining.is_empty(), "probe objects remain: {remaining:?}");
     let remaining = stack.store.objects(BUCKET, "svc-doctor");
-    assert!(remaining.is_empty(), "objects of the session remain: {remaining:?}");
+    assert!(remaining.is_empty(), "session objects remain: {remaining:?}");
     stack.stop().await;
     Ok(found)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn doctor_reports_missing_capabilities_of_moto() -> Result<()> {
+async fn doctor_reports_capabilities_that_moto_lacks() -> Result<()> {
     let found = diagnose(StoreKind::Moto).await?;
     found.expect("host-credentials", "problem", "reaches other slots: it wrote an object there");
     found.expect("store", "problem", "Anyone who can reach the endpoint can read and delete every snapshot.");
@@ -34,7 +34,7 @@ async fn doctor_reports_missing_capabilities_of_moto() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn doctor_reports_missing_capabilities_of_seaweedfs() -> Result<()> {
+async fn doctor_reports_capabilities_that_seaweedfs_lacks() -> Result<()> {
     if let Err(error) = tokio::task::spawn_blocking(|| kit::seaweed::fetch(&kit::fetch::target_dir())).await?
     {
         kit::skip::record(format_args!("SeaweedFS cannot be fetched: {error:#}"));

@@ -20,7 +20,7 @@ const CASE_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Store, case, and a substring of the deviation that [`Support::No`] reports.
 const DEVIATIONS: [(StoreKind, &str, &str); 5] = [
-    (StoreKind::Moto, "session_reaches_only_its_slot", "it wrote an object of another slot"),
+    (StoreKind::Moto, "session_reaches_only_its_slot", "it wrote an object in another slot"),
     (StoreKind::Moto, "damaged_body_is_refused", "it stored the object"),
     (StoreKind::Moto, "wrong_secret_is_refused", "it stored an object"),
     // The tests run SeaweedFS without an identity configuration, and so without STS.
@@ -114,7 +114,7 @@ cases_on_each_store!([
     missing_pointer_with_snapshots_is_reported_as_damaged,
     large_upload_is_stored_as_sent,
     aborted_upload_leaves_nothing,
-    upload_of_killed_process_can_be_aborted,
+    upload_from_killed_process_can_be_aborted,
     upload_creates_a_snapshot_only_once,
     interrupted_download_resumes_on_the_same_version,
     outage_is_not_reported_as_not_found,

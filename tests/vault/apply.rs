@@ -108,18 +108,18 @@ async fn invalid_or_unsuitable_release_is_refused() -> Result<()> {
             Manifest { expires_at: CREATED_AT.to_owned(), ..good.manifest.clone() },
         ),
         (
-            "another version",
+            "a different version",
             "9.9.9",
             "manifest",
             Manifest { image_version: "9.9.9".to_owned(), ..good.manifest.clone() },
         ),
         (
-            "another digest",
+            "a different digest",
             "SHA-256",
             "download",
             Manifest { sha256: "ab".repeat(32), ..good.manifest.clone() },
         ),
-        ("another size", "bytes", "download", Manifest { size_bytes: 7, ..good.manifest.clone() }),
+        ("a different size", "bytes", "download", Manifest { size_bytes: 7, ..good.manifest.clone() }),
         (
             "newer min_version",
             "requires at least",
@@ -181,7 +181,7 @@ async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
         (&last["outcome"], &last["stage"], &last["requestId"]),
         (&"rolled_back".into(), &"health".into(), &"update-request-1".into())
     );
-    assert!(last["error"].as_str().is_some_and(|why| why.contains("svc-gateway.service failed")), "{last}");
+    assert!(last["error"].as_str().is_some_and(|text| text.contains("svc-gateway.service failed")), "{last}");
     assert_eq!(fixture.status().await?["quarantined"][0]["version"], NEW_VERSION);
     let request_count = fixture.source.requests().len();
     fixture.request_update(NEW_VERSION)?;
@@ -282,7 +282,7 @@ async fn release_that_removes_a_part_requires_allow_removal() -> Result<()> {
     let last = fixture.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &"preflight".into()));
     fixture.assert_untouched()?;
-    // This signed manifest permits the removal of only one of them.
+    // This signed manifest permits the removal of only one of the two parts.
     let mut removing = PublishedRelease::new(NEW_VERSION, &[])?;
     removing.manifest.removes = vec!["code-server".to_owned()];
     removing.serve(&fixture.source)?;
@@ -390,8 +390,8 @@ async fn update_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
     for point in svc::host::update::APPLY_FAILPOINTS {
         points.push(point);
     }
-    // Includes the points of fetching a release, which a boot also passes. The boot's own first and last points are not
-    // reached here.
+    // Includes the points for fetching a release, which a boot also passes. The boot's own first and last points are
+    // not reached here.
     let shared =
         ["update.downloading", "update.unpacked", "update.verified", "update.synced", "update.renamed"];
     points.extend(shared);

@@ -12,7 +12,7 @@ use svc::store::snapshot;
 use super::machine::{self, BUCKET, Machine, USER, path_str, slot, tools_with_script, wait_until};
 
 const ROWS: &str = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM generate_series(1, 1000)";
-/// A table larger than one part of an upload.
+/// A table larger than one upload part.
 const NOISE: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
      FROM generate_series(1, 600) n, generate_series(1, 1000) m GROUP BY n";
 
@@ -50,9 +50,9 @@ async fn invalid_dump_never_becomes_an_object() -> Result<()> {
     let good = machine::pointer(&store).await?;
     let before = snapshots(&store);
     let wrappers = [
-        ("cut in its head", "REAL \"$@\" | head -c 300"),
+        ("cut near the start", "REAL \"$@\" | head -c 300"),
         ("cut in the middle", "REAL \"$@\" | head -c 6000000"),
-        ("cut at its end", "REAL \"$@\" | head -c -20"),
+        ("cut near the end", "REAL \"$@\" | head -c -20"),
         ("empty", "exit 0"),
         ("not a dump", "echo hello"),
         (
@@ -82,7 +82,7 @@ async fn invalid_dump_never_becomes_an_object() -> Result<()> {
 }
 
 #[tokio::test]
-async fn password_is_in_no_arguments_or_output() -> Result<()> {
+async fn password_is_not_in_arguments_or_output() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, ROWS).await?;
     let seen = tempfile::tempdir()?;
@@ -109,12 +109,12 @@ async fn transient_store_faults_are_retried() -> Result<()> {
         ("a part's response is lost", Rule::new(Fault::LostReply).query("partNumber=1")),
         ("the completion's response is lost", Rule::new(Fault::LostReply).method("POST").query("uploadId=")),
         (
-            "the completion fails after it took effect",
+            "the completion fails after taking effect",
             Rule::new(Fault::StatusAfterCommit(500)).method("POST").query("uploadId="),
         ),
         ("the pointer's response is lost", Rule::new(Fault::LostReply).method("PUT").key("db/latest")),
         (
-            "the pointer's write fails after it took effect",
+            "the pointer's write fails after taking effect",
             Rule::new(Fault::StatusAfterCommit(503)).method("PUT").key("db/latest"),
         ),
         ("the side record's response is lost", Rule::new(Fault::LostReply).method("PUT").key(".dump.json")),
@@ -146,7 +146,7 @@ async fn backup_without_store_or_database_exits_with_69() -> Result<()> {
     store.heal();
     machine.postgres().stop().await?;
     machine.run(&["svc-db-backup"])?.expect(69);
-    // The backup claimed its `seq` before the write of `latest` failed, so it is final.
+    // The backup claimed its `seq` before the write to `latest` failed, so the claim is final.
     let moved = machine::pointer(&store).await?.context("there is no pointer")?;
     assert_eq!(Some(moved.seq), good.map(|good| good.seq + 1));
     assert_pointer_valid(&store).await?;
@@ -207,7 +207,7 @@ async fn concurrent_run_reports_the_first_and_request_waits() -> Result<()> {
     let request = machine.path("var/lib/svc/requests/backup");
     svc::fsx::write_atomic(&request, b"", 0o600)?;
     machine.run(&["svc-db-backup", "run", "--request"])?.expect(0);
-    assert!(!request.exists(), "a request that was served is removed");
+    assert!(!request.exists(), "a served request is removed");
     first.wait()?.expect(0);
     assert_eq!(machine.backup_records()?.len(), 2);
     assert_eq!(machine::pointer(&store).await?.context("there is no pointer")?.seq, 2);
@@ -247,7 +247,7 @@ async fn failed_step_is_recorded_and_publishes_nothing_partial() -> Result<()> {
     Ok(())
 }
 
-/// The database of a machine that is not restored yet must not become the latest snapshot.
+/// The database of a machine that has not been restored yet must not become the latest snapshot.
 #[tokio::test]
 async fn backup_refuses_to_run_before_gate_opens() -> Result<()> {
     let store = machine::store()?;
@@ -275,7 +275,7 @@ async fn termination_aborts_the_upload() -> Result<()> {
     Ok(())
 }
 
-/// A dump of 130 MB needs only the memory of its parts.
+/// A 130 MB dump needs only the memory for its parts.
 #[tokio::test]
 async fn memory_does_not_grow_with_the_dump() -> Result<()> {
     let store = machine::store()?;

@@ -13,12 +13,12 @@ use flate2::write::GzEncoder;
 use http::{HeaderMap, StatusCode, Uri, header};
 use sha2::{Digest, Sha256};
 
-/// A bundle of this version, with enough incompressible content to interrupt its download in the middle.
+/// Creates a bundle of the given version, with enough incompressible content to interrupt its download in the middle.
 pub fn bundle(version: &str) -> Result<Vec<u8>> {
     bundle_with(version, &[])
 }
 
-/// Like [`bundle`], with additional files.
+/// Like [`bundle`], but with additional files.
 pub fn bundle_with(version: &str, extra_files: &[(&str, &str)]) -> Result<Vec<u8>> {
     let mut tar = tar::Builder::new(GzEncoder::new(Vec::new(), Compression::fast()));
     let mut add = |path: &str, mode: u32, body: &[u8]| -> Result<()> {
@@ -70,7 +70,7 @@ struct SourceState {
     /// The content after the next request.
     next: Option<Vec<u8>>,
     requests: Vec<BundleRequest>,
-    /// Other files, by the end of their path; `None` for a missing file.
+    /// Other files, by the end of their paths; `None` for a missing file.
     other_files: BTreeMap<String, Option<Vec<u8>>>,
 }
 

@@ -9,7 +9,7 @@ use super::machine::{self, BUCKET, Machine, USER};
 const ROWS: &str = "CREATE ROLE app_t NOLOGIN; CREATE TABLE t (id int PRIMARY KEY, message text); ALTER TABLE t OWNER TO app_t; \
      INSERT INTO t SELECT n, md5(n::text) FROM generate_series(1, 20000) n";
 
-/// A machine with this many snapshots, and their keys.
+/// Creates a machine with `count` snapshots. Returns the machine and the snapshots' keys.
 async fn machine_with_snapshots(store: &S3Server, count: usize) -> Result<(Machine, Vec<String>)> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute(ROWS).await?;
@@ -38,7 +38,7 @@ fn read_last_check(machine: &Machine, kind: &str) -> Result<Value> {
     Ok(serde_json::from_slice(&std::fs::read(machine.path(&format!("var/lib/svc/last-{kind}.json")))?)?)
 }
 
-/// Stores a copy of the snapshot with this earlier time; returns its key.
+/// Stores a copy of the snapshot under the given earlier time. Returns the copy's key.
 fn store_older_copy(store: &S3Server, key: &str, time: &str) -> Result<String> {
     let copy_key = format!("system/db/snapshots/{time}-1.dump");
     let dump = store.read(BUCKET, &object(key)).context("the object is missing")?;
@@ -71,7 +71,7 @@ async fn verify_detects_every_kind_of_damage() -> Result<()> {
     store.write(BUCKET, &object(&keys[1]), shorter);
     store.remove(BUCKET, &object(&keys[2]));
     store.write(BUCKET, &object(&format!("{}.json", keys[3])), "{}");
-    // The content of another snapshot, which is itself valid.
+    // The content of another snapshot, which is itself intact.
     let other = store.read(BUCKET, &object(&keys[5])).context("the object is missing")?;
     store.write(BUCKET, &object(&keys[4]), other);
 
@@ -110,8 +110,8 @@ async fn daily_share_of_snapshots_is_verified() -> Result<()> {
         old.push(store_older_copy(&store, &keys[0], &format!("2026-01-{day:02}T00-00-00.000Z"))?);
     }
     let within = [("VERIFY_WITHIN_DAYS", "10")];
-    // Each of the ten snapshots is due within ten days. After downtime, one run verifies the share of three days, the
-    // oldest first.
+    // Each of the ten snapshots is due within ten days. After downtime, one run verifies three days' share, oldest
+    // first.
     let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(0);
     assert!(result.stdout.starts_with("3 snapshots"), "{}", result.stdout);
     store.remove(BUCKET, &object(&old[3]));
@@ -163,7 +163,7 @@ async fn drill_restores_compares_and_cleans_up() -> Result<()> {
     assert!(result.stdout.contains("no snapshot yet"), "{}", result.stdout);
     machine.client().await?.batch_execute(ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    // A role of the snapshot that the machine no longer has is created only for the drill.
+    // A role in the snapshot that the machine no longer has is created only for the drill.
     machine.client().await?.batch_execute("REASSIGN OWNED BY app_t TO CURRENT_USER; DROP ROLE app_t").await?;
 
     let result = machine.run(&["svc-db-backup", "drill"])?.expect(0);

@@ -30,7 +30,7 @@ use super::machine::{self, BUCKET, Machine, USER, slot, wait_until};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// The platform's response to a request for credentials.
+/// The platform's response to a credentials request.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum CredentialResponse {
     Issue,
@@ -39,7 +39,7 @@ pub enum CredentialResponse {
     Unauthorized,
 }
 
-/// The platform's credentials route, with real sessions of the store's STS.
+/// The platform's credentials route, with real sessions from the store's STS.
 struct CredentialService {
     sts: Sts,
     response: Mutex<CredentialResponse>,
@@ -77,7 +77,7 @@ impl Platform {
         self.service.request_count.load(Ordering::SeqCst)
     }
 
-    /// The outage session of a machine of epoch 1.
+    /// Returns the outage session for a machine with epoch 1.
     pub(super) async fn outage_session(&self) -> Option<TemporaryCredentials> {
         outage_session(&self.service.sts).await
     }
@@ -157,7 +157,7 @@ fn session_json(session: &TemporaryCredentials) -> Value {
     })
 }
 
-/// The outage session of a machine of epoch 1.
+/// Returns the outage session for a machine with epoch 1.
 async fn outage_session(sts: &Sts) -> Option<TemporaryCredentials> {
     let (from, lifetime) = (Timestamp::now(), HOUR * 12);
     let window = SessionWindow { from, until: from.checked_add(lifetime).ok()? };
@@ -217,7 +217,7 @@ async fn expired_credentials_are_renewed_and_stored() -> Result<()> {
     let stored = machine.path("var/lib/svc/store-credentials.json");
     assert_eq!(std::fs::metadata(&stored)?.permissions().mode() & 0o777, 0o600);
     machine.run(&["svc-db-backup"])?.expect(0);
-    assert_eq!(platform.request_count(), 1, "the second run starts with the session of the first");
+    assert_eq!(platform.request_count(), 1, "the second run starts with the first run's session");
     let stored: Value = serde_json::from_slice(&std::fs::read(&stored)?)?;
     for secret in ["secretAccessKey", "sessionToken"] {
         assert!(!result.stderr.contains(stored[secret].as_str().context("no secret")?), "{}", result.stderr);
@@ -247,7 +247,7 @@ async fn backup_survives_expiring_sessions() -> Result<()> {
     let noise = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
         FROM generate_series(1, 2000) n, generate_series(1, 1000) m GROUP BY n";
     machine.client().await?.batch_execute(noise).await?;
-    // Longer than any request of this test, but shorter than the backup.
+    // Longer than any request in this test, but shorter than the backup.
     store.set_session_lifetime(Some(Duration::from_secs(4)));
     store.add_fault(Rule::new(Fault::Delay(Duration::from_millis(1800))).query("partNumber").always());
     store.expire_sessions();
@@ -267,7 +267,7 @@ async fn restore_works_after_initial_credentials_expire() -> Result<()> {
         .await?
         .run(&["svc-db-backup"])?
         .expect(0);
-    // First expired by the machine's clock, then only at the store.
+    // First expired according to the machine's clock, then only at the store.
     for expires_in in [SignedDuration::from_hours(-3), SignedDuration::from_hours(3)] {
         let new = Machine::new(&store, 2).await?;
         platform.write_credentials(&new, expires_in).await?;
@@ -314,7 +314,7 @@ async fn platform_outage_matters_only_after_expiry() -> Result<()> {
     assert_eq!(
         platform.request_count(),
         1,
-        "requested once before the expiry, and not again while they are valid"
+        "requested once before expiry, and not again while they are valid"
     );
     platform.write_credentials(&machine, SignedDuration::from_secs(-1)).await?;
     machine.run(&["svc-db-backup"])?.expect(69);

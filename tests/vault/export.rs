@@ -1,4 +1,4 @@
-//! The owner's archive: it contains all of the owner's data, lists it, and restores it on another machine.
+//! The owner's archive: it contains and lists all of the owner's data, and can be imported on another machine.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -22,7 +22,7 @@ fn write_file(machine: &Machine, path: &str, content: &[u8]) -> Result<PathBuf> 
     Ok(path)
 }
 
-/// A machine with a database and files of all kinds, and its archive.
+/// Creates a machine with a database and files of all kinds, and exports its archive.
 async fn machine_with_archive(store: &S3Server) -> Result<(Machine, PathBuf)> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute(NOTES).await?;
@@ -52,8 +52,8 @@ fn run_import(machine: &Machine, archive: &Path, extra_args: &[&str]) -> Result<
     machine.run(&words)
 }
 
-/// Lists every path below the home with its mode and content or target, and the time of files. Leaves out what an
-/// import has moved aside.
+/// Lists every path below the home directory with its mode, its content hash or link target, and each file's time.
+/// Leaves out anything that an import has moved aside.
 fn list_tree(machine: &Machine) -> Result<Vec<String>> {
     let home = machine.path("home/svc/home");
     let (mut lines, mut all) = (Vec::new(), vec![home.clone()]);
@@ -107,7 +107,7 @@ async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
     assert_eq!(count_rows(&other).await?, 5000);
     let owner = "SELECT tableowner::text FROM pg_tables WHERE tablename = 'notes'";
     let owner = other.client().await?.query_one(owner, &[]).await?;
-    assert_eq!(owner.get::<_, &str>(0), "postgres", "the gateway grants the app's role its rights");
+    assert_eq!(owner.get::<_, &str>(0), "postgres", "the gateway grants the app's role its privileges");
     let mut expected = list_tree(&machine)?;
     let mut found = list_tree(&other)?;
     let only_here = |line: &String| line.contains("untouched") || line.contains("config.json");
@@ -221,10 +221,10 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
     let other = Machine::in_use(&store, 2).await?;
     let bytes = fs::read(&archive)?;
     let file = other.path("bad.tar");
-    let refused = |content: &[u8], why: &str| -> Result<()> {
+    let refused = |content: &[u8], expected: &str| -> Result<()> {
         fs::write(&file, content)?;
         let result = run_import(&other, &file, &[])?.expect(65);
-        assert!(result.stderr.contains(why), "{why}: {}", result.stderr);
+        assert!(result.stderr.contains(expected), "{expected}: {}", result.stderr);
         Ok(())
     };
     let at = |needle: &[u8]| {
@@ -246,7 +246,7 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
     refused(&bytes[..last + 600], "not a complete archive")?;
     refused(b"", "export.json")?;
     refused(&vec![7; 4096], "not a complete archive")?;
-    for (path, why) in [
+    for (path, expected) in [
         ("../x", "not a valid path"),
         ("home/../../x", "not a valid path"),
         ("elsewhere/x", "not a valid path"),
@@ -272,9 +272,9 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
                 None => tar.append_data(&mut header, name, &mut entry)?,
             }
         }
-        refused(&tar.into_inner()?, why)?;
+        refused(&tar.into_inner()?, expected)?;
     }
-    // A closed gate, and an archive of another user.
+    // A closed gate, and an archive from another user.
     fs::write(&file, &bytes)?;
     let archive = file;
     drop(machine);

@@ -11,11 +11,12 @@ use tokio_postgres::error::SqlState;
 
 use super::machine::{self, Machine};
 
-/// The ids that the machine's sysusers configuration assigns.
+/// The ids assigned by the machine's sysusers configuration.
 const GATEWAY: u32 = 940;
 const OWNER: u32 = 1940;
 
-/// A machine in use whose directories have the owners that tmpfiles assigns; `None` if the test cannot create one.
+/// Creates a machine in use whose directories have the owners that tmpfiles assigns. Returns `None` if the test cannot
+/// create one.
 async fn machine_with_two_users(store: &S3Server, epoch: u32) -> Result<Option<Machine>> {
     if !nix::unistd::geteuid().is_root() {
         kit::skip::record("only root can act for two users");
@@ -78,7 +79,7 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
     machine.client().await?.batch_execute("CREATE TABLE public.t AS SELECT 1 AS a").await?;
     write_as(&machine, "projects/file", "mine", OWNER, OWNER)?;
     write_as(&machine, "system/logs/activity.log", "a record", GATEWAY, OWNER)?;
-    // A secret of root, as a link and as a file that the owner cannot read.
+    // A secret that belongs to root, as a link and as a file that the owner cannot read.
     write_as(&machine, "roots", "S3CRET", 0, 0)?;
     fs::write(machine.path("secret"), "S3CRET")?;
     fs::set_permissions(machine.path("secret"), Permissions::from_mode(0o600))?;

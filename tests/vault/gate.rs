@@ -18,7 +18,8 @@ pub const SHORT_DEADLINE: RunEnv<'static> = &[("RESTORE_STORE_DEADLINE_SECONDS",
 /// The database of a new machine before its restore: one empty table, which identifies it.
 const LOCAL_TABLE: &str = "CREATE TABLE local (id int)";
 
-/// A store with a snapshot of 500 rows and a few MiB, the machine that created it, and a new one with its own table.
+/// Creates a store with a snapshot of 500 rows and a few MiB, the machine that took it, and a new machine with its own
+/// table.
 pub async fn old_and_new_machines() -> Result<(S3Server, Machine, Machine)> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
@@ -37,7 +38,7 @@ pub async fn old_and_new_machines() -> Result<(S3Server, Machine, Machine)> {
     Ok((store, old, new))
 }
 
-/// Like [`old_and_new_machines`], after the loss of the old machine.
+/// Like [`old_and_new_machines`], but after the loss of the old machine.
 pub async fn new_machine_after_loss() -> Result<(S3Server, Machine)> {
     let (store, _old, new) = old_and_new_machines().await?;
     Ok((store, new))
@@ -101,11 +102,11 @@ pub async fn is_restored(machine: &Machine) -> Result<bool> {
     Ok(row.get::<_, i64>(0) == 500)
 }
 
-/// Asserts that the gate is closed, the old database is unchanged, and no other remains.
-pub async fn assert_untouched(machine: &Machine, why: &str) -> Result<()> {
-    assert!(!machine.has_marker(), "{why}: the gate is open");
-    assert!(has_table(machine, "local").await?, "{why}: the old database is missing");
-    assert_eq!(machine.databases().await?, ["postgres", "svc"], "{why}");
+/// Asserts that the gate is closed, the old database is unchanged, and no other database remains.
+pub async fn assert_untouched(machine: &Machine, case: &str) -> Result<()> {
+    assert!(!machine.has_marker(), "{case}: the gate is open");
+    assert!(has_table(machine, "local").await?, "{case}: the old database is missing");
+    assert_eq!(machine.databases().await?, ["postgres", "svc"], "{case}");
     Ok(())
 }
 
@@ -136,7 +137,7 @@ async fn requested_earlier_snapshot_is_restored_then_backed_up() -> Result<()> {
     new.run(&["svc-restore"])?.expect(0);
     let rows = new.client().await?.query_one("SELECT count(*) FROM t", &[]).await?.get::<_, i64>(0);
     assert_eq!(rows, 1);
-    assert!(new.path("var/lib/svc/requests/backup").exists(), "the pointer still names another snapshot");
+    assert!(new.path("var/lib/svc/requests/backup").exists(), "the pointer still names a different snapshot");
     new.run(&["svc-db-backup", "run", "--request"])?.expect(0);
     let pointer = machine::pointer(&store).await?.context("there is no pointer")?;
     assert_eq!(pointer.snapshot.context("the pointer names no snapshot")?.epoch, new.epoch);
@@ -151,7 +152,7 @@ async fn requested_earlier_snapshot_is_restored_then_backed_up() -> Result<()> {
 }
 
 #[tokio::test]
-async fn snapshot_of_a_newer_postgresql_is_refused() -> Result<()> {
+async fn snapshot_from_a_newer_postgresql_is_refused() -> Result<()> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
@@ -184,7 +185,7 @@ async fn snapshot_of_a_newer_postgresql_is_refused() -> Result<()> {
 #[tokio::test]
 async fn interrupted_download_is_resumed_within_a_run() -> Result<()> {
     let (store, new) = new_machine_after_loss().await?;
-    // After two reads of the side record, more downloads are truncated than the store's client retries itself.
+    // After two reads of the side record, more downloads are truncated than the store client retries on its own.
     let truncated = Rule::new(Fault::TruncateBody(400_000)).method("GET").key(".dump");
     let hits = store.add_fault(truncated.after(2).times(6));
     run_restore(&new, &[])?.expect(0);
@@ -409,8 +410,8 @@ async fn restore_waits_for_a_starting_database() -> Result<()> {
     Ok(())
 }
 
-/// The `pg_restore` of a killed run continues for a while; its database is deleted, and it never reaches that of the
-/// next run.
+/// The `pg_restore` of a killed run continues for a while; its database is deleted, and it never reaches the next run's
+/// database.
 #[tokio::test]
 async fn leftover_pg_restore_of_a_killed_run_is_harmless() -> Result<()> {
     let (_store, new) = new_machine_after_loss().await?;
@@ -421,7 +422,7 @@ async fn leftover_pg_restore_of_a_killed_run_is_harmless() -> Result<()> {
     );
     let tools = tools_with_script("pg_restore", &script)?;
     let running = new.spawn(&["svc-restore"], &[("SVC_PG_BIN_DIR", path_str(tools.path()))])?;
-    wait_until("a start of pg_restore", || markers.path().join("begun").exists()).await?;
+    wait_until("the start of pg_restore", || markers.path().join("begun").exists()).await?;
     running.signal(Signal::SIGKILL)?;
     running.wait()?.expect_killed();
     run_restore(&new, &[])?.expect(0);
@@ -432,8 +433,8 @@ async fn leftover_pg_restore_of_a_killed_run_is_harmless() -> Result<()> {
     Ok(())
 }
 
-/// The platform gets progress reports, so that the restore of a large database does not look like a hanging boot.
-/// Refusing them does not stop the restore.
+/// The platform gets progress reports, so that the restore of a large database does not look like a hung boot.
+/// Rejecting them does not stop the restore.
 #[tokio::test]
 async fn restore_reports_its_progress_to_the_platform() -> Result<()> {
     for status in [204, 400, 500] {

@@ -17,10 +17,10 @@ use super::machine::{self, Machine, RunResult};
 /// The text that a hostile statement replaces: a comment, which `pg_restore` sends exactly as in the dump.
 const COMMENT: &str = "COMMENT ON TABLE app_notes.notes IS '";
 const MAX_STATEMENT_BYTES: usize = 1200;
-/// Maximum memory of a process that reads an archive; the program itself needs about 50 MiB.
+/// Maximum memory for a process that reads an archive; the program itself needs about 50 MiB.
 const MAX_RESIDENT_BYTES: u64 = 160 << 20;
 
-/// The entries of a valid archive, the base of hostile ones.
+/// The entries of a valid archive, on which hostile ones are based.
 struct ValidArchive {
     info: Vec<u8>,
     dump: Vec<u8>,
@@ -62,7 +62,7 @@ impl ValidArchive {
         Ok(found)
     }
 
-    /// Writes the archive with this statement in its dump, and with matching digests.
+    /// Writes the archive with the given statement in its dump and matching digests.
     fn write_with(&self, statement: &str, to: &Path) -> Result<()> {
         assert!(statement.len() <= MAX_STATEMENT_BYTES, "{statement}");
         let mut dump = self.dump.clone();
@@ -168,7 +168,7 @@ async fn import_runs_archive_sql_without_privileges() -> Result<()> {
     Ok(())
 }
 
-/// Settings for all sessions of the database are dropped; owners and privileges are those that an import sets.
+/// Settings for all database sessions are dropped; owners and privileges are those that an import sets.
 #[tokio::test]
 async fn import_drops_settings_and_owners_of_the_archive() -> Result<()> {
     let store = machine::store()?;
@@ -200,14 +200,14 @@ async fn import_drops_settings_and_owners_of_the_archive() -> Result<()> {
     let row = client.query_one(sql, &[]).await?;
     let owners: [&str; 3] = [row.get(0), row.get(2), row.get(3)];
     assert_eq!(owners, ["postgres"; 3]);
-    assert!(row.get::<_, bool>(1), "no privilege of the archive is kept");
+    assert!(row.get::<_, bool>(1), "no privilege from the archive is kept");
     assert_eq!(row.get::<_, i32>(4), -1);
     let rows: i64 = client.query_one("SELECT count(*) FROM app_notes.notes", &[]).await?.get(0);
     assert_eq!(rows, 50);
     Ok(())
 }
 
-/// A header without a body, with its claimed size.
+/// Returns a header without a body, with the claimed size.
 fn header(kind: u8, path: &str, size: u64) -> Vec<u8> {
     let mut header = tar::Header::new_gnu();
     header.as_old_mut().name[..path.len()].copy_from_slice(path.as_bytes());
@@ -219,7 +219,7 @@ fn header(kind: u8, path: &str, size: u64) -> Vec<u8> {
     header.as_bytes().to_vec()
 }
 
-/// A sparse file, which needs no disk space.
+/// Creates a sparse file, which needs no disk space.
 fn create_sparse_file(path: PathBuf, head: &[u8], size: u64) -> Result<PathBuf> {
     let file = File::create(&path)?;
     file.write_all_at(head, 0)?;
@@ -263,7 +263,7 @@ async fn import_check_does_not_trust_claimed_sizes() -> Result<()> {
             "--check",
         ])?;
         assert_eq!(result.code, Some(65), "{}: {}", archive.display(), result.stderr);
-        // The kernel reports KiB, the maximum of all processes that have ended.
+        // The kernel reports the maximum, in KiB, over all child processes that have ended.
         let resident = u64::try_from(getrusage(UsageWho::RUSAGE_CHILDREN)?.max_rss())? * 1024;
         assert!(resident < MAX_RESIDENT_BYTES, "{}: {resident} bytes", archive.display());
     }

@@ -1,5 +1,5 @@
-//! The database that a machine serves: a substitute for the restored one is neither served nor backed up, and one
-//! with rows is never replaced.
+//! The database that a machine serves: a substitute for the restored database is neither served nor backed up, and a
+//! database with rows is never replaced automatically.
 
 use anyhow::{Context, Result};
 use kit::disk::SmallDisk;
@@ -13,7 +13,7 @@ use super::platform::{Platform, ScriptedResponse, gateway};
 
 const ROWS: &str = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM generate_series(1, 10)";
 
-/// A new user's machine with an open gate, rows and a backup.
+/// Creates a new user's machine with an open gate, rows and a backup.
 async fn machine_with_backup(store: &kit::s3::S3Server) -> Result<Machine> {
     let machine = Machine::new(store, 1).await?;
     machine.write_boot_env(&[("SVC_RESTORE_MODE", "empty")])?;
@@ -51,7 +51,7 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
     );
     assert_eq!(machine::pointer(&store).await?, good);
     assert_eq!(machine.backup_records()?.last().context("no record")?["status"], "error");
-    // A restart of the host changes nothing.
+    // A host restart changes nothing.
     machine.run(&["svc-restore"])?.expect(0);
     machine.run(&["svc-db-backup"])?.expect(65);
 
@@ -60,7 +60,7 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
     let listen = gateway(&machine).await?.to_string();
     let running =
         machine.spawn(&["svc-sync-agent"], &[("GATEWAY_LISTEN", &listen), ("HEARTBEAT_SECONDS", "1")])?;
-    wait_until("a heartbeat and its repetition without attention", || platform.calls().len() >= 2).await?;
+    wait_until("a heartbeat and its retry without `attention`", || platform.calls().len() >= 2).await?;
     running.signal(Signal::SIGTERM)?;
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     let calls = platform.calls();
@@ -68,7 +68,7 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
         (serde_json::from_str(&calls[0].body)?, serde_json::from_str(&calls[1].body)?);
     assert_eq!(first["health"]["database"], "failing");
     assert_eq!(first["attention"][0]["code"], "database_mismatch", "{first}");
-    assert!(second.get("attention").is_none(), "an earlier platform refuses unknown members: {second}");
+    assert!(second.get("attention").is_none(), "an earlier platform rejects unknown members: {second}");
 
     machine.run(&["svc-restore", "adopt"])?.expect(0);
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -89,9 +89,9 @@ async fn replace_restores_a_lost_database_and_keeps_the_substitute() -> Result<(
     Ok(())
 }
 
-/// With the marker of a release without database ids, the database is adopted once.
+/// With a marker from a release without database ids, the database is adopted once.
 #[tokio::test]
-async fn marker_of_an_earlier_release_adopts_its_database_once() -> Result<()> {
+async fn marker_from_an_earlier_release_adopts_its_database_once() -> Result<()> {
     let store = machine::store()?;
     let mut machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(ROWS).await?;
@@ -135,7 +135,7 @@ async fn restore_refuses_to_replace_unknown_rows() -> Result<()> {
     Ok(())
 }
 
-/// A power cut during the swap of an import leaves a marker and an open journal; the next boot completes it.
+/// A power cut during an import's swap leaves a marker and an open journal; the next boot completes it.
 #[tokio::test]
 async fn interrupted_import_is_completed_at_the_next_boot() -> Result<()> {
     for (point, restored) in [("restore.closed", false), ("restore.renamed", true), ("import.swapped", true)]
@@ -258,8 +258,8 @@ async fn replaced_databases(machine: &Machine) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// A replaced database allows undoing a wrong restore. It is deleted after seven days, when it is empty, or when
-/// space is short.
+/// A replaced database makes it possible to undo a mistaken restore. It is deleted after seven days, when it is empty,
+/// or when space is short.
 #[tokio::test]
 async fn replaced_databases_are_kept_for_seven_days() -> Result<()> {
     let store = machine::store()?;

@@ -10,7 +10,7 @@ use super::machine::{self, Machine};
 
 const GIGABYTE: i64 = 1_000_000_000;
 
-/// 25 apps of 12 tables each, with their own roles.
+/// 25 apps with 12 tables each, with their own roles.
 const APPS: &str = r#"
 DO $$
 DECLARE app text; t int;
@@ -50,7 +50,7 @@ COMMENT ON TABLE public.parts IS 'by year';
 const BULK: &str = "CREATE TABLE public.bulk AS SELECT n, md5(n::text) || md5((n * 7)::text) AS noise, repeat(md5(n::text), 12) AS more \
      FROM generate_series(1, 2000000) n; ALTER TABLE public.bulk ADD PRIMARY KEY (n)";
 
-/// A hash of a plain dump, without the random token against injection in each dump.
+/// Returns the size and hash of a plain dump, without the random anti-injection token in each dump.
 fn plain_dump(machine: &Machine) -> Result<String> {
     let mut dump = machine.postgres().binaries().client("pg_dump");
     let mut dump = dump.arg(machine.postgres().url("svc")).stdout(Stdio::piped()).spawn()?;
@@ -83,6 +83,6 @@ async fn gigabyte_with_every_kind_of_object_is_restored_identically() -> Result<
     new.run(&["svc-restore"])?.expect(0);
     let expected = plain_dump(&old)?;
     assert_eq!(plain_dump(&new)?, expected);
-    println!("{size} bytes of database, a plain dump of {expected}");
+    println!("database: {size} bytes; plain dump: {expected}");
     Ok(())
 }

@@ -21,14 +21,14 @@ use svc::store::pointer_io;
 
 pub const BUCKET: &str = "fleet";
 pub const USER: &str = "user_1";
-/// No run in these tests takes this long; one that does hangs.
+/// No run in these tests takes this long; one that does has hung.
 const RUN_TIMEOUT: Duration = Duration::from_secs(120);
 
 pub fn binaries() -> Result<PgBinaries> {
     PgBinaries::locate_or_fetch(&kit::fetch::target_dir())
 }
 
-/// An object store with the bucket of all machines in these tests.
+/// Starts an object store with the bucket for all machines in these tests.
 pub fn store() -> Result<S3Server> {
     let store = S3Server::start(&std::env::temp_dir())?;
     store.create_bucket(BUCKET);
@@ -39,12 +39,12 @@ pub fn slot() -> SlotPrefix {
     SlotPrefix::new(&USER.parse().expect("the user id is valid"), &svc::machine::name::Slot::primary())
 }
 
-/// The bucket with the platform's credentials.
+/// Opens the bucket with the platform's credentials.
 pub fn bucket(store: &S3Server) -> Result<Bucket> {
     config(store)?.open()
 }
 
-/// The bucket with the credentials of this session.
+/// Opens the bucket with the session's credentials.
 pub fn bucket_as(store: &S3Server, session: &TemporaryCredentials) -> Result<Bucket> {
     let StoreConfig::S3(s3) = config(store)? else { anyhow::bail!("the kit's store is an S3 store") };
     let session = session.clone();
@@ -110,16 +110,16 @@ pub struct Machine {
     env: Vec<(String, String)>,
 }
 
-/// Variables of a single run, for example `FAILPOINTS`.
+/// Variables for a single run, for example `FAILPOINTS`.
 pub type RunEnv<'a> = &'a [(&'a str, &'a str)];
 
 impl Machine {
-    /// A machine whose own PostgreSQL contains an empty database `svc`.
+    /// Creates a machine whose own PostgreSQL contains an empty database `svc`.
     pub async fn new(store: &S3Server, epoch: u32) -> Result<Self> {
         Self::with_options(store, epoch, PgOptions::default()).await
     }
 
-    /// Like [`Machine::new`], with other PostgreSQL options.
+    /// Like [`Machine::new`], but with the given PostgreSQL options.
     pub async fn with_options(store: &S3Server, epoch: u32, options: PgOptions) -> Result<Self> {
         let binaries = binaries()?;
         let postgres = PgServer::start(&binaries, options).await?;
@@ -132,14 +132,14 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Like [`Machine::new`], with an open gate.
+    /// Like [`Machine::new`], but with an open gate.
     pub async fn in_use(store: &S3Server, epoch: u32) -> Result<Self> {
         let machine = Self::new(store, epoch).await?;
         svc::fsx::write_atomic(&machine.path("opt/svc/restore-complete"), b"", 0o644)?;
         Ok(machine)
     }
 
-    /// A machine without a database and without a store.
+    /// Creates a machine without a database or a store.
     pub fn bare(epoch: u32) -> Result<Self> {
         let root = tempfile::Builder::new().prefix("svc-machine-").tempdir()?;
         let id = MachineId::new();
@@ -167,7 +167,7 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Writes `boot.env` as provisioning does, with these variables replaced.
+    /// Writes `boot.env` as provisioning does, with the given variables replaced.
     pub fn write_boot_env(&self, overrides: &[(&str, &str)]) -> Result<()> {
         let mut pairs = vec![
             ("REGISTRATION_TOKEN", "registration-token-of-a-machine"),
@@ -181,13 +181,13 @@ impl Machine {
         self.write_env("boot.env", &pairs)
     }
 
-    /// Writes `update.env` with the release of provisioning; only root reads it.
+    /// Writes `update.env` with the release to install, as provisioning does. Only root reads it.
     pub fn write_update_env(&self, url: &str, sha256: &str) -> Result<()> {
         let pairs = [("SVC_HOST_BUNDLE_URL", url), ("SVC_BUNDLE_SHA256", sha256)];
         self.write_env("update.env", &pairs.map(|(name, value)| (name.to_owned(), value.to_owned())))
     }
 
-    /// Makes a release current that contains only the digest of its bundle.
+    /// Creates a release that contains only its bundle's digest, and makes it current.
     pub fn set_current_release(&self, version: &str, digest: &str) -> Result<()> {
         let release = self.path("opt/svc/releases").join(version);
         fs::create_dir_all(&release)?;
@@ -207,7 +207,8 @@ impl Machine {
         let path = self.path("opt/svc/env").join(file);
         let mut text = fs::read_to_string(&path)?;
         for (name, value) in pairs {
-            // systemd uses the last line of a name, but this program would use the first, so earlier lines are removed.
+            // systemd uses the last line for a name, but this program would use the first, so earlier lines are
+            // removed.
             text = text
                 .lines()
                 .filter(|line| !line.starts_with(&format!("{name}=")))
@@ -225,7 +226,7 @@ impl Machine {
         self.postgres.as_ref().expect("the machine has a database")
     }
 
-    /// The owner's database.
+    /// Connects to the owner's database.
     pub async fn client(&self) -> Result<tokio_postgres::Client> {
         self.postgres().connect("svc").await
     }
@@ -266,7 +267,7 @@ impl Machine {
         self.path("opt/svc/restore-complete").exists()
     }
 
-    /// The lines of `backup.jsonl`.
+    /// Returns the lines of `backup.jsonl`.
     pub fn backup_records(&self) -> Result<Vec<serde_json::Value>> {
         let text = fs::read_to_string(self.path("home/svc/home/system/logs/backup.jsonl"))?;
         assert!(text.ends_with('\n'), "the last line is complete");
@@ -319,7 +320,7 @@ fn parse_resident_bytes(status: &str) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// Waits for an effect of another process.
+/// Waits until the condition holds, usually because of another process.
 pub async fn wait_until(what: &str, mut holds: impl FnMut() -> bool) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !holds() {
@@ -331,7 +332,7 @@ pub async fn wait_until(what: &str, mut holds: impl FnMut() -> bool) -> Result<(
     Ok(())
 }
 
-/// A directory with all PostgreSQL programs, in which a shell script replaces one.
+/// Creates a directory with all PostgreSQL programs, in which a shell script replaces one of them.
 pub fn tools_with_script(program: &str, script: &str) -> Result<tempfile::TempDir> {
     use std::os::unix::fs::PermissionsExt;
     let real = binaries()?;
@@ -349,5 +350,5 @@ pub fn tools_with_script(program: &str, script: &str) -> Result<tempfile::TempDi
 }
 
 pub fn path_str(path: &Path) -> &str {
-    path.to_str().expect("paths of tests are UTF-8")
+    path.to_str().expect("test paths are UTF-8")
 }

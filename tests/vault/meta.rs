@@ -1,4 +1,4 @@
-//! `vps-meta.json` with an unreliable store: a write with a lost reply counts as done, and no earlier machine
+//! `vps-meta.json` with an unreliable store: a write whose reply is lost counts as done, and no earlier machine
 //! overwrites it.
 
 use anyhow::{Context, Result};
@@ -36,7 +36,7 @@ fn meta_rule(fault: Fault) -> Rule {
     Rule::new(fault).key("vps-meta.json")
 }
 
-/// The number of writes that changed the object.
+/// Returns the number of writes that changed the object.
 fn count_writes(store: &S3Server) -> usize {
     let puts = store.requests().into_iter().filter(|request| request.method == "PUT");
     puts.filter(|request| request.path.ends_with("vps-meta.json") && request.status != Some(412)).count()
@@ -69,7 +69,7 @@ async fn earlier_machine_never_overwrites_a_later_one() -> Result<()> {
     let bucket = machine::bucket(&store)?;
     meta::write(&bucket, &slot(), &make_metadata(1, 1)?).await?;
     meta::write(&bucket, &slot(), &make_metadata(2, 2)?).await?;
-    // The old machine reads the value from before the new one's write; the condition of its put detects that.
+    // The old machine reads the value from before the new one's write; its conditional put detects that.
     let stale = store.add_fault(meta_rule(Fault::StaleRead).method("GET"));
     let refused = meta::write(&bucket, &slot(), &make_metadata(1, 3)?).await;
     assert!(matches!(refused, Err(MetaError::Fenced(_))), "{refused:?}");

@@ -1,4 +1,4 @@
-//! Backup, restore, update, registration and heartbeat of a machine: the real binary with a real PostgreSQL 16, a
+//! A machine's backup, restore, update, registration and heartbeat: the real binary with a real PostgreSQL 16, a
 //! real S3 server over HTTP, and real TLS.
 
 mod apply;

@@ -15,7 +15,7 @@ use svc::store::{key, snapshots};
 use super::credentials::{CredentialResponse, Platform, machine_with_credentials};
 use super::machine::{self, BUCKET, Machine, slot, wait_until};
 
-/// A machine whose platform is unreachable and whose working session has expired. It has an outage session.
+/// Creates a machine whose platform is unreachable and whose working session has expired. It has an outage session.
 async fn machine_without_platform(store: &S3Server, platform: &Platform) -> Result<Machine> {
     let machine = machine_with_credentials(store, platform, SignedDuration::from_secs(-60)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -39,7 +39,7 @@ async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> 
     let (bucket, slot) = (machine::bucket(&store)?, slot());
     let window = snapshots::PageWindow { before: None, latest: None, limit: 10 };
     let records = snapshots::list_page(&bucket, &slot, window).await?.records;
-    assert_eq!(records.len(), 2, "the snapshot of the outage is complete");
+    assert_eq!(records.len(), 2, "the snapshot from the outage is complete");
     let last: Value = serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/last-backup.json"))?)?;
     assert_eq!((&last["stage"], &last["key"]), (&json!("pointer"), &json!(records[0].key)), "{last}");
     // Only a working session can read snapshots.
@@ -53,7 +53,7 @@ async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn retry_publishes_the_stored_snapshot_of_an_outage() -> Result<()> {
+async fn retry_publishes_the_snapshot_stored_during_an_outage() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = machine_without_platform(&store, &platform).await?;

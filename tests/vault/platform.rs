@@ -1,4 +1,4 @@
-//! A fake platform that gives scripted responses and records its calls, and a gateway that is ready.
+//! A fake platform that gives scripted responses and records the calls it receives, and a gateway that is ready.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -44,7 +44,7 @@ pub struct Platform {
 }
 
 impl Platform {
-    /// Responds with the queued responses, then to every call with `always`.
+    /// Starts a platform that sends the queued responses first, then `always` to every call.
     pub async fn start(always: ScriptedResponse) -> Result<Self> {
         let state = Arc::new(Mutex::new(PlatformState { always: Some(always), ..PlatformState::default() }));
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
@@ -84,7 +84,7 @@ async fn respond(
         Some(ScriptedResponse::Json(status, body)) => {
             (StatusCode::from_u16(status).expect("the status is valid"), axum::Json(body)).into_response()
         }
-        // hyper would close the connection of a handler that panics. Here, the response's body fails instead.
+        // hyper would close the connection if the handler panicked. Here, the response body fails instead.
         _ => {
             let broken = futures_util::stream::iter([Err::<bytes::Bytes, _>(std::io::Error::other("lost"))]);
             Response::new(axum::body::Body::from_stream(broken))
@@ -92,12 +92,12 @@ async fn respond(
     }
 }
 
-/// A gateway with its own certificate in the place of the machine's. It serves `/readyz`.
+/// Starts a gateway with its own certificate in place of the machine's. It serves `/readyz`.
 pub async fn gateway(machine: &Machine) -> Result<SocketAddr> {
     gateway_with_routes(machine, Router::new().route("/readyz", get(|| async { "ok" }))).await
 }
 
-/// Like [`gateway`], with these routes.
+/// Like [`gateway`], but with the given routes.
 pub async fn gateway_with_routes(machine: &Machine, app: Router) -> Result<SocketAddr> {
     tls::install_provider();
     let identity = tls::generate_self_signed(&["svc".to_owned()])?;

@@ -19,8 +19,8 @@ async fn register(machine: &Machine, words: &[&str], extra: RunEnv<'_>) -> Resul
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
-/// A machine with an installed release. The digest is stored next to it, because the service's user cannot read
-/// `update.env`.
+/// Creates a machine with an installed release. The digest is stored next to the release, because the service's user
+/// cannot read `update.env`.
 async fn machine_with_release(platform: &Platform) -> Result<(Machine, String)> {
     let machine = Machine::bare(1)?;
     machine.set_current_release("1.0.0", DIGEST)?;
@@ -104,7 +104,7 @@ async fn registration_waits_for_the_gateway_with_the_stored_key() -> Result<()> 
     let platform = Platform::start(registered_response()).await?;
     let (machine, listen) = machine_with_release(&platform).await?;
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("REGISTER_GATEWAY_DEADLINE_SECONDS", "1")];
-    // The key of another gateway is in place of the machine's.
+    // Another gateway's key is in place of the machine's.
     gateway(&machine).await?;
     register(&machine, &[], &extra).await?.expect(75);
     std::fs::remove_dir_all(machine.path("var/lib/svc/tls"))?;

@@ -8,7 +8,7 @@ use svc::store::snapshot::SideRecord;
 
 use super::machine::{self, BUCKET, Machine, USER, slot};
 
-/// Two apps with their own schemas and roles, sequences, a partitioned table, a large one, privileges and settings.
+/// Two apps with their own schemas and roles, sequences, a partitioned table, a large table, privileges and settings.
 const CONTENT: &str = r#"
 CREATE ROLE "app_notes" LOGIN PASSWORD 'x';
 CREATE ROLE "app_To do" LOGIN PASSWORD 'y';
@@ -54,7 +54,7 @@ fn plain_dump(machine: &Machine) -> Result<String> {
     let mut dump = machine.postgres().binaries().client("pg_dump");
     dump.arg(machine.postgres().url("svc"));
     let text = child::run(dump, std::time::Duration::from_secs(60))?;
-    // A random token against injection, new in each dump.
+    // Leaves out the random anti-injection token, which is new in each dump.
     Ok(text
         .lines()
         .filter(|line| !line.starts_with("\\restrict") && !line.starts_with("\\unrestrict"))
@@ -87,7 +87,7 @@ async fn restored_database_equals_the_backed_up_one() -> Result<()> {
     assert_eq!(rows("app_notes.notes"), Some(5000));
     assert_eq!(rows("\"app_To do\".\"It\"\"em\""), Some(300));
     assert_eq!((rows("public.parent"), rows("public.child")), (Some(1), Some(2)));
-    assert_eq!(rows("public.events"), None, "the rows of a partitioned table are in its partitions");
+    assert_eq!(rows("public.events"), None, "a partitioned table's rows are in its partitions");
 
     let record = &old.backup_records()?[0];
     assert_eq!(record["status"], "success");

@@ -26,7 +26,7 @@ const SHOP: &str = r#"
     INSERT INTO app_shop.log SELECT 'line ' || n FROM generate_series(1, 300) n;
 "#;
 
-/// A shop machine with a snapshot, which is open as a side database.
+/// Creates a shop machine with a snapshot that is open as a side database.
 pub async fn machine_with_side_database(store: &S3Server) -> Result<Machine> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute(SHOP).await?;
@@ -45,7 +45,7 @@ pub fn run_side(machine: &Machine, words: &[&str]) -> Result<machine::RunResult>
     machine.run(&words)
 }
 
-/// All rows of a table, as text.
+/// Returns all rows of a table, as text.
 async fn rows(machine: &Machine, database: &str, table: &str) -> Result<Vec<String>> {
     let client = machine.postgres.as_ref().context("the machine has no database")?.connect(database).await?;
     let rows = client.query(&format!("SELECT t::text FROM {table} t ORDER BY 1"), &[]).await?;
@@ -89,7 +89,7 @@ async fn missing_rows_are_copied_and_existing_ones_unchanged() -> Result<()> {
     let copied = run_side(&machine, &["copy", tables[0], tables[1]])?.expect(0);
     assert_eq!(machine.backup_records()?.len(), backups + 1, "a backup precedes the copy");
     let last_copy = read_state(&machine)?["lastCopy"].clone();
-    // Another customer now has the address of one row, so that row is not copied.
+    // One row's address now belongs to another customer, so that row is not copied.
     let copied_table = |name: &str| {
         last_copy["tables"].as_array().unwrap().iter().find(|table| table["name"] == name).unwrap().clone()
     };
@@ -226,8 +226,8 @@ async fn open_selects_snapshot_by_time_and_close_cleans_up() -> Result<()> {
     Ok(())
 }
 
-/// The path unit's run serves a request. If it is killed at any point, the next run completes the request, exactly
-/// once.
+/// A run started by the path unit serves a request. If the run is killed at any point, the next run completes the
+/// request, exactly once.
 #[tokio::test]
 async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
     let store = machine::store()?;

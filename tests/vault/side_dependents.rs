@@ -22,7 +22,7 @@ const DEPENDENTS: &str = "
     CREATE FUNCTION app_shop.first_customer() RETURNS app_shop.customers LANGUAGE sql
         AS 'SELECT * FROM app_shop.customers LIMIT 1'";
 
-/// A machine whose database lacks the table and its dependents, with a snapshot of them that is open as a side
+/// Creates a machine whose database lacks the table and its dependents. A snapshot that contains them is open as a side
 /// database.
 async fn machine_with_dropped_table(store: &kit::s3::S3Server) -> Result<Machine> {
     let machine = machine_with_side_database(store).await?;
@@ -37,7 +37,7 @@ fn read_copied_table(machine: &Machine) -> Result<Value> {
     Ok(read_state(machine)?["lastCopy"]["tables"][0].clone())
 }
 
-/// One value of the owner's database, as text.
+/// Reads one value from the owner's database, as text.
 async fn query_text(machine: &Machine, sql: &str) -> Result<String> {
     let row = machine.client().await?.query_one(&format!("SELECT ({sql})::text"), &[]).await?;
     row.try_get::<_, Option<String>>(0)?.context("the value is NULL")

@@ -1,4 +1,5 @@
-//! The sync agent: it reports the machine's state, stores what it receives, and exits when the machine was replaced.
+//! The sync agent: it reports the machine's state, stores what it receives, and exits when the machine has been
+//! replaced.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -114,9 +115,9 @@ async fn platform_failure_keeps_the_agent_and_its_files() -> Result<()> {
     Ok(())
 }
 
-/// A machine that was replaced during an outage of the platform does not overwrite the new machine's metadata.
+/// A machine that was replaced during a platform outage does not overwrite the new machine's metadata.
 #[tokio::test]
-async fn metadata_of_a_later_machine_is_kept() -> Result<()> {
+async fn later_machines_metadata_is_kept() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(accepted_heartbeat()).await?;
     let key = format!("{USER}/primary/system/vps-meta.json");

@@ -16,7 +16,7 @@ const MIB: u64 = 1 << 20;
 const MARGIN: u64 = 64 * MIB;
 const DISK_MIB: u64 = 256;
 
-/// A new machine whose disk has space for the database and for this percentage of its dump.
+/// Creates a new machine whose disk has space for the database and for the given percentage of its dump.
 async fn machine_with_tight_disk(percent: u64) -> Result<Option<(S3Server, Machine, SmallDisk)>> {
     let (store, new) = new_machine_after_loss().await?;
     let Some(disk) = SmallDisk::mount(new.path("var/lib/svc"), DISK_MIB)? else { return Ok(None) };
@@ -73,7 +73,7 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
     write_pointer(&latest.replace(sha256, &other));
     let result = new.run(&["svc-restore"])?.expect(70);
     assert!(result.stderr.contains("SHA-256"), "{}", result.stderr);
-    assert_untouched(&new, "another digest").await?;
+    assert_untouched(&new, "a different digest").await?;
 
     // Bytes that are not a valid dump.
     store.write(BUCKET, &record, text.clone());

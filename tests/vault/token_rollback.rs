@@ -1,4 +1,4 @@
-//! Rollbacks combined with a rotation of the host's token, with a real platform, agent and updater. The host can always
+//! Rollbacks combined with a host token rotation, with a real platform, agent and updater. The host can always
 //! reach the platform, even if the previous release does not support rotation.
 
 use std::fs;
@@ -68,7 +68,7 @@ impl Fixture {
         self.run_agent_until("a heartbeat is accepted", |record| record["heartbeatAt"] != before).await
     }
 
-    /// Waits until the platform refuses the token from user-data.
+    /// Waits until the platform rejects the token from user-data.
     async fn wait_until_first_token_is_refused(&self) {
         let path = format!("/vps/{}/storage-credentials", self.guest.machine);
         let check = || async {

@@ -1,4 +1,4 @@
-//! The host's side of a rotation: the next token is stored before it is used, and the previous one is kept.
+//! The host's side of a token rotation: the next token is stored before it is used, and the previous one is kept.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -25,7 +25,7 @@ async fn wait_for_exit(running: Running) -> Result<RunResult> {
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
-/// A machine whose first token has the real format.
+/// Creates a machine whose first token has the real format.
 async fn machine_with_token(platform: &Platform) -> Result<Machine> {
     let store = machine::store()?;
     let machine = Machine::new(&store, 3).await?;
@@ -35,7 +35,7 @@ async fn machine_with_token(platform: &Platform) -> Result<Machine> {
     Ok(machine)
 }
 
-/// The token of the nth heartbeat.
+/// Returns the token sent with the nth heartbeat.
 fn sent_token(platform: &Platform, nth: usize) -> String {
     platform.calls()[nth].authorization.trim_start_matches("Bearer ").to_owned()
 }

@@ -1,4 +1,4 @@
-//! The first release of a machine: its download is resumed, it is verified before the switch, and it is complete or
+//! A machine's first release: its download is resumed, it is verified before the switch, and it is either complete or
 //! absent.
 
 use std::fs;
@@ -100,7 +100,7 @@ async fn source_without_range_is_read_from_the_start() -> Result<()> {
     let machine = machine(proxy.addr(), &digest)?;
     proxy.reset_after(700_000);
     let running = machine.spawn(&["svc-update", "boot"], &[])?;
-    super::machine::wait_until("a second try", || source.requests().len() >= 2).await?;
+    super::machine::wait_until("a second attempt", || source.requests().len() >= 2).await?;
     proxy.heal();
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     assert_current(&machine)

@@ -93,7 +93,7 @@ impl UpdateFixture {
         Self::for_machine(Machine::bare(1)?).await
     }
 
-    /// Like [`UpdateFixture::new`], for a machine that may have a database and a store.
+    /// Like [`UpdateFixture::new`], but for a machine that may have a database and a store.
     pub async fn for_machine(machine: Machine) -> Result<Self> {
         let old = PublishedRelease::new(OLD_VERSION, &[])?;
         let source = Source::start(old.archive.clone()).await?;
@@ -164,8 +164,8 @@ impl UpdateFixture {
         Ok(serde_json::from_str(&self.run(&["status", "--json"], None).await?.expect(0).stdout)?)
     }
 
-    /// Asserts that this release is current and runs with its units, and that no journal, request or partial release
-    /// remains.
+    /// Asserts that the given release is current and running with its units, and that no journal, request or partial
+    /// release remains.
     pub fn assert_running(&self, version: &str) -> Result<()> {
         let opt = self.machine.path("opt/svc");
         assert_eq!(fs::read_link(opt.join("current"))?, std::path::Path::new("releases").join(version));
@@ -187,7 +187,7 @@ impl UpdateFixture {
         Ok(())
     }
 
-    /// Sets the command that a start of the backup unit runs.
+    /// Sets the command that runs when the backup unit is started.
     pub fn set_backup_command(&self, command: &str) -> Result<()> {
         Ok(fs::write(self.machine.path("backup"), command)?)
     }
@@ -196,7 +196,7 @@ impl UpdateFixture {
         self.env.push((name, value.to_owned()));
     }
 
-    /// The calls of the service manager in order, without those of `show`.
+    /// Returns the calls to the service manager in order, except those to `show`.
     pub fn service_calls(&self) -> Result<Vec<String>> {
         let calls = fs::read_to_string(self.machine.path("calls"))?;
         Ok(calls.lines().filter(|line| !line.starts_with("show")).map(str::to_owned).collect())
@@ -205,7 +205,7 @@ impl UpdateFixture {
     /// Asserts that no service was restarted or stopped.
     pub fn assert_untouched(&self) -> Result<()> {
         self.assert_running(OLD_VERSION)?;
-        assert_eq!(self.service_calls()?, ["daemon-reload"], "only the calls of the boot");
+        assert_eq!(self.service_calls()?, ["daemon-reload"], "only the boot's calls");
         Ok(())
     }
 

@@ -22,7 +22,7 @@ fn key_set(sequence: u32, keys: &[&SigningKey]) -> Option<KeySet> {
     Some(KeySet { sequence, keys: keys.iter().map(|key| key.public_key_base64()).collect() })
 }
 
-/// Publishes a release signed with these keys.
+/// Publishes a release signed with the given keys.
 fn publish(
     fixture: &UpdateFixture,
     mut published: PublishedRelease,
@@ -50,7 +50,7 @@ fn read_trusted(fixture: &UpdateFixture) -> Result<(String, String)> {
     let value = |name: &str| {
         let mut values = pairs.iter().filter(|(known, _)| known == name).map(|(_, value)| value.clone());
         let first = values.next().unwrap_or_default();
-        assert_eq!(values.next(), None, "{name} occurs twice");
+        assert_eq!(values.next(), None, "{name} occurs more than once");
         first
     };
     Ok((value("SVC_BUNDLE_KEYS_SEQUENCE"), value("SVC_BUNDLE_PUBLIC_KEYS")))
@@ -88,7 +88,7 @@ async fn key_is_added_used_and_the_old_one_dropped() -> Result<()> {
     assert_eq!(
         read_trusted(&fixture)?,
         expected_keys("1", &[&old, &new]),
-        "a release without a set changes none"
+        "a release without a key set changes no key"
     );
 
     publish(&fixture, release("2026.4.0")?, &[&new], key_set(2, &[&new]))?;
@@ -114,7 +114,7 @@ async fn key_is_added_used_and_the_old_one_dropped() -> Result<()> {
     fixture.assert_running("2026.6.0")
 }
 
-/// A release signed with both keys is valid on every machine, even one that was off during the overlap.
+/// A release signed with both keys is accepted by every machine, even one that was off during the overlap.
 #[tokio::test]
 async fn release_signed_with_both_keys_updates_a_late_machine() -> Result<()> {
     let (old, new) = (key()?, new_key()?);
@@ -122,7 +122,7 @@ async fn release_signed_with_both_keys_updates_a_late_machine() -> Result<()> {
     publish(&fixture, release(NEW_VERSION)?, &[&old, &new], key_set(2, &[&new]))?;
     fixture.apply(NEW_VERSION).await?.expect(0);
     assert_eq!(read_trusted(&fixture)?, expected_keys("2", &[&new]));
-    // Also where the old key is no longer trusted.
+    // This also works where the old key is no longer trusted.
     publish(&fixture, release("2026.3.0")?, &[&old, &new], key_set(2, &[&new]))?;
     fixture.apply("2026.3.0").await?.expect(0);
     fixture.assert_running("2026.3.0")
@@ -174,7 +174,7 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
         fixture.assert_untouched().context(what)?;
         assert_eq!(fs::read(fixture.machine.path(ENV))?, before, "{what}");
     }
-    // Another key replaces one in the signed manifest.
+    // A different key replaces one in the signed manifest.
     publish(&fixture, release(NEW_VERSION)?, &[&old], key_set(6, &[&old, &new]))?;
     let mut forged = release(NEW_VERSION)?;
     forged.manifest.trusted_keys = key_set(6, &[&old, &new_key()?]);

@@ -11,7 +11,7 @@ use super::update_fixture::{NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFi
 
 const BACKUP_START_CALL: &str = "start --no-block svc-db-backup-request.service";
 
-/// A machine with a database and a store, whose backup unit runs the real program.
+/// Creates a machine with a database and a store, whose backup unit runs the real program.
 async fn start_fixture(store: &S3Server) -> Result<UpdateFixture> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
@@ -96,7 +96,7 @@ async fn update_continues_once_the_store_is_back() -> Result<()> {
     let fixture = start_fixture(&store).await?;
     fixture.set_backup_command(&format!("[ -e \"$SVC_ROOT/back\" ] || exit 1\n{}", backup_command()))?;
     let running = fixture.spawn(&["apply", "--version", NEW_VERSION])?;
-    wait_until("a start of the backup", || count_backup_starts(&fixture).is_ok_and(|starts| starts > 0))
+    wait_until("the start of the backup", || count_backup_starts(&fixture).is_ok_and(|starts| starts > 0))
         .await?;
     assert_eq!(
         fs::read_link(fixture.machine.path("opt/svc/current"))?,
@@ -110,7 +110,7 @@ async fn update_continues_once_the_store_is_back() -> Result<()> {
 }
 
 #[tokio::test]
-async fn operator_skips_the_snapshot_of_a_waiting_update() -> Result<()> {
+async fn operator_skips_the_snapshot_for_a_waiting_update() -> Result<()> {
     let store = machine::store()?;
     let fixture = start_fixture(&store).await?;
     fixture.set_backup_command("exit 1\n")?;

@@ -1,5 +1,5 @@
-//! `cargo xtask bench`: selects the binary and replaces itself with the program of `tests/bench`, which measures it.
-//! The area `records` is measured by a separate program, which links the product; this module builds it.
+//! `cargo xtask bench`: selects the binary and replaces itself with the program in `tests/bench`, which measures it.
+//! The `records` area is measured by a separate program, which links the product; this module builds that program.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::cargo;
 
-/// The area that a program of its own measures.
+/// The area that a separate program measures.
 const RECORDS: &str = "records";
 
 #[derive(clap::Args)]
@@ -24,13 +24,13 @@ pub struct Args {
     /// Seconds per load (default: 2)
     #[arg(long, value_name = "N")]
     seconds: Option<u32>,
-    /// The binary to measure (default: target/dist/svc); for records, the program of tests/bench (default: built)
+    /// The binary to measure (default: target/dist/svc); for records, the program in tests/bench (default: built)
     #[arg(long, value_name = "PATH")]
     svc: Option<PathBuf>,
     /// Fail if a target is missed
     #[arg(long)]
     strict: bool,
-    /// Measure this revision too, in turn, and fail if a figure got worse; built once in target/compare
+    /// Also measure this revision, in turn, and fail if a figure got worse; built once in target/compare
     #[arg(long, value_name = "REVISION", conflicts_with = "strict")]
     compare: Option<String>,
 }
@@ -63,7 +63,7 @@ fn find_binary(area: &str, given: Option<PathBuf>) -> Result<PathBuf> {
     path.canonicalize().with_context(|| format!("find {}", path.display()))
 }
 
-/// Builds what the area measures, as it was at a revision, or returns an earlier build of it.
+/// Builds what the area measures, at the given revision, or returns an earlier build of it.
 fn build_revision(revision: &str, area: &str) -> Result<PathBuf> {
     let root = cargo::root();
     let commit =
@@ -74,7 +74,7 @@ fn build_revision(revision: &str, area: &str) -> Result<PathBuf> {
     if kept.exists() {
         return Ok(kept);
     }
-    println!("bench: building {program} of {revision} in {}", dir.display());
+    println!("bench: building {program} at {revision} in {}", dir.display());
     let (tree, target_dir) = (dir.join("tree"), dir.join("target"));
     let tree_arg = tree.to_str().context("the target directory is not UTF-8")?;
     if tree.join(".git").exists() {
@@ -90,7 +90,7 @@ fn build_revision(revision: &str, area: &str) -> Result<PathBuf> {
         cargo::run_checked(dist)?;
         target_dir.join("dist/svc")
     };
-    // Renamed into place: an interrupted copy is not taken for a build.
+    // Renamed into place, so that an interrupted copy is not mistaken for a build.
     let copied = dir.join(".copied");
     std::fs::copy(&built, &copied).with_context(|| format!("copy {}", built.display()))?;
     std::fs::rename(&copied, &kept)?;
@@ -104,7 +104,7 @@ fn git(dir: &Path, args: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// Builds the program of `tests/bench/records` with the shipped profile.
+/// Builds the program in `tests/bench/records` with the shipped profile.
 fn build_bench_program(tree: &Path, target_dir: &Path) -> Result<PathBuf> {
     let name = RECORDS;
     let args = ["build", "--release", "--no-default-features", "--package", "svc", "--bench", name];

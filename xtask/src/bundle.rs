@@ -17,7 +17,7 @@ pub struct Args {
     image_version: String,
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// The binary in the bundle (default: the static one of `cargo xtask dist`)
+    /// The binary in the bundle (default: the static one from `cargo xtask dist`)
     #[arg(long, value_name = "PATH")]
     svc: Option<PathBuf>,
     /// Signs the manifest: Ed25519, PKCS#8 PEM, as from `openssl genpkey -algorithm ed25519`; repeatable: a host that
@@ -35,7 +35,7 @@ pub struct Args {
     #[arg(long, value_name = "VERSION")]
     min_version: Option<String>,
     /// A part of earlier releases that this one removes on purpose, as `release.json` names it, such as code-server;
-    /// repeatable. Hosts refuse a release that lacks another part of theirs. Repeat it in later releases until all
+    /// repeatable. Hosts refuse a release that lacks any other part they have. Repeat it in later releases until all
     /// machines have left the releases with that part
     #[arg(long, value_name = "PART")]
     removes: Vec<String>,

@@ -1,4 +1,4 @@
-//! Runs cargo in the root of the workspace.
+//! Runs cargo in the workspace root.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -10,13 +10,14 @@ pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map_or_else(PathBuf::new, Path::to_owned)
 }
 
-/// Returns a command of the cargo that started this process, in the workspace root, with the environment of a shell.
+/// Returns a command for the cargo that started this process, in the workspace root, with the environment that a shell
+/// has.
 pub fn command(args: &[&str]) -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     command.args(args).current_dir(root());
     // Cargo describes the current package in these variables. Build scripts of dependencies that read them would run
-    // again, and all dependent crates would be rebuilt, whenever cargo is started directly after xtask, or the reverse.
+    // again, and all dependent crates would be rebuilt, whenever cargo is started directly after xtask, or vice versa.
     for (name, _) in std::env::vars_os() {
         let package_prefixes = ["CARGO_MANIFEST_", "CARGO_PKG_", "CARGO_BIN_", "CARGO_CRATE_"];
         if name.to_str().is_some_and(|name| package_prefixes.iter().any(|prefix| name.starts_with(prefix))) {
@@ -26,8 +27,8 @@ pub fn command(args: &[&str]) -> Command {
     command
 }
 
-/// Returns the command that builds and runs a program of the workspace. Only one xtask command needs it, so the others do
-/// not compile it.
+/// Returns the command that builds and runs a program in the workspace. Only one xtask command needs it, so the others
+/// do not compile it.
 pub fn program(name: &str) -> Command {
     command(&["run", "--quiet", "--bin", name, "--"])
 }
@@ -41,7 +42,7 @@ pub fn run(args: &[&str]) -> Result<()> {
     run_checked(command(args))
 }
 
-/// Runs a cargo command, and fails unless it succeeds.
+/// Runs a cargo command. Returns an error unless it succeeds.
 pub fn run_checked(mut command: Command) -> Result<()> {
     let status = command.status().with_context(|| format!("start {command:?}"))?;
     let args = command.get_args().map(|arg| arg.to_string_lossy().into_owned()).collect::<Vec<_>>();
@@ -60,7 +61,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns the dependencies with their features when these members and edges are selected: lines such as
+    /// Returns the dependencies, with their features, for the given members and edges: lines such as
     /// `serde v1.0.0 [default,std]`.
     fn dependencies(members: &[&str], edges: &str) -> BTreeSet<String> {
         let format = ["tree", "--offline", "--prefix", "none", "--format", "{p} [{f}]"];
@@ -71,7 +72,7 @@ mod tests {
         tree.lines().map(|line| line.trim_end_matches(" (*)").to_owned()).collect()
     }
 
-    /// A dependency with other features is compiled again, and with it all crates that depend on it.
+    /// A dependency with different features is compiled again, as are all crates that depend on it.
     #[test]
     fn demo_and_tests_share_compiled_dependencies() {
         let default_members = dependencies(&[], "normal,build");

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::cargo;
 
-/// Messages of cargo-deny that mean that its advisory database is unreachable.
+/// cargo-deny messages that mean that its advisory database is unreachable.
 const ADVISORY_DATABASE_ERRORS: [&str; 3] =
     ["failed to fetch advisory database", "failed to load advisory database", "failed to open advisory"];
 
@@ -43,7 +43,7 @@ const PRODUCT: &[&str] = &[
     "--exclude=xtask",
 ];
 
-/// Checks the packages of the product only, so that neither the tools nor the integration tests are compiled. Clippy
+/// Checks only the product's packages, so that neither the tools nor the integration tests are compiled. Clippy
 /// and the tests each wait for a single compiler process most of the time, so they run in parallel.
 const QUICK_CHECKS: [&[Check]; 3] = [
     &[FORMAT],
@@ -78,7 +78,7 @@ fn quick_clippy() -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// Runs the checks of a group in parallel, and the groups one after the other.
+/// Runs each group's checks in parallel, and the groups one after another.
 fn run(command: &str, groups: &[&[Check]]) -> Result<ExitCode> {
     let mut lines = Vec::new();
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
@@ -88,9 +88,9 @@ fn run(command: &str, groups: &[&[Check]]) -> Result<ExitCode> {
                 passed += 1;
                 "ok".to_owned()
             }
-            Ok(Outcome::Skipped(why)) => {
+            Ok(Outcome::Skipped(reason)) => {
                 skipped += 1;
-                format!("SKIPPED: {why}")
+                format!("SKIPPED: {reason}")
             }
             Err(error) => {
                 failed += 1;

@@ -1,8 +1,8 @@
 //! `cargo xtask dist`: builds the static executable and verifies it.
 //!
 //! The target is named explicitly, so that build scripts and procedural macros are not affected by its flags. glibc is
-//! linked statically, so the executable needs nothing from its machine. It contains no fail points and no path of the
-//! build machine.
+//! linked statically, so the executable needs nothing from its machine. It contains no fail points and no paths from
+//! the build machine.
 
 use std::ffi::OsString;
 use std::fs;
@@ -15,10 +15,9 @@ use kit::{child, fetch};
 
 use crate::cargo;
 
-/// Maximum size of the binary. The target of the footprint bench is lower. The split into packages added 1.8 MiB,
-/// because each compiles its own copies of generic code. Host certificates added 0.6 MiB. The checks of releases,
-/// which the platform and svcctl both contain, added another 0.6 MiB, together with quotes and the probes of object
-/// stores.
+/// Maximum size of the binary. The footprint bench has a lower target. The split into packages added 1.8 MiB,
+/// because each compiles its own copies of generic code. Host certificates added 0.6 MiB. The release checks, which the
+/// platform and svcctl both contain, added another 0.6 MiB, together with quotes and the object store probes.
 const MAX_BYTES: u64 = (32 << 20) + (512 << 10);
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// The variable that activates fail points: a build that contains its name has fail points.
@@ -42,7 +41,8 @@ pub fn build_if_outdated() -> Result<PathBuf> {
     build()
 }
 
-/// Why an executable does not match the sources at `root`. Without git it is assumed to match.
+/// Returns the reason why an executable does not match the sources at `root`, if any. Without git, it is assumed to
+/// match.
 fn outdated_reason(svc: &Path, root: &Path) -> Result<Option<String>> {
     let git = |args: &[&str]| {
         let mut git = Command::new("git");
@@ -57,7 +57,7 @@ fn outdated_reason(svc: &Path, root: &Path) -> Result<Option<String>> {
     let commit = output.split_once("(commit ").and_then(|(_, rest)| rest.split([',', ')']).next());
     let (commit, head) = (commit.unwrap_or("unknown"), head.trim());
     if commit != head {
-        return Ok(Some(format!("it was built from {commit}, the sources are at {head}")));
+        return Ok(Some(format!("it was built from {commit}, but the sources are at {head}")));
     }
     let built = fs::metadata(svc)?.modified()?;
     let mut status = vec!["status", "--porcelain", "-z", "--no-renames", "--untracked-files=all", "--"];
@@ -78,7 +78,7 @@ pub fn build() -> Result<PathBuf> {
     let dir = fetch::target_dir().join("dist");
     fs::create_dir_all(&dir)?;
     let svc = dir.join("svc");
-    // Renamed into place: processes that run the old executable keep it.
+    // Renamed into place: processes that are running the old executable keep it.
     let staged = dir.join(".svc-new");
     fs::copy(&built, &staged).with_context(|| format!("copy {}", built.display()))?;
     fs::rename(&staged, &svc)?;
@@ -116,12 +116,12 @@ fn compile() -> Result<PathBuf> {
         "-Clink-arg=-Wl,-z,pack-relative-relocs".to_owned(),
     ];
     if cfg!(target_arch = "x86_64") {
-        // Functions with the same code share one copy, which makes the binary 2 % smaller. Nothing compares addresses
-        // of functions. On other architectures, Rust does not link with LLD, which can do this.
+        // Functions with the same code share one copy, which makes the binary 2% smaller. Nothing compares function
+        // addresses. On other architectures, Rust does not link with LLD, which can do this.
         flags.push("-Clink-arg=-Wl,--icf=all".to_owned());
     }
     flags.extend(maps.iter().map(|(from, to)| format!("--remap-path-prefix={}={to}", from.display())));
-    // C code of dependencies embeds file names in the same way.
+    // C code in dependencies embeds file names in the same way.
     let c: Vec<String> =
         maps.iter().map(|(from, to)| format!("-ffile-prefix-map={}={to}", from.display())).collect();
     build.env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"));
@@ -149,7 +149,7 @@ fn verify_executable(svc: &Path) -> Result<()> {
         let text = OsString::from(&path).into_encoded_bytes();
         ensure!(
             !contains(&bytes, &text),
-            "{} contains {}, a path of this machine",
+            "{} contains {}, a path on this machine",
             svc.display(),
             path.display()
         );
@@ -189,7 +189,7 @@ mod tests {
 
     use super::*;
 
-    /// A program that reports `commit` as its version.
+    /// Writes a program that reports `commit` as its version.
     fn program(path: &Path, commit: &str) {
         fs::write(path, format!("#!/bin/sh\necho 'svc 0.1.0 (commit {commit}, 2026-01-01)'\n")).unwrap();
         fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
@@ -203,8 +203,8 @@ mod tests {
         fs::create_dir_all(root.join("src")).unwrap();
         fs::write(&source, "fn main() {}").unwrap();
         program(&svc, "of-an-archive");
-        let why = || outdated_reason(&svc, &root).unwrap();
-        assert_eq!(why(), None, "without git it is assumed to match");
+        let reason = || outdated_reason(&svc, &root).unwrap();
+        assert_eq!(reason(), None, "without git, it is assumed to match");
 
         let git = |args: &[&str]| {
             let mut git = Command::new("git");
@@ -214,19 +214,19 @@ mod tests {
         git(&["init", "--quiet"]);
         git(&["add", "."]);
         git(&["commit", "--quiet", "--message", "first"]);
-        assert!(why().unwrap().starts_with("it was built from of-an-archive, the sources are at "));
+        assert!(reason().unwrap().starts_with("it was built from of-an-archive, but the sources are at "));
         program(&svc, git(&["rev-parse", "--short=12", "HEAD"]).trim());
-        assert_eq!(why(), None);
+        assert_eq!(reason(), None);
 
         let at = |seconds| SystemTime::now() + Duration::from_secs(seconds);
         fs::write(&source, "fn main() { }").unwrap();
         fs::File::open(&source).unwrap().set_modified(at(60)).unwrap();
-        assert_eq!(why().unwrap(), "src/main.rs has changed since");
+        assert_eq!(reason().unwrap(), "src/main.rs has changed since");
         fs::File::open(&svc).unwrap().set_modified(at(120)).unwrap();
-        assert_eq!(why(), None, "older than the executable");
+        assert_eq!(reason(), None, "older than the executable");
         fs::write(root.join("README.md"), "not a source").unwrap();
-        assert_eq!(why(), None);
+        assert_eq!(reason(), None);
         fs::remove_file(&source).unwrap();
-        assert_eq!(why().unwrap(), "src/main.rs has changed since");
+        assert_eq!(reason().unwrap(), "src/main.rs has changed since");
     }
 }

@@ -7,10 +7,10 @@ use anyhow::Result;
 
 use crate::cargo;
 
-/// The test that compares the pages, or writes them if this variable is set (`tests/reference.rs`).
+/// The test that compares the pages, or writes them if [`REWRITE_VAR`] is set (`tests/reference.rs`).
 const PAGES_TEST: &str = "generated_parts_of_pages_are_current";
-/// Like [`PAGES_TEST`], for the table that needs all object stores; `cargo xtask test` compares it.
-const STORES_TEST: &str = "table_of_stores_is_current";
+/// Like [`PAGES_TEST`], but for the table that needs all object stores; `cargo xtask test` compares it.
+const STORES_TEST: &str = "stores_table_is_current";
 const REWRITE_VAR: &str = "SVC_WRITE_DOCS";
 
 /// Writes the pages, or with `check` reports those that are out of date.

@@ -1,4 +1,4 @@
-//! `cargo xtask fuzz`: runs the parsers of tests/fuzz under libFuzzer, one after the other, with limits on time, memory
+//! `cargo xtask fuzz`: runs the parsers in tests/fuzz under libFuzzer, one after another, with limits on time, memory
 //! and input. One executable contains all targets. Only the workspace's `svc` is compiled with coverage
 //! (`tests/libfuzzer/rustc.sh`), and the dependencies are those of every other development build, so any stable
 //! compiler with a C++ compiler works.

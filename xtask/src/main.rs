@@ -1,4 +1,4 @@
-//! `cargo xtask`: the developer commands of the project. This file parses arguments; the kit and cargo do the work.
+//! `cargo xtask`: the project's developer commands. This file parses arguments; the kit and cargo do the work.
 
 mod bench;
 mod browser;
@@ -29,7 +29,7 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Fetch missing dependencies of the demo and the tests
+    /// Fetch missing dependencies for the demo and the tests
     Setup,
     /// Build a host bundle: archive, digest, and manifest with its signature
     Bundle(bundle::Args),
@@ -55,7 +55,7 @@ enum Command {
         /// The binary to run (default: built)
         #[arg(long, value_name = "PATH")]
         svc: Option<PathBuf>,
-        /// Directory of dev.json and the operator's credential; use another one for a second instance
+        /// Directory for dev.json and the operator's credential; use a different one for a second instance
         #[arg(long, value_name = "DIR")]
         dir: Option<PathBuf>,
         /// The machine's bundle, from `cargo xtask bundle --out DIR` (default: the minimal one)
@@ -70,7 +70,7 @@ enum Command {
         /// Run only these steps, on a newly provisioned machine: `--only update,bad-update`
         #[arg(long, value_name = "STEP", value_delimiter = ',', conflicts_with = "quick")]
         only: Vec<String>,
-        /// The binary to run (default: that of `cargo xtask dist`)
+        /// The binary to run (default: the one from `cargo xtask dist`)
         #[arg(long, value_name = "PATH")]
         svc: Option<PathBuf>,
     },
@@ -103,7 +103,7 @@ enum Command {
     },
     /// Fuzz the parsers with libFuzzer, a minute each; needs a C++ compiler, writes target/libfuzzer
     Fuzz(fuzz::Args),
-    /// Quick checks for each edit: format, clippy of the product, unit tests, house rules
+    /// Quick checks for each edit: format, clippy on the product, unit tests, house rules
     Check,
     /// All other checks: format, clippy, documentation, dependencies
     Ci {
@@ -144,7 +144,7 @@ fn setup() -> Result<()> {
     // Tests that need SeaweedFS report themselves as skipped.
     match kit::seaweed::fetch(&target) {
         Ok(dir) => println!("setup: SeaweedFS at {}", dir.display()),
-        Err(error) => println!("setup: SeaweedFS is unavailable, its tests are skipped: {error:#}"),
+        Err(error) => println!("setup: SeaweedFS is unavailable, so its tests are skipped: {error:#}"),
     }
     Ok(())
 }

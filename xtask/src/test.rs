@@ -12,10 +12,10 @@ use tempfile::TempDir;
 
 use crate::cargo;
 
-/// Free memory that the temporary files of all tests may use, in bytes: several times what a run has used.
+/// Free memory required for the temporary files of all tests, in bytes: several times what a run has used.
 const MIN_FREE_MEMORY: u64 = 8 << 30;
 
-/// Environment variables of the tests: the files for skipped tests and figures, the directory for temporary files, and
+/// Environment variables for the tests: the files for skipped tests and figures, the directory for temporary files, and
 /// the address of the database server.
 type Variables = Vec<(&'static str, OsString)>;
 
@@ -41,8 +41,8 @@ pub fn run(long: bool, filters: &[String]) -> Result<ExitCode> {
     exit
 }
 
-/// Creates the directory for the temporary files of all tests: in memory if there is room and `TMPDIR` names no other
-/// place. Also removes what killed tests leave behind. Its name is short, because paths of Unix sockets are.
+/// Creates the directory for the temporary files of all tests: in memory if there is room and `TMPDIR` is not set. Also
+/// removes what killed tests leave behind. Its name is short, because Unix socket paths must be.
 fn create_temp_dir() -> Result<TempDir> {
     let chosen = std::env::var_os("TMPDIR").map(PathBuf::from);
     let parent = chosen.or_else(|| disk::in_memory_dir(MIN_FREE_MEMORY).map(Path::to_owned));
@@ -104,7 +104,7 @@ fn run_command(command: &mut Command) -> Result<(ExitCode, String)> {
     Ok((exit, format!("{passed} passed, {failed} failed")))
 }
 
-/// The number before ` passed` or ` failed` in `test result: ok. 3 passed; 0 failed; …`.
+/// Returns the number before ` passed` or ` failed` in `test result: ok. 3 passed; 0 failed; …`.
 fn count(line: &str, word: &str) -> u64 {
     let Some(result) = line.strip_prefix("test result: ") else { return 0 };
     let before = result.split_once(word).map(|(before, _)| before);

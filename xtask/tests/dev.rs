@@ -32,7 +32,7 @@ impl Dev {
         Self { process, dir: dir.to_owned(), log }
     }
 
-    /// Waits for `dev: ready`; returns `dev.json`.
+    /// Waits for `dev: ready`. Returns the contents of `dev.json`.
     fn wait_until_ready(&mut self) -> Value {
         let deadline = Instant::now() + START_TIMEOUT;
         loop {
@@ -86,7 +86,7 @@ fn stdout(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// The command lines of the processes that mention this directory, or whose working directory is in it.
+/// Returns the command lines that mention the directory, and those of processes whose working directory is in it.
 fn processes(dir: &str) -> Vec<String> {
     let entries = fs::read_dir("/proc").unwrap().flatten();
     let lines = entries.filter_map(|entry| {
@@ -160,7 +160,7 @@ fn dev_runs_printed_commands_and_cleans_up() {
     let refused = String::from_utf8_lossy(&second.stderr).into_owned();
     assert!(!second.status.success());
     assert!(refused.contains(json["platformUrl"].as_str().unwrap()), "{refused}");
-    assert!(is_listening(json["platformUrl"].as_str().unwrap()), "the first instance still runs");
+    assert!(is_listening(json["platformUrl"].as_str().unwrap()), "the first instance is still running");
 
     let disks = json["dir"].as_str().unwrap().to_owned();
     assert!(!processes(&disks).is_empty());

@@ -1,4 +1,4 @@
-//! Text view of a report of findings.
+//! Text view of a findings report.
 
 use super::{Colour, View};
 use svc_base::diagnosis::{Level, Report};
@@ -12,7 +12,7 @@ fn colour(level: Level) -> Colour {
     }
 }
 
-/// Shows a line per finding, with the advice below it, and the totals at the end.
+/// Renders one line per finding, with its advice below, and the totals at the end.
 pub fn show(view: &View, report: &Report) -> String {
     let check_width = report.findings.iter().map(|finding| finding.check.len()).max().unwrap_or_default();
     let mut text = String::new();

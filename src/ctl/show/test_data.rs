@@ -1,4 +1,4 @@
-//! A view, a running and a failed machine, and an operation, for the tests of the text views.
+//! Test data for the text views: a view, a running machine, a failed machine, and an operation.
 
 use serde_json::{Value, json};
 

@@ -1,4 +1,4 @@
-//! Tests of the text views of all responses, and of colours and width on a terminal.
+//! Tests for the text views of all responses, and for colours and width on a terminal.
 
 use serde_json::{Value, json};
 
@@ -22,7 +22,7 @@ fn list_shows_machines() {
     );
 }
 
-/// A host's or the provider's text may have several lines and control characters.
+/// Text from a host or the provider may contain line breaks and control characters.
 #[test]
 fn multiline_text_stays_in_one_row() {
     let text = "no space left\n  next: delete\r\nsomething\u{1b}[2J";

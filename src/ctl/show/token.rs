@@ -15,11 +15,11 @@ pub fn line(view: &View, token: &UpgradeToken) -> String {
     format!("generation {generation}, since {since}{}", requested.unwrap_or_default())
 }
 
-/// The number of machines whose tokens rotate.
+/// Reports how many machines' tokens will be rotated.
 pub fn rotations(rotations: TokenRotations) -> String {
     let count = rotations.requested;
     format!(
-        "{} will be rotated with the next heartbeats of the hosts; `svcctl fleet` lists machines whose tokens were not \
+        "{} will be rotated with the hosts' next heartbeats; `svcctl fleet` lists machines whose tokens were not \
          rotated\n",
         pluralize(count, "token")
     )

@@ -5,7 +5,7 @@ use super::table::{self, Cell};
 use svc_http::usage::GroupBy;
 use svc_wire::usage::{UsageEntry, UsageReport};
 
-/// Shows a row per entry, and the total at the end.
+/// Renders one row per entry and the total at the end.
 pub fn show(view: &View, by: GroupBy, report: &UsageReport) -> String {
     if report.entries.is_empty() {
         return "no usage\n".to_owned();

@@ -1,5 +1,5 @@
-//! Bridge tokens of running agents. A token gives access to the bridge of the apps that the owner listed for the agent,
-//! and expires with its dispatch. Tokens exist only in the memory of this process.
+//! Bridge tokens for running agents. A token gives access to the bridge of the apps that the owner listed for the
+//! agent, and expires with its dispatch. Tokens exist only in the memory of this process.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,7 +12,7 @@ const TOKEN_BYTES: usize = 32;
 
 type TokenDigest = [u8; 32];
 
-/// The access that a token gives: the bridge of these apps, while this dispatch runs.
+/// The access that a token grants: the bridge of these apps, while this dispatch is running.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BridgeGrant {
     pub dispatch: String,
@@ -36,12 +36,12 @@ impl AgentTokens {
     /// Issues a token for the bridge of `apps`.
     ///
     /// # Errors
-    /// The system's random generator fails.
+    /// The system's random number generator fails.
     pub fn issue(self: &Arc<Self>, dispatch: &str, apps: &[String]) -> anyhow::Result<AgentToken> {
         let mut bytes = [0; TOKEN_BYTES];
         SystemRandom::new()
             .fill(&mut bytes)
-            .map_err(|_| anyhow::anyhow!("the system's random generator failed"))?;
+            .map_err(|_| anyhow::anyhow!("the system's random number generator failed"))?;
         let secret = SecretString::from(format!("svc_agent_{}", hex::encode(bytes)));
         let digest = digest(secret.expose_secret());
         let grant = BridgeGrant { dispatch: dispatch.to_owned(), apps: apps.into() };
@@ -49,7 +49,7 @@ impl AgentTokens {
         Ok(AgentToken { secret, digest, tokens: Arc::clone(self) })
     }
 
-    /// Finds the access that a token gives; `None` if it is not valid.
+    /// Finds the access that a token grants; `None` if the token is not valid.
     pub fn find(&self, token: &str) -> Option<BridgeGrant> {
         // Looking up a digest leaks nothing about the token through timing.
         self.lock().get(&digest(token)).cloned()

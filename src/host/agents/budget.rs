@@ -113,8 +113,8 @@ impl Kernel {
         })
     }
 
-    /// Reserves the amount for one more dispatch of this user, even if the requested model has no price: another model
-    /// may run.
+    /// Reserves the amount for one more dispatch of this user, even if the requested model has no price: a different
+    /// model may run.
     ///
     /// # Errors
     /// The records are still being read; the inner error is the limit that was reached.
@@ -201,7 +201,7 @@ impl Kernel {
     fn warn(&self, user: &str, warning: &LimitWarning) {
         let LimitWarning { period, limit, spent } = warning;
         let period = period.as_str();
-        tracing::warn!(user, %limit, %spent, "80% of the {period} cost limit is spent");
+        tracing::warn!(user, %limit, %spent, "80% of the {period} cost limit has been spent");
         self.note(&format!("{user} has spent {spent} of the {period} cost limit of {limit}"));
     }
 

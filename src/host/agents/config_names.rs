@@ -1,6 +1,6 @@
 //! Finds unknown names in `system/config.json`: a misspelt limit must not silently mean that there is no limit.
 //!
-//! Top-level members may belong to other programs. An unknown one is a mistake only if its name resembles that of a
+//! Top-level members may belong to other programs. An unknown one is an error only if its name resembles that of a
 //! setting that the file lacks.
 
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use super::adapters::preview;
 
 /// Longer names are truncated in messages.
 const MAX_SHOWN_CHARS: usize = 64;
-/// Names of at least this many characters may differ in two characters, shorter ones in one.
+/// Names with at least this many characters may differ by two characters, shorter ones by one.
 const MIN_LONG_NAME_CHARS: usize = 8;
 
 const TOP_LEVEL: [&str; 5] = ["costLimits", "storage", "agents", "dispatch", "prices"];
@@ -38,9 +38,9 @@ struct Names {
 /// Checks that the file has no unknown names.
 ///
 /// # Errors
-/// A description of the first unknown name, which quotes no value.
+/// A description of the first unknown name, which quotes no values.
 pub fn check_names(text: &[u8]) -> Result<(), String> {
-    // The caller has parsed the same text and reports other mistakes.
+    // The caller has parsed the same text and reports other errors.
     let Ok(names) = serde_json::from_slice::<Names>(text) else { return Ok(()) };
     check_members("costLimits", &names.cost_limits, &COST_LIMITS)?;
     check_members("storage", &names.storage, &STORAGE)?;
@@ -69,8 +69,8 @@ fn shorten(name: &str) -> String {
     preview::flatten_and_truncate(name, MAX_SHOWN_CHARS)
 }
 
-/// Finds a known name that differs in at most two characters, or in one if it is short. Case, dashes and underscores do
-/// not count.
+/// Finds a known name that differs by at most two characters, or by one if it is short. Case, dashes and underscores
+/// are ignored.
 fn find_similar<'k>(name: &str, known: &[&'k str]) -> Option<&'k str> {
     let plain = |name: &str| name.to_lowercase().replace(['-', '_'], "");
     let name = plain(&preview::flatten_and_truncate(name, MAX_SHOWN_CHARS));
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unknown_names_are_mistakes() {
+    fn unknown_names_are_rejected() {
         for (text, part) in [
             (
                 r#"{"costLimits": {"dailly": 1}}"#,

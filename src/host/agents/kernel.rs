@@ -1,7 +1,7 @@
 //! The kernel: agent runs, their cost and their records.
 //!
-//! The usage book is read in the background, because the gateway accepts connections earlier. Until the book has been
-//! read, requests that need it get a 503 with `Retry-After`.
+//! The usage book is read in the background, so that the gateway can accept connections in the meantime. Until the book
+//! has been read, requests that need it get a 503 with `Retry-After`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
@@ -28,17 +28,17 @@ use svc_base::chain::format_chain;
 use svc_http::problem::{Code, Problem};
 use svc_http::rate_limit::RateLimit;
 
-/// Interval between writes of `usage.jsonl`.
+/// Interval between writes to `usage.jsonl`.
 const USAGE_WRITE_INTERVAL: Duration = Duration::from_secs(300);
 /// Interval between checks for a new day and changed settings.
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum time that a request waits for the book.
 const BOOK_TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum concurrent streams of records.
+/// Maximum concurrent record streams.
 const MAX_LISTENERS: usize = 32;
 /// Interval between retries after the records could not be read.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
-/// Minimum interval between notes that a limit has refused a user's dispatches.
+/// Minimum interval between notes about a user's refused dispatches.
 const REFUSAL_NOTE_INTERVAL: Duration = Duration::from_secs(60);
 
 pub struct Kernel {
@@ -50,9 +50,9 @@ pub struct Kernel {
     /// `None` after [`Self::close`].
     writer: Mutex<Option<Writer>>,
     book: OnceLock<UsageBook>,
-    /// Reserved amounts of active dispatches, by user.
+    /// Amounts reserved for active dispatches, by user.
     pub(super) reserved: Mutex<HashMap<String, Dollars>>,
-    /// Limits concurrent streams of records.
+    /// Limits concurrent record streams.
     listeners: Arc<Semaphore>,
     /// Cancelled when the book is open.
     book_opened: CancellationToken,
@@ -62,7 +62,7 @@ pub struct Kernel {
 
 impl Kernel {
     /// # Errors
-    /// The writer's thread cannot be started.
+    /// The writer thread cannot be started.
     pub fn new(layout: &Layout) -> std::io::Result<Self> {
         let writer = Writer::start(layout.logs())?;
         let records = writer.records();
@@ -84,7 +84,7 @@ impl Kernel {
         &self.records
     }
 
-    /// The directory of the records.
+    /// The records directory.
     pub fn logs(&self) -> PathBuf {
         self.layout.logs()
     }
@@ -94,7 +94,7 @@ impl Kernel {
         Arc::clone(&self.settings_lock)
     }
 
-    /// Admits one more stream of records, until the permit is dropped.
+    /// Admits one more record stream, until the permit is dropped.
     pub fn admit_listener(&self) -> Option<OwnedSemaphorePermit> {
         Arc::clone(&self.listeners).try_acquire_owned().ok()
     }
@@ -109,10 +109,11 @@ impl Kernel {
         let _ = self.records.note(text);
     }
 
-    /// Notes in `activity.log` that a cost limit has refused a dispatch, at most once a minute for each user.
+    /// Notes in `activity.log` that a dispatch was refused because of a cost limit, at most once a minute for each
+    /// user.
     pub fn note_refusal(&self, user: &str, why: &str) {
         if self.refusal_notes.check(&user.to_owned()).is_ok() {
-            self.note(&format!("a dispatch of {user} was refused: {why}"));
+            self.note(&format!("a dispatch from {user} was refused: {why}"));
         }
     }
 
@@ -129,7 +130,7 @@ impl Kernel {
         find::find_interactions(&self.layout.logs(), ids)
     }
 
-    /// Waits up to `BOOK_TIMEOUT` while the book is being read, and returns it.
+    /// Waits up to `BOOK_TIMEOUT` for the book to be read, and returns it.
     ///
     /// # Errors
     /// The records are still being read after `BOOK_TIMEOUT`.

@@ -1,7 +1,7 @@
 //! The owner's current settings (`host::agents::owner_config`), reloaded when the file changes.
 //!
 //! A broken edit changes nothing: the last good settings stay in force, even across restarts, because a copy is kept
-//! beside the machine's state. The mistake is reported until it is fixed.
+//! beside the machine's state. The error is reported until it is fixed.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};

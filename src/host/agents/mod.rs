@@ -1,5 +1,5 @@
-//! The owner's coding agents: their programs ([`adapters`]), the queue of dispatches ([`dispatch`]), `svc-agent`, which
-//! runs one agent ([`runner`]), cost limits ([`budget`]) and the owner's settings ([`owner_config`]).
+//! The owner's coding agents: their programs ([`adapters`]), the dispatch queue ([`dispatch`]), `svc-agent`, which runs
+//! one agent ([`runner`]), cost limits ([`budget`]) and the owner's settings ([`owner_config`]).
 
 pub mod adapters;
 pub mod bridge_tokens;

@@ -32,11 +32,11 @@ pub struct Settings {
     pub limits: Limits,
     pub agents: AgentSettings,
     pub storage: StorageQuotas,
-    /// The mistake in the current file, if these settings are from an earlier version.
+    /// The error in the current file, if these settings are from an earlier version.
     pub mistake: Option<String>,
 }
 
-/// `storage` of `config.json`: storage quotas of apps, in bytes.
+/// The `storage` section of `config.json`: app storage quotas, in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct StorageQuotas {
@@ -85,7 +85,7 @@ impl Default for Settings {
 
 impl Settings {
     /// # Errors
-    /// A description of the mistake, which quotes no value.
+    /// A description of the error, which quotes no values.
     pub fn parse(text: &[u8]) -> Result<Self, String> {
         let settings = Self::parse_known(text)?;
         check_names(text)?;
@@ -109,7 +109,7 @@ impl Settings {
         Ok(Self { calendar, time_zone, limits, agents, storage: file.storage, mistake: None })
     }
 
-    /// Loads the settings from the file. If it is invalid, returns the last good ones, with the mistake.
+    /// Loads the settings from the file. If it is invalid, returns the last good ones, with the error.
     pub fn load(file: &Path, last_good: &Path) -> Self {
         let parsed = match read_config_file(file) {
             Ok(Some(text)) => Self::parse(&text),
@@ -119,7 +119,7 @@ impl Settings {
         parsed.unwrap_or_else(|mistake| Self { mistake: Some(mistake), ..Self::load_last_good(last_good) })
     }
 
-    /// Loads the last good settings, or the default. Unknown names are ignored: an earlier release, which ignored them
+    /// Loads the last good settings, or the defaults. Unknown names are ignored: an earlier release, which ignored them
     /// too, may have saved the file.
     pub fn load_last_good(file: &Path) -> Self {
         let settings = read_config_file(file).ok().flatten().and_then(|text| Self::parse_known(&text).ok());
@@ -169,7 +169,7 @@ mod tests {
             std::fs::write(&good, broken).unwrap();
             assert_eq!(day(), ("2026-11-20".to_owned(), true));
         }
-        // As in the gateway: a removed file means the default settings.
+        // As in the gateway, the default settings apply without a file.
         std::fs::write(&good, zone("Europe/Berlin")).unwrap();
         std::fs::remove_file(&file).unwrap();
         assert_eq!(day(), ("2026-11-20".to_owned(), false));
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn mistake_quotes_no_value() {
+    fn error_quotes_no_values() {
         for text in [r#"{"costLimits": {"daily": "hunter2"}}"#, r#"{"costLimits": "hunter2"}"#, "hunter2"] {
             let mistake = Settings::parse(text.as_bytes()).unwrap_err();
             assert!(!mistake.contains("hunter2"), "{mistake}");

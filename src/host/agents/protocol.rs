@@ -1,6 +1,6 @@
 //! The protocol between the gateway and `svc-agent` over `agent.sock`. A frame has a kind, a length and a payload.
 //!
-//! The gateway sends an order. The runner reports its process ID. The gateway registers that ID with the watcher and
+//! The gateway sends a request. The runner reports its process ID. The gateway registers that ID with the watcher and
 //! sends the go-ahead; then the runner starts the agent. A cancellation or a closed connection ends the run early. The
 //! runner forwards the agent's output line by line and finally reports its exit.
 
@@ -17,9 +17,9 @@ use super::adapters::{AdapterKind, Exit};
 
 /// The socket's file name in [`crate::system::layout::Layout::owner_sockets`].
 pub const SOCKET: &str = "agent.sock";
-/// Maximum bytes of a forwarded line; the input of a tool may be a whole file.
+/// Maximum bytes in a forwarded line; a tool's input may be a whole file.
 pub const MAX_LINE_BYTES: usize = 8 << 20;
-/// Maximum bytes of a frame: an order with its prompt, or a line.
+/// Maximum bytes in a frame: a request with its prompt, or a line.
 const MAX_FRAME_BYTES: u32 = 16 << 20;
 /// Time between an agent's SIGINT and SIGTERM. Claude Code prints its cost within 0.3 s after SIGINT, and never after
 /// SIGTERM.
@@ -27,10 +27,10 @@ pub const INTERRUPT_GRACE: Duration = Duration::from_secs(2);
 /// Time between an agent's SIGTERM and SIGKILL.
 pub const TERMINATE_GRACE: Duration = Duration::from_secs(5);
 
-/// The order to run an agent.
+/// The request to run an agent.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Order {
+pub struct RunRequest {
     pub version: u32,
     /// The dispatch's ID.
     pub id: String,
@@ -41,11 +41,11 @@ pub struct Order {
     pub model: Option<String>,
     pub conversation_id: Option<String>,
     pub prompt: String,
-    /// Environment variables in addition to those of every run.
+    /// Environment variables in addition to those set for every run.
     pub environment: BTreeMap<String, String>,
 }
 
-impl Order {
+impl RunRequest {
     pub const VERSION: u32 = 2;
     /// The version that the previous release's gateway sends during an update. That gateway does not support
     /// [`RunnerFrame::Ready`] and sends no go-ahead.
@@ -70,7 +70,7 @@ pub struct RunResult {
 
 /// A frame that the gateway sends.
 pub enum GatewayFrame {
-    Order(Box<Order>),
+    Run(Box<RunRequest>),
     /// The go-ahead after [`RunnerFrame::Ready`].
     Go,
     Cancel,
@@ -79,7 +79,7 @@ pub enum GatewayFrame {
 /// A frame that the runner sends.
 #[derive(Debug, PartialEq, Eq)]
 pub enum RunnerFrame {
-    /// The order is valid. The agent and its children will run below this process.
+    /// The request is valid. The agent and its children will run below this process.
     Ready { pid: u32 },
     /// The agent's process has started.
     Started { pid: u32 },
@@ -87,13 +87,13 @@ pub enum RunnerFrame {
     Line(Vec<u8>),
     /// A line longer than [`MAX_LINE_BYTES`], which is skipped.
     LongLine,
-    /// The last frame of a run, sent when none of its processes remains.
+    /// The last frame of a run, sent when none of its processes remain.
     Ended(RunResult),
     /// The last frame if no run took place, with the reason.
     Refused(String),
 }
 
-const ORDER: u8 = b'O';
+const RUN: u8 = b'O';
 const GO: u8 = b'G';
 const CANCEL: u8 = b'C';
 const READY: u8 = b'P';
@@ -110,7 +110,7 @@ impl GatewayFrame {
     /// The write failed.
     pub async fn write(&self, out: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
         match self {
-            Self::Order(order) => write_frame(out, ORDER, &to_json(order)).await,
+            Self::Run(request) => write_frame(out, RUN, &to_json(request)).await,
             Self::Go => write_frame(out, GO, &[]).await,
             Self::Cancel => write_frame(out, CANCEL, &[]).await,
         }
@@ -123,7 +123,7 @@ impl GatewayFrame {
     pub async fn read(input: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<Self>> {
         let Some((kind, payload)) = read_frame(input).await? else { return Ok(None) };
         match kind {
-            ORDER => Ok(Some(Self::Order(parse_payload(&payload)?))),
+            RUN => Ok(Some(Self::Run(parse_payload(&payload)?))),
             GO => Ok(Some(Self::Go)),
             CANCEL => Ok(Some(Self::Cancel)),
             _ => Err(invalid_frame()),
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn read_refuses_invalid_frames() {
+    async fn read_rejects_invalid_frames() {
         for bytes in [&b"S\0\0\0\x01x"[..], b"?\0\0\0\0", b"L\xff\xff\xff\xff", b"L\0\0\0\x05ab", b"S\0"] {
             assert!(RunnerFrame::read(&mut &bytes[..]).await.is_err(), "{bytes:?}");
         }

@@ -1,5 +1,5 @@
-//! The audit of the home's files: agents' hooks ([`hook`]) report tool calls to the watcher ([`watcher`]), which
-//! records who changed which file; [`protocol`] is the protocol between them.
+//! Auditing of the files in the home directory: agents' hooks ([`hook`]) report tool calls to the watcher
+//! ([`watcher`]), which records who changed which file; [`protocol`] is the protocol between them.
 
 pub mod hook;
 pub mod protocol;

@@ -19,17 +19,17 @@ use svc_base::clock;
 
 /// The file name of the watcher's socket.
 pub const SOCKET: &str = "watch.sock";
-/// Maximum bytes of a message.
+/// Maximum bytes in a message.
 pub const MAX_MESSAGE_BYTES: u64 = 64 << 10;
 /// Maximum bytes of saved messages; a full file already proves a gap.
 const MAX_GAP_BYTES: u64 = 64 << 10;
 const MAX_LOCK_TRIES: u32 = 8;
 /// Timeout for the dispatcher's messages.
 const DISPATCH_TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum ancestors of a process that are considered.
+/// Maximum ancestors considered per process.
 const MAX_ANCESTORS: usize = 64;
 
-/// Tools of Claude Code and Codex that may change any file.
+/// Claude Code and Codex tools that may change any file.
 pub const COMMAND_TOOLS: [&str; 2] = ["Bash", "apply_patch"];
 /// Tools that change only the file that they name.
 pub const WRITER_TOOLS: [&str; 4] = ["Write", "Edit", "MultiEdit", "NotebookEdit"];
@@ -104,7 +104,7 @@ pub struct Message {
     pub tool_use_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool: Option<String>,
-    /// The agent's program, such as `claude-code` or `codex`; empty in messages of the dispatcher.
+    /// The agent's program, such as `claude-code` or `codex`; empty in messages from the dispatcher.
     #[serde(default)]
     pub actor: String,
     #[serde(default)]
@@ -122,7 +122,7 @@ pub struct Message {
     /// The call continues in the background after its end.
     #[serde(default)]
     pub is_background: bool,
-    /// The dispatch's runner, only for [`Phase::DispatchBegin`]. The kernel identifies the process of a hook.
+    /// The dispatch's runner, only for [`Phase::DispatchBegin`]. A hook's process is identified by the kernel.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<Process>,
     /// The calls in the agent's output, only for [`Phase::DispatchEnd`].
@@ -130,12 +130,12 @@ pub struct Message {
     pub seen: Option<SeenCalls>,
 }
 
-/// Tool calls in the output of a dispatch's agent that may have changed files.
+/// Tool calls, in the output of a dispatch's agent, that may have changed files.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SeenCalls {
     pub ids: Vec<String>,
-    /// Number of further calls, whose IDs are not listed.
+    /// Number of additional calls, whose IDs are not listed.
     #[serde(rename = "more")]
     pub further_calls: u64,
     /// Whether the program's hooks use the same IDs.
@@ -217,7 +217,7 @@ pub fn send(socket: &Path, message: &Message, timeout: Duration) -> io::Result<(
     if reply.ends_with(b"\n") { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
-/// Sends a message from the dispatcher. Without a watcher there is no audit, so failures are only logged.
+/// Sends a message from the dispatcher. Without a watcher, nothing is audited, so failures are only logged.
 pub async fn send_from_dispatcher(socket: &Path, message: Message) {
     let (socket, phase) = (socket.to_owned(), message.phase);
     let sent = tokio::task::spawn_blocking(move || send(&socket, &message, DISPATCH_TIMEOUT));
@@ -259,7 +259,7 @@ impl UndeliveredHook {
                 continue;
             }
             let meta = file.metadata()?;
-            // Without a name, the file was collected in the meantime: write to a new one.
+            // A file without a name was collected in the meantime: write to a new one.
             if meta.nlink() > 0 {
                 return if meta.len() < MAX_GAP_BYTES { file.write_all(&line) } else { Ok(()) };
             }
@@ -267,7 +267,8 @@ impl UndeliveredHook {
         Err(io::ErrorKind::WouldBlock.into())
     }
 
-    /// Reads and removes all saved messages. Invalid lines are ignored: any program of the owner can write to the file.
+    /// Reads and removes all saved messages. Invalid lines are ignored: any of the owner's programs can write to the
+    /// file.
     pub fn collect(file: &Path) -> Vec<Self> {
         Self::read_and_remove(file).unwrap_or_default()
     }

@@ -7,7 +7,7 @@ use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;
 use svc_wire::host::{CertificateSource, HostCertificate};
 
-/// A certificate that is valid for less time than this should have been renewed.
+/// A certificate with less remaining lifetime than this should have been renewed.
 const MIN_REMAINING_LIFETIME: SignedDuration = SignedDuration::from_hours(14 * 24);
 /// A short-lived certificate must have at least `1 / MIN_REMAINING_DIVISOR` of its lifetime left.
 const MIN_REMAINING_DIVISOR: i32 = 6;

@@ -1,4 +1,4 @@
-//! Checks the env files as applets read them. Reports every error, without the invalid value.
+//! Checks the env files as applets read them. Reports every error, but never the invalid value.
 
 use crate::system::config;
 use crate::system::config::{DatabaseUrl, Identity, PlatformLink, services_env};

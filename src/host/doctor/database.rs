@@ -1,5 +1,5 @@
-//! Checks that the machine's own PostgreSQL is on this machine, reachable, and of version 16, and that its database is
-//! the restored one.
+//! Checks that the machine's own PostgreSQL is on this machine, is reachable and is version 16, and that its database
+//! is the restored one.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
@@ -60,7 +60,7 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-/// Returns the next step after a failed check of the identity: a new restore only if the database is another one.
+/// Returns the next step after a failed identity check: a new restore only if the database is a different one.
 fn identity_next_step(error: &IdentityError) -> &'static str {
     if error.is_mismatch() { IDENTITY_NEXT_STEP } else { NEXT_STEP }
 }
@@ -68,7 +68,7 @@ fn identity_next_step(error: &IdentityError) -> &'static str {
 /// Returns the port of this machine's own database, from `DATABASE_URL`.
 ///
 /// # Errors
-/// The reason why `DATABASE_URL` does not name this machine's own database.
+/// The reason that `DATABASE_URL` does not name this machine's own database.
 pub fn read_own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
     let Some(url) = DatabaseUrl::read(env) else {
         return Err("DATABASE_URL is not set, or this user may not read it".to_owned());
@@ -83,14 +83,14 @@ pub fn read_own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
         }
     }
     let port = config.get_ports().first().copied().unwrap_or(PORT);
-    // Below another root, as in tests, the network is shared, so the port differs.
+    // Below a different root, as in tests, the network is shared, so the port differs.
     if port != PORT && layout.root() == Path::new("/") {
         return Err(format!("the database is on port {port}, where svc-postgres does not listen"));
     }
     Ok(port)
 }
 
-/// Checks that the database server that the gateway reports is the one on this port of this machine.
+/// Checks that the database server reported by the gateway is the one on this port of this machine.
 ///
 /// # Errors
 /// A description of the difference.

@@ -11,7 +11,7 @@ use svc_base::diagnosis::Findings;
 const GATEWAY_USER: &str = "svc-gateway";
 const ROOT_USER: &str = "root";
 
-/// The files of `/opt/svc/env`: name, owner, and whether the file is required.
+/// The files in `/opt/svc/env`: name, owner, and whether the file is required.
 const ENV_FILES: [(&str, &str, bool); 5] = [
     ("host.env", GATEWAY_USER, true),
     ("r2.env", GATEWAY_USER, true),

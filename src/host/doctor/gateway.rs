@@ -63,8 +63,7 @@ pub fn check_key(layout: &Layout) -> Findings {
             return findings.skipped(format!("the key cannot be read: {error:#}; run this as root"));
         }
     };
-    let next =
-        "journalctl -u svc-register -n 50; `svcctl status` on the platform shows the result of the boot";
+    let next = "journalctl -u svc-register -n 50; `svcctl status` on the platform shows the boot's result";
     let registration = match fsx::read_if_exists(&layout.registration()) {
         Ok(Some(text)) => serde_json::from_slice::<RegistrationFile>(&text).ok(),
         Ok(None) => None,

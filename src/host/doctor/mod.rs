@@ -1,6 +1,6 @@
 //! `svcctl doctor` on a machine: checks the machine's files, database and services.
 //!
-//! The checks change no file, credential or unit, and report files that they may not read.
+//! The checks change no file, credential or unit, and report any files that they may not read.
 
 mod backup;
 mod certificate;
@@ -22,9 +22,9 @@ use super::system::config::services_env;
 use super::system::layout::Layout;
 use svc_base::diagnosis::{self, Check, Findings, Report};
 
-/// Timeout of a check that uses the network or runs a program.
+/// Timeout for a check that uses the network or runs a program.
 const SLOW_CHECK_TIMEOUT: Duration = Duration::from_secs(15);
-/// Timeout of a check of this machine's files.
+/// Timeout for a check of this machine's files.
 const FILE_CHECK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Returns whether svc's host side is installed below `SVC_ROOT`.
@@ -38,7 +38,7 @@ pub fn gateway_socket() -> std::path::PathBuf {
 }
 
 /// Checks that the gateway is configured for this machine's own database and connected to it. `server` is the address
-/// of the server that the gateway reports to be connected to.
+/// of the server to which the gateway reports being connected.
 ///
 /// # Errors
 /// The gateway is not connected to this machine's database, or this cannot be determined.

@@ -40,8 +40,8 @@ fn assess(findings: Findings, listeners: &[(IpAddr, u16)], gateway: u16) -> Find
     findings.or_ok(format!("only port {gateway} and ssh are reachable from outside"))
 }
 
-/// Returns the listening sockets of `/proc/net/tcp` and `/proc/net/tcp6` (proc(5)). Addresses are 32-bit words in
-/// the machine's byte order, which is little-endian.
+/// Returns the listening sockets in `/proc/net/tcp` and `/proc/net/tcp6` (proc(5)). Addresses are 32-bit words in the
+/// machine's byte order, which is little-endian.
 fn parse_listeners(v4: &str, v6: &str) -> Vec<(IpAddr, u16)> {
     let mut listeners: Vec<_> = v4.lines().chain(v6.lines()).filter_map(parse_listener).collect();
     listeners.sort_unstable();

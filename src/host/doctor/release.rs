@@ -66,7 +66,7 @@ pub fn check_current(layout: &Layout) -> Findings {
     findings.or_ok(format!("{version}, bundle sha256 {digest}"))
 }
 
-/// `releases.json` of the updater: the quarantined releases.
+/// The updater's `releases.json`: the quarantined releases.
 #[derive(Deserialize)]
 struct ReleaseRecord {
     quarantined: Vec<QuarantinedRelease>,

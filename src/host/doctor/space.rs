@@ -9,7 +9,7 @@ use svc_base::diagnosis::Findings;
 /// Assesses the free space of one file system.
 fn assess(findings: Findings, path: &Path, total: u64, free: u64) -> Findings {
     let percent = free_percent(total, free);
-    let summary = format!("{}: {:.1} GiB free ({percent} %)", path.display(), to_gib(free));
+    let summary = format!("{}: {:.1} GiB free ({percent}%)", path.display(), to_gib(free));
     let next = "delete files (du -xh --max-depth=2 / | sort -h | tail): no command enlarges this disk in place, and a \
                 recovery makes a new disk without the files that are not in the database";
     match DiskFill::classify(total, free) {

@@ -95,7 +95,7 @@ fn assess_expired_session(
     )
 }
 
-/// Uses the stored session if it expires later than that of `r2.env`.
+/// Uses the stored session if it expires later than the one in `r2.env`.
 fn use_stored_session(stored: Option<StoredSessions>, s3: &mut S3Config) {
     let Some(session) = stored.map(|stored| stored.session) else { return };
     if s3.expires_at.is_some_and(|at| at < session.expires_at) {

@@ -1,4 +1,4 @@
-//! Checks the units in systemd: which have failed, and which should run but do not.
+//! Checks the units in systemd: which have failed, and which should be running but are not.
 
 use std::path::PathBuf;
 
@@ -29,7 +29,7 @@ const TRIGGER_UNITS: [&str; 9] = [
     "svc-db-side.path",
 ];
 
-/// Returns the optional part of the release that a unit needs, if any.
+/// Returns the optional release part that a unit needs, if any.
 fn required_part(layout: &Layout, unit: &str) -> Option<PathBuf> {
     match unit {
         "svc-shell.service" => Some(layout.shell()),

@@ -1,4 +1,4 @@
-//! Reads request bodies within a size and time limit, and drains those of refused requests.
+//! Reads request bodies within a size and time limit, and drains those of rejected requests.
 
 use std::time::Duration;
 
@@ -52,7 +52,7 @@ pub async fn read(mut body: Body, max_bytes: usize) -> Result<Bytes, Problem> {
 /// Reads a body that is a JSON object.
 ///
 /// # Errors
-/// As [`require_json`] and [`read`], or the body is not a JSON object.
+/// Those of [`require_json`] and [`read`], or the body is not a JSON object.
 pub async fn read_fields(headers: &HeaderMap, body: Body, max_bytes: usize) -> Result<Fields, Problem> {
     require_json(headers)?;
     match serde_json::from_slice(&read(body, max_bytes).await?) {

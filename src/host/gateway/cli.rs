@@ -17,7 +17,7 @@ use crate::system::layout::Layout;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_wire::usage::UsageReport;
 
-/// Poll interval of `logs --follow`.
+/// Poll interval for `logs --follow`.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 #[derive(clap::Args)]
@@ -157,7 +157,7 @@ pub fn print_logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
     }
 }
 
-/// Whether the reader of the output is still connected.
+/// Whether the output's reader is still connected.
 #[derive(PartialEq, Eq)]
 enum OutputState {
     Open,

@@ -31,13 +31,13 @@ pub struct Config {
     /// The issuer of the owner's bearer tokens, if configured.
     pub issuer: Option<TrustedIssuer>,
     pub postgres: tokio_postgres::Config,
-    /// Timeout of one statement of an app.
+    /// Timeout for a single app statement.
     pub statement_timeout: Duration,
     /// Retention of change events.
     pub changes_retention: Duration,
     /// A certificate chain that the operator places on the machine.
     pub certificate_file: Option<PathBuf>,
-    /// Initial backoff after a failed request for a certificate.
+    /// Initial backoff after a failed certificate request.
     pub acme_initial_backoff: Duration,
 }
 
@@ -122,7 +122,7 @@ impl Config {
 }
 
 /// `None` if the token is too short to be safe. A short token is ignored rather than rejected, because the machine must
-/// start in any case, even after an update to the first release with this rule.
+/// always start, even after an update to the first release with this rule.
 fn read_admin_token(env: &mut Env) -> Option<SecretString> {
     let token = env.secret(&vars::ADMIN_TOKEN)?;
     let is_long_enough = token.expose_secret().chars().count() >= MIN_ADMIN_TOKEN_CHARS;

@@ -44,7 +44,7 @@ impl fmt::Display for Slug {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SqlIdentifier(String);
 
-/// PostgreSQL's system columns, and the keywords of filters.
+/// PostgreSQL's system columns, and the filter keywords.
 const RESERVED: [&str; 9] = ["tableoid", "ctid", "xmin", "xmax", "cmin", "cmax", "and", "or", "not"];
 
 impl SqlIdentifier {

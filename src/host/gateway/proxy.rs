@@ -15,7 +15,7 @@ use svc_http::problem::{Code, Problem, format_chain};
 use svc_http::proof;
 use svc_http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits};
 
-/// Reload interval of the waiting page, and `Retry-After` of a problem, in seconds.
+/// Reload interval for the waiting page, and `Retry-After` for problems, in seconds.
 const RETRY_AFTER_SECONDS: u64 = 3;
 
 /// The machine's services behind the gateway.
@@ -40,7 +40,7 @@ impl Dial for UnixDialer {
     }
 }
 
-/// Proxies the requests that no route of the gateway handles.
+/// Proxies the requests that no gateway route handles.
 pub async fn proxy_to_shell(State(upstreams): State<Arc<Upstreams>>, request: Request) -> Response {
     forward(&upstreams.shell, "The shell", request).await
 }
@@ -70,7 +70,7 @@ async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response
     match upstream.forward(request).await {
         Ok(response) => response,
         Err(ProxyError::ConnectMethod) => {
-            Problem::new(Code::InvalidRequest, "The method CONNECT is not supported.").into_response()
+            Problem::new(Code::InvalidRequest, "The CONNECT method is not supported.").into_response()
         }
         Err(error) => {
             tracing::warn!(error = %format_chain(&error), "{name} did not respond");
@@ -82,7 +82,7 @@ async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response
                 _ => Code::UpstreamUnavailable,
             };
             unavailable_response(
-                Problem::new(code, format!("{name} does not respond.")).retry_after(RETRY_AFTER_SECONDS),
+                Problem::new(code, format!("{name} is not responding.")).retry_after(RETRY_AFTER_SECONDS),
                 is_page,
             )
         }

@@ -1,8 +1,8 @@
 //! The gateway's routes. A request to a known route is checked in this order: method, size, credential; then the
 //! handler runs. An unknown path requires a principal, too.
 //!
-//! The router, its guards and the OpenAPI document are built from one table. Invariant: the guard of a route reads the
-//! allowed callers from its description.
+//! The router, its guards and the OpenAPI document are built from one table. Invariant: a route's guard reads the
+//! allowed callers from the route's description.
 
 use axum::extract::Request;
 use axum::middleware::{self, Next, from_fn};
@@ -35,8 +35,8 @@ const fn route(endpoint: &'static Endpoint, serve: fn() -> MethodRouter<Gateway>
     Route { endpoint, serve }
 }
 
-/// All routes of the gateway, in the order of the OpenAPI document. A path that matches none of them, and is not below
-/// `/api` or `/_svc/internal`, is proxied to the shell.
+/// All gateway routes, in the order of the OpenAPI document. A path that matches none of them, and is not below `/api`
+/// or `/_svc/internal`, is proxied to the shell.
 static ROUTES: [Route; 40] = [
     route(&bridge::QUERY, || post(bridge::query)),
     route(&bridge::SCHEMAS, || get(bridge::list_schemas)),
@@ -103,7 +103,7 @@ const API: Api = Api {
     ],
 };
 
-/// The OpenAPI document of all routes.
+/// The OpenAPI document for all routes.
 pub fn description() -> Value {
     openapi::generate_document(&API, endpoints().map(|endpoint| &endpoint.operation))
 }
@@ -127,7 +127,7 @@ async fn describe() -> Json<Value> {
     Json(description())
 }
 
-/// Builds the router of one listener.
+/// Builds the router for one listener.
 pub fn router(gateway: &Gateway, ingress: Ingress) -> Router {
     let admit_owners = from_fn(|request, next| admit(OWNER_OR_ADMIN, request, next));
     let shell = Router::new().fallback(proxy::proxy_to_shell).layer(admit_owners);
@@ -155,7 +155,7 @@ pub fn router(gateway: &Gateway, ingress: Ingress) -> Router {
         .with_state(gateway.clone())
 }
 
-/// Builds the router of the agents' socket: only the routes that accept an agent's token, which are the bridge's.
+/// Builds the router for the agents' socket: only the routes that accept an agent's token, which are the bridge's.
 pub fn bridge_router(gateway: &Gateway) -> Router {
     build_routes(ROUTES.iter().filter(|route| route.endpoint.operation.credentials.contains(&AGENT)))
         .fallback(unknown_route)
@@ -183,8 +183,8 @@ fn guard_route(route: &Route) -> MethodRouter<Gateway> {
         .route_layer(from_fn(move |request, next| limit_body(max_bytes, request, next)))
 }
 
-/// Rejects a request by its declared length, whether or not its credential is valid. A body without a declared length
-/// is limited where it is read.
+/// Rejects a request based on its declared length, whether or not its credential is valid. A body without a declared
+/// length is limited where it is read.
 async fn limit_body(max_bytes: usize, request: Request, next: Next) -> Response {
     if declares_more_than(request.headers(), max_bytes) {
         body::LIMITS.drain(request.into_body()).await;

@@ -1,4 +1,4 @@
-//! The services of the gateway. A handler extracts those that it uses.
+//! The gateway's services. Each handler extracts the ones it uses.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use crate::agents::dispatch::Dispatcher;
 use crate::agents::kernel::Kernel;
 use crate::system::layout::Layout;
 
-/// The services of one running gateway.
+/// The services of a running gateway.
 pub struct Services {
     pub layout: Layout,
     pub principal_resolver: Arc<PrincipalResolver>,
@@ -34,8 +34,8 @@ pub struct Services {
 
 impl Services {
     /// # Errors
-    /// The HTTP client for the identity provider's keys, or a thread, cannot be created; or the state of the writers
-    /// cannot be read.
+    /// The HTTP client for the identity provider's keys, or a thread, cannot be created; or the writers' state cannot
+    /// be read.
     pub fn new(config: &Config, change_ids: EventIdSecret) -> anyhow::Result<Self> {
         let layout = config.layout.clone();
         let kernel = Arc::new(Kernel::new(&layout)?);
@@ -75,7 +75,7 @@ impl Services {
     }
 }
 
-/// The state of the router. A clone costs one reference count, regardless of the number of services.
+/// The router state. Cloning it increments one reference count, regardless of the number of services.
 #[derive(Clone)]
 pub struct Gateway(pub Arc<Services>);
 

@@ -1,8 +1,8 @@
-//! The write gate: admits requests to the bridge, except while the platform takes the final backup of this machine.
-//! Then it refuses all of them, even reads.
+//! The write gate: admits requests to the bridge, except while the platform takes this machine's final backup.
+//! During that time it rejects all of them, even reads.
 //!
-//! Invariant: once `quiescedAt` is set, no request changes the owner's data until writers are resumed. The file of
-//! `host::system::quiesce` is authoritative, so the state survives a restart.
+//! Invariant: once `quiescedAt` is set, no request changes the owner's data until writers are resumed. The file that
+//! `host::system::quiesce` manages is authoritative, so the state survives a restart.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -23,16 +23,16 @@ use svc_base::fsx::{self, FileError};
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::OperationId;
 
-/// Poll interval of the file, which the sync agent may remove.
+/// Poll interval for the file, which the sync agent may remove.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// Timeout of the query for running statements.
+/// Timeout for the query that counts active sessions.
 const SESSIONS_TIMEOUT: Duration = Duration::from_secs(5);
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
-/// Retry delay for refused clients, in seconds. A recovery takes minutes.
+/// Retry delay for rejected clients, in seconds. A recovery takes minutes.
 const RETRY_AFTER_SECONDS: u64 = 15;
 
-/// Counts the apps' sessions that execute a statement or keep a transaction open, whether or not their clients still
-/// wait.
+/// Counts the app sessions that are executing a statement or holding a transaction open, whether or not their clients
+/// are still waiting.
 const ACTIVE_SESSIONS: &str = "SELECT count(*) FROM pg_stat_activity \
     WHERE datname = current_database() AND backend_type = 'client backend' \
       AND starts_with(usename, 'app_') AND state <> 'idle'";
@@ -150,7 +150,7 @@ impl Writers {
         Ok(())
     }
 
-    /// Whether all writes have ended: requests, abandoned statements, and copies out of the side database. A
+    /// Returns whether all writes have ended: requests, abandoned statements, and copies from the side database. A
     /// database that accepts no connections executes nothing.
     async fn is_idle(&self) -> bool {
         if self.lock().in_flight > 0 {
@@ -176,7 +176,7 @@ impl Writers {
         });
         match session_count.await {
             Ok(Ok(sessions)) => sessions == 0,
-            // A server that responds, such as with "too many connections", may execute statements.
+            // A server that responds, even with "too many connections", may be executing statements.
             Ok(Err(DatabaseError::Connect(error) | DatabaseError::Query(error))) => {
                 error.as_db_error().is_none()
             }

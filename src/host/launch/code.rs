@@ -35,7 +35,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Variables that a terminal needs. Other variables may contain svc's configuration.
 const PASSED_VARIABLES: [&str; 6] = ["LANG", "LC_ALL", "PATH", "TERM", "TZ", "USER"];
-/// Entry points of code-server: in its own archive, and as npm installs it.
+/// code-server's entry points: in its own archive, and as installed by npm.
 const ENTRY_POINTS: [&str; 2] = ["out/node/entry.js", "node_modules/code-server/out/node/entry.js"];
 
 #[derive(clap::Parser)]
@@ -48,7 +48,7 @@ const ENTRY_POINTS: [&str; 2] = ["out/node/entry.js", "node_modules/code-server/
 )]
 struct Args {}
 
-/// The programs of the release to run.
+/// The release's programs to run.
 #[derive(Debug, PartialEq, Eq)]
 struct CodeServer {
     node: PathBuf,
@@ -97,7 +97,7 @@ impl CodeServer {
         command.arg(&self.entry).args(["--auth", "none", "--socket"]).arg(socket);
         command.args(["--socket-mode", "660", "--disable-telemetry", "--disable-update-check"]);
         command.args(["--disable-workspace-trust", "--disable-getting-started-override"]);
-        // The gateway also refuses the paths of code-server's proxy: see `gateway/proxy.rs`.
+        // The gateway also rejects code-server's proxy paths: see `gateway/proxy.rs`.
         command.arg("--disable-proxy");
         command.arg("--config").arg(user.join(".config/code-server/config.yaml"));
         command.arg("--user-data-dir").arg(user.join(".local/share/code-server"));
@@ -114,7 +114,7 @@ impl CodeServer {
     }
 }
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
@@ -204,7 +204,7 @@ async fn is_accepting(socket: &Path) -> bool {
     matches!(timeout(PROBE_TIMEOUT, UnixStream::connect(socket)).await, Ok(Ok(_)))
 }
 
-/// Returns a channel of the signals that this process receives.
+/// Returns a channel that yields the signals sent to this process.
 fn receive_signals() -> io::Result<mpsc::Receiver<Signal>> {
     let (sender, receiver) = mpsc::channel(8);
     let kinds = [

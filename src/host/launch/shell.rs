@@ -24,7 +24,7 @@ pub const SOCKET: &str = "shell.sock";
 )]
 struct Args {}
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }

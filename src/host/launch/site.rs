@@ -25,14 +25,14 @@ use svc_http::problem::{Code, Problem};
 const MAX_SITE_BYTES: u64 = 64 << 20;
 const MAX_SITE_FILES: usize = 10_000;
 const INDEX: &str = "index.html";
-/// The directory of files with a content hash in their name.
+/// The directory for files with a content hash in their name.
 const HASHED_PREFIX: &str = "assets/";
 /// The shell shares the owner's origin, so it may load only its own files and connect only to this host.
 const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; \
                       connect-src 'self'; manifest-src 'self'; frame-src 'self'; frame-ancestors 'self'; \
                       base-uri 'none'; form-action 'none'; object-src 'none'";
 
-/// Reason why a build cannot be served.
+/// The reason a build cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum SiteError {
     #[error("{}: {source}", .path.display())]
@@ -55,7 +55,7 @@ struct SiteFile {
     gzip: Option<StaticFile>,
 }
 
-/// The files of a build by their relative path.
+/// The files of a build, by relative path.
 pub struct Site {
     files: BTreeMap<String, SiteFile>,
     bytes: u64,

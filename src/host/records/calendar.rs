@@ -4,7 +4,7 @@ use jiff::Timestamp;
 use jiff::civil::Date;
 use jiff::tz::TimeZone;
 
-/// The days of a time zone.
+/// The days in a time zone.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Calendar(TimeZone);
 
@@ -23,18 +23,18 @@ impl Calendar {
         at.to_zoned(self.0.clone()).date()
     }
 
-    /// The first instant of a day, even if the clock skips midnight.
+    /// Returns the first instant of a day, even if the clock skips midnight.
     pub fn start_of_day(&self, day: Date) -> Timestamp {
         // A day outside the supported range never begins.
         day.to_zoned(self.0.clone()).map_or(Timestamp::MAX, |start| start.timestamp())
     }
 
-    /// The start of the next day.
+    /// Returns the start of the next day.
     pub fn next_day(&self, at: Timestamp) -> Timestamp {
         self.day(at).tomorrow().map_or(Timestamp::MAX, |day| self.start_of_day(day))
     }
 
-    /// The start of the next month.
+    /// Returns the start of the next month.
     pub fn next_month(&self, at: Timestamp) -> Timestamp {
         let next = self.day(at).last_of_month().tomorrow();
         next.map_or(Timestamp::MAX, |day| self.start_of_day(day))
@@ -53,7 +53,7 @@ mod tests {
             let (calendar, at) = (Calendar::for_zone(zone).unwrap(), at.parse().unwrap());
             (calendar.next_day(at).to_string(), calendar.next_month(at).to_string())
         };
-        // A day of 23 hours, one of 25, a leap day, the end of a year.
+        // A 23-hour day, a 25-hour day, a leap day, and the end of a year.
         for (zone, at, day, month) in [
             ("Europe/Berlin", "2026-03-28T23:30:00Z", "2026-03-29T22:00:00Z", "2026-03-31T22:00:00Z"),
             ("Europe/Berlin", "2026-10-24T22:30:00Z", "2026-10-25T23:00:00Z", "2026-10-31T23:00:00Z"),
@@ -76,7 +76,7 @@ mod tests {
                 "UTC", "Europe/Berlin", "America/Santiago", "Asia/Beirut", "Africa/Cairo", "America/Havana", "Australia/Lord_Howe",
                 "Asia/Kathmandu", "Pacific/Apia", "America/St_Johns", "Atlantic/Azores",
             ]),
-            // From 2012 on: before that, clocks in St. John's went back over midnight, so that a day occurred twice.
+            // Starts in 2012: before that, clocks in St. John's were set back across midnight, so a day occurred twice.
             second in 1_325_376_000_i64..2_400_000_000,
         ) {
             let (calendar, at) = (Calendar::for_zone(zone).unwrap(), Timestamp::from_second(second).unwrap());

@@ -1,4 +1,4 @@
-//! Lines of the records, as in part 2 of the specification, with additional members such as `id` and `version`.
+//! Record lines, as in part 2 of the specification, with additional members such as `id` and `version`.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -13,7 +13,7 @@ pub struct Interaction {
     pub version: u32,
     /// The dispatch's ID, generated or chosen by its caller.
     pub id: String,
-    /// The end of the dispatch; it counts for the day of this time.
+    /// The end of the dispatch, which determines the day it counts towards.
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
     /// The user or channel that sent the dispatch.
@@ -35,7 +35,7 @@ pub struct Interaction {
     pub batch: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub batch_id: Option<String>,
-    /// A digest of the request, to detect that its ID is reused for another request; absent from older records.
+    /// A digest of the request, to detect reuse of its ID for a different request; absent from older records.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fingerprint: Option<String>,
 }
@@ -51,7 +51,7 @@ pub enum Status {
     Error,
 }
 
-/// A tool call of an agent, without its output.
+/// An agent's tool call, without its output.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ToolCall {
@@ -65,7 +65,7 @@ pub struct ToolCall {
     pub error: Option<String>,
 }
 
-/// The error of a failed dispatch.
+/// The error from a failed dispatch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DispatchError {
@@ -103,7 +103,7 @@ pub struct AuditEntry {
     pub dispatch_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool: Option<String>,
-    /// One of several agents made the change: `actor` and `agent_name` list all of them.
+    /// Any of several agents may have made the change: `actor` and `agent_name` list all of them.
     #[serde(default, skip_serializing_if = "is_false")]
     pub ambiguous: bool,
 }
@@ -154,15 +154,15 @@ pub struct GapLine {
 pub struct Gap {
     /// Number of missing lines or calls.
     pub lost: u64,
-    /// Time of the first of them.
+    /// Time of the first one.
     #[serde(with = "clock::wire")]
     pub since: Timestamp,
-    /// The reason why tool calls were not seen, in the audit only. Absent for dropped lines.
+    /// The reason tool calls were not seen, in the audit log only. Absent for dropped lines.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub why: Option<GapReason>,
 }
 
-/// The reason why changes made by tool calls may be missing.
+/// The reason changes made by tool calls may be missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GapReason {

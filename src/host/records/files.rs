@@ -1,4 +1,4 @@
-//! The files of a record by day, and positions in them.
+//! A record's files by day, and positions in them.
 //!
 //! A position identifies its file by inode and birth time, so that it stays valid when a rotation renames the file.
 
@@ -27,7 +27,7 @@ pub enum RecordKind {
 }
 
 impl RecordKind {
-    /// The name of the current file, unless each line goes directly to a day's file.
+    /// Returns the name of the current file, unless lines are written directly to a day's file.
     fn current_name(self) -> Option<String> {
         match self {
             Self::Interactions => None,
@@ -87,7 +87,7 @@ impl FileId {
     }
 }
 
-/// A position between two lines of a file.
+/// A position between two lines in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LinePosition {
     pub file: FileId,
@@ -118,7 +118,7 @@ impl FromStr for LinePosition {
     }
 }
 
-/// The position of a reader: in the file of the last line, and in another file that also grew.
+/// A reader's position: in the file that contains the last line, and in another file that has also grown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TailPosition {
     pub last: LinePosition,
@@ -147,7 +147,7 @@ impl FromStr for TailPosition {
     }
 }
 
-/// Opens a regular file; `None` if there is none with this name.
+/// Opens a regular file; `None` if no regular file has this name.
 ///
 /// # Errors
 /// The file cannot be opened.

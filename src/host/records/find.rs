@@ -7,9 +7,9 @@ use super::entry::Interaction;
 use super::files::RecordKind;
 use super::page::{self, PageError, Verdict};
 
-/// Maximum pages searched, newest first: a day or two on a busy machine.
+/// Maximum number of pages searched, newest first: a day or two on a busy machine.
 const MAX_PAGES: usize = 8;
-/// Maximum lines per page.
+/// Maximum number of lines per page.
 const MAX_LINES: usize = 1000;
 
 /// Finds the newest interactions with these IDs or batch IDs, by ID.
@@ -23,7 +23,7 @@ pub fn find_interactions(
     let mut found = BTreeMap::new();
     let mut cursor = None;
     for _ in 0..MAX_PAGES {
-        // JSON escapes no character of an ID.
+        // JSON escapes none of the characters in an ID.
         let may_match = |line: &str| ids.iter().any(|id| line.contains(&**id));
         let judge = |line: &str| if may_match(line) { Verdict::Take } else { Verdict::Skip };
         let page = match page::read_newest(RecordKind::Interactions, logs, cursor, MAX_LINES, judge) {

@@ -1,8 +1,8 @@
 //! Appends lines to records, which have one JSON object per line.
 //!
 //! Each append opens the file by name and writes the whole line in one call. All writers of rotated records must do so:
-//! a rotation renames the file, so that a write through an older descriptor goes to the renamed file and is not lost,
-//! and later writes go to a new file.
+//! a rotation renames the file, so a write through an older descriptor goes to the renamed file and is not lost, and
+//! later writes go to a new file.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -11,11 +11,11 @@ use std::path::Path;
 
 use svc_base::fsx::FileError;
 
-/// Appends one line in one write, and syncs the file. A torn last line is removed first; a complete last line that
+/// Appends a line in a single write, and syncs the file. A torn last line is removed first; a complete last line that
 /// lacks its newline is terminated. The caller must prevent concurrent appends.
 ///
 /// # Errors
-/// [`FileError`], also if the path is a symbolic link.
+/// [`FileError`], including if the path is a symbolic link.
 pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
     let dir = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn append_refuses_links() {
+    fn append_rejects_links() {
         let dir = tempfile::tempdir().unwrap();
         let (victim, link) = (dir.path().join("victim"), dir.path().join("storage.jsonl"));
         std::fs::write(&victim, "A=1\n").unwrap();

@@ -1,5 +1,5 @@
-//! Usage by day, user and model. Performs no I/O. A line of `usage.jsonl` has the totals of one key; the last line of a
-//! key wins.
+//! Usage by day, user and model. Performs no I/O. A line in `usage.jsonl` has the totals for one key; the last line for
+//! a key wins.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -21,7 +21,7 @@ struct UsageKey {
     model: NameId,
 }
 
-/// The totals of a key on one day.
+/// The totals for a key on one day.
 #[derive(Debug, Clone, Copy)]
 struct KeyTotals {
     key: UsageKey,
@@ -38,7 +38,7 @@ struct DayUsage {
 
 impl DayUsage {
     fn totals_mut(&mut self, key: UsageKey) -> &mut Totals {
-        // Lines of a file are mostly sorted.
+        // The lines in a file are mostly sorted.
         let at = match self.all.last() {
             Some(last) if last.key >= key => self.all.binary_search_by_key(&key, |entry| entry.key),
             _ => Err(self.all.len()),
@@ -55,7 +55,7 @@ impl DayUsage {
         found.map_or_else(|_| Totals::default(), |at| self.all[at].totals)
     }
 
-    /// The keys of a user, or all keys.
+    /// Returns a user's keys, or all keys.
     fn user_keys(&self, user: Option<NameId>) -> &[KeyTotals] {
         let Some(user) = user else { return &self.all };
         let from = self.all.partition_point(|entry| entry.key.user < user);
@@ -64,7 +64,7 @@ impl DayUsage {
     }
 }
 
-/// Sums of dispatches.
+/// Sums over dispatches.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Totals {
@@ -87,7 +87,7 @@ impl Totals {
     }
 }
 
-/// A line of `usage.jsonl`.
+/// A line in `usage.jsonl`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct UsageLine<'a> {
@@ -101,7 +101,7 @@ pub struct UsageLine<'a> {
     pub tokens_in: u64,
     pub tokens_out: u64,
     pub dispatches: u64,
-    /// Number of interactions, of all users on this day, that were counted when this line was written.
+    /// Number of interactions, for all users on this day, that had been counted when this line was written.
     pub seq: u64,
 }
 
@@ -114,7 +114,7 @@ impl UsageLine<'_> {
     }
 }
 
-/// A group of a report.
+/// A group in a report.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReportEntry {
     /// The day, or the first day of the week or month; for a model or user, the day of its first dispatch.
@@ -124,7 +124,7 @@ pub struct ReportEntry {
     pub totals: Totals,
 }
 
-/// The groups, ordered by day or name, and their sum.
+/// The groups, sorted by day or name, and their sum.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
     pub total: Totals,
@@ -161,7 +161,7 @@ pub struct Ledger {
     names: Vec<String>,
     ids: HashMap<String, NameId>,
     days: BTreeMap<Date, DayUsage>,
-    /// Keys whose current totals `usage.jsonl` lacks.
+    /// Keys whose current totals are missing from `usage.jsonl`.
     unwritten: BTreeSet<(Date, UsageKey)>,
 }
 
@@ -200,7 +200,7 @@ impl Ledger {
         self.unwritten.insert((date, key));
     }
 
-    /// Applies a line of `usage.jsonl`; lines must come in file order.
+    /// Applies a line from `usage.jsonl`; lines must be applied in file order.
     pub fn apply_line(&mut self, line: &UsageLine<'_>) {
         let key = self.intern_key(&line.user_id, &line.model);
         let day = self.days.entry(line.date).or_default();
@@ -245,7 +245,7 @@ impl Ledger {
         self.days.values_mut().for_each(|day| day.all.shrink_to_fit());
     }
 
-    /// The totals of a day.
+    /// Returns the totals for a day.
     pub fn day_totals(&self, date: Date) -> Totals {
         let mut sum = Totals::default();
         self.days.get(&date).into_iter().flat_map(|day| &day.all).for_each(|entry| sum.add(&entry.totals));
@@ -262,7 +262,7 @@ impl Ledger {
         (from <= to).then(|| self.days.range(from..=to)).into_iter().flatten()
     }
 
-    /// The days with totals that `usage.jsonl` lacks.
+    /// Returns the days with totals that are missing from `usage.jsonl`.
     pub fn unwritten_days(&self) -> BTreeSet<Date> {
         self.unwritten.iter().map(|(date, _)| *date).collect()
     }
@@ -283,7 +283,7 @@ impl Ledger {
         }
     }
 
-    /// The lines that `usage.jsonl` lacks. Report written lines to [`Ledger::mark_written`].
+    /// Returns the lines that are missing from `usage.jsonl`. Report written lines to [`Ledger::mark_written`].
     pub fn unwritten_lines(&self) -> impl Iterator<Item = UsageLine<'_>> {
         self.unwritten.iter().map(|(date, key)| {
             let day = self.days.get(date);
@@ -299,12 +299,12 @@ impl Ledger {
         }
     }
 
-    /// The days, in order.
+    /// Returns the days, in order.
     pub fn dates(&self) -> Vec<Date> {
         self.days.keys().copied().collect()
     }
 
-    /// Returns a line for each key of a day that has usage.
+    /// Returns a line for each key that has usage on this day.
     pub fn day_lines(&self, date: Date) -> impl Iterator<Item = UsageLine<'_>> {
         let day = self.days.get(&date);
         day.into_iter().flat_map(move |day| {
@@ -351,11 +351,11 @@ impl Ledger {
         labels: impl Fn(String) -> (Option<String>, Option<String>),
     ) -> Report {
         let mut total = Totals::default();
-        // Indexed by name ID: the IDs are dense and few.
+        // Indexed by name ID; the IDs are dense and few.
         let mut groups: Vec<Option<(Date, Totals)>> = vec![None; self.names.len()];
         for (date, all) in days {
             for entry in all.iter().filter(|entry| entry.totals.dispatches > 0) {
-                // Days are sorted: the first date of a group is its earliest.
+                // Days are sorted, so a group's first date is its earliest.
                 let group = &mut groups[group_of(entry.key) as usize];
                 group.get_or_insert_with(|| (date, Totals::default())).1.add(&entry.totals);
             }

@@ -1,13 +1,13 @@
 //! Cost limits: decides whether a dispatch may start and when to warn. Performs no I/O.
 //!
-//! A dispatch may start while the user's spending plus reservations is below the limit; then an amount is reserved for
+//! A dispatch may start while the user's spending plus reservations is below the limit; an amount is then reserved for
 //! it. A limit is therefore exceeded by at most one reservation, plus the cost of dispatches beyond their reservations.
 
 use serde::{Deserialize, Serialize};
 
 use super::money::Dollars;
 
-/// `costLimits` of `config.json`; 0 means no limit.
+/// `costLimits` from `config.json`; 0 means no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     pub daily: Dollars,
@@ -17,7 +17,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Few dispatches of coding agents cost more.
+    /// Few dispatches to coding agents cost more.
     pub const DEFAULT_RESERVATION: Dollars = Dollars::from_nanos(500_000_000);
 
     pub fn for_period(self, period: Period) -> Dollars {
@@ -50,7 +50,7 @@ impl Period {
         self.into()
     }
 
-    /// The message that the specification requires.
+    /// Returns the message that the specification requires.
     pub fn reached_message(self) -> &'static str {
         match self {
             Self::Daily => "Daily cost limit reached.",
@@ -79,7 +79,7 @@ impl Spending {
 /// Checks whether another dispatch may start.
 ///
 /// # Errors
-/// The period whose limit is reached. If both limits are reached, the month, because it ends later.
+/// The period whose limit has been reached. If both have been, the month, because it ends later.
 pub fn check_limits(limits: Limits, spent: &Spending) -> Result<(), Period> {
     let is_reached = |period: &Period| {
         let limit = limits.for_period(*period);
@@ -91,7 +91,7 @@ pub fn check_limits(limits: Limits, spent: &Spending) -> Result<(), Period> {
     }
 }
 
-/// Whether spending has just reached 80% of a limit.
+/// Returns whether spending has just reached 80% of a limit.
 pub fn crosses_warning_threshold(limit: Dollars, before: Dollars, after: Dollars) -> bool {
     let threshold = limit.scaled(4, 5);
     limit > Dollars::ZERO && before < threshold && after >= threshold
@@ -142,8 +142,8 @@ mod tests {
     }
 
     proptest! {
-        /// In any order of starts and ends, dispatches that cost at most their reservation exceed the limit by less
-        /// than one reservation.
+        /// Whatever the order of starts and ends, dispatches that cost at most their reservation exceed the limit by
+        /// less than one reservation.
         #[test]
         fn limit_is_exceeded_by_one_reservation_at_most(costs in prop::collection::vec((0_u64..=50, any::<bool>()), 0..200)) {
             let limits = limits(500, 0);

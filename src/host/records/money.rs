@@ -46,7 +46,7 @@ impl Dollars {
         Ok(Self((dollars * NANOS_PER_DOLLAR).round() as u64))
     }
 
-    /// The number of dollars, exact to 15 digits.
+    /// Returns the number of dollars, exact to 15 digits.
     pub fn as_f64(self) -> f64 {
         self.0 as f64 / NANOS_PER_DOLLAR
     }
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_amounts_are_refused() {
+    fn invalid_amounts_are_rejected() {
         for invalid in [-0.01, f64::NAN, f64::INFINITY, 1e10] {
             assert_eq!(Dollars::from_f64(invalid), Err(InvalidAmount), "{invalid}");
         }

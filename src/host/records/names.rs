@@ -15,18 +15,18 @@ pub const AUDIT: DatedRecord = DatedRecord { stem: "audit", extension: "jsonl" }
 pub const INTERACTIONS: DatedRecord = DatedRecord { stem: "interactions", extension: "jsonl" };
 
 impl DatedRecord {
-    /// The name of the current file.
+    /// Returns the name of the current file.
     pub fn current_name(self) -> String {
         format!("{}.{}", self.stem, self.extension)
     }
 
-    /// The name of a day's `n`th file, counted from 1.
+    /// Returns the name of a day's `n`th file, counting from 1.
     pub fn dated_name(self, day: Date, n: u32) -> String {
         let Self { stem, extension } = self;
         if n == 1 { format!("{stem}-{day}.{extension}") } else { format!("{stem}-{day}.{n}.{extension}") }
     }
 
-    /// Parses the day in a file name of this record; `None` for other names.
+    /// Parses the day in one of this record's file names; `None` for other names.
     pub fn parse_day(self, name: &str) -> Option<Date> {
         self.parse_day_and_number(name).map(|(day, _)| day)
     }
@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn parse_day_refuses_other_names() {
+    fn parse_day_rejects_other_names() {
         for name in [
             "audit.jsonl",
             "audit-.jsonl",

@@ -14,7 +14,7 @@ const MAX_LINE_BYTES: usize = 8 << 20;
 /// Maximum bytes read per page: a filter with few matches gets a short page and a cursor.
 const MAX_READ_BYTES: u64 = 16 << 20;
 
-/// The decision about a line.
+/// The decision on a line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     Take,
@@ -26,11 +26,11 @@ pub enum Verdict {
 #[derive(Debug, PartialEq, Eq)]
 pub struct Page {
     pub lines: Vec<String>,
-    /// The cursor of the next page; `None` if there are no older lines.
+    /// The cursor for the next page; `None` if there are no older lines.
     pub next: Option<LinePosition>,
 }
 
-/// Why a page could not be read.
+/// The reason a page could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum PageError {
     #[error("the lines to which the cursor points no longer exist")]
@@ -83,15 +83,15 @@ pub fn read_newest(
     Ok(Page { lines, next: None })
 }
 
-/// Reads the lines of a file backwards from an offset.
+/// Reads a file's lines backwards from an offset.
 struct BackwardReader {
     file: File,
     id: FileId,
     /// The offset of `text` in the file.
     at: u64,
-    /// Text that is read but not yet returned: empty, or ending with a newline.
+    /// Text that has been read but not yet returned: empty, or ending with a newline.
     text: Vec<u8>,
-    /// Number of bytes at the end of `text` that were already searched for the start of a line.
+    /// Number of bytes at the end of `text` that have already been searched for the start of a line.
     searched: usize,
     /// The text before `at` belongs to a line that is being skipped.
     is_skipping: bool,
@@ -102,13 +102,13 @@ enum Step {
     Line(u64, Vec<u8>),
     /// The start of the file.
     Start,
-    /// The read limit is reached; continue from this offset.
+    /// The read limit has been reached; continue from this offset.
     LimitReached(u64),
 }
 
 impl BackwardReader {
-    /// Opens a file at a position, or at its end. `None` if this is not a regular file, or if the position is in
-    /// another file or beyond the end of this one.
+    /// Opens a file at a position, or at its end. `None` if this is not a regular file, or if the position is in a
+    /// different file or beyond the end of this one.
     fn open(path: &Path, from: Option<LinePosition>) -> io::Result<Option<Self>> {
         let Some((file, id)) = files::open_regular(path)? else { return Ok(None) };
         let length = file.metadata()?.len();
@@ -116,7 +116,7 @@ impl BackwardReader {
             return Ok(None);
         }
         let at = from.map_or(length, |position| position.offset);
-        // A last line without a newline is being written, torn, or too long for a page.
+        // A last line without a newline is torn, still being written, or too long for a page.
         let mut last = [b'\n'];
         if at > 0 {
             file.read_exact_at(&mut last, at - 1)?;
@@ -162,7 +162,7 @@ impl BackwardReader {
                 return Ok(Step::Start);
             }
             if *budget == 0 {
-                // The next page reads the partly read line again.
+                // The next page rereads the partly read line.
                 return Ok(Step::LimitReached(self.at + self.text.len() as u64));
             }
             self.read_chunk(budget)?;
@@ -192,7 +192,7 @@ mod tests {
     }
 
     proptest! {
-        /// For any distribution of lines over files and any lengths, pages return each line once, newest first.
+        /// For any line lengths and any distribution of lines across files, pages return each line once, newest first.
         #[test]
         fn pages_return_each_line_once(
             files in prop::collection::vec(prop::collection::vec(0_usize..70_000, 0..6), 1..4),
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn cursor_of_a_truncated_or_newer_file_is_gone() {
+    fn cursor_into_truncated_or_newer_file_is_gone() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("audit.jsonl");
         fs::write(&path, "1\n2\n3\n").unwrap();

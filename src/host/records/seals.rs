@@ -1,7 +1,7 @@
 //! Seals mark days whose interactions are all counted in `usage.jsonl`, so that the days need not be recounted.
 //!
-//! A day's files only grow: if their length is unchanged since they were counted, so are their lines. A seal is valid
-//! only for the totals with which it was created: if lines of `usage.jsonl` are lost, the day is recounted.
+//! A day's files only grow: if their length has not changed since they were counted, neither have their lines. A seal
+//! is valid only for the totals with which it was created: if lines in `usage.jsonl` are lost, the day is recounted.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -37,7 +37,7 @@ impl Seals {
         fsx::write_atomic(file, &serde_json::to_vec(self).expect("plain fields are JSON"), 0o600)
     }
 
-    /// Whether the day was sealed with this length and these totals.
+    /// Returns whether the day was sealed with this length and these totals.
     pub fn contains(&self, day: Date, seal: &Seal) -> bool {
         self.days.get(&day) == Some(seal)
     }

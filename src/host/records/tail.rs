@@ -14,19 +14,20 @@ use svc_base::fsx::FileError;
 const CHUNK_BYTES: usize = 256 << 10;
 /// Longer lines are invalid.
 const MAX_LINE_BYTES: usize = 8 << 20;
-/// Maximum bytes read per call; more than the longest line.
+/// Maximum number of bytes read per call; more than the longest line.
 const MAX_READ_BYTES: usize = 16 << 20;
-/// A call returns once it has found lines of this many bytes.
+/// A call returns once the lines that it has found add up to this many bytes.
 const BATCH_BYTES: usize = 1 << 20;
 
-/// A reader of a growing record.
+/// A reader for a growing record.
 pub struct Tail {
     kind: RecordKind,
     logs: PathBuf,
     /// All files seen so far: a few per day.
     files: Vec<FollowedFile>,
-    /// The file of the last line, and that of the latest line in another file.
+    /// The file that contains the last line.
     last_file: Option<FileId>,
+    /// The file that contains the latest line outside `last_file`.
     other_file: Option<FileId>,
 }
 
@@ -36,7 +37,7 @@ struct FollowedFile {
     offset: u64,
     /// Length of the file when it was last read to its end.
     read_length: Option<u64>,
-    /// The text at `offset` is the rest of a line that is too long.
+    /// Whether the text at `offset` is the rest of an overlong line.
     is_skipping: bool,
 }
 
@@ -73,7 +74,7 @@ impl Tail {
         }
         let index_of = |position: LinePosition| files.iter().position(|(_, id, _)| *id == position.file);
         let Some(last) = index_of(position.last) else { return Ok(None) };
-        // Files after the newest one of the position are unread; earlier ones have been read.
+        // Files newer than those in the position are unread; earlier ones have been read.
         let newest = position.other_file.and_then(index_of).map_or(last, |other| other.max(last));
         let last_file = Some(position.last.file);
         let mut tail = Self { kind, logs, files: Vec::new(), last_file, other_file: None };
@@ -94,7 +95,7 @@ impl Tail {
         Ok(Some(tail))
     }
 
-    /// The position after the last returned line.
+    /// Returns the position after the last returned line.
     pub fn position(&self) -> Option<TailPosition> {
         let position_in = |id: FileId| {
             let followed = self.files.iter().find(|followed| followed.id == id)?;
@@ -113,7 +114,7 @@ impl Tail {
             if known.is_some_and(|followed| followed.read_length == Some(meta.len())) {
                 continue;
             }
-            // The name may belong to another file by now, so use the ID of the opened file.
+            // The name may belong to a different file by now, so use the ID of the opened file.
             let Some((id, file)) = open_regular(&path)? else { continue };
             let index = self.files.iter().position(|followed| followed.id == id).unwrap_or_else(|| {
                 self.files.push(FollowedFile::new(id));
@@ -181,7 +182,7 @@ impl FollowedFile {
         Self { id, offset: 0, read_length: None, is_skipping: false }
     }
 
-    /// Starts after a line; `None` if the file has no such position.
+    /// Starts after a line; `None` if this is not a line boundary in the file.
     fn after(position: LinePosition, file: &File) -> io::Result<Option<Self>> {
         let is_valid = position.offset <= file.metadata()?.len() && is_line_start(file, position.offset)?;
         Ok(is_valid.then(|| Self { offset: position.offset, ..Self::new(position.file) }))
@@ -321,7 +322,7 @@ mod tests {
         assert_eq!(read_all(&mut tail), ["late", "2"]);
     }
 
-    /// The time zone moved west at noon: the previous day continues.
+    /// The time zone moved west at noon, so the previous day continues.
     #[test]
     fn earlier_days_are_followed_and_resumed_exactly() {
         let dir = tempfile::tempdir().unwrap();

@@ -1,8 +1,8 @@
 //! The usage book: the [`Ledger`] in memory, and its files.
 //!
 //! The interactions are authoritative. `usage.jsonl` is written periodically; opening the book recounts each day whose
-//! interactions exist, unless the day is sealed. Totals therefore equal the sum of the interactions after any crash;
-//! days whose files have expired come from `usage.jsonl` only.
+//! interactions still exist, unless the day is sealed. Totals therefore equal the sum of the interactions after any
+//! crash; the totals for days whose files have expired come from `usage.jsonl` only.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -33,13 +33,13 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
 const USAGE_FILE: &str = "usage.jsonl";
 /// The compacted file before it replaces `usage.jsonl`; an interrupted compaction leaves this file behind.
 const NEW_USAGE_FILE: &str = "usage.jsonl.new";
-/// Maximum obsolete lines before `usage.jsonl` is compacted.
+/// Maximum number of obsolete lines before `usage.jsonl` is compacted.
 const MAX_OBSOLETE_LINES: u64 = 20_000;
 /// Longer lines are invalid.
 const MAX_LINE_BYTES: u64 = 8 << 20;
 const CHUNK_BYTES: usize = 256 << 10;
 
-/// Fail points of a compaction.
+/// The fail points in a compaction.
 pub const FAILPOINTS: &[&str] = &["usage.begin", "usage.written", "usage.replaced"];
 
 /// The ledger and its files.
@@ -55,8 +55,8 @@ pub struct UsageBook {
 }
 
 impl UsageBook {
-    /// Opens the book: reads its files, and removes the leftover of an interrupted compaction. `seal_file` is outside
-    /// the records' directory.
+    /// Opens the book: reads its files, and removes what an interrupted compaction left behind. `seal_file` is outside
+    /// the records directory.
     ///
     /// # Errors
     /// [`FileError`] if a record exists and cannot be read.
@@ -74,7 +74,7 @@ impl UsageBook {
     /// Records an ended dispatch and counts it for this day.
     ///
     /// # Errors
-    /// [`QueueFull`]: the dispatch still counts, until this process ends.
+    /// [`QueueFull`]: the dispatch still counts, but only until this process ends.
     pub fn record(&self, day: Date, interaction: &Interaction) -> Result<(), QueueFull> {
         let totals = Totals::for_dispatch(interaction.cost, interaction.tokens_in, interaction.tokens_out);
         // Hold the lock for both steps, so that no usage line is written in between.
@@ -144,8 +144,8 @@ impl UsageBook {
         }
     }
 
-    /// Rewrites the file. Returns the new number of lines, or `None` if the compaction was postponed. The caller
-    /// prevents concurrent writes. The file is only replaced once the new one is durable.
+    /// Rewrites the file. Returns the new number of lines, or `None` if the compaction was postponed. The caller must
+    /// prevent concurrent writes. The file is replaced only once the new one is durable.
     fn rewrite(&self, line_count: &mut u64) -> Result<Option<u64>, FileError> {
         let (path, new) = (self.logs.join(USAGE_FILE), self.logs.join(NEW_USAGE_FILE));
         if !self.write_lines(line_count) || !self.records.flush(FLUSH_TIMEOUT) {
@@ -190,7 +190,7 @@ impl UsageBook {
     }
 
     /// Writes all usage and seals complete days. Days with dropped or concurrent interactions are recounted at the next
-    /// start.
+    /// startup.
     pub fn seal(&self) {
         let mut line_count = lock(&self.line_count);
         if !self.write_lines(&mut line_count) || !self.records.flush(FLUSH_TIMEOUT) {
@@ -208,7 +208,7 @@ impl UsageBook {
         });
         drop(ledger);
         if let Err(error) = seals.and_then(|seals| seals.write(&self.seal_file)) {
-            tracing::warn!(error = %format_chain(&error), "cannot seal days; they are counted again at the next start");
+            tracing::warn!(error = %format_chain(&error), "cannot seal days; they are recounted at the next start");
         }
     }
 }
@@ -261,7 +261,7 @@ fn read_ledger_and_line_count(logs: &Path, seal_file: &Path) -> Result<(Ledger, 
     Ok((ledger, lines))
 }
 
-/// The fields of an interaction that are counted.
+/// The counted fields of an interaction.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct CountedFields<'a> {
@@ -283,7 +283,7 @@ impl CountedFields<'_> {
 /// Paths and lengths of files.
 type FileLengths = Vec<(PathBuf, u64)>;
 
-/// Lists the files of interactions by day.
+/// Lists the interaction files by day.
 fn list_files_by_day(logs: &Path) -> Result<Vec<(Date, FileLengths)>, FileError> {
     let mut days: std::collections::BTreeMap<Date, FileLengths> = std::collections::BTreeMap::new();
     let entries = match std::fs::read_dir(logs) {
@@ -318,7 +318,7 @@ fn for_each_line(path: &Path, mut handle: impl FnMut(&[u8])) -> Result<bool, Fil
     Ok(true)
 }
 
-/// Reads the next line, or the end of one that is too long. Returns `false` at the end of the file.
+/// Reads the next line, or the end of an overlong one. Returns `false` at the end of the file.
 fn read_line(reader: &mut BufReader<File>, line: &mut Vec<u8>) -> io::Result<bool> {
     loop {
         line.clear();

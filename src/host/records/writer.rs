@@ -1,10 +1,10 @@
-//! The writer of the kernel's records. Callers append lines to a queue in memory; one thread writes them to the disk,
-//! and another syncs the files.
+//! The writer for the kernel's records. Callers append lines to a queue in memory; one thread writes them to disk, and
+//! another syncs the files.
 //!
-//! Accepted lines are written in order, at most [`FLUSH_INTERVAL`] later; until then, only a crash of the process loses
-//! them. The queue is bounded: a line that does not fit is refused and counted, and a gap in its record reports it.
-//! Files are opened by name for each write (`host::records::jsonl`), so that concurrent rotation and deletion lose
-//! nothing; writes to a full disk are retried until they succeed.
+//! Accepted lines are written in order, at most [`FLUSH_INTERVAL`] later; until then, only a process crash loses them.
+//! The queue is bounded: a line that does not fit is rejected and counted, and a gap in its record reports it. Files
+//! are opened by name for each write (`host::records::jsonl`), so that concurrent rotation and deletion lose nothing;
+//! writes to a full disk are retried until they succeed.
 
 mod file;
 mod queue;
@@ -31,9 +31,9 @@ use self::sync::{SyncFn, Syncer, UnsyncedFile};
 use svc_base::chain::format_chain;
 use svc_base::clock;
 
-/// Maximum delay of an accepted line, unless the disk fails.
+/// Maximum delay before an accepted line is written, unless the disk fails.
 pub const FLUSH_INTERVAL: Duration = Duration::from_millis(50);
-/// Empty intervals after which the thread sleeps until it is woken: waking it takes longer than accepting a line.
+/// Empty intervals after which the thread sleeps until woken; waking it takes longer than accepting a line.
 const MAX_IDLE_INTERVALS: u32 = 20;
 /// Retry interval after a failed write.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
@@ -47,12 +47,12 @@ struct Shared {
     queue: Mutex<RecordQueue>,
     wake: Condvar,
     flushed: Condvar,
-    /// The last write failed.
+    /// Whether the last write failed.
     is_stuck: AtomicBool,
     syncer: Syncer,
 }
 
-/// The work of one round of the thread.
+/// The work for one iteration of the thread.
 struct Batch {
     lines: Vec<(Record, Vec<Vec<u8>>)>,
     /// A requested flush.
@@ -65,7 +65,7 @@ struct Batch {
 #[derive(Clone)]
 pub struct Records(Arc<Shared>);
 
-/// The writer's threads. On drop, they end after a last attempt to write and sync all lines.
+/// The writer's threads. On drop, they end after a final attempt to write and sync all lines.
 pub struct Writer {
     records: Records,
     write_thread: Option<JoinHandle<()>>,
@@ -111,7 +111,7 @@ impl Drop for Writer {
         let shared = &self.records.0;
         shared.lock().is_stopping = true;
         shared.wake.notify_all();
-        // The panic hook has logged a panic of a thread.
+        // If a thread panicked, the panic hook has already logged it.
         if let Some(thread) = self.write_thread.take() {
             let _ = thread.join();
         }
@@ -125,7 +125,7 @@ impl Drop for Writer {
 }
 
 impl Records {
-    /// Queues a line of JSON. Never waits for the disk.
+    /// Queues a JSON line. Never waits for the disk.
     ///
     /// # Errors
     /// [`QueueFull`].
@@ -142,7 +142,7 @@ impl Records {
         })
     }
 
-    /// Queues a line of `activity.log`, with the current time.
+    /// Queues a line for `activity.log`, with the current time.
     ///
     /// # Errors
     /// [`QueueFull`].
@@ -160,7 +160,7 @@ impl Records {
     }
 
     /// Replaces a record's file with a durable one, between two lines, if the file has the `expected` extent. The
-    /// caller prevents concurrent lines; if the file has changed nevertheless, returns `false`.
+    /// caller must prevent concurrent appends; if the file has changed anyway, returns `false`.
     ///
     /// # Errors
     /// The rename failed; the record is unchanged.
@@ -174,7 +174,7 @@ impl Records {
             queue.replacement = Some(Replacement { record, new, expected, reply });
         }
         self.0.wake.notify_one();
-        // On a slow disk, the replacement happens later or finds a changed record.
+        // On a slow disk, the replacement happens later or finds that the record has changed.
         replied.recv_timeout(REPLACE_TIMEOUT).unwrap_or(Ok(false))
     }
 
@@ -195,12 +195,12 @@ impl Records {
         true
     }
 
-    /// Whether the last write failed.
+    /// Returns whether the last write failed.
     pub fn is_stuck(&self) -> bool {
         self.0.is_stuck.load(Ordering::Relaxed)
     }
 
-    /// The number of bytes that are accepted and not yet written.
+    /// Returns the number of bytes that have been accepted but not yet written.
     pub fn unwritten_bytes(&self) -> usize {
         self.0.lock().bytes()
     }
@@ -211,7 +211,7 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs the loop of the writing thread.
+    /// Runs the writing thread's loop.
     fn run_writer(&self) {
         let mut files: Vec<(Record, AppendFile)> = Vec::new();
         let mut synced_at = Instant::now();
@@ -323,11 +323,11 @@ impl Shared {
         Some(UnsyncedFile::new(self.logs.clone(), inode, Arc::new(directory)))
     }
 
-    /// Writes all files; logs when writes start and stop failing.
+    /// Writes all files, and logs when writes start and stop failing.
     fn write_files(&self, files: &mut [(Record, AppendFile)], is_stopping: bool) -> bool {
         let (mut failed, mut is_behind) = (None, false);
         for (record, file) in files.iter_mut() {
-            // Interactions must be on the disk before the usage that counts them.
+            // Interactions must be on disk before the usage that counts them.
             if *record == Record::Usage && is_behind {
                 continue;
             }

@@ -18,7 +18,7 @@ use crate::system::process_stat::{ProcessStat, TICKS_PER_SECOND};
 use svc_base::fsx::{self, FileError};
 
 const DAY_SECONDS: i64 = 86_400;
-/// A difference of up to this is an NTP correction, not a jump.
+/// A difference of up to this much is an NTP correction, not a jump.
 const MAX_DRIFT_SECONDS: i64 = 900;
 
 /// The clock and the time since boot, in seconds.
@@ -30,11 +30,11 @@ pub struct ClockReading {
     pub last_write: Option<i64>,
 }
 
-/// The state kept between checks.
+/// The state that is kept between checks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ClockState {
-    /// Boot time by the trusted clock.
+    /// Boot time according to the trusted clock.
     #[serde(rename = "started")]
     boot_time: i64,
     #[serde(rename = "up")]
@@ -43,11 +43,11 @@ pub struct ClockState {
     untrusted: Option<UntrustedClock>,
 }
 
-/// A clock that is not trusted yet.
+/// A clock that is not yet trusted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct UntrustedClock {
-    /// Boot time by this clock.
+    /// Boot time according to this clock.
     #[serde(rename = "started")]
     boot_time: i64,
     /// The uptime when this clock was first read.
@@ -68,7 +68,7 @@ pub fn assess_clock(state: Option<ClockState>, now: ClockReading) -> (i64, Clock
             }
             (state.boot_time, state.untrusted)
         }
-        // This is the first check, or the first after a boot: since the last check, at least the uptime has passed.
+        // This is the first check, or the first after a boot: at least the uptime has passed since the last check.
         _ => {
             let expected = state.map(|state| state.boot_time + state.uptime_seconds);
             let Some(expected) = expected.or(now.last_write.map(|last| last - uptime_seconds)) else {
@@ -89,7 +89,7 @@ pub fn assess_clock(state: Option<ClockState>, now: ClockReading) -> (i64, Clock
     (now.clock.min(expected + uptime_seconds), ClockState { boot_time: expected, uptime_seconds, untrusted })
 }
 
-/// Finds the last modification of a file in this directory, in seconds since 1970; `None` if there is no file.
+/// Finds the time of the last modification of any file in this directory, in seconds since 1970; `None` if it has none.
 fn find_last_write(dir: &Path) -> Result<Option<i64>, FileError> {
     let mut last = None;
     for entry in std::fs::read_dir(dir).map_err(FileError::wrap("read", dir))? {
@@ -133,7 +133,7 @@ mod tests {
         ClockReading { clock, uptime_seconds, last_write: None }
     }
 
-    /// The days by which the trusted clock is ahead at each check.
+    /// Returns the number of days by which the trusted clock is ahead at each check.
     fn days_ahead(checks: &[ClockReading]) -> Vec<i64> {
         let mut state = None;
         let day = |reading: &ClockReading| {

@@ -1,7 +1,8 @@
-//! Retention: deletes records whose name has a date more than 30 days ago. Files without a date are never touched.
+//! Retention: deletes records whose name has a date more than 30 days in the past. Files without a date are never
+//! touched.
 //!
-//! The age depends only on the current day, so that records of an idle machine expire as well. A wrong clock must not
-//! delete everything, so `clock_trust` determines the current day.
+//! The age depends only on the current day, so that an idle machine's records expire as well. A wrong clock must not
+//! cause everything to be deleted, so `clock_trust` determines the current day.
 
 use std::path::Path;
 
@@ -11,10 +12,10 @@ use jiff::civil::Date;
 use crate::records::names::{ACTIVITY, AUDIT, INTERACTIONS};
 use svc_base::fsx::{self, FileError};
 
-/// The retention that part 8 of the specification requires.
+/// The retention period that part 8 of the specification requires.
 const RETENTION_DAYS: i32 = 30;
 
-/// The date in a record's name.
+/// Returns the date in a record's name.
 fn record_day(name: &str) -> Option<Date> {
     [ACTIVITY, AUDIT, INTERACTIONS].iter().find_map(|record| record.parse_day(name))
 }
@@ -31,7 +32,7 @@ fn expired_names(names: Vec<String>, today: Date) -> Vec<String> {
 /// Deletes the expired records and returns their names.
 ///
 /// # Errors
-/// [`FileError`] of the first failed deletion; the other records are deleted nevertheless.
+/// [`FileError`] from the first failed deletion; the other records are still deleted.
 pub fn expire(logs: &Path, today: Date) -> Result<Vec<String>, FileError> {
     let mut names = Vec::new();
     for entry in std::fs::read_dir(logs).map_err(FileError::wrap("read", logs))? {
@@ -105,9 +106,8 @@ mod tests {
         assert!(dir.path().join(first).exists() && !dir.path().join(last).exists());
     }
 
-    /// Simulates four months hour by hour. The clock jumps for less than a day at a time, and the machine is off for
-    /// weeks. Each hour, the check runs, and a record for the clock's current day is written, except while the clock is
-    /// behind.
+    /// Simulates four months hour by hour. Each clock jump lasts for less than a day, and the machine is off for weeks.
+    /// Each hour, the check runs, and a record for the clock's current day is written unless the clock is behind.
     fn simulate_four_months(jumps: &[(u16, i64, u8)], off: Option<(u16, u16)>) -> Result<(), TestCaseError> {
         const HOUR: i64 = 3600;
         let start: i64 = TODAY.to_zoned(jiff::tz::TimeZone::UTC).unwrap().timestamp().as_second();

@@ -1,6 +1,6 @@
 //! `svc-heartbeat`: rotates and expires the machine's records once a day, and measures its storage.
 //!
-//! This module contains the command line, the configuration and the order of the steps. Each run derives its work from
+//! This module contains the command line, the configuration and the sequence of steps. Each run derives its work from
 //! the files on disk, so a killed run is simply repeated. A failed step does not stop the others.
 
 pub mod clock_trust;
@@ -27,7 +27,7 @@ use svc_base::failpoint;
 use svc_base::fsx::FileError;
 use svc_http::request_id;
 
-/// Fail points of a run.
+/// The fail points in a run.
 pub const FAILPOINTS: &[&str] =
     &["heartbeat.begin", "heartbeat.rotated", "heartbeat.expired", "heartbeat.measured"];
 
@@ -40,7 +40,7 @@ pub const FAILPOINTS: &[&str] =
 )]
 struct Args {}
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }

@@ -2,7 +2,7 @@
 //!
 //! A rename loses nothing: a writer that has the file open keeps writing to it, and each append opens the file by name
 //! (`host::records::jsonl`). No file is overwritten: if a name is taken, a number is added. The first line's timestamp
-//! shows on which day the file was started, so rotation needs no state and catches up on missed days.
+//! shows the day on which the file was started, so rotation needs no state and catches up on missed days.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -21,7 +21,7 @@ use svc_base::fsx::{self, FileError};
 
 /// Maximum number of files per day. Reaching it indicates a bug.
 const MAX_FILES_PER_DAY: u32 = 1000;
-/// Maximum number of bytes read of the first line.
+/// Maximum number of bytes read from the first line.
 const MAX_FIRST_LINE_BYTES: u64 = 64 << 10;
 
 /// The first and last day of a record's content.
@@ -32,7 +32,7 @@ pub struct DaySpan {
 }
 
 /// Returns the day for a record's new name, or `None` if the record was started today. This is the record's last day,
-/// so that no line expires early, even if the clock was set back. It is never today, because today is not over yet.
+/// so that no line expires early, even if the clock was set back. It is never today, because today is not over.
 pub fn rotation_day(span: DaySpan, today: Date) -> Option<Date> {
     let yesterday = today.yesterday().ok()?;
     (span.first < today).then(|| if span.last == today { yesterday } else { span.last })
@@ -135,7 +135,7 @@ mod tests {
         format!("{{\"timestamp\":\"{at}\",\"n\":{n}}}\n")
     }
 
-    /// Reads the files of a directory with their content.
+    /// Reads the files in a directory, with their content.
     fn files(dir: &Path) -> BTreeMap<String, String> {
         let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
         entries
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn rotation_loses_no_line_of_an_open_writer() {
+    fn rotation_loses_no_line_from_an_open_writer() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("activity.log");
         let yesterday = TODAY.yesterday().unwrap();
@@ -210,7 +210,7 @@ mod tests {
     #[test]
     fn days_follow_the_owners_time_zone() {
         for (zone, last, first, day) in [
-            // Days of 23 and 25 hours, a day without midnight, one with two midnights, a leap day.
+            // 23-hour and 25-hour days, a day without a midnight, a day with two midnights, and a leap day.
             ("Europe/Berlin", "2026-03-29T21:59:59Z", "2026-03-29T22:00:00Z", "2026-03-29"),
             ("Europe/Berlin", "2026-10-25T22:59:59Z", "2026-10-25T23:00:00Z", "2026-10-25"),
             ("America/Santiago", "2026-09-06T03:59:59Z", "2026-09-06T04:00:00Z", "2026-09-05"),
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn rotation_refuses_links_and_skips_empty_records() {
+    fn rotation_rejects_links_and_skips_empty_records() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("activity.log"), "").unwrap();
         assert_eq!(rotate(dir.path(), ACTIVITY, &utc(), TODAY).unwrap(), None);
@@ -274,7 +274,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
         /// With any missed days and any number of runs per day, no line is lost or duplicated, and no line is in a
-        /// file dated before its own day. Only lines of the day of a rotation may be in the previous day's file.
+        /// file dated before its own day. Only lines from the day of a rotation may be in the previous day's file.
         #[test]
         fn rotation_keeps_every_line_once(days in prop::collection::vec((0_i32..3, 0_usize..3, 0_usize..3), 1..12)) {
             let dir = tempfile::tempdir().unwrap();

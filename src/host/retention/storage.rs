@@ -1,4 +1,4 @@
-//! The daily measurement: one line of `storage.jsonl` with the sizes of the disk, the home, apps, logs and the
+//! The daily measurement: one line in `storage.jsonl` with the sizes of the disk, the home, apps, logs and the
 //! database.
 //!
 //! Apps and logs are part of the home; an app's schema is part of the database. Each day has at most one line.
@@ -23,14 +23,14 @@ use svc_base::clock;
 use svc_base::fsx::FileError;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Directories that remain after this time are not counted. The unit's own limit is half an hour.
+/// Directories that have not been read after this time are not counted. The unit's own limit is half an hour.
 const WALK_TIMEOUT: Duration = Duration::from_secs(600);
-/// Maximum apps per line; the largest apps are kept.
+/// Maximum number of apps per line; the largest apps are kept.
 const MAX_APPS: usize = 200;
 /// A line is about 300 bytes, plus 70 per app: this holds the last month's largest lines.
 const TAIL_BYTES: u64 = 512 << 10;
 
-/// The reason why today has no line yet.
+/// The reason today's line could not be written.
 #[derive(Debug, thiserror::Error)]
 pub enum StorageError {
     #[error(transparent)]
@@ -49,7 +49,7 @@ impl StorageError {
     }
 }
 
-/// A line of `storage.jsonl`.
+/// A line in `storage.jsonl`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct StorageLine {
@@ -72,12 +72,12 @@ pub struct FileSizes {
     pub home_bytes: u64,
     pub apps_bytes: u64,
     pub logs_bytes: u64,
-    /// Number of directories that were unreadable or not reached in time. If there are any, the sizes are too small.
+    /// Number of directories that were unreadable or not reached in time. If nonzero, the sizes are too small.
     #[serde(rename = "unreadable", skip_serializing_if = "is_zero")]
     pub skipped_directories: u64,
 }
 
-/// An app's sizes: its folder, and its schema with indexes and TOAST tables.
+/// An app's sizes: its folder, and its schema, including indexes and TOAST tables.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AppUsage {
@@ -95,7 +95,7 @@ pub fn record_path(layout: &Layout) -> PathBuf {
     layout.logs().join("storage.jsonl")
 }
 
-/// Measures and appends the line.
+/// Takes the measurement and appends the line.
 ///
 /// # Errors
 /// [`StorageError`]; no line is written, and a later run on this day measures again.
@@ -112,7 +112,7 @@ pub async fn measure(
         let walked = walk::measure_home(&owned.home(), &owned.apps(), &owned.logs(), deadline)?;
         Ok::<_, FileError>((disk, walked))
     });
-    // Re-raise a panic of the walk.
+    // Propagate a panic from the walk.
     let (disk, (files, folders)) =
         walked.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
     let result = tokio::time::timeout(DATABASE_TIMEOUT, measure_database(server)).await;
@@ -159,7 +159,7 @@ async fn measure_database(server: &PostgresServer) -> Result<(u64, BTreeMap<Stri
     Ok((u64::try_from(size).unwrap_or(0), schemas))
 }
 
-/// Whether the record has the line of this day.
+/// Returns whether the record has a line for this day.
 pub fn is_measured(file: &Path, day: Date) -> Result<bool, FileError> {
     #[derive(Deserialize)]
     struct DatedLine {

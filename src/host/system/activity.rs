@@ -1,8 +1,8 @@
 //! Writes lines to `activity.log` for programs other than the gateway and svc-watch, which use `host::records::writer`.
 //!
-//! Each line is one append to the file that has this name at that time, so that no line of another writer is
-//! overwritten and a rotation loses none. `svc-update` runs as root: it follows no link, writes only to a file of the
-//! directory's owner, and gives that owner the file that it creates.
+//! Each line is one append to whichever file has this name at that time, so that no other writer's line is overwritten
+//! and a rotation loses none. `svc-update` runs as root: it follows no links, writes only to a file that belongs to the
+//! directory's owner, and gives that owner any file that it creates.
 
 use std::ffi::OsStr;
 use std::io::{self, ErrorKind, Write};
@@ -18,7 +18,7 @@ use svc_base::clock;
 
 const FILE: &str = "activity.log";
 
-/// Appends a line with the current time. A failure is only logged: no work depends on it.
+/// Appends a line with the current time. A failure is only logged, because nothing depends on the line.
 pub fn note(layout: &Layout, text: &str) {
     match append(layout, text) {
         Ok(()) => {}

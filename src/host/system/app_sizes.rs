@@ -1,10 +1,10 @@
-//! Database sizes of the apps.
+//! The apps' database sizes.
 
 use std::collections::BTreeMap;
 
 use tokio_postgres::Client;
 
-/// A size query waits for the lock of an `ALTER TABLE`, and a caller's timeout does not end a waiting statement.
+/// A size query waits for an `ALTER TABLE`'s lock, and a caller's timeout does not end a waiting statement.
 const SESSION_TIMEOUTS: &str = "SET lock_timeout = '2s'; SET statement_timeout = '15s'";
 const SIZES_QUERY: &str = "SELECT n.nspname::text, coalesce(sum(pg_total_relation_size(c.oid)), 0)::int8, \
     coalesce(sum(greatest(c.reltuples, 0)) FILTER (WHERE c.relkind IN ('r', 'm')), 0)::int8 \
@@ -24,7 +24,7 @@ pub struct AppSize {
 /// used for anything else.
 ///
 /// # Errors
-/// Errors of the database, including a table that stays locked for more than two seconds.
+/// Database errors, including a table that stays locked for more than two seconds.
 pub async fn measure(client: &Client) -> Result<BTreeMap<String, AppSize>, tokio_postgres::Error> {
     client.batch_execute(SESSION_TIMEOUTS).await?;
     let mut sizes = BTreeMap::new();

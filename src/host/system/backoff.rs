@@ -11,7 +11,7 @@ const DELAYS: ExponentialBuilder = ExponentialBuilder::new()
     .with_jitter()
     .without_max_times();
 
-/// A backoff with a deadline that progress resets, so that a long transfer is not abandoned while it advances.
+/// A backoff with a deadline that progress resets, so that a long transfer is not abandoned while it is advancing.
 #[derive(Debug)]
 pub struct Backoff {
     stall_timeout: Duration,

@@ -4,10 +4,10 @@ use std::error::Error;
 
 use svc_http::problem::Problem;
 
-/// Runs the work on a thread that may block.
+/// Runs the work on a thread where blocking is allowed.
 ///
 /// # Errors
-/// The error of the work, or its panic, as an internal problem.
+/// The error that the work returned, or its panic, as an internal problem.
 pub async fn run_blocking<T: Send + 'static, E: Error + Send + 'static>(
     work: impl FnOnce() -> Result<T, E> + Send + 'static,
 ) -> Result<T, Problem> {

@@ -1,4 +1,4 @@
-//! Reports the progress of a restore to the platform, so that a boot with a large database is not mistaken for a hang.
+//! Reports a restore's progress to the platform, so that a boot with a large database is not mistaken for a hang.
 //!
 //! Reports are best effort: the restore neither waits for a report nor fails because of one.
 
@@ -22,7 +22,7 @@ use svc_wire::registration::{BootStageName, BootStageReport, StageProgress};
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Reports progress until it is dropped.
+/// Reports progress until dropped.
 pub struct BootReporter(JoinHandle<()>);
 
 impl Drop for BootReporter {

@@ -19,7 +19,7 @@ use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Slot};
 
-/// The environment of a host applet: the process environment, then the env files below `SVC_ROOT`. From a file that
+/// Returns a host applet's environment: the process environment, then the env files below `SVC_ROOT`. From a file that
 /// another user can write, root takes only the settings in [`root_settings::ALLOWED_FROM_OTHERS`]; root's own file
 /// takes precedence.
 pub fn environment(layout: &Layout) -> Env {
@@ -30,7 +30,7 @@ pub fn environment(layout: &Layout) -> Env {
     services_env(layout)
 }
 
-/// The environment of the machine's services, without root's own file even if root reads it.
+/// Returns the environment of the machine's services, without root's own file even if root reads it.
 pub fn services_env(layout: &Layout) -> Env {
     let files = service_files(layout);
     if nix::unistd::geteuid().is_root() {
@@ -43,14 +43,14 @@ fn service_files(layout: &Layout) -> [PathBuf; 3] {
     [layout.host_env(), layout.store_env(), layout.boot_env()]
 }
 
-/// Starts an applet's log with the machine's id. Configuration errors are reported later, when the configuration is
-/// read.
+/// Initializes an applet's log with the machine's id. Configuration errors are reported later, when the configuration
+/// is read.
 pub fn init_log(applet: &'static str, layout: &Layout) {
     let machine = environment(layout).text(&vars::SVC_MACHINE_ID).and_then(|id| id.parse().ok());
     telemetry::init_on_machine(applet, machine);
 }
 
-/// The identity and the owner of this machine, as written at provisioning.
+/// This machine's identity and owner, as written at provisioning.
 #[derive(Debug, Clone)]
 pub struct Identity {
     pub machine: MachineId,
@@ -70,14 +70,14 @@ impl Identity {
         Some(Self { machine: machine?, user: user?, handle: handle?, slot, epoch: epoch? })
     }
 
-    /// The identity with the current epoch, which the platform may have raised.
+    /// Reads the identity with the current epoch, which the platform may have raised.
     pub fn read_current(env: &mut Env, layout: &Layout) -> Option<Self> {
         let identity = Self::read(env)?;
         Some(Self { epoch: epoch::current(layout, identity.epoch), ..identity })
     }
 }
 
-/// The address and the credential for calls to the platform.
+/// The address and credential for calls to the platform.
 #[derive(Debug, Clone)]
 pub struct PlatformLink {
     pub base: Url,
@@ -96,7 +96,7 @@ impl PlatformLink {
         Some(Self { base: base?, upgrade_token: upgrade_token? })
     }
 
-    /// `base` joined with a path that begins with `/`.
+    /// Returns `base` joined with a path that begins with `/`.
     pub fn url(&self, path: &str) -> Url {
         let mut url = self.base.clone();
         url.set_path(&format!("{}{path}", self.base.path().trim_end_matches('/')));
@@ -114,7 +114,7 @@ pub fn read_initial_proof_keys(env: &mut Env) -> Option<ProofKeys> {
     serde_json::from_str(&text).map_err(|error| env.add_mistake(&vars::SVC_PROOF_KEYS, position(error))).ok()
 }
 
-/// The release that user-data names.
+/// Reads the version of the release that user-data names.
 pub fn image_version(env: &mut Env) -> Option<ImageVersion> {
     env.required(&vars::SVC_IMAGE_VERSION)
 }

@@ -2,13 +2,13 @@
 
 const GIB: u64 = 1 << 30;
 
-/// How full a disk is: both a share and an amount of free space count, because a small disk fills sooner.
+/// How full a disk is. Both the share and the amount of free space count, because a small disk fills sooner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DiskFill {
     Sufficient,
-    /// Less than 2 GiB or 10 % are free.
+    /// Less than 2 GiB or 10% is free.
     Low,
-    /// Less than 512 MiB or 3 % are free.
+    /// Less than 512 MiB or 3% is free.
     Full,
 }
 
@@ -25,7 +25,7 @@ impl DiskFill {
     }
 }
 
-/// The percentage of free space; 0 for a disk of size 0.
+/// Returns the percentage of free space; 0 for a disk of size 0.
 pub fn free_percent(total_bytes: u64, free_bytes: u64) -> u64 {
     free_bytes.saturating_mul(100).checked_div(total_bytes).unwrap_or(0)
 }

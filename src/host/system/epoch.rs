@@ -1,5 +1,5 @@
-//! The epoch of this machine: the one it was provisioned with, or a higher one that the platform assigned in a
-//! heartbeat, after a recovery was undone and the old machine's epoch was raised above the slot's fence.
+//! This machine's epoch: the one it was provisioned with, or a higher one that the platform assigned in a heartbeat
+//! response after a recovery was undone and the old machine's epoch was raised above the slot's fence.
 //!
 //! Invariant: the epoch never decreases, unless its file becomes unreadable or invalid.
 
@@ -19,8 +19,8 @@ struct RaisedEpoch {
     epoch: Epoch,
 }
 
-/// The higher of `provisioned` and the assigned epoch. If the file is unreadable or invalid, returns `provisioned`; the
-/// fence then refuses this machine's backups, which is the safe outcome.
+/// Returns the higher of `provisioned` and the assigned epoch. If the file is unreadable or invalid, returns
+/// `provisioned`; the fence then rejects this machine's backups, which is the safe outcome.
 pub fn current(layout: &Layout, provisioned: Epoch) -> Epoch {
     match read(layout) {
         Ok(raised) => raised.map_or(provisioned, |raised| raised.max(provisioned)),

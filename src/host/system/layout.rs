@@ -8,7 +8,7 @@ use svc_machine::name::ImageVersion;
 /// The file name of the agents' socket in [`Layout::bridge_sockets`].
 pub const BRIDGE_SOCKET: &str = "bridge.sock";
 
-/// All paths of one host.
+/// All paths on a host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
     root: PathBuf,
@@ -19,7 +19,7 @@ impl Layout {
         Self { root: root.into() }
     }
 
-    /// The layout below `SVC_ROOT`.
+    /// Returns the layout below `SVC_ROOT`.
     pub fn from_process() -> Self {
         Self::new(vars::SVC_ROOT.from_process().unwrap_or_else(|| vars::SVC_ROOT.default_value()))
     }
@@ -48,7 +48,7 @@ impl Layout {
         self.opt("env/boot.env")
     }
 
-    /// The environment of the database's container; owned by root and read only by podman.
+    /// The environment for the database container; owned by root and read only by podman.
     pub fn postgres_env(&self) -> PathBuf {
         self.opt("env/postgres.env")
     }
@@ -81,12 +81,12 @@ impl Layout {
         self.opt(name)
     }
 
-    /// Marker of the restore gate: the gateway may start.
+    /// Marker for the restore gate: the gateway may start.
     pub fn restore_complete(&self) -> PathBuf {
         self.opt("restore-complete")
     }
 
-    /// Home of the user `svc` with the owner's program settings; the owner's files are in [`Layout::home`].
+    /// Home directory of the user `svc`, with the owner's program settings; the owner's files are in [`Layout::home`].
     pub fn user_home(&self) -> PathBuf {
         self.root.join("home/svc")
     }
@@ -99,13 +99,13 @@ impl Layout {
         self.home().join("apps")
     }
 
-    /// The default apps of the current release.
+    /// The current release's default apps.
     pub fn bundled_apps(&self) -> PathBuf {
         self.opt("current/app/apps")
     }
 
-    /// The record of the copies of bundled apps. It is stored among the apps, so that it moves with them and the same
-    /// users can write it.
+    /// The record of bundled app copies. It is stored alongside the apps, so that it moves with them and the same users
+    /// can write it.
     pub fn bundled_apps_record(&self) -> PathBuf {
         self.apps().join(".bundled-apps.json")
     }
@@ -138,7 +138,7 @@ impl Layout {
         self.state("usage-seals.json")
     }
 
-    /// Accepted dispatches that are not recorded yet.
+    /// Accepted dispatches that have not been recorded yet.
     pub fn dispatches(&self) -> PathBuf {
         self.state("dispatches")
     }
@@ -151,17 +151,17 @@ impl Layout {
         self.state("tls/key.pem")
     }
 
-    /// The chain that an authority issued for [`Layout::tls_key`].
+    /// The chain that a certificate authority issued for [`Layout::tls_key`].
     pub fn tls_chain(&self) -> PathBuf {
         self.state("tls/chain.pem")
     }
 
-    /// The account at the authority, including its key.
+    /// The account with the certificate authority, including its key.
     pub fn acme_account(&self) -> PathBuf {
         self.state("tls/acme-account.json")
     }
 
-    /// The settings of the certificate from the last heartbeat response; `host.env` has the initial name.
+    /// The certificate settings from the last heartbeat response; `host.env` has the initial name.
     pub fn certificate_settings(&self) -> PathBuf {
         self.state("tls/settings.json")
     }
@@ -185,12 +185,12 @@ impl Layout {
         self.update_state().join("last.json")
     }
 
-    /// Proof keys of the last heartbeat response; `host.env` has the initial ones.
+    /// Proof keys from the last heartbeat response; `host.env` has the initial ones.
     pub fn proof_keys(&self) -> PathBuf {
         self.state("proof-keys.json")
     }
 
-    /// Result of the last backup run, read by heartbeat and gateway.
+    /// Result of the last backup run, read by the sync agent and the gateway.
     pub fn last_backup(&self) -> PathBuf {
         self.state("last-backup.json")
     }
@@ -200,7 +200,7 @@ impl Layout {
         self.state("held-snapshot.json")
     }
 
-    /// Result of the last check of snapshots of a kind: `verify` or `drill`.
+    /// Result of the last snapshot check of a kind: `verify` or `drill`.
     pub fn last_check(&self, kind: &str) -> PathBuf {
         self.state(&format!("last-{kind}.json"))
     }
@@ -210,12 +210,12 @@ impl Layout {
         self.state("verified.json")
     }
 
-    /// The dump of a drill in progress, and the lock of checks.
+    /// The dump for a drill in progress, and the lock for checks.
     pub fn drill_state(&self) -> PathBuf {
         self.state("drill")
     }
 
-    /// State of the side database.
+    /// The side database's state.
     pub fn side_state(&self) -> PathBuf {
         self.state("side.json")
     }
@@ -225,7 +225,7 @@ impl Layout {
         self.root.join("run/cloud-init/instance-data.json")
     }
 
-    /// The epoch that the platform assigned to this machine, if it raised it.
+    /// The epoch that the platform assigned to this machine, if the platform has raised it.
     pub fn raised_epoch(&self) -> PathBuf {
         self.state("epoch.json")
     }
@@ -235,7 +235,7 @@ impl Layout {
         self.state("backup-progress.json")
     }
 
-    /// Exists while the writers of this machine are stopped.
+    /// Exists while this machine's writers are stopped.
     pub fn quiesce(&self) -> PathBuf {
         self.state("quiesce.json")
     }
@@ -248,12 +248,12 @@ impl Layout {
         self.state("backup.lock")
     }
 
-    /// Uploads of backups that may still be open at the store.
+    /// Backup uploads that may still be open in the store.
     pub fn open_uploads(&self) -> PathBuf {
         self.state("open-uploads.json")
     }
 
-    /// The clock at the last check of records.
+    /// The clock state from the last record check.
     pub fn heartbeat_clock(&self) -> PathBuf {
         self.state("heartbeat-clock.json")
     }
@@ -272,7 +272,7 @@ impl Layout {
         self.state("superseded.json")
     }
 
-    /// Dump and journal of a restore in progress.
+    /// Dump and journal for a restore in progress.
     pub fn restore_state(&self) -> PathBuf {
         self.state("restore")
     }
@@ -282,7 +282,7 @@ impl Layout {
         self.state("register.json")
     }
 
-    /// Credentials for the object store that the platform last renewed; `r2.env` has the initial ones.
+    /// Object store credentials that the platform last renewed; `r2.env` has the initial ones.
     pub fn store_credentials(&self) -> PathBuf {
         self.state("store-credentials.json")
     }
@@ -306,34 +306,34 @@ impl Layout {
         self.hook_notes().join("audit-gaps.jsonl")
     }
 
-    /// Held by root during the import of an archive.
+    /// Held by root while an archive is being imported.
     pub fn import_lock(&self) -> PathBuf {
         self.root.join("run/svc/import.lock")
     }
 
-    /// The directory of files that hooks leave for the watcher. It belongs to the owner's user.
+    /// The directory for files that hooks leave for the watcher. It belongs to the owner's user.
     pub fn hook_notes(&self) -> PathBuf {
         self.root.join("run/svc/hooks")
     }
 
-    /// The directory of `watch.sock`, to which all hooks connect, including those of agents. It belongs to the
+    /// The directory that contains `watch.sock`, to which all hooks connect, including agents' hooks. It belongs to the
     /// gateway's user.
     pub fn watch_sockets(&self) -> PathBuf {
         self.root.join("run/svc/watch")
     }
 
-    /// The directory of `bridge.sock`, for agents with a token. It belongs to the gateway's user.
+    /// The directory that contains `bridge.sock`, for agents with a token. It belongs to the gateway's user.
     pub fn bridge_sockets(&self) -> PathBuf {
         self.root.join("run/svc/bridge")
     }
 
-    /// The directory of `gateway.sock`, which agents' units cannot see. It belongs to the gateway's user.
+    /// The directory that contains `gateway.sock`, which agents' units cannot see. It belongs to the gateway's user.
     pub fn gateway_sockets(&self) -> PathBuf {
         self.root.join("run/svc/gateway")
     }
 
-    /// The directory of `shell.sock`, `code.sock` and `agent.sock`, to which the gateway connects and which agents'
-    /// units cannot see. It belongs to the owner's user.
+    /// The directory that contains `shell.sock`, `code.sock` and `agent.sock`, to which the gateway connects and which
+    /// agents' units cannot see. It belongs to the owner's user.
     pub fn owner_sockets(&self) -> PathBuf {
         self.root.join("run/svc/owner")
     }

@@ -1,5 +1,5 @@
-//! Allows one run at a time, with an exclusive flock(2) on a file. The kernel releases the lock however the process
-//! ends.
+//! Allows only one run at a time, with an exclusive flock(2) on a file. The kernel releases the lock however the
+//! process ends.
 
 use std::fs::{File, TryLockError};
 use std::io::ErrorKind;
@@ -17,7 +17,7 @@ pub struct Lock {
     _file: File,
 }
 
-/// Reason why the lock was not acquired.
+/// The reason the lock was not acquired.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
     #[error("another run is under way")]
@@ -46,8 +46,8 @@ impl Lock {
         }
     }
 
-    /// Whether a run holds the lock. The check itself holds a shared lock for a moment, so programs that take the lock
-    /// should use [`Self::wait`] with a timeout of at least a second.
+    /// Returns whether a run holds the lock. The check itself briefly holds a shared lock, so programs that take the
+    /// lock should use [`Self::wait`] with a timeout of at least a second.
     ///
     /// # Errors
     /// [`LockError::File`].
@@ -66,7 +66,7 @@ impl Lock {
     /// Waits for the lock.
     ///
     /// # Errors
-    /// `Held` if another run still holds the lock at the timeout.
+    /// `Held` if another run still holds the lock when the timeout expires.
     pub async fn wait(path: &Path, timeout: Duration) -> Result<Self, LockError> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn take_refuses_second_holder() {
+    fn take_rejects_second_holder() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("state/x.lock");
         let first = Lock::take(&path).unwrap();

@@ -1,4 +1,4 @@
-//! Shared services of the applets on a machine: files and settings, PostgreSQL and its tools, systemd, the object
+//! Services shared by the applets on a machine: files and settings, PostgreSQL and its tools, systemd, the object
 //! store, and what the platform assigned to this host.
 
 pub mod activity;

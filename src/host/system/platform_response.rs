@@ -1,10 +1,10 @@
-//! Reads the bodies of the platform's responses, which are small.
+//! Reads the platform's response bodies, which are small.
 
 use serde::Deserialize;
 
 use svc_http::body::{ResponseBodyError, read_response};
 
-/// Far above the size of the largest response, which is to a heartbeat and contains many proof keys.
+/// Far larger than the largest response, a heartbeat response with many proof keys.
 pub const MAX_RESPONSE_BYTES: usize = 256 << 10;
 
 /// Reads the body of a response.
@@ -17,7 +17,7 @@ pub async fn read_body(mut response: reqwest::Response) -> Result<Vec<u8>, Respo
     Ok(body)
 }
 
-/// The members of a problem (RFC 9457) that hosts use; empty if the body has none.
+/// The members of a problem (RFC 9457) that hosts use; empty if absent from the body.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct ProblemBody {
@@ -40,7 +40,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn read_body_refuses_body_over_limit() {
+    async fn read_body_rejects_body_over_limit() {
         assert_eq!(read_body(response(MAX_RESPONSE_BYTES)).await.unwrap().len(), MAX_RESPONSE_BYTES);
         let error = read_body(response(MAX_RESPONSE_BYTES + 1)).await.unwrap_err();
         assert_eq!(error.to_string(), "the response is larger than 262144 bytes");

@@ -21,7 +21,7 @@ pub struct PostgresServer {
     database: String,
 }
 
-/// Reason for a failed connection.
+/// The reason a connection failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     #[error(transparent)]
@@ -44,7 +44,7 @@ impl PostgresServer {
         Self { config, database }
     }
 
-    /// The owner's database.
+    /// Returns the name of the owner's database.
     pub fn database(&self) -> &str {
         &self.database
     }
@@ -53,7 +53,7 @@ impl PostgresServer {
         &self.config
     }
 
-    /// The same server for another role.
+    /// Returns the same server with the given role.
     pub fn as_role(&self, role: &str, password: &str) -> Self {
         let mut config = self.config.clone();
         config.user(role).password(password);
@@ -78,7 +78,7 @@ impl PostgresServer {
         Ok(client)
     }
 
-    /// Resolves host names here: tokio-postgres would call getaddrinfo for a name without an address.
+    /// Resolves host names here, because tokio-postgres would call getaddrinfo for a name without an address.
     async fn add_addresses(&self, config: &mut Config) -> Result<(), ResolveError> {
         let is_name =
             |host: &Host| matches!(host, Host::Tcp(name) if name.parse::<std::net::IpAddr>().is_err());
@@ -95,8 +95,8 @@ impl PostgresServer {
     }
 }
 
-/// Whether the error means that the database is unavailable or out of resources, rather than that the statement is
-/// wrong.
+/// Returns whether the error means that the database is unavailable or out of resources, rather than that the statement
+/// is wrong.
 pub fn is_unavailable(error: &tokio_postgres::Error) -> bool {
     match error.code() {
         None => true,
@@ -109,17 +109,17 @@ pub fn is_unavailable(error: &tokio_postgres::Error) -> bool {
     }
 }
 
-/// The exit code for a failed statement.
+/// Returns the exit code for a failed statement.
 pub fn exit_code(error: &tokio_postgres::Error) -> Exit {
     if is_unavailable(error) { Exit::Unavailable } else { Exit::Internal }
 }
 
-/// `name` as an identifier in a statement.
+/// Quotes `name` as an identifier in a statement.
 pub fn quote_ident(name: &str) -> String {
     format!("\"{}\"", name.replace('"', "\"\""))
 }
 
-/// `text` as a literal in a statement, for commands without parameters.
+/// Quotes `text` as a literal in a statement, for commands that take no parameters.
 pub fn quote_literal(text: &str) -> String {
     let quoted = text.replace('\'', "''");
     if quoted.contains('\\') {

@@ -1,7 +1,7 @@
-//! The location and the arguments of `pg_dump` and `pg_restore`.
+//! The location of, and arguments for, `pg_dump` and `pg_restore`.
 //!
-//! The password is passed only in the environment, never in an argument list. The environment of a call starts empty,
-//! so that no inherited `PG*` variable affects it.
+//! The password is passed only in the environment, never in an argument list. Each call's environment starts empty, so
+//! that no inherited `PG*` variable affects it.
 
 use std::fmt;
 use std::num::NonZero;
@@ -20,20 +20,20 @@ use crate::system::vars;
 use svc_base::config::Env;
 
 const CONTAINER: &str = "svc-postgres";
-/// Parallel jobs of a load.
+/// Number of parallel jobs in a load.
 const RESTORE_JOBS: usize = 2;
 const PIPE_BYTES: i32 = 1 << 20;
 const PROBE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Variables that a tool inherits: enough to find itself, its libraries and the container runtime.
 const PASSED_VARIABLES: [&str; 5] = ["PATH", "HOME", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "LANG"];
 
-/// Compression of a dump's data.
+/// How a dump's data is compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Compression {
     None,
-    /// gzip with this level, which every `pg_restore` supports.
+    /// gzip at this level, which every `pg_restore` supports.
     Gzip(u8),
-    /// zstd with this level, for tools that were built with zstd.
+    /// zstd at this level, for tools that were built with zstd.
     Zstd(u8),
 }
 
@@ -41,8 +41,8 @@ impl Compression {
     /// Supported by all tools, and fast enough.
     pub const DEFAULT: Self = Self::Gzip(1);
 
-    /// Maximum size of a dump, as a multiple of the database's size on disk. Text formats add some. Without
-    /// compression, values that PostgreSQL compresses and NULLs are written out.
+    /// Returns the maximum size of a dump, as a multiple of the database's size on disk. Text formats add some. Without
+    /// compression, NULLs and values that PostgreSQL compresses are written out in full.
     pub fn max_growth(self) -> u64 {
         match self {
             Self::None => 32,
@@ -79,17 +79,17 @@ impl fmt::Display for Compression {
     }
 }
 
-/// The location of the client tools of PostgreSQL 16.
+/// The location of the PostgreSQL 16 client tools.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PgTools {
-    /// Executables in a directory of this machine.
+    /// Executables in a directory on this machine.
     Directory(PathBuf),
-    /// The tools inside the database's container.
+    /// The tools inside the database container.
     Container,
 }
 
 impl PgTools {
-    /// Selects `SVC_PG_BIN_DIR`, or else the tools of the release's runtime, or else those of the container.
+    /// Selects `SVC_PG_BIN_DIR`, or else the tools in the release's runtime, or else those in the container.
     pub fn locate(env: &mut Env, layout: &Layout) -> Self {
         if let Some(dir) = env.path(&vars::SVC_PG_BIN_DIR) {
             if !dir.join("pg_dump").is_file() {
@@ -267,10 +267,10 @@ fn connection_vars(server: &PostgresServer) -> Vec<(&'static str, String)> {
     vars
 }
 
-/// Options of sessions that load a database that is not in use yet. Statements do not wait for the disk; the step after
-/// the load waits until all data is durable. If the jobs use all cores, indexes are built without parallel workers,
-/// which would only slow down the other job. `maintenance_work_mem` stays at the server's setting: larger sorts exceed
-/// the CPU caches and are slower.
+/// Returns options for sessions that load a database that is not yet in use. Statements do not wait for the disk; the
+/// step after the load waits until all data is durable. If the jobs use all cores, indexes are built without parallel
+/// workers, which would only slow down the other job. `maintenance_work_mem` stays at the server's setting, because
+/// larger sorts exceed the CPU caches and are slower.
 fn load_options(cores: usize) -> String {
     let workers = if cores <= RESTORE_JOBS { " -c max_parallel_maintenance_workers=0" } else { "" };
     format!("-c synchronous_commit=off{workers}")
@@ -286,7 +286,7 @@ pub fn summarize_stderr(output: &str) -> String {
     lines.collect::<Vec<_>>().join("; ")
 }
 
-/// Enlarges the pipe, for fewer wake-ups per byte. If the kernel refuses, the pipe keeps its size.
+/// Enlarges the pipe, so that fewer wake-ups are needed per byte. If the kernel refuses, the pipe keeps its size.
 pub fn enlarge_pipe(pipe: impl AsFd) {
     let _ = nix::fcntl::fcntl(pipe, nix::fcntl::FcntlArg::F_SETPIPE_SZ(PIPE_BYTES));
 }

@@ -6,7 +6,7 @@ use super::layout::Layout;
 use svc_http::client::{self, Deadlines};
 use svc_http::tls::{self, ChainCheck, Identity, SpkiPin};
 
-/// The pin of the gateway's certificate, or `None` before the gateway has created it.
+/// Reads the pin of the gateway's certificate; `None` if the gateway has not created it yet.
 ///
 /// # Errors
 /// If the certificate exists and cannot be read.
@@ -36,12 +36,12 @@ impl GatewayClient {
         Ok(Self { client, ready_url: format!("{base}/readyz"), live_url: format!("{base}/livez") })
     }
 
-    /// Whether the gateway is ready.
+    /// Returns whether the gateway is ready.
     pub async fn is_ready(&self) -> bool {
         self.responds_with_success(&self.ready_url).await
     }
 
-    /// Whether the gateway's process runs and responds.
+    /// Returns whether the gateway process is running and responding.
     pub async fn is_alive(&self) -> bool {
         self.responds_with_success(&self.live_url).await
     }

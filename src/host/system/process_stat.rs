@@ -5,7 +5,7 @@ use std::io;
 /// Clock ticks per second; a clock tick is the unit of process start times.
 pub const TICKS_PER_SECOND: u64 = 100;
 
-/// The fields of the file that are used.
+/// The fields that are used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProcessStat {
     pub is_zombie: bool,
@@ -16,13 +16,13 @@ pub struct ProcessStat {
 
 impl ProcessStat {
     /// # Errors
-    /// If the process has ended, `/proc` hides it, or its fields are not those of proc(5).
+    /// If the process has ended, `/proc` hides it, or its fields are not those described in proc(5).
     pub fn from_pid(pid: i32) -> io::Result<Self> {
         Self::read(&pid.to_string())
     }
 
     /// # Errors
-    /// As [`Self::from_pid`].
+    /// The same as for [`Self::from_pid`].
     pub fn of_this_process() -> io::Result<Self> {
         Self::read("self")
     }

@@ -1,4 +1,4 @@
-//! Progress of a long run: reported to systemd as its status, and shown as a bar on a terminal.
+//! The progress of a long run, reported to systemd as its status and shown as a bar on a terminal.
 
 use std::io::IsTerminal;
 use std::sync::Mutex;
@@ -32,12 +32,12 @@ impl Default for Progress {
 }
 
 impl Progress {
-    /// Subscribes to changes of the progress.
+    /// Subscribes to progress changes.
     pub fn subscribe(&self) -> watch::Receiver<Option<StageProgress>> {
         self.progress.subscribe()
     }
 
-    /// Reports counted rows.
+    /// Reports the number of rows counted so far.
     pub fn report_rows(&self, done: u64, total: u64) {
         self.progress.send_replace(Some(StageProgress::of_rows(done, total)));
     }
@@ -60,7 +60,7 @@ impl Progress {
         }
     }
 
-    /// Reports processed bytes.
+    /// Reports the number of bytes processed so far.
     pub fn report_bytes(&self, phase: &'static str, done: u64, total: u64) {
         let progress = Some(StageProgress::of_bytes(done, total));
         // An unchanged value is not progress.
@@ -72,7 +72,7 @@ impl Progress {
         if last_status.elapsed() >= STATUS_INTERVAL {
             *last_status = Instant::now();
             let percent = done.saturating_mul(100).checked_div(total).unwrap_or(100).min(100);
-            systemd::notify(&[NotifyState::Status(&format!("{phase}: {percent} % of {} MiB", total >> 20))]);
+            systemd::notify(&[NotifyState::Status(&format!("{phase}: {percent}% of {} MiB", total >> 20))]);
         }
     }
 

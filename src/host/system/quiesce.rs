@@ -1,4 +1,4 @@
-//! The file that marks this machine's writers as stopped for an operation of the platform.
+//! The file that marks this machine's writers as stopped for a platform operation.
 //!
 //! The gateway writes the file and acts on it. The sync agent removes it once the platform no longer names the
 //! operation. Both change it under one lock, so that neither removes what the other has just written.
@@ -15,7 +15,7 @@ use svc_base::fsx::{self, FileError};
 use svc_machine::id::OperationId;
 
 const FORMAT: u32 = 1;
-/// Time limit for the lock, whose holder writes one small file.
+/// Timeout for acquiring the lock, whose holder writes one small file.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The file's content: the operation for which the writers are stopped or stopping.
@@ -26,15 +26,15 @@ pub struct Quiesce {
     pub operation_id: OperationId,
     #[serde(with = "clock::wire")]
     pub requested_at: Timestamp,
-    /// The time when all writers had stopped; `None` while some are still running.
+    /// The time at which all writers had stopped; `None` while some are still running.
     #[serde(with = "clock::wire_option")]
     pub quiesced_at: Option<Timestamp>,
 }
 
-/// Reason why the file was not changed.
+/// The reason the file was not changed.
 #[derive(Debug, thiserror::Error)]
 pub enum QuiesceError {
-    #[error("cannot lock the state of the writers")]
+    #[error("cannot lock the writers' state")]
     Lock(#[from] LockError),
     #[error(transparent)]
     File(#[from] FileError),
@@ -45,8 +45,8 @@ impl Quiesce {
         Self { version: FORMAT, operation_id, requested_at: clock::now_ms(), quiesced_at: None }
     }
 
-    /// Returns `None` if the writers may write. The file is written atomically, so a file with invalid content comes
-    /// from another program and stops no writer.
+    /// Reads the file; `None` if the writers may write. The file is written atomically, so a file with invalid content
+    /// comes from another program and stops no writer.
     ///
     /// # Errors
     /// If the file exists and cannot be read.

@@ -1,4 +1,4 @@
-//! The registration of this machine that the platform accepted, as recorded by `svc-register`.
+//! This machine's registration as accepted by the platform and recorded by `svc-register`.
 
 use serde::Deserialize;
 
@@ -12,12 +12,13 @@ use svc_wire::registration::Registration;
 #[serde(rename_all = "camelCase")]
 struct RegistrationRecord {
     machine_id: MachineId,
-    /// The exact text of the request.
+    /// The request's exact text.
     sent: String,
     registered_at: Option<String>,
 }
 
-/// Reads the request that the platform accepted; `None` if there is none for this machine, or the file is unreadable.
+/// Reads the request that the platform accepted; `None` if it has accepted none for this machine, or the file is
+/// unreadable.
 pub fn read_accepted(layout: &Layout, machine: MachineId) -> Option<Registration> {
     let text = fsx::read_if_exists(&layout.registration()).ok().flatten()?;
     let record: RegistrationRecord = serde_json::from_slice(&text).ok()?;

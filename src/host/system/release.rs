@@ -9,7 +9,7 @@ use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 
 pub const MANIFEST_FILE: &str = "release.json";
-/// This file is written at installation beside the unpacked files; it is never part of a bundle.
+/// This file is written next to the unpacked files at installation; it is never part of a bundle.
 pub const DIGEST_FILE: &str = ".bundle-sha256";
 
 /// `release.json`.
@@ -24,7 +24,7 @@ pub struct Release {
     pub components: Vec<Component>,
 }
 
-/// One component of a release.
+/// A component of a release.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Component {
@@ -34,7 +34,7 @@ pub struct Component {
     pub path: Option<String>,
 }
 
-/// Reason why a release cannot be read.
+/// The reason a release cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ReleaseError {
     #[error(transparent)]
@@ -45,7 +45,7 @@ pub enum ReleaseError {
 
 impl Release {
     /// # Errors
-    /// [`ReleaseError`], also if the file is missing.
+    /// [`ReleaseError`], including if the file is missing.
     pub fn read(dir: &Path) -> Result<Self, ReleaseError> {
         let path = dir.join(MANIFEST_FILE);
         let text = std::fs::read(&path).map_err(FileError::wrap("read", &path))?;
@@ -63,7 +63,7 @@ pub fn read_digest(dir: &Path) -> Result<Option<String>, FileError> {
     Ok(read.map(|text| String::from_utf8_lossy(&text).trim().to_owned()))
 }
 
-/// The version to which the link `current` points.
+/// Returns the version to which the `current` link points.
 pub fn current_version(layout: &Layout) -> Option<ImageVersion> {
     let target = std::fs::read_link(layout.current()).ok()?;
     target.file_name()?.to_str()?.parse().ok()

@@ -1,5 +1,5 @@
-//! The settings that root accepts from env files writable by another user. They are an allowlist, so that root ignores
-//! a new setting in such a file until the setting has been reviewed.
+//! The settings that root accepts from env files that another user can write. This is an allowlist, so root ignores a
+//! new setting in such a file until the setting has been reviewed.
 //!
 //! Root's own settings are in its process environment and in `update.env`, which take precedence over every other
 //! file.
@@ -16,23 +16,23 @@ use svc_base::fsx::{self, FileError};
 use svc_base::variable::Variable;
 use svc_store::vars as store;
 
-/// Reason why root may use a value chosen by another user of the machine.
+/// The reason root may use a value chosen by another user on the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AcceptReason {
-    /// Parsed as an identifier of this machine, its owner or a snapshot; never used unchecked in a path.
+    /// Parsed as an identifier for this machine, its owner or a snapshot; never used unchecked in a path.
     Identifier,
     /// Parsed as a number or an enumerated value, within limits.
     Choice,
-    /// A credential that the other user has anyway. Root sends it to the platform's address in root's own settings or
-    /// to an address of this list, and never in place of root's own credential.
+    /// A credential that the other user already has. Root sends it to the platform's address in root's own settings or
+    /// to an address from this list, and never in place of root's own credential.
     Credential,
-    /// An address to which root sends only values of this list.
+    /// An address to which root sends only values from this list.
     Address,
     /// Root's doctor only checks the value; services that do not run as root use it.
     CheckedOnly,
 }
 
-/// The settings that root accepts from files of other users.
+/// The settings that root accepts from other users' files.
 pub const ALLOWED_FROM_OTHERS: [(&Variable, AcceptReason); 28] = [
     (&vars::SVC_MACHINE_ID, AcceptReason::Identifier),
     (&vars::SVC_USER_ID, AcceptReason::Identifier),
@@ -65,15 +65,15 @@ pub const ALLOWED_FROM_OTHERS: [(&Variable, AcceptReason); 28] = [
     (&vars::ADMIN_TOKEN, AcceptReason::Credential),
 ];
 
-/// Whether root accepts this setting from a file of another user. A store in a directory is not accepted: root would
-/// write files wherever the other user wants.
+/// Returns whether root accepts this setting from another user's file. A store in a directory is not accepted, because
+/// root would then write files wherever the other user wants.
 pub fn is_accepted(name: &str, value: &str) -> bool {
     let is_directory =
         name == store::OBJECT_STORE_URL.name && value.trim_start().to_ascii_lowercase().starts_with("file");
     !is_directory && ALLOWED_FROM_OTHERS.iter().any(|(accepted, _)| accepted.name == name)
 }
 
-/// Adds the files; from those of another user, only the accepted settings.
+/// Adds the files; from another user's files, only the accepted settings.
 pub fn with_untrusted_files(env: Env, files: &[PathBuf]) -> Env {
     files.iter().fold(env, |env, file| {
         if belongs_to_another_user(file) {
@@ -89,7 +89,7 @@ fn belongs_to_another_user(file: &Path) -> bool {
 }
 
 /// Copies the platform's address to a file that only root can change, on a machine whose user-data did not write it
-/// there. From then on, root ignores the address in `host.env`.
+/// there. After that, root ignores the address in `host.env`.
 pub fn copy_platform_url(layout: &Layout) -> Result<(), FileError> {
     let file = layout.update_env();
     if !geteuid().is_root() || Env::default().with_file(&file).is_set(&vars::PLATFORM_INTERNAL_URL) {
@@ -143,7 +143,7 @@ mod tests {
     const A_KEY: Variable = undeclared("A_KEY");
 
     #[test]
-    fn root_reads_only_listed_settings_of_others() {
+    fn root_reads_only_listed_settings_from_others() {
         let own = [
             &vars::SVC_PG_BIN_DIR,
             &vars::SVC_BUNDLE_PUBLIC_KEYS,
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn root_refuses_store_directory_of_another_user() {
+    fn root_rejects_store_directory_from_another_user() {
         for url in ["file:///etc", "FILE:///etc", " file:///etc"] {
             let Some((_dir, layout)) = machine(&format_env_line(store::OBJECT_STORE_URL.name, url), "")
             else {

@@ -13,7 +13,7 @@ use svc_store::config::StoreConfig;
 use svc_store::credentials::{CredentialSource, TemporaryCredentials};
 use svc_store::{Bucket, StoreError};
 
-/// The exit code for a store error.
+/// Returns the exit code for a store error.
 pub fn exit_code(error: &StoreError) -> Exit {
     match error {
         StoreError::Withdrawn { .. } => Exit::Permission,
@@ -26,7 +26,7 @@ pub fn exit_code(error: &StoreError) -> Exit {
     }
 }
 
-/// The location of the store and this machine's access to it.
+/// The store's location and this machine's access to it.
 pub struct StoreLink {
     store: StoreConfig,
     /// `None` for credentials that do not expire.

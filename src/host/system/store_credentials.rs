@@ -1,11 +1,11 @@
-//! Credentials for the object store that the platform renews before they expire.
+//! Object store credentials, which the platform renews before they expire.
 //!
 //! The initial credentials are in `r2.env`. Renewed ones are stored in a file for the next applet and the next boot. A
-//! process runs one renewal at a time. Expiry is computed from the response's own `Date`, so that a wrong clock does
-//! not affect it.
+//! process runs one renewal at a time. Expiry is computed from the response's own `Date`, so a wrong clock does not
+//! affect it.
 //!
 //! The platform also issues an outage session, which lives longer and can only store snapshots. A backup uses it
-//! while the platform is unreachable, but never after a refusal by the platform.
+//! while the platform is unreachable, but never after the platform has refused to issue credentials.
 
 pub mod state_file;
 
@@ -41,13 +41,13 @@ const MAX_OUTAGE_SESSION_AGE: SignedDuration = SignedDuration::from_mins(50);
 /// Credentials count as expired this long before their expiry, because a request takes time after it is signed.
 const EXPIRY_MARGIN: SignedDuration = SignedDuration::from_secs(30);
 const MAX_ATTEMPTS: u32 = 4;
-/// Delay after a failed renewal, while the current or the outage session is usable.
+/// Delay after a failed renewal while the current session or the outage session is usable.
 const RETRY_INTERVAL: SignedDuration = SignedDuration::from_secs(30);
 
 /// Whether an applet may use the outage session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OutagePolicy {
-    /// Store snapshots with the outage session: for a backup.
+    /// Store snapshots with the outage session; for a backup.
     UseOutageSession,
     /// Fail while the platform is unreachable.
     RequirePlatform,
@@ -75,7 +75,7 @@ struct SourceState {
 #[derive(Clone)]
 struct ActiveSession {
     key: Arc<AwsCredential>,
-    /// The expiry by this machine's clock.
+    /// The expiry according to this machine's clock.
     expires_at: Timestamp,
     renew_at: Timestamp,
     renewed_at: Option<Timestamp>,
@@ -96,8 +96,8 @@ impl OutageSession {
 }
 
 impl ActiveSession {
-    /// Renewal is due when a third of the lifetime remains, or up to a sixth of the lifetime earlier, so that hosts do
-    /// not renew at the same time.
+    /// Schedules the renewal for when a third of the lifetime remains, or up to a sixth of the lifetime earlier, so
+    /// that hosts do not all renew at the same time.
     fn new(key: AwsCredential, expires_at: Timestamp, lifetime: SignedDuration) -> Self {
         let third = lifetime.as_secs().max(0) / 3;
         let jitter = third * random_byte() / 512;
@@ -118,7 +118,7 @@ impl ActiveSession {
     }
 
     fn is_usable(&self, now: Timestamp) -> bool {
-        // A session shorter than the margin is used until its renewal is due.
+        // A session that is shorter than the margin is used until its renewal is due.
         now < self.expires_at.saturating_sub(EXPIRY_MARGIN).unwrap_or(Timestamp::MIN).max(self.renew_at)
     }
 }
@@ -155,7 +155,7 @@ impl RenewingCredentials {
         Self { outage_policy, ..self }
     }
 
-    /// The key of the outage session, if this applet may use it and it has not expired.
+    /// Returns the outage session's key, if this applet may use it and it has not expired.
     fn outage_key(&self, state: &SourceState, now: Timestamp) -> Option<Arc<AwsCredential>> {
         if self.outage_policy == OutagePolicy::RequirePlatform {
             return None;
@@ -185,8 +185,8 @@ impl RenewingCredentials {
         }
     }
 
-    /// Renews the sessions if they are older than `MAX_OUTAGE_SESSION_AGE`, so that an outage of the platform begins
-    /// with a fresh outage session. The platform makes two STS calls per host in each such interval.
+    /// Renews the sessions if they are older than `MAX_OUTAGE_SESSION_AGE`, so that the outage session is fresh when a
+    /// platform outage begins. The platform makes two STS calls per host in each such interval.
     pub async fn refresh(&self) -> Result<(), CredentialError> {
         let mut state = self.state.lock().await;
         if state.is_withdrawn {
@@ -201,7 +201,7 @@ impl RenewingCredentials {
         self.renew(&mut state, 1).await
     }
 
-    /// Loads the session stored by another process of this machine, if it expires later.
+    /// Loads the session stored by another process on this machine, if it expires later.
     fn load_stored(&self, state: &mut SourceState) {
         match StoredSessions::read(&self.file, self.machine) {
             Ok(Some(stored)) if stored.session.expires_at > state.active.expires_at => {
@@ -212,7 +212,7 @@ impl RenewingCredentials {
         }
     }
 
-    /// Requests new sessions, with at most `attempts` attempts.
+    /// Requests new sessions, in at most `attempts` attempts.
     async fn renew(&self, state: &mut SourceState, attempts: u32) -> Result<(), CredentialError> {
         let mut attempt = 1;
         loop {
@@ -311,7 +311,8 @@ impl CredentialSource for RenewingCredentials {
     }
 }
 
-/// Converts a session's expiry to this machine's clock. `sent_at` is the time of the response by the platform's clock.
+/// Converts a session's expiry to this machine's clock. `sent_at` is when the platform's clock says the response was
+/// sent.
 fn to_stored(session: &StoreSession, sent_at: Timestamp, now: Timestamp) -> StoredSession {
     let lifetime = session.expires_at.duration_since(sent_at);
     StoredSession {
@@ -322,7 +323,7 @@ fn to_stored(session: &StoreSession, sent_at: Timestamp, now: Timestamp) -> Stor
     }
 }
 
-/// The time of a response by the sender's clock.
+/// Returns the time of a response according to the sender's clock.
 fn response_date(headers: &header::HeaderMap) -> Option<Timestamp> {
     let text = headers.get(header::DATE)?.to_str().ok()?;
     let parsed = jiff::fmt::rfc2822::parse(text).ok()?;

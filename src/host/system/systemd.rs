@@ -1,4 +1,4 @@
-//! Reports a service's state to systemd: ready, alive, stopping. Outside systemd, the calls do nothing.
+//! Reports a service's state to systemd: ready, alive or stopping. Outside systemd, the calls do nothing.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -14,7 +14,8 @@ pub fn is_running(layout: &Layout) -> bool {
     layout.root().join("run/systemd/system").is_dir()
 }
 
-/// Returns the program in `SVC_SYSTEMCTL`, which is set for a root without systemd, or else this machine's `systemctl`.
+/// Returns the program in `SVC_SYSTEMCTL`, which is set for a root directory without systemd, or else this machine's
+/// `systemctl`.
 pub fn systemctl(layout: &Layout) -> Option<OsString> {
     if let Some(program) = vars::SVC_SYSTEMCTL.from_process() {
         return Some(program);

@@ -1,8 +1,8 @@
 //! The only reader for tar archives that come from outside: bundles and owners' archives.
 //!
-//! Returns files, directories and links by their full names, including GNU and PAX long names, and refuses all other
-//! kinds of entries. Memory is bounded by [`TarLimits`], not by the claims of a header: a record's size is checked
-//! before it is read. The `tar` crate would allocate what a record claims, so it reads only raw headers.
+//! Returns files, directories and links by their full names, including GNU and PAX long names, and rejects all other
+//! kinds of entries. Memory is bounded by [`TarLimits`], not by what a header claims: a record's size is checked before
+//! it is read. The `tar` crate would allocate what a record claims, so it is used to read only raw headers.
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
@@ -14,12 +14,12 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use tar::EntryType;
 
-/// Maximum size of an entry's attributes, in addition to its path and its link.
+/// Maximum size of an entry's attributes, in addition to its path and link target.
 const MAX_ATTRIBUTE_BYTES: u64 = 16 * 1024;
 /// Maximum length of a name in an error.
 const MAX_QUOTED_CHARS: usize = 200;
 
-/// The kind of an archive's entry.
+/// The kind of an archive entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EntryKind {
@@ -28,22 +28,22 @@ pub enum EntryKind {
     Link,
 }
 
-/// Limits of an archive.
+/// Limits for an archive.
 #[derive(Debug, Clone, Copy)]
 pub struct TarLimits {
-    /// Entries, including long-name records.
+    /// Number of entries, including long-name records.
     pub entries: usize,
-    /// Bytes of one path or link.
+    /// Bytes in one path or link target.
     pub name_bytes: usize,
-    /// Bytes of all paths and links.
+    /// Bytes in all paths and link targets.
     pub max_total_name_bytes: u64,
-    /// Bytes of one file.
+    /// Bytes in one file.
     pub file_bytes: u64,
-    /// Bytes of all files.
+    /// Bytes in all files.
     pub max_total_file_bytes: u64,
 }
 
-/// Reason why the rest of an archive is not read.
+/// The reason the rest of an archive is not read.
 #[derive(Debug, thiserror::Error)]
 pub enum TarError {
     #[error("it is damaged or truncated")]
@@ -79,7 +79,7 @@ impl<'a, R: Read> TarReader<'a, R> {
         Ok(Self { entries, limits, path_digests: HashSet::new(), count: 0, name_bytes: 0, file_bytes: 0 })
     }
 
-    /// The next file, directory or link; `None` at the end of the archive.
+    /// Returns the next file, directory or link; `None` at the end of the archive.
     ///
     /// # Errors
     /// [`TarError`]; the rest of the archive must not be used.
@@ -137,7 +137,7 @@ impl<'a, R: Read> TarReader<'a, R> {
         let (mode, modified) = (mode.map_err(TarError::Damaged)?, modified.map_err(TarError::Damaged)?);
         self.count_against_limits(&path, &link, size)?;
         if !self.path_digests.insert(name_digest(&path)) {
-            return Err(TarError::refused(&path, "it occurs twice"));
+            return Err(TarError::refused(&path, "it occurs more than once"));
         }
         Ok(TarEntry { path, link, kind, mode, modified, size, unread: size, body: raw })
     }
@@ -198,7 +198,7 @@ struct LongNames {
 }
 
 impl LongNames {
-    /// Reads a record about the next entry. Returns `false` if `raw` is an entry itself.
+    /// Reads a record about the next entry. Returns `false` if `raw` is itself an entry.
     fn read_record(&mut self, raw: &mut tar::Entry<'_, impl Read>, max: usize) -> Result<bool, TarError> {
         let max_name = max as u64 + 1;
         let max_attributes = 2 * max_name + MAX_ATTRIBUTE_BYTES;
@@ -212,7 +212,7 @@ impl LongNames {
                 set_once(&mut self.link, truncate_at_nul(&text))?;
             }
             EntryType::XHeader => self.read_attributes(&read_bounded(raw, max_attributes)?)?,
-            // Attributes of all later entries. Some writers store a commit or a time there, which is ignored.
+            // Attributes for all later entries. Some writers store a commit or a time there, which is ignored.
             EntryType::XGlobalHeader => {
                 let mut global = Self::default();
                 global.read_attributes(&read_bounded(raw, max_attributes)?)?;
@@ -280,7 +280,7 @@ fn refusal_reason(kind: EntryType) -> &'static str {
     }
 }
 
-/// A key for the set of the paths read so far: `./a`, `a/` and `a` are the same.
+/// Returns a key for the set of paths read so far: `./a`, `a/` and `a` have the same key.
 pub fn name_digest(path: &Path) -> u128 {
     let mut hash = Sha256::new();
     for part in path.components().filter(|part| *part != Component::CurDir) {

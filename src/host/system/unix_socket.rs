@@ -1,7 +1,7 @@
-//! Unix sockets of the machine's own services. Members of a socket's group that can enter its directory may connect.
+//! Unix sockets for the machine's own services. Members of a socket's group who can enter its directory may connect.
 //!
-//! On a machine, tmpfiles creates the directories with their owners. Elsewhere, this module creates them, closed to all
-//! other users.
+//! On a machine, tmpfiles creates the directories with their owners. Elsewhere, this module creates them, inaccessible
+//! to all other users.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -17,16 +17,16 @@ use tokio_util::sync::CancellationToken;
 
 const SOCKET_MODE: u32 = 0o660;
 
-/// Creates the directory of a socket, unless it exists.
+/// Creates a socket's directory, unless it exists.
 ///
 /// # Errors
-/// Errors of the file system.
+/// File system errors.
 pub fn ensure_dir(dir: &Path) -> io::Result<()> {
     fs::DirBuilder::new().recursive(true).mode(0o750).create(dir)
 }
 
-/// Binds `name` in `dir`, for the directory's group. The mode is set under a temporary name before the rename, so
-/// that no other user can ever open it.
+/// Binds `name` in `dir`, for the directory's group. The mode is set under a temporary name before the rename, so that
+/// no other user can ever open the socket.
 ///
 /// # Errors
 /// If the directory cannot be created or the socket cannot be bound.
@@ -54,7 +54,7 @@ fn set_group_from_dir(dir: &Path, socket: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The connecting process as the kernel recorded it (`SO_PEERCRED`); `None` where the kernel does not report it.
+/// The connecting process as the kernel recorded it (`SO_PEERCRED`); `None` for anything the kernel does not report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PeerCredentials {
     pub uid: Option<u32>,
@@ -74,7 +74,7 @@ impl Connected<IncomingStream<'_, UnixListener>> for PeerCredentials {
     }
 }
 
-/// Serves until `stop`; requests carry `ConnectInfo<PeerCredentials>`.
+/// Serves until `stop` is cancelled; requests carry `ConnectInfo<PeerCredentials>`.
 pub async fn serve(listener: UnixListener, router: Router, stop: CancellationToken) {
     let router = router.into_make_service_with_connect_info::<PeerCredentials>();
     let served = axum::serve(listener, router).with_graceful_shutdown(stop.cancelled_owned());
@@ -93,7 +93,7 @@ mod tests {
         let dir = root.path().join("run/svc/gateway");
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
         for _ in 0..2 {
-            // The second one replaces a socket left by a killed process.
+            // The second bind replaces a socket left behind, as by a killed process.
             let _listener = bind(&dir, "gateway.sock").unwrap();
             assert_eq!((mode(&dir), mode(&dir.join("gateway.sock"))), (0o750, 0o660));
         }

@@ -1,9 +1,9 @@
-//! The `UPGRADE_TOKEN` of this machine: that of `host.env`, or a later one from a heartbeat response.
+//! This machine's `UPGRADE_TOKEN`: the one in `host.env`, or a later one from a heartbeat response.
 //!
-//! Only the sync agent writes the file. It stores the next token durably before it sends a heartbeat with it, and
-//! keeps the previous one, which the platform may still accept if it refuses the stored one. Every call reads the
-//! file again, so a long backup notices a rotation. Root also reads the file, although another user can write it: root
-//! follows no links, and accepts only a regular file whose content has the form of this machine's token.
+//! Only the sync agent writes the file. It stores the next token durably before it sends a heartbeat with it, and keeps
+//! the previous one, which the platform may still accept if it rejects the stored one. Every call rereads the file, so
+//! a long backup notices a rotation. Root also reads the file, although another user can write it: root follows no
+//! links, and accepts only a regular file whose content has the format of this machine's token.
 //!
 //! Invariant: the file holds the latest stored token or the previous one.
 
@@ -24,17 +24,17 @@ use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::{self, FileError};
 use svc_machine::id::MachineId;
 
-/// Fail points in the storage of a token.
+/// The fail points in storing a token.
 pub const FAILPOINTS: &[&str] = &["token.before_store", "token.stored"];
 const FORMAT: u32 = 1;
 const MAX_FILE_BYTES: u64 = 4096;
-/// Maximum bytes of a token after its machine's ID: its generation, and 64 hexadecimal digits.
+/// Maximum number of bytes in a token after its machine's ID: its generation, and 64 hexadecimal digits.
 const MAX_TOKEN_TAIL_BYTES: usize = 80;
 
 /// The source of a machine's tokens.
 #[derive(Debug, Clone)]
 pub struct UpgradeToken {
-    /// The token of `host.env`.
+    /// The token in `host.env`.
     initial: SecretString,
     stored: Option<TokenFile>,
 }
@@ -49,11 +49,11 @@ struct TokenFile {
 #[derive(Debug, Clone)]
 pub struct Tokens {
     pub current: SecretString,
-    /// The fallback if the platform refuses the current token.
+    /// The fallback if the platform rejects the current token.
     pub previous: Option<SecretString>,
 }
 
-/// Reason why a token was not stored.
+/// The reason a token was not stored.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenError {
     #[error("the platform issued a token that does not belong to this machine")]
@@ -74,17 +74,17 @@ struct StoredToken {
 }
 
 impl UpgradeToken {
-    /// A token that does not rotate.
+    /// Creates a source with a token that does not rotate.
     pub fn fixed(token: SecretString) -> Self {
         Self { initial: token, stored: None }
     }
 
-    /// The token of `host.env`, replaced by later tokens of this machine.
+    /// Creates a source with the token in `host.env`, which later tokens for this machine replace.
     pub fn rotating(initial: SecretString, layout: &Layout, machine: MachineId) -> Self {
         Self { initial, stored: Some(TokenFile { path: layout.upgrade_token(), machine }) }
     }
 
-    /// The token for a call made now.
+    /// Returns the token for a call made now.
     pub fn current(&self) -> SecretString {
         self.tokens().current
     }
@@ -102,7 +102,7 @@ impl UpgradeToken {
         }
     }
 
-    /// Stores the token for later calls. `previous` is the fallback if the platform refuses it.
+    /// Stores the token for later calls. `previous` is the fallback if the platform rejects it.
     ///
     /// # Errors
     /// [`TokenError`]; the stored token is unchanged.
@@ -162,7 +162,7 @@ impl TokenFile {
     }
 }
 
-/// Whether the text has the form of this machine's token. No other content of the file is ever sent.
+/// Returns whether the text has the format of this machine's token. Nothing else in the file is ever sent.
 fn belongs_to(token: &str, machine: MachineId) -> bool {
     let rest = token.strip_prefix(&format!("svcu_{}_", machine.0.simple()));
     rest.is_some_and(|rest| {
@@ -171,8 +171,8 @@ fn belongs_to(token: &str, machine: MachineId) -> bool {
     })
 }
 
-/// Whether the stored token's generation is at least that of the token in `host.env`, which an operator may have
-/// replaced.
+/// Returns whether the stored token's generation is at least that of the token in `host.env`, which an operator may
+/// have replaced.
 fn is_current_generation(stored: &SecretString, initial: &SecretString) -> bool {
     generation(stored.expose_secret()) >= generation(initial.expose_secret())
 }
@@ -185,8 +185,8 @@ fn generation(token: &str) -> u32 {
     }
 }
 
-/// Writes the current token into `host.env`, as root, before a switch to another release: an older release reads the
-/// token only there. No rotation begins during an update.
+/// Writes the current token to `host.env`, as root, before a switch to another release, because an older release reads
+/// the token only there. No rotation begins during an update.
 ///
 /// # Errors
 /// [`FileError`]; `host.env` is unchanged.
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn store_accepts_only_tokens_of_this_machine() {
+    fn store_accepts_only_tokens_for_this_machine() {
         let dir = tempfile::tempdir().unwrap();
         let (layout, machine) = (Layout::new(dir.path()), MachineId::new());
         let initial = token(machine, 1);

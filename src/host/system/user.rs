@@ -1,7 +1,7 @@
-//! Runs programs that root starts manually as the right user of the machine.
+//! Runs programs that are started manually by root as the appropriate user on the machine.
 //!
-//! Root opens no path that one of the machine's two users can change. A process of that user reads and writes there:
-//! [`drop_privileges`] is for a whole program, [`applet_command`] for a part of one.
+//! Root opens no path that one of the machine's two users can change. A process running as that user does the reading
+//! and writing: [`drop_privileges`] is for a whole program, [`applet_command`] for part of one.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -14,8 +14,8 @@ use super::layout::Layout;
 use super::vars;
 use svc_base::failpoint;
 
-/// Switches from root to the user that owns the env files, as the units do: files that root creates would not be
-/// writable for the next run of a unit. Does nothing if only the database's container has the PostgreSQL tools. Must be
+/// Switches from root to the user that owns the env files, as the units do, because the next run of a unit could not
+/// write to files that root created. Does nothing if only the database container has the PostgreSQL tools. Must be
 /// called before another thread exists.
 ///
 /// # Errors
@@ -24,7 +24,7 @@ pub fn drop_privileges(layout: &Layout) -> anyhow::Result<()> {
     let has_tools = vars::SVC_PG_BIN_DIR.from_process().is_some()
         || layout.link("runtime").join("postgres/bin/pg_dump").exists();
     if !has_tools {
-        // Only root can use the tools in the database's container.
+        // Only root can use the tools in the database container.
         return Ok(());
     }
     switch_to_gateway_user(layout)
@@ -57,7 +57,7 @@ pub enum MachineUser {
     Owner,
 }
 
-/// Variables that a process of the owner's user inherits from root.
+/// Variables that a process running as the owner's user inherits from root.
 const OWNER_VARIABLES: [&str; 4] = ["PATH", "LANG", "RUST_LOG", "SVC_ROOT"];
 
 /// Builds the command that runs one of our applets as another user; the process is killed when its handle is dropped.
@@ -88,7 +88,7 @@ pub fn end_with_parent() {
     }
 }
 
-/// Whether this process is root on a machine with separate users.
+/// Returns whether this process is root on a machine with separate users.
 ///
 /// # Errors
 /// If the machine has no env file.

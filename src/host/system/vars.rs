@@ -1,4 +1,4 @@
-//! The variables of a host.
+//! A host's variables.
 
 svc_base::variables! {
     "host.provisioned", in "`host.env`", by ["all host programs"] {

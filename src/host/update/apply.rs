@@ -1,4 +1,4 @@
-//! `svc-update apply`, `rollback` and `resume`. One update runs at a time; an interrupted one is finished first.
+//! `svc-update apply`, `rollback` and `resume`. Only one update runs at a time; an interrupted one is finished first.
 
 use std::time::Duration;
 
@@ -21,10 +21,10 @@ use svc_base::config::Env;
 use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 
-/// A requested run waits for the lock: if it failed instead, the path unit would start it repeatedly.
+/// A requested run waits for the lock; if it failed instead, the path unit would start it over and over.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
-/// Fail points of an update, in addition to those of a boot.
+/// The fail points in an update, in addition to those in a boot.
 pub const APPLY_FAILPOINTS: &[&str] = &[
     "update.opened",
     "update.manifest_verified",
@@ -42,7 +42,7 @@ pub const APPLY_FAILPOINTS: &[&str] = &[
     "update.request_done",
 ];
 
-/// Fail points of a rollback.
+/// The fail points in a rollback.
 pub const ROLLBACK_FAILPOINTS: &[&str] =
     &["update.reverting", "update.quarantined", "update.reverted", "update.restoring"];
 
@@ -57,7 +57,7 @@ pub enum UpdateTarget {
     Resume,
 }
 
-/// The caller of this run.
+/// Who started this run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Caller {
     Operator,
@@ -130,7 +130,7 @@ async fn acquire_lock(layout: &Layout, target: &UpdateTarget) -> Result<Lock, Fa
     let path = layout.update_state().join("lock");
     let lock = match target {
         UpdateTarget::Requested | UpdateTarget::Resume => Lock::wait(&path, LOCK_TIMEOUT).await,
-        // A run that waits for a snapshot continues once it sees this waiver.
+        // A run that is waiting for a snapshot continues once it sees this waiver.
         UpdateTarget::Version(version, _) if snapshot::is_waived(layout, version) => {
             Lock::wait(&path, LOCK_TIMEOUT).await
         }
@@ -177,8 +177,8 @@ fn resolve_target(layout: &Layout, target: UpdateTarget) -> Result<Option<Resolv
     }
 }
 
-/// Reports the outcome. A run of the unit succeeds for every outcome except `Failed`, because the heartbeat reports the
-/// outcome to the platform.
+/// Reports the outcome. When started by the unit, the run succeeds for every outcome except `Failed`, because the
+/// heartbeat reports the outcome to the platform.
 fn report_outcome(outcome: &Outcome, caller: Caller) -> Result<(), Failure> {
     let Outcome { version, outcome: end, stage, error, .. } = outcome;
     let error = error.as_deref().unwrap_or_default();

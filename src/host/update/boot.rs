@@ -1,7 +1,7 @@
-//! Installs the first release of a machine: the bundle named by user-data, its units, and the password of the machine's
+//! Installs a machine's first release: the bundle named by user-data, its units, and the password for the machine's
 //! database.
 //!
-//! The switch happens only after the digest of the whole bundle has been verified. Each step is idempotent, so an
+//! The switch happens only after the whole bundle's digest has been verified. Each step is idempotent, so an
 //! interrupted run is simply repeated. A complete current release is never replaced here: only its missing links, units
 //! and password are added. Later releases need a signed manifest.
 
@@ -29,7 +29,7 @@ use svc_base::fsx::FileError;
 use svc_machine::name::ImageVersion;
 use svc_store::bundle;
 
-/// Fail points of a boot.
+/// The fail points in a boot.
 pub const FAILPOINTS: &[&str] = &[
     "update.begin",
     "update.downloading",
@@ -46,7 +46,7 @@ pub const FAILPOINTS: &[&str] = &[
     "update.password_recorded",
 ];
 
-/// Reason why a boot failed. The boot can be repeated.
+/// The reason a boot failed. The boot can be repeated.
 #[derive(Debug, thiserror::Error)]
 enum BootError {
     #[error(
@@ -84,7 +84,7 @@ impl BootError {
 
 struct BootConfig {
     release: BootRelease,
-    /// `None` under a root without a service manager.
+    /// `None` under a root directory without a service manager.
     services: Option<Systemctl>,
 }
 
@@ -95,7 +95,7 @@ enum BootRelease {
     First(FirstBundle),
 }
 
-/// The bundle of the first release.
+/// The first release's bundle.
 struct FirstBundle {
     source: BundleSource,
     sha256: String,
@@ -130,7 +130,7 @@ impl BootConfig {
     }
 }
 
-/// Fetches the release and makes it current, unless a release is current already.
+/// Fetches the release and makes it current, unless a release is already current.
 ///
 /// # Errors
 /// [`Failure`] with the documented exit code.

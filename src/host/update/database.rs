@@ -1,7 +1,7 @@
-//! The password of the machine's own database: generated here once, and stored only on this machine.
+//! The password for the machine's own database: generated here once, and stored only on this machine.
 //!
-//! An existing `DATABASE_URL` is kept. The container's file is written first, so that a run after an interruption
-//! between the two files reuses the password.
+//! An existing `DATABASE_URL` is kept. The container's file is written first, so that if a run is interrupted between
+//! the two files, the next one reuses the password.
 
 use std::path::Path;
 

@@ -1,4 +1,5 @@
-//! Downloads a bundle in order. A broken download is resumed with a Range request, if the ETag is unchanged.
+//! Downloads a bundle sequentially. An interrupted download is resumed with a Range request, if the ETag has not
+//! changed.
 //!
 //! `UPGRADE_TOKEN` is sent only to the platform's own origin.
 
@@ -29,7 +30,7 @@ pub struct BundleSource {
     token: Option<UpgradeToken>,
 }
 
-/// Reason for an incomplete download.
+/// The reason a download is incomplete.
 #[derive(Debug, thiserror::Error)]
 pub enum DownloadError {
     #[error("create the HTTP client")]
@@ -57,7 +58,7 @@ pub enum DownloadError {
     #[error("download {url}: ended after {received} bytes")]
     Truncated { url: String, received: u64 },
     /// The unpacker stopped reading; its error is reported instead.
-    #[error("the archive was refused")]
+    #[error("the archive was rejected")]
     Abandoned,
     #[error(transparent)]
     Injected(#[from] Injected),
@@ -107,7 +108,7 @@ impl BundleSource {
         Ok(content)
     }
 
-    /// Sends the first request; its response gives the length.
+    /// Sends the first request, whose response gives the length.
     pub async fn open(&self) -> Result<Download<'_>, DownloadError> {
         let client = client::build(Deadlines::DOWNLOAD).map_err(DownloadError::Client)?;
         let mut download =
@@ -149,13 +150,13 @@ struct PendingBody {
 }
 
 impl Download<'_> {
-    /// The length of the whole bundle, if the source reports it.
+    /// Returns the length of the whole bundle, if the source reports it.
     pub fn length(&self) -> Option<u64> {
         self.length
     }
 
     fn url(&self) -> String {
-        // The query of a signed URL is a credential.
+        // The query in a signed URL is a credential.
         let mut url = self.source.url.clone();
         url.set_query(None);
         url.to_string()

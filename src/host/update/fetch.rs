@@ -11,12 +11,12 @@ use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::FileError;
 use svc_machine::name::ImageVersion;
 
-/// Assumed upper bound on the unpacked size, as a multiple of the archive's size.
+/// Assumed upper bound on the unpacked size, as a multiple of the archive size.
 const UNPACKED_SIZE_FACTOR: u64 = 5;
 /// Disk space to keep free.
 const RESERVED_BYTES: u64 = 64 << 20;
 
-/// Why the release was not installed.
+/// The reason the release was not installed.
 #[derive(Debug, thiserror::Error)]
 pub enum FetchError {
     #[error(transparent)]
@@ -43,11 +43,11 @@ pub struct ExpectedArchive<'a> {
     pub size_bytes: Option<u64>,
 }
 
-/// Fetches the release, unless it is installed already.
+/// Fetches the release, unless it is already installed.
 ///
 /// # Errors
 /// [`FetchError::DigestMismatch`] if an installed release of this version has a different digest; it is left unchanged.
-/// Otherwise, any error of the download, unpacking or installation.
+/// Otherwise, any error from the download, unpacking or installation.
 pub async fn ensure_release(
     layout: &Layout,
     source: &BundleSource,
@@ -91,7 +91,7 @@ async fn fetch_release(
     let downloaded = download.stream_to(chunks).await;
     // A panic in the unpacker has no error to report, so it is propagated.
     let unpacked = unpacking.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
-    // An unpacker that refuses the archive also ends the download, so the unpacker's error takes precedence, unless the
+    // An unpacker that rejects the archive also ends the download, so the unpacker's error takes precedence, unless the
     // download itself failed.
     let found = match (downloaded, unpacked) {
         (Ok(found), Ok(())) => found,

@@ -1,7 +1,7 @@
-//! Checks the health of a release after a restart of its services, by unit states and a probe of the gateway.
+//! Checks a release's health after its services have been restarted, using unit states and a gateway probe.
 //!
-//! A unit that is starting has not failed. The release passes if it stays healthy for a few seconds before the
-//! deadline.
+//! A unit that is starting does not count as failed. The release passes if it stays healthy for a few seconds before
+//! the deadline.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use super::services::{Services, ServicesError, UnitState};
 use crate::system::probe::GatewayClient;
 
 pub const GATEWAY_UNIT: &str = "svc-gateway.service";
-/// Services that must run after an update if they ran before it.
+/// Services that must be running after an update if they were running before it.
 pub const OTHER_SERVICES: [&str; 4] =
     ["svc-shell.service", "svc-code.service", "svc-sync-agent.service", "svc-watch.service"];
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);
@@ -18,7 +18,7 @@ const MIN_HEALTHY_TIME: Duration = Duration::from_secs(3);
 /// Number of restarts after which a unit counts as failed rather than starting.
 const MAX_RESTARTS: u32 = 3;
 
-/// Result of one check.
+/// The result of one check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum HealthState {
     Healthy,
@@ -58,7 +58,7 @@ fn assess(units: &[(String, UnitState)], is_responding: bool) -> HealthState {
         match unit.active.as_str() {
             "active" => {}
             "failed" => return HealthState::Failed(format!("{name} failed ({})", unit.result)),
-            // A release may lack any other service, or the program that it runs.
+            // A release may lack any of the other services, or the program that one of them runs.
             "inactive" if name != GATEWAY_UNIT => {}
             "inactive" => return HealthState::Failed(format!("{name} is not running ({})", unit.result)),
             other => starting = Some(format!("{name} is {other}")),

@@ -32,7 +32,7 @@ pub enum HistoryError {
     Injected(#[from] Injected),
 }
 
-/// One line of `history.jsonl`; `last.json` is the newest.
+/// A line in `history.jsonl`; `last.json` has the newest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HistoryEntry {
@@ -84,7 +84,7 @@ fn history_path(layout: &Layout) -> PathBuf {
     layout.update_state().join("history.jsonl")
 }
 
-/// Returns the last updates that ended on this machine, oldest first. Lines that do not parse are skipped.
+/// Returns the most recent updates that ended on this machine, oldest first. Lines that cannot be parsed are skipped.
 pub fn read_history(layout: &Layout) -> Result<Vec<HistoryEntry>, FileError> {
     let text = fsx::read_if_exists(&history_path(layout))?.unwrap_or_default();
     let text = String::from_utf8_lossy(&text).into_owned();
@@ -159,7 +159,8 @@ pub fn unquarantine(layout: &Layout, version: &ImageVersion) -> Result<(), Histo
     update_releases(layout, |releases| releases.quarantined.retain(|other| other.version != *version))
 }
 
-/// Removes old releases. Keeps the current one, the previous one, and the newest other release that is not quarantined.
+/// Removes old releases. Keeps the current one, the previous one, and the newest remaining release that is not
+/// quarantined.
 pub fn prune(layout: &Layout) -> Result<(), HistoryError> {
     let Some(current) = release::current_version(layout) else { return Ok(()) };
     let releases = read_releases(layout)?;

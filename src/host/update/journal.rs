@@ -1,5 +1,4 @@
-//! The journal of an update, on disk. It is written before each step, so that the next run resumes an interrupted
-//! update.
+//! An update's journal, on disk. It is written before each step, so that the next run resumes an interrupted update.
 //!
 //! The file exists only while an update is open. The lock ensures that at most one update is open.
 
@@ -32,9 +31,9 @@ pub enum JournalError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum UpdateKind {
-    /// Makes the release of a signed manifest current; it is fetched unless it is installed.
+    /// Makes the release in a signed manifest current; it is fetched unless it is already installed.
     Apply,
-    /// Returns to the previous release, which is installed.
+    /// Returns to the previous release, which is still installed.
     Rollback,
 }
 
@@ -49,7 +48,7 @@ pub struct Allowances {
     pub removal: Vec<String>,
 }
 
-/// The plan of an update, and the state of the machine when it began.
+/// An update's plan, and the state of the machine when the update began.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct UpdatePlan {
@@ -80,7 +79,7 @@ pub struct Journal {
     /// The wait for a snapshot, if the update is waiting for one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<SnapshotWait>,
-    /// The key set of the verified manifest; it is trusted once the release is healthy.
+    /// The key set from the verified manifest; it is trusted once the release is healthy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key_set: Option<KeySet>,
 }
@@ -99,7 +98,7 @@ impl Journal {
         }
     }
 
-    /// Reads the journal of the open update, if any.
+    /// Reads the journal for the open update, if any.
     pub fn read(layout: &Layout) -> Result<Option<Self>, JournalError> {
         let path = layout.update_journal();
         let Some(text) = fsx::read_if_exists(&path)? else { return Ok(None) };

@@ -1,7 +1,7 @@
 //! `svc-update`: fetches a release and makes it the current one.
 //!
-//! `boot` trusts the digest named by user-data; every later release needs a signed manifest. The states of an update
-//! are written to a journal: the next run resumes an interrupted update, and an unhealthy release is rolled back
+//! `boot` trusts the digest given in user-data; every later release needs a signed manifest. An update's states are
+//! written to a journal, so that the next run resumes an interrupted update. An unhealthy release is rolled back
 //! automatically.
 
 mod apply;
@@ -103,7 +103,7 @@ struct TargetArg {
 }
 
 impl ApplyArgs {
-    /// Waives the snapshot, also for an update that another run has in progress.
+    /// Waives the snapshot, even for an update that another run has in progress.
     fn waive_snapshot(&self, layout: &Layout) -> Result<(), Failure> {
         let Some(version) = self.target.version.as_ref().filter(|_| self.without_snapshot) else {
             return Ok(());
@@ -134,7 +134,7 @@ impl PrintArgs {
     }
 }
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }

@@ -1,4 +1,5 @@
-//! Checks whether an update is permitted: the state of this machine, and the new release compared with the current one.
+//! Checks whether an update is permitted, from the state of this machine and a comparison of the new release with the
+//! current one.
 
 use jiff::Timestamp;
 
@@ -10,13 +11,13 @@ use svc_base::clock::rfc3339_ms;
 use svc_machine::name::ImageVersion;
 use svc_store::bundle::Manifest;
 
-/// Parts that a release must not drop, even if their removal is allowed: backup tools and the owner's desktop. No
-/// service fails without them, so the health check would miss their absence.
+/// Parts that a release must not drop, even if their removal is allowed: the backup tools and the owner's desktop. No
+/// service fails without them, so the health check would not notice their absence.
 const REQUIRED_PARTS: [&str; 2] = ["runtime/postgres/bin/pg_dump", "app/shell"];
-/// Default apps are copied into the owner's home, where they stay: a release that drops one removes nothing.
+/// Default apps are copied to the owner's home, where they stay, so a release that drops one removes nothing.
 const BUNDLED_APPS_PREFIX: &str = "app/apps/";
 
-/// Why an update is not permitted.
+/// The reason an update is not permitted.
 #[derive(Debug, thiserror::Error)]
 pub enum PolicyError {
     #[error("this machine has been replaced")]
@@ -46,7 +47,7 @@ fn removal_arguments(parts: &[String]) -> String {
     parts.iter().map(|part| format!("--allow-removal {part}")).collect::<Vec<_>>().join(" ")
 }
 
-/// Explains why a release is older: by its creation time or, for equal times, by its name.
+/// Explains why a release is older: because of its creation time or, for equal times, its name.
 fn describe_older(
     from: &ImageVersion,
     to: &ImageVersion,
@@ -98,7 +99,7 @@ impl<'a> Candidate<'a> {
     }
 }
 
-/// Checks the release. The creation time decides which release is older; the version decides between equal times.
+/// Checks the release. The creation time decides which release is older; the version breaks ties.
 ///
 /// # Errors
 /// [`PolicyError`] if a policy forbids the update.
@@ -116,8 +117,8 @@ pub fn check_release(candidate: &Candidate<'_>, allow: &Allowances) -> Result<()
     Ok(())
 }
 
-/// Checks that the new release, which is already unpacked, has the parts of the current one, except those that its
-/// manifest removes, or whose removal an operator allows.
+/// Checks that the new release, which is already unpacked, has all parts of the current one, except those that its
+/// manifest removes or whose removal an operator allows.
 ///
 /// # Errors
 /// [`PolicyError::MissingRequiredPart`], [`PolicyError::MissingParts`].
@@ -142,8 +143,8 @@ pub fn check_parts(
     Err(PolicyError::MissingParts { from: from.clone(), to: to.clone(), parts })
 }
 
-/// Returns the parts that `release.json` lists and the release contains. A release without a valid list, such as an
-/// older one, has none.
+/// Returns the parts that `release.json` lists and that the release contains. A release without a valid list, such as
+/// an older one, has none.
 fn list_installed_parts(layout: &Layout, version: &ImageVersion) -> Vec<String> {
     let dir = layout.release(version);
     let components = Release::read(&dir).map(|release| release.components).unwrap_or_default();
@@ -177,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn check_release_refuses_downgrade_without_allowance() {
+    fn check_release_rejects_downgrade_without_allowance() {
         let downgrade = || Allowances { downgrade: true, ..Allowances::default() };
         for (version, created, older) in [
             ("9", "2026-06-02T00:00:00Z", false),
@@ -213,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn check_parts_refuses_missing_part_without_allowance() {
+    fn check_parts_rejects_missing_part_without_allowance() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let release = |version: &str, parts: &[(&str, &str)]| -> ImageVersion {

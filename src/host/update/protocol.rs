@@ -25,7 +25,7 @@ impl UpdateRequest {
         Self::with_request_id(request_id::current(), image_version)
     }
 
-    /// Creates an update request with an earlier request id.
+    /// Creates an update request with the given request id.
     pub fn with_request_id(request_id: String, image_version: ImageVersion) -> Self {
         Self { image_version, requested_at: svc_base::clock::now_ms(), request_id }
     }
@@ -37,18 +37,18 @@ impl UpdateRequest {
     }
 }
 
-/// The wait of an update for a snapshot of the database.
+/// An update's wait for a database snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SnapshotWait {
     #[serde(with = "svc_base::clock::wire")]
     pub since: Timestamp,
-    /// Why the last attempt failed; empty during the first attempt.
+    /// The reason the last attempt failed; empty during the first attempt.
     pub why: String,
 }
 
 impl SnapshotWait {
-    /// Reads the wait of the open update, with its target release.
+    /// Reads the open update's wait, with its target release.
     ///
     /// # Errors
     /// [`FileError`] if the journal exists and cannot be read.
@@ -63,7 +63,7 @@ impl SnapshotWait {
         Ok(update.and_then(|update| Some((update.to, update.waiting?))))
     }
 
-    /// Describes the wait: `has been waiting for a snapshot since …`, and why the last attempt failed.
+    /// Describes the wait: `has been waiting for a snapshot since …`, and the reason the last attempt failed.
     pub fn describe(&self) -> String {
         let since = svc_base::clock::rfc3339_ms(self.since);
         let why = if self.why.is_empty() { String::new() } else { format!(": {}", self.why) };
@@ -71,7 +71,7 @@ impl SnapshotWait {
     }
 }
 
-/// Result of an update.
+/// The result of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum UpdateResult {
@@ -79,7 +79,7 @@ pub enum UpdateResult {
     Updated,
     /// The release was unhealthy; the previous one is running again and healthy.
     RolledBack,
-    /// The release was refused, or a policy forbade the update; nothing was changed.
+    /// The release was rejected, or a policy forbade the update; nothing was changed.
     Refused,
     /// Nothing was changed, or the machine needs an operator.
     Failed,
@@ -116,7 +116,7 @@ impl Outcome {
     }
 }
 
-/// The outcome of the last update, with the id of its request.
+/// The outcome of the last update, with its request id.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct LastUpdate {
@@ -126,7 +126,7 @@ pub struct LastUpdate {
     pub request_id: Option<String>,
 }
 
-/// Reads the outcome of the last update; `None` if the file does not exist or does not parse.
+/// Reads the outcome of the last update; `None` if the file does not exist or cannot be parsed.
 ///
 /// # Errors
 /// [`FileError`] if the file exists and cannot be read.

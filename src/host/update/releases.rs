@@ -11,10 +11,10 @@ use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 
-/// Links beside `current` that the specification requires.
+/// Links next to `current` that the specification requires.
 const LINKS: [&str; 3] = ["bin", "app", "runtime"];
 
-/// Reason why a release was not installed.
+/// The reason a release was not installed.
 #[derive(Debug, thiserror::Error)]
 pub enum InstallError {
     #[error("the bundle has no executable bin/svc")]
@@ -29,7 +29,7 @@ pub enum InstallError {
     Injected(#[from] Injected),
 }
 
-/// A release in staging. Dropping it removes the directory, unless it was committed.
+/// A staged release. Dropping it removes the directory, unless the release was committed.
 pub struct StagedRelease {
     path: PathBuf,
     is_committed: bool,
@@ -49,10 +49,10 @@ impl StagedRelease {
         &self.path
     }
 
-    /// Installs the directory durably as the release `version`. The caller has verified the digest.
+    /// Installs the directory durably as the release `version`. The caller must have verified the digest.
     ///
     /// # Errors
-    /// [`InstallError`]; the release is not installed then.
+    /// [`InstallError`]; the release is not installed.
     pub fn commit(
         mut self,
         layout: &Layout,
@@ -62,7 +62,7 @@ impl StagedRelease {
         check_release(&self.path, version)?;
         let digest = self.path.join(release::DIGEST_FILE);
         fs::write(&digest, format!("{sha256}\n")).map_err(FileError::wrap("write", &digest))?;
-        // One sync of the file system is cheaper than one per file.
+        // Syncing the file system once is cheaper than syncing each file.
         File::open(&self.path)
             .and_then(|dir| Ok(nix::unistd::syncfs(dir)?))
             .map_err(FileError::wrap("sync", &self.path))?;
@@ -122,7 +122,7 @@ fn set_link(link: &Path, target: &Path) -> Result<(), FileError> {
     }
 }
 
-/// Removes leftovers of killed runs: staged releases, and temporary links and records.
+/// Removes what killed runs left behind: staged releases, and temporary links and records.
 pub fn remove_leftovers(layout: &Layout) -> Result<(), FileError> {
     let releases = layout.releases();
     fs::create_dir_all(&releases).map_err(FileError::wrap("create directory", &releases))?;

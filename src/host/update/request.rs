@@ -1,4 +1,4 @@
-//! The request file. The gateway or the sync agent requests a release; the run that serves the request removes the
+//! The request file. The gateway or the sync agent requests a release, and the run that serves the request removes the
 //! file.
 //!
 //! The writers are not root, so the content is untrusted. A request can name a version, but waives no policy.
@@ -17,14 +17,14 @@ use svc_machine::name::ImageVersion;
 
 const MAX_REQUEST_BYTES: u64 = 4096;
 
-/// The request of another process.
+/// A request from another process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ParsedRequest {
     pub version: ImageVersion,
     pub request_id: Option<String>,
 }
 
-/// State of the request file.
+/// The state of the request file.
 #[derive(Debug, PartialEq, Eq)]
 pub enum RequestFile {
     Missing,
@@ -63,7 +63,7 @@ fn parse(text: &[u8]) -> Option<ParsedRequest> {
     Some(ParsedRequest { version: wire.image_version, request_id })
 }
 
-/// Removes the request, unless it now names another release.
+/// Removes the request, unless it now names a different release.
 pub fn complete(layout: &Layout, served: &ImageVersion) -> Result<(), FileError> {
     match read(layout) {
         RequestFile::Valid(request) if request.version != *served => Ok(()),
@@ -94,7 +94,7 @@ mod tests {
         let RequestFile::Valid(request) = read(&layout) else { panic!("no request") };
         assert_eq!(request.version.as_str(), "2");
         complete(&layout, &"1".parse().unwrap()).unwrap();
-        assert_ne!(read(&layout), RequestFile::Missing, "another release is requested");
+        assert_ne!(read(&layout), RequestFile::Missing, "a different release is requested");
         complete(&layout, &"2".parse().unwrap()).unwrap();
         assert_eq!(read(&layout), RequestFile::Missing);
     }

@@ -1,7 +1,7 @@
-//! The service manager of the machine: a trait, and its implementation by `systemctl`.
+//! The machine's service manager: a trait, and its implementation with `systemctl`.
 //!
-//! Each call has a timeout. `SVC_SYSTEMCTL` may name another program that accepts the same arguments, for example below
-//! a root without a service manager.
+//! Each call has a timeout. `SVC_SYSTEMCTL` may name another program that accepts the same arguments, for example under
+//! a root directory without a service manager.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -37,23 +37,23 @@ pub enum ServicesError {
     Failed { command: String, status: std::process::ExitStatus, stderr: String },
 }
 
-/// The state of a unit as the service manager reports it.
+/// A unit's state as the service manager reports it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct UnitState {
     /// `active`, `activating`, `failed`, …
     pub active: String,
     /// The result of its last run: `exit-code`, `timeout`, …
     pub result: String,
-    /// Automatic restarts since the last manual start.
+    /// Number of automatic restarts since the last manual start.
     pub restarts: u32,
 }
 
 /// The service manager.
 #[async_trait]
 pub trait Services: Send + Sync {
-    /// Applies the definitions of users, directories and units in `/etc`.
+    /// Applies the user, directory and unit definitions in `/etc`.
     async fn reload(&self) -> Result<(), ServicesError>;
-    /// Starts the unit and its dependencies; running units are unaffected.
+    /// Starts the unit and its dependencies; units that are already running are unaffected.
     async fn start(&self, unit: &str) -> Result<(), ServicesError>;
     /// Restarts the unit and waits until it is up or has failed.
     async fn restart(&self, unit: &str) -> Result<(), ServicesError>;
@@ -72,7 +72,7 @@ pub struct Systemctl {
 }
 
 impl Systemctl {
-    /// Finds the service manager of this machine, if any. Root takes the program only from its own environment, never
+    /// Finds this machine's service manager, if any. Root takes the program only from its own environment, never
     /// from a file that the gateway can write.
     pub fn find(layout: &Layout) -> Option<Self> {
         Self::find_in_env(&Env::from_process(), layout)
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn error_quotes_last_line_of_stderr() {
+    async fn error_quotes_last_stderr_line() {
         let (_dir, services) = fake_systemctl("echo first >&2; echo 'the last' >&2; exit 5");
         let error = services.restart("svc-gateway.service").await.unwrap_err().to_string();
         assert!(error.contains("restart svc-gateway.service") && error.ends_with("the last"), "{error}");

@@ -1,4 +1,5 @@
-//! Checks that a release's own updater starts: after the switch, that updater would have to roll the release back.
+//! Checks that a release's own updater starts, because after the switch, that updater would have to roll the release
+//! back.
 
 use std::path::Path;
 use std::process::Stdio;

@@ -1,8 +1,8 @@
-//! The snapshot before the switch to a release: starts the unit for requested backups until a snapshot exists that is
-//! newer than this update.
+//! The snapshot before the switch to a release: starts the unit for requested backups until there is a snapshot newer
+//! than this update.
 //!
-//! The unit owns the backup, its lock and its user. Root treats the backup's records as untrusted. The timeout of the
-//! wait is counted from the last progress of a backup, and an operator can waive the snapshot.
+//! The backup runs in the unit, with its own lock and user. Root treats the backup's records as untrusted. The wait's
+//! timeout is counted from the last time a backup made progress, and an operator can waive the snapshot.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -24,9 +24,9 @@ use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 use svc_store::key;
 
-/// The unit waits for a running backup and takes its snapshot after that.
+/// The unit waits for any running backup to end before it takes its own snapshot.
 const BACKUP_UNIT: &str = "svc-db-backup-request.service";
-/// A failed unit is restarted with exponential backoff; systemd ignores the call while the unit runs.
+/// A failed unit is restarted with exponential backoff; systemd ignores the call while the unit is running.
 const MIN_START_BACKOFF: Duration = Duration::from_secs(5);
 const MAX_START_BACKOFF: Duration = Duration::from_secs(60);
 /// An update that is resumed later than this takes another snapshot.
@@ -34,7 +34,7 @@ const MAX_SNAPSHOT_AGE: SignedDuration = SignedDuration::from_hours(1);
 /// A waiver older than this is ignored.
 const MAX_WAIVER_AGE: SignedDuration = SignedDuration::from_hours(1);
 
-/// Reason why there is no snapshot.
+/// The reason there is no snapshot.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
     // The next step comes first, because an outcome keeps only the beginning of a long error.
@@ -68,7 +68,7 @@ impl LastRun {
     }
 }
 
-/// Waits for the snapshot of one update.
+/// Waits for an update's snapshot.
 pub struct SnapshotWaiter<'a, S> {
     layout: &'a Layout,
     services: &'a S,
@@ -80,8 +80,8 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
         Self { layout, services, timeout }
     }
 
-    /// Waits until there is a snapshot, or until an operator waives it. Meanwhile, the journal has the reason for the
-    /// wait.
+    /// Waits until there is a snapshot, or until an operator waives it. Meanwhile, the journal records the reason for
+    /// the wait.
     ///
     /// # Errors
     /// `Timeout` if no backup makes progress within the timeout.
@@ -126,8 +126,8 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
         }
     }
 
-    /// Reads the number of bytes of the current backup. Only more bytes than in any earlier run count as progress,
-    /// because a backup may fail at the same position each time.
+    /// Reads the number of bytes that the current backup has processed. Only exceeding every earlier run counts as
+    /// progress, because a backup may fail at the same position each time.
     fn read_progress_bytes(&self) -> u64 {
         let progress = read_untrusted(&self.layout.backup_progress())
             .and_then(|text| serde_json::from_slice::<BackupProgress>(&text).ok());

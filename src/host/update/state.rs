@@ -1,14 +1,14 @@
-//! The state machine of an update: states with their data, and one total function from a state and an event to the next
-//! state. Pure: it uses no clock, file or process.
+//! The update state machine: states with their data, and one total function from a state and an event to the next
+//! state. Pure: it uses no clocks, files or processes.
 //!
-//! Invariant: once the machine has been changed, the update ends with a release that passed its health check, or with
-//! an outcome that reports that there is none.
+//! Invariant: once the machine has been changed, the update ends with a release that has passed its health check, or
+//! with an outcome that reports that there is none.
 
 use serde::{Deserialize, Serialize};
 
 use super::protocol::UpdateResult;
 
-/// Maximum length of the error of one step. The outcome of a failed rollback has two.
+/// Maximum length of the error from one step. The outcome of a failed rollback contains two such errors.
 pub const MAX_ERROR_CHARS: usize = 400;
 
 /// The failure of a step.
@@ -53,13 +53,13 @@ pub enum State {
     TakingSnapshot,
     /// Points the link at the release.
     Switching,
-    /// Installs the units of the release, restarts the services and waits until they are healthy.
+    /// Installs the release's units, restarts the services and waits until they are healthy.
     Activating,
     /// Points the link back and quarantines the release.
     Reverting {
         why: StepFailure,
     },
-    /// Installs the units of the previous release, restarts the services and waits until they are healthy.
+    /// Installs the previous release's units, restarts the services and waits until they are healthy.
     Restoring {
         why: StepFailure,
     },
@@ -78,12 +78,12 @@ pub enum Event {
     /// The release is at fault, or a policy forbids the update.
     Refused(StepFailure),
     Failed(StepFailure),
-    /// The attempts of the step are exhausted.
+    /// The step's attempts are exhausted.
     AttemptsExhausted,
 }
 
 impl State {
-    /// Says what the update does in this state, for a person.
+    /// Describes what the update is doing in this state, for a human reader.
     pub fn describe(&self) -> &'static str {
         match self {
             Self::Preparing => "fetching and checking the release",
@@ -150,7 +150,7 @@ fn ended(end: UpdateResult, why: StepFailure) -> State {
     State::Ended { end, stage: why.stage, error: Some(why.error) }
 }
 
-/// Neither release is healthy; the error has both reasons.
+/// Returns the final state if neither release is healthy; the error contains both reasons.
 fn rollback_failed(why: &StepFailure, rollback_failure: &StepFailure) -> State {
     let error = format!(
         "{}; the rollback failed at {}: {}",

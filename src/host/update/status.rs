@@ -1,4 +1,4 @@
-//! `svc-update status` and `history`: the installed releases, the update in progress and the past ones.
+//! `svc-update status` and `history`: the installed releases, the update in progress and past updates.
 
 use serde::Serialize;
 

@@ -1,4 +1,4 @@
-//! The keys trusted to sign releases: those of `update.env`, which only root can change.
+//! The keys trusted to sign releases: those in `update.env`, which only root can change.
 //!
 //! A signed manifest may contain a newer key set. The set is adopted once that release is healthy, so a rolled-back
 //! release changes nothing. Invariant: `update.env` holds one complete set, the old or the new one, with its sequence.
@@ -14,7 +14,7 @@ use svc_base::fsx::{self, FileError};
 use svc_store::bundle::KeySet;
 use svc_wire::heartbeat::TrustedKeyIds;
 
-/// Fail points of the adoption of a key set.
+/// The fail points in adopting a key set.
 pub const KEY_FAILPOINTS: &[&str] = &["update.keys_adopting", "update.keys_written", "update.keys_reported"];
 
 /// Reads the trusted key set. Environment variables are ignored, because they would survive a rotation.
@@ -25,10 +25,10 @@ pub fn read(layout: &Layout) -> Result<KeySet, ConfigError> {
     env.finish(Some(KeySet { sequence, keys }))
 }
 
-/// Adopts the key set of a release that passed its health check. Idempotent; ignores a set that is not newer.
+/// Adopts the key set from a release that passed its health check. Idempotent; ignores a set that is not newer.
 ///
 /// # Errors
-/// [`UpdateError`]; the set may have been adopted already, and a repeated call completes the adoption.
+/// [`UpdateError`]; the set may already have been adopted, and a repeated call completes the adoption.
 pub fn adopt(layout: &Layout, offered: &KeySet) -> Result<(), UpdateError> {
     failpoint::pass("update.keys_adopting")?;
     let trusted = read(layout)?;
@@ -57,7 +57,7 @@ fn write(layout: &Layout, set: &KeySet) -> Result<(), FileError> {
     fsx::write_atomic(&path, text.as_bytes(), 0o600)
 }
 
-/// Writes the ids of the trusted keys for the sync agent, which may not read `update.env`.
+/// Writes the trusted key ids for the sync agent, which may not read `update.env`.
 pub fn report_key_ids(layout: &Layout) -> Result<(), UpdateError> {
     let KeySet { sequence, keys } = read(layout)?;
     Ok(trusted_keys::write(&TrustedKeyIds { sequence, ids: keys.ids() }, layout)?)

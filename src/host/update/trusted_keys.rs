@@ -1,5 +1,5 @@
-//! `trusted-keys.json`: the ids of the keys that this machine trusts for releases. The updater writes them as root; the
-//! heartbeat reports them.
+//! `trusted-keys.json`: the ids of the keys that this machine trusts to sign releases. The updater writes them as root;
+//! the heartbeat reports them.
 
 use crate::system::layout::Layout;
 use svc_base::fsx::{self, FileError};
@@ -14,7 +14,7 @@ pub fn write(ids: &TrustedKeyIds, layout: &Layout) -> Result<(), FileError> {
     fsx::write_atomic(&layout.trusted_keys(), &text, 0o644)
 }
 
-/// Reads the ids that the updater wrote last; `None` before its first run.
+/// Reads the ids that the updater last wrote; `None` before its first run.
 pub fn read(layout: &Layout) -> Option<TrustedKeyIds> {
     let text = fsx::read_if_exists(&layout.trusted_keys()).ok().flatten()?;
     serde_json::from_slice(&text).ok()

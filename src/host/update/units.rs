@@ -1,6 +1,6 @@
 //! Installs a release's units, users and directories in `/etc`. Files that the release no longer has are removed.
 //!
-//! The names of all installed files begin with `svc`. A record beside the journal lists these files.
+//! The names of all installed files begin with `svc`. A record next to the journal lists these files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -31,17 +31,17 @@ pub enum UnitsError {
     Injected(#[from] Injected),
 }
 
-/// The paths of the installed files, below the root. During an installation, the list also has the new files.
+/// The installed files, as paths below the root. During an installation, the list also includes the new files.
 #[derive(Debug, Serialize, Deserialize)]
 struct InstalledFiles {
     version: u32,
     files: BTreeSet<PathBuf>,
 }
 
-/// Installs the files of this release in `/etc`, and removes those of other releases. Idempotent.
+/// Installs this release's files in `/etc`, and removes other releases' files. Idempotent.
 ///
-/// New files are recorded before the first one is written, so that after an interruption, the next installation of any
-/// release can remove the files that this release does not have.
+/// New files are recorded before the first one is written, so that after an interruption, the next installation, of
+/// whichever release, can remove the files that its release does not have.
 ///
 /// # Errors
 /// [`UnitsError`]; the run can be repeated.
@@ -70,7 +70,7 @@ pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError
     Ok(())
 }
 
-/// Returns the installed units that can run and that this release does not have.
+/// Returns the installed runnable units that this release does not have.
 pub fn list_removed_units(layout: &Layout, version: &ImageVersion) -> Result<Vec<String>, UnitsError> {
     let wanted = list_release_files(layout, version)?;
     let installed = read_installed_files(layout)?;
@@ -85,7 +85,7 @@ fn is_runnable(unit: &str) -> bool {
     !unit.contains('/') && kinds.iter().any(|kind| unit.ends_with(kind))
 }
 
-/// Returns the release's files by their target.
+/// Returns the release's files by target.
 ///
 /// # Errors
 /// [`UnitsError::Foreign`] if a name does not begin with `svc`.
@@ -114,7 +114,7 @@ fn record_path(layout: &Layout) -> PathBuf {
 
 fn write_record(layout: &Layout, files: BTreeSet<PathBuf>) -> Result<(), FileError> {
     let text = serde_json::to_vec(&InstalledFiles { version: RECORD_VERSION, files })
-        .expect("paths of a release are text");
+        .expect("a release's paths are text");
     fsx::write_atomic(&record_path(layout), &text, 0o644)
 }
 
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn install_removes_files_of_failed_installation() {
+    fn install_removes_files_left_by_failed_installation() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let one = release(&layout, "1", &[("system/svc-a.service", "a1")]);
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn install_copies_nothing_of_release_with_foreign_unit() {
+    fn install_copies_nothing_from_release_with_foreign_unit() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let files = [("system/svc-a.service", "a"), ("tmpfiles.d/other.conf", "x")];

@@ -1,7 +1,7 @@
 //! Unpacks an archive into an empty directory while it is being downloaded.
 //!
-//! The archive is not trusted yet, so nothing outside the directory is touched. Only files, directories and links that
-//! stay inside are created. No entry is written through a link, over another entry, or with setuid, setgid or sticky
+//! The archive is not yet trusted, so nothing outside the directory is touched. Only files, directories and links that
+//! stay inside it are created. No entry is written through a link, over another entry, or with setuid, setgid or sticky
 //! bits.
 
 use std::collections::HashSet;
@@ -17,11 +17,11 @@ use tokio::sync::mpsc;
 use crate::system::tar_reader::EntryKind;
 use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, quote_path};
 
-/// Number of chunks between the download and the unpacker; each can be a few hundred KiB.
+/// Number of chunks queued between the download and the unpacker; each can be a few hundred KiB.
 const CHUNK_QUEUE_CAPACITY: usize = 2;
 const MAX_PATH_BYTES: usize = 1024;
 
-/// Limits of the unpacked content.
+/// Limits for the unpacked content.
 #[derive(Debug, Clone, Copy)]
 pub struct UnpackLimits {
     pub entries: usize,
@@ -42,14 +42,14 @@ impl UnpackLimits {
     }
 }
 
-/// Reason why an archive was not unpacked.
+/// The reason an archive was not unpacked.
 #[derive(Debug, thiserror::Error)]
 pub enum UnpackError {
     #[error("the archive is damaged")]
     Archive(#[source] io::Error),
-    #[error("the archive is refused")]
+    #[error("the archive was rejected")]
     Tar(#[source] TarError),
-    #[error("the archive is refused: {path}: {why}")]
+    #[error("the archive was rejected: {path}: {why}")]
     Refused { path: String, why: &'static str },
     #[error("unpack {}", .path.display())]
     Write {
@@ -77,7 +77,7 @@ impl UnpackError {
     }
 }
 
-/// Creates a sender for the download, and a reader of the archive.
+/// Creates a sender for the download and a reader for the archive.
 pub fn channel() -> (mpsc::Sender<Bytes>, impl Read + Send + 'static) {
     let (chunks, receiver) = mpsc::channel(CHUNK_QUEUE_CAPACITY);
     (chunks, ChunkReader { receiver, current: Bytes::new() })
@@ -114,7 +114,7 @@ pub fn unpack(archive: impl Read, into: &Path, limits: UnpackLimits) -> Result<(
     while let Some(entry) = entries.next_entry()? {
         tree.add(entry)?;
     }
-    // Padding after the end marker is part of the digest. Its size is limited, too.
+    // Padding after the end marker is part of the digest, so it is read. Its size is limited, too.
     let mut rest = archive.into_inner().take(limits.bytes);
     io::copy(&mut rest, &mut io::sink()).map_err(UnpackError::Archive)?;
     tree.check_links()
@@ -122,7 +122,7 @@ pub fn unpack(archive: impl Read, into: &Path, limits: UnpackLimits) -> Result<(
 
 struct Tree<'a> {
     root: &'a Path,
-    /// Directories created here, so none of them is a link.
+    /// Directories that were created here, so none of them is a link.
     directories: HashSet<PathBuf>,
     links: Vec<PathBuf>,
 }
@@ -143,7 +143,7 @@ impl Tree<'_> {
         }
     }
 
-    /// Creates the directory and its parents. Fails if something else has that name.
+    /// Creates the directory and its parents. Fails if something else has that path.
     fn create_directory(&mut self, path: &Path) -> Result<(), UnpackError> {
         if path.as_os_str().is_empty() || self.directories.contains(path) {
             return Ok(());
@@ -190,7 +190,8 @@ impl Tree<'_> {
         Ok(())
     }
 
-    /// Resolves all links at the end: through another link, a link can lead to a different place than its target says.
+    /// Resolves all links once everything is unpacked: via another link, a link can lead somewhere other than its
+    /// target suggests.
     fn check_links(&self) -> Result<(), UnpackError> {
         let failed = |path: &Path, source| UnpackError::Write { path: path.to_owned(), source };
         let root = fs::canonicalize(self.root).map_err(|source| failed(self.root, source))?;
@@ -205,7 +206,7 @@ impl Tree<'_> {
     }
 }
 
-/// Copies a file. Errors of the archive and of the disk are distinguished.
+/// Copies a file. Errors from the archive and from the disk are distinguished.
 fn copy_content(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), UnpackError> {
     let mut buffer = [0; 64 * 1024];
     loop {

@@ -1,8 +1,7 @@
-//! Runs the state machine of an update: writes each state to the journal, performs its step, and selects the next
-//! state.
+//! Runs the update state machine: writes each state to the journal, performs its step, and selects the next state.
 //!
 //! Every step is idempotent, so the next run can finish an interrupted update. A failed step becomes an event; only
-//! errors of the journal and of the final records end the run.
+//! errors in writing the journal and the final records end the run.
 
 use std::error::Error;
 use std::net::SocketAddr;
@@ -48,7 +47,7 @@ use svc_store::key::BUNDLE_FILE;
 const SVC_TARGET: &str = "svc.target";
 const OWN_UNIT_PREFIX: &str = "svc-update.";
 
-/// Runs the updates of one machine.
+/// Runs a machine's updates.
 pub struct Updater<S> {
     pub layout: Layout,
     pub services: S,
@@ -58,7 +57,7 @@ pub struct Updater<S> {
     pub health_timeout: Duration,
     /// A machine without a database needs no snapshot.
     pub has_database: bool,
-    /// Timeout of the wait for a snapshot, counted from the last progress of a backup.
+    /// Timeout for the wait for a snapshot, counted from the last time a backup made progress.
     pub snapshot_timeout: Duration,
 }
 
@@ -80,7 +79,7 @@ fn failed<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> StepError {
     move |error| StepError::Failed(step_failure(stage, &error))
 }
 
-/// Refuses the release if the release is at fault. If this machine or its network is at fault, the update may be
+/// Rejects the release if the release is at fault. If this machine or its network is at fault, the update may be
 /// retried.
 fn classify_fetch_error(error: FetchError) -> StepError {
     match &error {
@@ -97,7 +96,7 @@ fn classify_fetch_error(error: FetchError) -> StepError {
     }
 }
 
-/// Refuses the update if a policy forbids it. If the records on this machine cannot be read, the update has failed.
+/// Rejects the update if a policy forbids it. If the records on this machine cannot be read, the update has failed.
 fn classify_policy_error(error: PolicyError) -> StepError {
     match &error {
         PolicyError::History(_) => failed(Stage::Preflight)(error),
@@ -106,7 +105,7 @@ fn classify_policy_error(error: PolicyError) -> StepError {
 }
 
 impl<S: Services> Updater<S> {
-    /// Plans an update; nothing is written yet.
+    /// Plans an update, without writing anything yet.
     pub async fn plan_update(
         &self,
         kind: UpdateKind,
@@ -132,7 +131,7 @@ impl<S: Services> Updater<S> {
     /// Runs an update to its end.
     ///
     /// # Errors
-    /// [`UpdateError`]; the journal keeps the state reached.
+    /// [`UpdateError`]; the journal keeps the state that was reached.
     pub async fn finish(&self, mut journal: Journal) -> Result<Outcome, UpdateError> {
         loop {
             let has_attempts_left = journal.start_attempt();
@@ -210,7 +209,7 @@ impl<S: Services> Updater<S> {
         verify(&signed, &trusted.keys, version, Timestamp::now()).map_err(refused(Stage::Manifest))
     }
 
-    /// Returns the key set to trust once the release is healthy, if the release brings a new one.
+    /// Returns the key set to trust once the release is healthy, if the release provides a new one.
     fn next_key_set(&self, verified: &VerifiedManifest) -> Result<Option<KeySet>, StepError> {
         let Some(offered) = &verified.manifest().trusted_keys else { return Ok(None) };
         let trusted = trust::read(&self.layout).map_err(failed(Stage::Manifest))?;
@@ -237,7 +236,7 @@ impl<S: Services> Updater<S> {
         fetch::ensure_release(&self.layout, &source, version, &expected).await.map_err(classify_fetch_error)
     }
 
-    /// Takes a snapshot, unless the machine has no database, or the update is a rollback or names the previous release.
+    /// Takes a snapshot, unless the machine has no database, or the update is a rollback or to the previous release.
     async fn take_snapshot(&self, journal: &mut Journal) -> Result<(), StepError> {
         let targets_previous = journal.plan.kind == UpdateKind::Rollback
             || history::find_previous(&self.layout)
@@ -281,15 +280,15 @@ impl<S: Services> Updater<S> {
             }
         }
         for name in OTHER_SERVICES.iter().filter(|name| !names.iter().any(|other| other == *name)) {
-            // These services may still run the old release. A failed restart does not fail the update.
+            // These services may still be running the old release. A failed restart does not fail the update.
             if let Err(error) = self.services.try_restart(name).await {
-                tracing::warn!(error = %format_chain(&error), "could not restart a service: it may still run the old release");
+                tracing::warn!(error = %format_chain(&error), "could not restart a service: it may be running the old release");
             }
         }
         if self.layout.root().join("etc/systemd/system").join(SVC_TARGET).exists() {
-            // This starts services that are new in the release. A failed start does not fail the update.
+            // This starts services that are new in this release. A failed start does not fail the update.
             if let Err(error) = self.services.start(SVC_TARGET).await {
-                tracing::warn!(error = %format_chain(&error), "could not start all units of the release");
+                tracing::warn!(error = %format_chain(&error), "could not start all of the release's units");
             }
         }
         failpoint::pass("update.restarted").map_err(failed(Stage::Restart))?;
@@ -308,7 +307,7 @@ impl<S: Services> Updater<S> {
     /// Stops units that this release does not have, before their files are removed.
     async fn stop_removed_units(&self, version: &ImageVersion) -> Result<(), StepError> {
         let removed = units::list_removed_units(&self.layout, version).map_err(failed(Stage::Units))?;
-        // This process may run in one of the units of svc-update.
+        // This process may be running in one of svc-update's units.
         for unit in removed.iter().filter(|unit| !unit.starts_with(OWN_UNIT_PREFIX)) {
             if let Err(error) = self.services.stop(unit).await {
                 tracing::warn!(error = %format_chain(&error), "could not stop a removed unit");
@@ -407,7 +406,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unreadable_history_fails_update_without_refusing_it() {
+    fn unreadable_history_fails_update_without_rejecting_it() {
         let path = PathBuf::from("releases.json");
         let unreadable = PolicyError::History(HistoryError::Unreadable { path });
         assert!(matches!(classify_policy_error(unreadable), StepError::Failed(_)));
@@ -415,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn full_disk_fails_update_without_refusing_release() {
+    fn full_disk_fails_update_without_rejecting_release() {
         let write = |source: io::Error| -> FetchError {
             UnpackError::Write { path: PathBuf::from("runtime/node"), source }.into()
         };

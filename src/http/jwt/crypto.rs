@@ -1,4 +1,4 @@
-//! A crypto provider on ring for jsonwebtoken: only verification of RS256, ES256 and EdDSA.
+//! A ring-based crypto provider for jsonwebtoken, which only verifies RS256, ES256 and EdDSA.
 
 use jsonwebtoken::crypto::{CryptoProvider, JwtVerifier, KeyUtils};
 use jsonwebtoken::errors::{Error, ErrorKind};
@@ -14,7 +14,7 @@ static PROVIDER: CryptoProvider = CryptoProvider {
     key_utils: KeyUtils::new_unimplemented(),
 };
 
-/// Installs the process's provider. No other is ever installed, so later calls have no effect.
+/// Installs the process-wide provider. No other is ever installed, so later calls have no effect.
 pub(super) fn install() {
     let _ = PROVIDER.install_default();
 }
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn verify_accepts_rs256_example_of_rfc_7515_a_2() {
+    fn verify_accepts_rs256_example_from_rfc_7515_a_2() {
         let input = format!("eyJhbGciOiJSUzI1NiJ9.{PAYLOAD_A}");
         let n = "ofgWCuLjybRlzo0tZWJjNiuSfb4p4fAkd_wWJcyQoTbji9k0l8W26mPddxHmfHQp-Vaw-4qPCJrcS2mJPMEzP1Pt0Bm4d4QlL-y\
                  RT-SFd2lZS-pCgNMsD1W_YpRPEwOWvG6b32690r2jZ47soMZo9wGzjb_7OMg0LOL-bSf63kpaSHSXndS5z5rexMdbBYUsLA9e-\
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn verify_accepts_es256_example_of_rfc_7515_a_3() {
+    fn verify_accepts_es256_example_from_rfc_7515_a_3() {
         let input = format!("eyJhbGciOiJFUzI1NiJ9.{PAYLOAD_A}");
         let signature =
             "DtEhU3ljbEg8L38VWAfUAqOyKAM6-Xx-F4GawxaepmXFCgfTjDxw5djxLa8ISlSApmWQxfKTUJqPP3-Kg6NU1Q";
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn verify_accepts_eddsa_example_of_rfc_8037_a_4() {
+    fn verify_accepts_eddsa_example_from_rfc_8037_a_4() {
         let input = "eyJhbGciOiJFZERTQSJ9.RXhhbXBsZSBvZiBFZDI1NTE5IHNpZ25pbmc";
         let signature =
             "hgyY0il_MGCjP0JzlnLWG1PPOt7-09PGcvMg3AIbQR6dWbhijcNR4ki4iylGjg5BhVsPt9g7sVvpAr_MuM0KAg";
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn verify_refuses_a_key_for_another_algorithm() {
+    fn verify_rejects_a_key_for_a_different_algorithm() {
         install();
         let rsa = DecodingKey::from_rsa_components("AQAB", "AQAB").unwrap();
         let point = DecodingKey::from_ed_components("11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo").unwrap();

@@ -1,6 +1,6 @@
 //! The errors of token verification.
 
-/// The reason why a token of the identity provider is refused.
+/// The reason a token from the identity provider is rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum JwtError {
     #[error("the token is malformed")]
@@ -11,14 +11,14 @@ pub enum JwtError {
     UnknownKey,
     #[error("the token's signature is invalid")]
     InvalidSignature,
-    #[error("the token is from another issuer")]
+    #[error("the token is from a different issuer")]
     WrongIssuer,
-    #[error("the token is for another audience")]
+    #[error("the token is for a different audience")]
     WrongAudience,
     #[error("the token is expired or not yet valid")]
     OutsideValidity,
-    /// The router's cache has a recent refusal of this token, or the client has sent too many unverified tokens.
-    #[error("the token was refused recently, or the client has sent too many unverified tokens")]
+    /// The router's cache records a recent rejection of this token, or the client has sent too many unverified tokens.
+    #[error("the token was rejected recently, or the client has sent too many unverified tokens")]
     RefusedWithoutCheck,
     /// Verification needs the issuer's keys; the token may be valid.
     #[error("the issuer's keys cannot be fetched")]

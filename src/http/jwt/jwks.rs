@@ -16,14 +16,14 @@ use crate::problem::format_chain;
 
 /// Minimum interval between fetches for an unknown `kid`, and between attempts to replace stale keys.
 const MIN_FETCH_INTERVAL: Duration = Duration::from_secs(30);
-/// Minimum interval between fetches before the first success. It is shorter, because every token is refused until then.
+/// Minimum interval between fetches before the first success. It is shorter because every token is rejected until then.
 const MIN_FETCH_INTERVAL_WITHOUT_KEYS: Duration = Duration::from_secs(2);
-/// Maximum age of the keys for [`Jwks::find`]. It trusts a withdrawn key for at most this long, unless the issuer is
+/// Maximum age of the keys in [`Jwks::find`], which trusts a withdrawn key for at most this long unless the issuer is
 /// unreachable.
 const MAX_KEY_AGE: Duration = Duration::from_secs(600);
 const MAX_BODY_BYTES: usize = 256 * 1024;
 
-/// A key of the issuer with its algorithm.
+/// One of the issuer's keys, with its algorithm.
 pub(super) struct VerifyingKey {
     pub(super) key: DecodingKey,
     pub(super) validation: Validation,
@@ -35,14 +35,14 @@ pub(super) struct Jwks {
     url: Url,
     client: reqwest::Client,
     known: RwLock<KnownKeys>,
-    /// Held during a fetch, so that there is only one at a time.
+    /// Held during a fetch, so that only one runs at a time.
     last_fetch: tokio::sync::Mutex<LastFetch>,
 }
 
 #[derive(Default)]
 struct LastFetch {
     started_at: Option<Instant>,
-    /// When the last fetch because of an unknown `kid` started.
+    /// When the last fetch prompted by an unknown `kid` started.
     for_unknown_kid_at: Option<Instant>,
 }
 
@@ -74,7 +74,7 @@ impl Jwks {
         let mut last_fetch = match (self.lookup(kid), self.last_fetch.try_lock()) {
             ((Some(key), Freshness::Fresh), _) => return Ok(key),
             (_, Ok(last_fetch)) => last_fetch,
-            // Another request is fetching the keys: use the stale key.
+            // Another request is fetching the keys, so use the stale key.
             ((Some(key), _), Err(_)) => return Ok(key),
             ((None, _), Err(_)) => self.last_fetch.lock().await,
         };
@@ -169,7 +169,7 @@ pub fn read_keys(body: &[u8]) -> Result<Vec<(String, Vec<Algorithm>)>, serde_jso
     Ok(keys.into_iter().map(|(kid, key)| (kid, key.validation.algorithms.clone())).collect())
 }
 
-/// `None` if the key cannot verify our tokens.
+/// Parses a key; `None` if it cannot verify our tokens.
 fn parse_key(jwk: Value) -> Option<(String, Arc<VerifyingKey>)> {
     let jwk: Jwk = serde_json::from_value(jwk).ok()?;
     let common = &jwk.common;

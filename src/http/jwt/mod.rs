@@ -1,8 +1,8 @@
 //! Verifies the identity provider's tokens, which are JWTs (RFC 7519), with the provider's published keys.
 //!
-//! A token must be signed with RS256, ES256 or EdDSA by a key of the configured JWKS, and its header must name that
-//! key's algorithm; issuer and audience must match, and the token must be valid now. Invariant: only the `kid` of a
-//! token is used before its signature is verified.
+//! A token must be signed with RS256, ES256 or EdDSA by a key in the configured JWKS, and its header must name that
+//! key's algorithm; the issuer and audience must match, and the token must be valid now. Invariant: only a token's
+//! `kid` is used before its signature is verified.
 
 mod crypto;
 mod error;
@@ -33,7 +33,7 @@ pub struct TrustedIssuer {
     pub jwks_url: Url,
 }
 
-/// The content of a verified token.
+/// The contents of a verified token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Subject {
     pub user: IdpUserId,
@@ -41,14 +41,14 @@ pub struct Subject {
     pub expires_at: i64,
 }
 
-/// Verifies tokens of one issuer.
+/// Verifies tokens from one issuer.
 pub struct Verifier {
     trust: TrustedIssuer,
     keys: Jwks,
 }
 
 impl Verifier {
-    /// Does not fetch keys yet. The deadlines of `client` limit each fetch.
+    /// Creates a verifier without fetching any keys yet. `client`'s deadlines limit each fetch.
     pub fn new(trust: TrustedIssuer, client: reqwest::Client) -> Self {
         crypto::install();
         let keys = Jwks::new(trust.jwks_url.clone(), client);

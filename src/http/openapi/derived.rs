@@ -7,8 +7,8 @@ use serde_json::Value;
 
 use super::schema::MAX_SAFE_INTEGER;
 
-/// The schema of a type as it is serialized. Nested types without `#[schemars(inline)]` are referenced, and must be in
-/// [`super::Api::schemas`].
+/// Returns the schema for a type as it is serialized. Nested types without `#[schemars(inline)]` are referenced, and
+/// must be in [`super::Api::schemas`].
 pub fn schema_of<T: JsonSchema>() -> Value {
     let mut settings = SchemaSettings::draft2020_12().for_serialize();
     settings.definitions_path = "/components/schemas".into();
@@ -18,7 +18,7 @@ pub fn schema_of<T: JsonSchema>() -> Value {
 }
 
 /// Makes a schema as strict as the serialized value: an object has no other members, and a number is not negative and
-/// is represented exactly by every JSON parser (RFC 7493). Drops the defaults, which only readers apply.
+/// is represented exactly by every JSON parser (RFC 7493). Drops defaults, which only readers apply.
 fn make_strict(schema: &mut Schema) {
     schema.remove("default");
     let format = schema.get("format").and_then(Value::as_str).map(str::to_owned);

@@ -1,6 +1,6 @@
-//! Generates OpenAPI 3.1 documents from the description beside each route's handler.
+//! Generates OpenAPI 3.1 documents from the description next to each route's handler.
 //!
-//! Defines the types of these descriptions and converts them; contains no routes. Problems that a description implies
+//! Defines the types for these descriptions and converts them; contains no routes. Problems that a description implies
 //! (a body can be too large, a credential can be missing) are derived, so that a route declares only the others.
 
 use std::collections::BTreeMap;
@@ -29,13 +29,13 @@ pub struct Credential {
 pub enum CredentialScheme {
     /// `Authorization: Bearer` (RFC 6750).
     Bearer,
-    /// Like `Bearer`, for callers with scopes: a caller without the route's scope is refused as forbidden.
+    /// Like `Bearer`, for callers with scopes: a caller without the route's scope is rejected as forbidden.
     ScopedBearer,
     Header(&'static str),
     Cookie(&'static str),
 }
 
-/// One method of one path.
+/// One method on one path.
 #[derive(Debug, Clone)]
 pub struct Operation {
     /// In camelCase; unique in a document.
@@ -98,7 +98,7 @@ pub enum Content {
     Other(&'static str),
 }
 
-/// The part of a document about the whole API.
+/// The part of a document that describes the whole API.
 pub struct Api {
     pub title: &'static str,
     pub description: &'static str,
@@ -108,13 +108,13 @@ pub struct Api {
 }
 
 impl Operation {
-    /// All problem codes of this operation: its own and the derived ones.
+    /// Returns all of this operation's problem codes: its own and the derived ones.
     pub fn codes(&self) -> Vec<Code> {
         let mut codes = vec![Code::MethodNotAllowed, Code::Internal];
         if !self.credentials.is_empty() {
             // Authenticated routes also read and limit bodies that they do not use.
             codes.push(Code::RequestTooLarge);
-            // A refused registration token has a different code.
+            // A rejected registration token has a different code.
             if !self.problems.contains(&Code::RegistrationRejected) {
                 codes.push(Code::Unauthorized);
             }
@@ -242,7 +242,7 @@ fn header_components() -> Value {
     })
 }
 
-/// The schema of a problem (RFC 9457) with our `code` and `requestId`; some codes have additional members.
+/// Returns the schema for a problem (RFC 9457) with our `code` and `requestId`; some codes have additional members.
 fn problem_schema() -> Value {
     let errors = array(object(&[("pointer", text()), ("detail", text())], &[]));
     let codes: Vec<&str> = Code::ALL.iter().map(|code| code.as_str()).collect();

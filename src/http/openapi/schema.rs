@@ -1,4 +1,4 @@
-//! Builders of JSON schemas (draft 2020-12), for short and uniform descriptions.
+//! Builders for JSON schemas (draft 2020-12), which keep descriptions short and uniform.
 
 use serde_json::{Map, Value, json};
 
@@ -30,7 +30,7 @@ pub fn number() -> Value {
     json!({ "type": "number", "minimum": 0 })
 }
 
-/// A string in a response; schemas of requests are stricter.
+/// A string in a response; request schemas are stricter.
 pub fn text() -> Value {
     json!({ "type": "string" })
 }
@@ -62,7 +62,7 @@ pub fn uuid() -> Value {
     json!({ "type": "string", "format": "uuid" })
 }
 
-/// RFC 3339, UTC, with milliseconds.
+/// An RFC 3339 time in UTC, with milliseconds.
 pub fn time() -> Value {
     json!({ "type": "string", "format": "date-time" })
 }
@@ -71,7 +71,7 @@ pub fn one_of(words: &[&str]) -> Value {
     json!({ "type": "string", "enum": words })
 }
 
-/// The schema, or null.
+/// Makes a schema accept `null` as well.
 pub fn nullable(mut schema: Value) -> Value {
     let Some(kind) = schema["type"].as_str().map(str::to_owned) else {
         return json!({ "anyOf": [schema, { "type": "null" }] });
@@ -83,7 +83,7 @@ pub fn nullable(mut schema: Value) -> Value {
     schema
 }
 
-/// Allows additional members in an object and its nested objects: a newer program may send more.
+/// Allows additional members in an object and its nested objects, because a newer program may send more.
 pub fn extensible(mut schema: Value) -> Value {
     match &mut schema {
         Value::Object(members) => {
@@ -98,7 +98,7 @@ pub fn extensible(mut schema: Value) -> Value {
     schema
 }
 
-/// A request's object with exactly these members; an optional member may be null.
+/// An object in a request, with exactly these members; an optional member may be null.
 pub fn request_object(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
     let optional: Vec<(&str, Value)> =
         optional.iter().map(|(name, schema)| (*name, nullable(schema.clone()))).collect();

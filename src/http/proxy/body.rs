@@ -1,4 +1,4 @@
-//! The two bodies of an exchange: the request's, and the response's, which drives the upstream connection.
+//! The two bodies in an exchange: the request's, and the response's, which drives the upstream connection.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use super::pool::{Pool, UpstreamConnection};
 
 type Boxed = Box<dyn std::error::Error + Send + Sync>;
 
-/// Progress of a request's body.
+/// The progress of a request body.
 #[derive(Default)]
 pub(super) struct Upload {
     done: AtomicBool,
@@ -31,14 +31,14 @@ impl Upload {
     }
 }
 
-/// A request's body for the upstream. hyper drops it after the last byte.
+/// A request body for the upstream. hyper drops it after the last byte.
 pub(super) struct RequestBody {
     body: Body,
     upload: Option<Arc<Upload>>,
 }
 
 impl RequestBody {
-    /// Returns the progress if the body is not empty.
+    /// Wraps the body, and returns its progress unless it is empty.
     pub(super) fn new(body: Body) -> (Self, Option<Arc<Upload>>) {
         let upload = (!body.is_end_stream()).then(Arc::<Upload>::default);
         (Self { body, upload: upload.clone() }, upload)
@@ -81,19 +81,19 @@ impl Drop for RequestBody {
     }
 }
 
-/// A response's body. Read to its end, it returns the connection to the pool; dropped earlier, it closes the
+/// A response body. Once read to its end, it returns the connection to the pool; if dropped earlier, it closes the
 /// connection.
 pub(super) struct ResponseBody {
     body: Incoming,
     /// `None` if a separate task drives the connection, or the connection has ended.
     upstream: Option<Box<UpstreamConnection>>,
     pool: Arc<Pool>,
-    /// Created at the first wait: most bodies are available immediately.
+    /// Created at the first wait, because most bodies are available immediately.
     closed: Option<Pin<Box<WaitForCancellationFutureOwned>>>,
 }
 
 impl ResponseBody {
-    /// The body of a response to a request that has been sent completely.
+    /// Creates the body of a response to a request that has been sent completely.
     pub(super) fn with_connection(
         body: Incoming,
         pool: Arc<Pool>,
@@ -107,7 +107,7 @@ impl ResponseBody {
         Body::new(response)
     }
 
-    /// The body of a response to a request that is still being sent; a task drives the connection.
+    /// Creates the body of a response to a request that is still being sent; a task drives the connection.
     pub(super) fn with_detached_connection(
         body: Incoming,
         pool: Arc<Pool>,
@@ -126,7 +126,7 @@ impl ResponseBody {
         Self::without_connection(body, pool)
     }
 
-    /// The body of a response whose connection is driven elsewhere.
+    /// Creates the body of a response whose connection is driven elsewhere.
     pub(super) fn without_connection(body: Incoming, pool: Arc<Pool>) -> Body {
         if body.is_end_stream() {
             return Body::empty();
@@ -166,7 +166,7 @@ impl HttpBody for ResponseBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Boxed>>> {
         let this = &mut *self;
-        // Polling the body makes the connection read; then the body may have a frame.
+        // Polling the body makes the connection read, after which the body may have a frame.
         if let Poll::Ready(frame) = this.poll_body(cx) {
             return Poll::Ready(frame);
         }

@@ -17,10 +17,10 @@ static HOP_BY_HOP: [HeaderName; 9] = [
     UPGRADE,
 ];
 
-/// Removes all hop-by-hop headers except those of an upgrade that may be tunnelled, which becomes exactly
+/// Removes all hop-by-hop headers except those for an upgrade that may be tunnelled, which are reduced to exactly
 /// `Connection: upgrade` and one `Upgrade`. Returns whether there is such an upgrade. Idempotent.
 pub fn strip_hop_by_hop(headers: &mut HeaderMap) -> bool {
-    // Most messages have none or one of these, and removing an absent header costs the hash of its name.
+    // Most messages have none or one of these, and removing an absent header costs hashing its name.
     let present: Vec<&'static HeaderName> =
         headers.keys().filter_map(|name| HOP_BY_HOP.iter().find(|hop_by_hop| *hop_by_hop == name)).collect();
     let mut upgrade = None;
@@ -46,7 +46,7 @@ fn parse_names(value: &HeaderValue) -> impl Iterator<Item = HeaderName> + '_ {
     value.as_bytes().split(|b| *b == b',').filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok())
 }
 
-/// Whether the protocol may be tunnelled. HTTP may not: requests in the tunnel would bypass the rules for headers.
+/// Returns whether the protocol may be tunnelled. HTTP may not: requests in the tunnel would bypass the header rules.
 fn can_tunnel(protocol: &HeaderValue) -> bool {
     let is_http = |name: &[u8]| {
         let name = name.trim_ascii().to_ascii_lowercase();

@@ -1,9 +1,9 @@
-//! The reverse proxy of the router and the gateway: one [`Proxy`] per upstream, HTTP/1.1 with keep-alive, tunnelled
+//! The reverse proxy for the router and the gateway: one [`Proxy`] per upstream, HTTP/1.1 with keep-alive, tunnelled
 //! upgrades, and streamed bodies that are never buffered whole.
 //!
 //! A request and its upstream connection run in one task, without switching threads: the task drives the connection
-//! while it waits for the response's head, and while the body is read. Authorization and additional headers are up to
-//! the caller. Invariant: no hop-by-hop header is forwarded in either direction.
+//! while it waits for the response head and while the body is being read. Authorization and additional headers are up
+//! to the caller. Invariant: no hop-by-hop header is forwarded in either direction.
 
 mod body;
 mod headers;
@@ -32,22 +32,22 @@ pub use time_limit::TimeLimit;
 pub trait Io: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> Io for T {}
 
-/// Opens a connection to the upstream, with all checks that are necessary before sending.
+/// Opens a connection to the upstream, with all necessary checks before sending.
 #[async_trait]
 pub trait Dial: Send + Sync + 'static {
     async fn dial(&self) -> std::io::Result<Box<dyn Io>>;
 }
 
-/// Limits of one upstream.
+/// Limits for one upstream.
 #[derive(Debug, Clone, Copy)]
 pub struct ProxyLimits {
-    /// Maximum open connections, including upgraded ones.
+    /// Maximum number of open connections, including upgraded ones.
     pub max_connections: usize,
     pub max_idle_connections: usize,
     /// Shorter than the upstream's timeout, so that the upstream seldom closes a connection.
     pub idle_timeout: Duration,
     pub connect_timeout: Duration,
-    /// Timeout for the response's head. It is extended while the request's body is being sent.
+    /// Timeout for the response head. It is extended while the request body is being sent.
     pub head_timeout: Duration,
 }
 
@@ -63,7 +63,7 @@ impl Default for ProxyLimits {
     }
 }
 
-/// The reason why a request got no response from the upstream.
+/// The reason a request got no response from the upstream.
 #[derive(Debug, thiserror::Error)]
 pub enum ProxyError {
     #[error("connect to the upstream")]
@@ -85,7 +85,7 @@ pub enum ProxyError {
 }
 
 impl ProxyError {
-    /// The metric label.
+    /// Returns the metric label.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Connect(_) => "connect",
@@ -110,7 +110,7 @@ impl Proxy {
         Self { pool: Arc::new(Pool::new(Box::new(dial), limits)) }
     }
 
-    /// Forwards a request, and returns the response as soon as its head is received.
+    /// Forwards a request, and returns the response as soon as its head has been received.
     ///
     /// # Errors
     /// See [`ProxyError`].
@@ -129,7 +129,7 @@ impl Proxy {
         let is_replayable = upload.is_none() && parts.method.is_idempotent();
         let request = Request::from_parts(parts, body);
         let exchange = Exchange { pool: &self.pool, upload, client, time_limit };
-        // The futures of a new connection and of a retry are boxed: most requests need neither.
+        // The futures for a new connection and for a retry are boxed, because most requests need neither.
         let Some(upstream) = self.pool.reuse() else {
             return Box::pin(exchange.run_on_new_connection(request)).await;
         };
@@ -144,7 +144,7 @@ impl Proxy {
         }
     }
 
-    /// Closes all connections: idle, upgraded, and those of requests in flight. Later requests fail with
+    /// Closes all connections: idle, upgraded, and in use by requests in flight. Later requests fail with
     /// [`ProxyError::Closed`].
     pub fn close(&self) {
         self.pool.close();
@@ -164,7 +164,7 @@ struct Exchange<'a> {
     upload: Option<Arc<Upload>>,
     /// The client's side of the requested upgrade.
     client: Option<hyper::upgrade::OnUpgrade>,
-    /// The time limit of the upgraded connection, if any.
+    /// The time limit for the upgraded connection, if any.
     time_limit: Option<TimeLimit>,
 }
 
@@ -260,7 +260,7 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Waits for the response's head, and drives the connection unless it is driven elsewhere.
+    /// Waits for the response head, and drives the connection unless it is driven elsewhere.
     async fn receive_head(
         &self,
         sent: impl Future<
@@ -311,7 +311,7 @@ impl<'a> Exchange<'a> {
     }
 }
 
-/// Whether the transport failed.
+/// Returns whether the transport failed.
 fn is_io_error(error: &hyper::Error) -> bool {
     std::error::Error::source(error).is_some_and(<dyn std::error::Error>::is::<std::io::Error>)
 }
@@ -322,7 +322,7 @@ fn to_response(mut parts: http::response::Parts, body: impl Into<Body>) -> Respo
         parts.headers.remove(http::header::UPGRADE);
         parts.headers.remove(http::header::CONNECTION);
     }
-    // The version is that of our connection to the client; extensions belong to the upstream connection.
+    // The version is the one on our connection to the client; extensions belong to the upstream connection.
     parts.version = Version::HTTP_11;
     parts.extensions.clear();
     Response::from_parts(parts, body.into())
@@ -339,7 +339,7 @@ fn copy_request(request: &Request<RequestBody>) -> Request<RequestBody> {
     Request::from_parts(parts, RequestBody::empty())
 }
 
-/// Converts a URI to origin form: only path and query (RFC 9112, section 3.2.1).
+/// Converts a URI to origin form: only the path and query (RFC 9112, section 3.2.1).
 fn convert_to_origin_form(uri: &mut Uri) {
     if uri.authority().is_none() {
         return;

@@ -1,4 +1,4 @@
-//! The connection pool of one upstream: opens, counts, keeps and closes connections.
+//! The connection pool for one upstream: opens, counts, keeps and closes connections.
 //!
 //! An idle connection is not driven; it is polled once before it is reused, which shows whether the upstream has
 //! closed it.
@@ -17,7 +17,7 @@ use super::body::RequestBody;
 use super::{Dial, Io, ProxyError, ProxyLimits};
 use crate::shards;
 
-/// A connection: the sender of requests, and the future that drives it.
+/// A connection: the request sender, and the future that drives it.
 pub(super) struct UpstreamConnection {
     pub(super) sender: SendRequest<RequestBody>,
     pub(super) connection: http1::Connection<TokioIo<Box<dyn Io>>, RequestBody>,
@@ -50,7 +50,7 @@ struct IdleConnection {
 
 #[derive(Default)]
 struct IdleConnections {
-    /// The oldest is first. The most recently used one is reused first, so that unneeded ones expire.
+    /// Oldest first. The most recently used connection is reused first, so that unneeded ones expire.
     connections: Vec<IdleConnection>,
     has_reaper: bool,
 }
@@ -71,7 +71,7 @@ impl Pool {
         self.idle().connections.clear();
     }
 
-    /// Takes a live idle connection of the current shard, if there is one.
+    /// Takes a live idle connection that belongs to the current shard, if there is one.
     pub(super) fn reuse(&self) -> Option<Box<UpstreamConnection>> {
         loop {
             let mut upstream = self.idle().take(shards::current())?;

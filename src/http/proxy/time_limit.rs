@@ -19,11 +19,11 @@ pub struct TimeLimit {
 
 impl TimeLimit {
     pub(super) async fn wait(self) {
-        // The limit is reached in both cases.
+        // The limit has been reached in both cases.
         let _ = tokio::time::timeout_at(self.deadline, self.revoked.cancelled()).await;
     }
 
-    /// Wraps a body so that it ends with an error at the limit: the reader must not treat it as complete.
+    /// Wraps a body so that it ends with an error at the limit, because the reader must not treat it as complete.
     pub fn limit_body(self, body: Body) -> Body {
         Body::new(TimeLimitedBody { body, limit_reached: Box::pin(self.wait()) })
     }

@@ -1,4 +1,4 @@
-//! All actions of the model, as data that proptest generates and shrinks.
+//! All actions on the model, as data that proptest generates and shrinks.
 
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -25,7 +25,7 @@ pub enum Action {
         machine: Index,
         event: Event,
     },
-    /// An action of the host of any machine that ever had a server; the host may have been started from an old disk.
+    /// An action by the host of any machine that has ever had a server; it may have been started from an old disk.
     Host {
         machine: Index,
         host_action: HostAction,
@@ -44,7 +44,7 @@ pub enum Action {
     },
     /// The reconciler deletes servers that are no longer kept.
     Reconcile,
-    /// A step of an open operation.
+    /// Runs a step of an open operation.
     Work {
         operation: Index,
         call_result: CallResult,
@@ -77,7 +77,7 @@ pub fn large() -> ServerType {
     "cpx32".parse().expect("valid server type")
 }
 
-/// Sequences that mostly let operations run, so that deep states are reached.
+/// Generates sequences that mostly let operations run, so that deep states are reached.
 pub fn actions() -> impl Strategy<Value = Vec<Action>> {
     let call_result = prop_oneof![
         6 => Just(CallResult::Success), 1 => Just(CallResult::LostReply), 1 => Just(CallResult::Late), 1 => Just(CallResult::Refused),
@@ -174,7 +174,7 @@ impl LifecycleModel {
         }
     }
 
-    /// Applies an operator's request to resume a machine under the conditions that the API checks: the server is on,
+    /// Applies an operator's request to resume a machine, under the conditions that the API checks: the server is on,
     /// and the host has sent a heartbeat.
     fn resume(&mut self, id: usize) {
         let Some(server_type) = self.server_type(id).filter(|_| self.is_on(id)) else { return };
@@ -225,7 +225,7 @@ impl LifecycleModel {
         row.proven |= row.registered && row.machine.state.is_active() && epoch == row.machine.epoch;
     }
 
-    /// Registers a host, which has restored the snapshot that the pointer names.
+    /// Registers a host that has restored the snapshot that the pointer names.
     fn register(&mut self, id: usize) {
         let row = &mut self.machines[id];
         if !row.registered && matches!(row.machine.state, State::Provisioning | State::Recovering) {
@@ -236,7 +236,7 @@ impl LifecycleModel {
         self.apply(id, &Event::Registered { server_type });
     }
 
-    /// Adopts the epoch in the response to a heartbeat, and resumes the writers of an active machine.
+    /// Adopts the epoch in a heartbeat response, and resumes the writers of an active machine.
     fn adopt_heartbeat_response(&mut self, id: usize) {
         let row = &mut self.machines[id];
         row.host_epoch = row.host_epoch.max(row.machine.epoch);

@@ -1,5 +1,5 @@
-//! The model of the provider: servers by machine, unique names, and create requests that take effect after their
-//! caller's timeout.
+//! The provider model: servers by machine, unique names, and create requests that take effect after their caller's
+//! timeout.
 
 use crate::name::ServerType;
 
@@ -51,7 +51,7 @@ impl Cloud {
         self.servers.retain(|server| server.machine != machine);
     }
 
-    /// Changes the type of a server that is off; the provider refuses others.
+    /// Changes the type of a server that is off; the provider rejects any other change.
     pub fn change_type(&mut self, machine: usize, to: &ServerType) {
         for server in self.servers.iter_mut().filter(|server| server.machine == machine) {
             if server.power == Power::Off {
@@ -66,7 +66,7 @@ impl Cloud {
         }
     }
 
-    /// Completes all pending create requests. The platform waits a minute before it assumes that a create request
+    /// Completes all pending create requests. The platform waits a minute before it assumes that a create request has
     /// failed.
     pub fn complete_creates(&mut self) {
         for machine in std::mem::take(&mut self.in_flight) {

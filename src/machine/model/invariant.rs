@@ -1,4 +1,4 @@
-//! Checks the invariants of the lifecycle, and returns the violations.
+//! Checks the lifecycle's invariants, and returns the violations.
 
 use std::collections::BTreeSet;
 
@@ -13,13 +13,13 @@ pub enum Violation {
     DuplicateActiveMachine,
     /// A connection is open to a machine that is not running.
     RoutedWhileNotRunning,
-    /// A machine whose host never registered is running.
+    /// A machine whose host has never registered is running.
     RunningUnregistered,
     /// A machine is running while its server is off.
     RunningWhileOff,
     /// A machine holds its slot without an open operation while its server is off.
     LeftOff,
-    /// A running machine's server type differs from its row's.
+    /// A running machine's server type differs from the one in its row.
     WrongType,
     EpochDidNotIncrease,
     /// A machine became active again without a reinstatement event, or while a later registered machine has a server.
@@ -28,9 +28,9 @@ pub enum Violation {
     LostRows,
     /// A replaced machine's server was deleted, and no later machine that has served has a server.
     LastServerRemoved,
-    /// A machine that never served holds the slot, although the one with the newest data still has its server.
+    /// A machine that has never served holds the slot, although the one with the newest data still has its server.
     NotReinstated,
-    /// A machine that never registered has a server, but the slot's fence is below its epoch.
+    /// A machine that has never registered has a server, but the slot's fence is below its epoch.
     ServerBeforeFence,
     /// A host moved the pointer after a later machine's host had moved it.
     PointerMovedByReplacedMachine,
@@ -85,7 +85,7 @@ pub fn check_always(model: &LifecycleModel) -> BTreeSet<Violation> {
     found
 }
 
-/// Checks the invariants of [`check_always`], and those that hold only after all operations have ended and the
+/// Checks the invariants in [`check_always`], and those that hold only after all operations have ended and the
 /// reconciler has run.
 pub fn check_settled(model: &LifecycleModel) -> BTreeSet<Violation> {
     let mut found = check_always(model);

@@ -1,4 +1,4 @@
-//! The step runner of the model: the steps of each kind of operation, with failures of the provider.
+//! The model's step runner: the steps of each kind of operation, with provider failures.
 
 use super::LifecycleModel;
 use super::cloud::Power;
@@ -41,7 +41,7 @@ enum Step {
 pub struct Operation {
     pub machine: usize,
     pub ending: Option<Ending>,
-    /// Whether it waits for an operator's decision.
+    /// Whether it is waiting for an operator's decision.
     pub awaits_decision: bool,
     accept_loss: bool,
     kind: OperationKind,
@@ -56,7 +56,7 @@ pub enum CallResult {
     LostReply,
     /// The call timed out; it may still take effect.
     Late,
-    /// The call was refused permanently; or the host never registers, never responds again, or is unreachable.
+    /// The call was permanently refused; or the host never registers, never responds again, or is unreachable.
     Refused,
     /// The host responds but takes no final backup; other steps treat this as [`Self::Late`].
     BackupFailed,
@@ -178,7 +178,7 @@ impl LifecycleModel {
         }
     }
 
-    /// Requests an operator's decision, unless the loss was accepted before.
+    /// Requests an operator's decision, unless the loss has already been accepted.
     fn request_decision(&mut self, index: usize, outgoing: usize) {
         if self.operations[index].accept_loss {
             self.skip_backup(index, outgoing);
@@ -231,7 +231,7 @@ impl LifecycleModel {
         }
     }
 
-    /// Undoes the deletion. Returns whether the machine has its slot back.
+    /// Undoes the deletion. Returns whether the machine got its slot back.
     pub fn undelete(&mut self, id: usize) -> bool {
         let row = &self.machines[id];
         let is_deleted = matches!(row.machine.state, State::Deleted { .. });
@@ -367,7 +367,7 @@ impl LifecycleModel {
         self.operations[index].ending.get_or_insert(ending);
     }
 
-    /// Runs up to `max_steps` steps of each operation, lets the next call of each open operation be refused, runs the
+    /// Runs up to `max_steps` steps of each operation, has the next call of each open operation refused, runs the
     /// operations that this starts, and then reconciles.
     pub fn settle(&mut self, max_steps: usize) {
         self.run_all(max_steps);
@@ -377,7 +377,7 @@ impl LifecycleModel {
         }
         // A failed operation may have returned a slot.
         self.run_all(max_steps);
-        // The removal of one server may make another one removable.
+        // Removing one server may make another removable.
         for _ in 0..self.machines.len() {
             self.reconcile();
         }

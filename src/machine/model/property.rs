@@ -25,7 +25,7 @@ const SOUND_RULES: Rules = Rules {
     searches_lost_servers: true,
 };
 
-/// Enough steps for the longest operation, which has five, after a deletion.
+/// Enough steps for the longest operation, which has five, following a deletion.
 const MAX_STEPS: usize = 10;
 
 /// Runs a history on a new model. The error contains the step and the violations.
@@ -86,7 +86,7 @@ fn assert_detects(violation: Violation, broken: fn(&Machine, &Event) -> Result<O
     assert!(found.contains(&violation), "{violation:?} was not detected, only {found:?}");
 }
 
-/// The result of the sound transition, with changed effects.
+/// Returns the result of the sound transition, with changed effects.
 fn change_effects(
     machine: &Machine,
     event: &Event,
@@ -101,7 +101,7 @@ fn change_effects(
 }
 
 #[test]
-fn detects_second_server_of_machine() {
+fn detects_second_server_for_machine() {
     let violation = Violation::DuplicateServer;
     let found = find_violations(Rules { has_unique_names: false, ..SOUND_RULES }, violation);
     assert!(found.contains(&violation), "{found:?}");
@@ -225,7 +225,7 @@ fn detects_early_deletion_of_predecessor() {
 }
 
 #[test]
-fn detects_deletion_of_predecessor_of_lost_successor() {
+fn detects_deletion_of_lost_successors_predecessor() {
     let violation = Violation::LastServerRemoved;
     let found = find_violations(Rules { distrusts_lost_successors: false, ..SOUND_RULES }, violation);
     assert!(found.contains(&violation), "{found:?}");
@@ -258,8 +258,8 @@ fn detects_slot_not_returned_to_older_machine() {
 
 #[test]
 fn detects_older_machine_over_newer_snapshot() {
-    // Random histories rarely reach this state: the second machine is lost after a backup, and the third does not
-    // start.
+    // Random histories rarely reach this state, in which the second machine is lost after a backup and the third does
+    // not start.
     let loses_rows = |rules: Rules| {
         let mut model = LifecycleModel::new(rules, 1);
         let (recover, serve) = (Action::Recover { slot: 0 }, Action::Serve { slot: 0 });
@@ -279,7 +279,7 @@ fn detects_older_machine_over_newer_snapshot() {
     assert!(!loses_rows(SOUND_RULES));
 }
 
-/// The model's own operations cannot violate these two invariants, so the test builds the states by hand.
+/// The model's own operations cannot violate these two invariants, so the test constructs the states directly.
 #[test]
 fn detects_server_before_fence_and_late_pointer_move() {
     let mut model = LifecycleModel::new(SOUND_RULES, 1);

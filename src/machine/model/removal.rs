@@ -1,4 +1,4 @@
-//! The removal of servers: the model's reconciler without waiting times, and the data lost with a server.
+//! Server removal: the model's reconciler, without waiting times, and the data lost with a server.
 
 use super::invariant::Violation;
 use super::{LifecycleModel, MachineRow};
@@ -6,7 +6,8 @@ use crate::event::Event;
 use crate::state::State;
 
 impl LifecycleModel {
-    /// Whether the server of a machine that left its slot need not be kept any longer. Retention times are ignored.
+    /// Returns whether the server of a machine that left its slot no longer needs to be kept. Retention times are
+    /// ignored.
     pub fn is_removable(&self, id: usize) -> bool {
         let row = &self.machines[id];
         if row.machine.state.is_active() || self.is_in_progress(id) {
@@ -34,7 +35,7 @@ impl LifecycleModel {
         self.operations.iter().any(|operation| operation.machine == id && operation.ending.is_none())
     }
 
-    /// Deletes the servers that need not be kept any longer.
+    /// Deletes the servers that no longer need to be kept.
     pub fn reconcile(&mut self) {
         for id in 0..self.machines.len() {
             if self.is_removable(id) && !self.cloud.in_flight.contains(&id) {
@@ -50,8 +51,8 @@ impl LifecycleModel {
         }
     }
 
-    /// Looks up the missing server of a machine that has served. If the provider has it, records that, and returns
-    /// true.
+    /// Looks up the missing server of a machine that has served. If the provider has it, records that and returns
+    /// `true`.
     pub fn detect_returned_server(&mut self, id: usize) -> bool {
         let row = &self.machines[id];
         let was_gone = row.is_server_known_gone() && !row.removed;
@@ -63,7 +64,7 @@ impl LifecycleModel {
         is_found
     }
 
-    /// Whether the replaced machine has the only server of its slot that still holds data.
+    /// Returns whether the replaced machine has the slot's only server that still holds data.
     fn is_last_copy(&self, id: usize) -> bool {
         let row = &self.machines[id];
         let is_other =
@@ -86,7 +87,7 @@ impl LifecycleModel {
         self.cloud.delete(id);
     }
 
-    /// The provider loses a server with its disk. The loss of data that only it held is not a violation.
+    /// Makes the provider lose a server with its disk. Losing data that only this server held is not a violation.
     pub fn lose_server(&mut self, id: usize) {
         if self.cloud.server_of(id).is_none() {
             return;
@@ -97,7 +98,7 @@ impl LifecycleModel {
         self.acknowledged[slot].accepted_loss.extend(lost);
     }
 
-    /// Acknowledged rows of a slot that are in no snapshot and on no server.
+    /// Returns a slot's acknowledged rows that are in no snapshot and on no server.
     pub fn missing_rows(&self, slot: usize) -> Vec<u32> {
         let acknowledged = &self.acknowledged[slot];
         let is_stored = |row: &u32| {

@@ -1,7 +1,7 @@
-//! Access control of the control API: the access that a route declares, and the verification of operators' tokens.
+//! Access control for the control API: the access that a route declares, and the verification of operators' tokens.
 //!
-//! Invariants: a route declares its access beside its handler, and a route without access for operators rejects them.
-//! Tokens of named operators are looked up for every request, so that a revocation takes effect immediately in every
+//! Invariants: a route declares its access next to its handler, and a route without access for operators rejects them.
+//! Named operators' tokens are looked up on every request, so that a revocation takes effect immediately in every
 //! process.
 
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::tokens;
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_wire::operator::Scope;
 
-/// Minimum interval between writes of `last_used_at`, so that not every request costs a write.
+/// Minimum interval between writes to `last_used_at`, so that not every request costs a write.
 const LAST_USED_INTERVAL: Duration = Duration::from_secs(300);
 
 /// The callers that a route accepts.
@@ -34,7 +34,7 @@ pub enum Access {
 }
 
 impl Access {
-    /// The scopes of which an operator needs one; `None` if the route does not accept operators.
+    /// Returns the scopes of which an operator needs one; `None` if the route does not accept operators.
     pub fn scopes(self) -> Option<&'static [Scope]> {
         match self {
             Self::Operator(scopes) | Self::OperatorOrHost(scopes) => Some(scopes),
@@ -95,7 +95,7 @@ async fn authenticate(platform: &Platform, method: &Method, token: &str) -> Resu
     }
     if is_use_unrecorded && let Err(error) = db::operators::record_use(&session, id, LAST_USED_INTERVAL).await
     {
-        tracing::warn!(operator = %name, error = %format_chain(&error), "cannot record the last use of the token");
+        tracing::warn!(operator = %name, error = %format_chain(&error), "cannot record the token's last use");
     }
     Ok(Operator::Named { name, scopes })
 }

@@ -59,7 +59,7 @@ pub async fn handle(
     Ok(outcome.into_reply().into_response())
 }
 
-/// The problem of an alarm that cannot be released, because it is not a fuse.
+/// Returns the problem for an alarm that cannot be released because it is not a fuse.
 fn not_releasable(alarm: Alarm) -> Problem {
     let detail = format!(
         "The alarm {} cannot be released: it ends {}. `svcctl fleet` shows what to do about it.",

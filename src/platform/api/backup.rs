@@ -133,8 +133,8 @@ async fn request_host_task(
     Ok(outcome.into_reply())
 }
 
-/// Finds the machine whose host holds a snapshot back: `named`, or its predecessor while the predecessor's final backup
-/// is pending.
+/// Finds the machine whose host is holding back a snapshot: `named`, or its predecessor while the predecessor's final
+/// backup is pending.
 async fn find_machine_holding_snapshot(
     session: &impl GenericClient,
     named: MachineRow,
@@ -179,7 +179,7 @@ async fn find_predecessor(
     Ok(Some(replaced).filter(|replaced| is_needed && replaced.has_server()))
 }
 
-/// Whether the host reports a held-back snapshot, as an attention item or as the error of its last backup.
+/// Returns whether the host reports a held-back snapshot, as an attention item or as the error of its last backup.
 fn reports_held_snapshot(machine: &MachineRow) -> bool {
     let items = machine.attention.as_array().into_iter().flatten();
     let error = machine.last_backup.as_ref().and_then(|backup| backup["error"].as_str());

@@ -1,5 +1,5 @@
 //! POST `/vps/:id/boot-stage`: a booting host reports its stage and progress. A report does not change the machine's
-//! state; progress extends the deadline of the registration.
+//! state; progress extends the registration deadline.
 
 use std::sync::Arc;
 
@@ -80,7 +80,7 @@ fn read_progress(fields: &mut Fields) -> Option<StageProgress> {
     Some(progress)
 }
 
-/// Records progress, which extends the deadlines of the registration and its operation. A report that repeats the last
+/// Records progress, which extends the deadlines for the registration and its operation. A report that repeats the last
 /// one is not progress.
 async fn record_progress(
     platform: &Platform,

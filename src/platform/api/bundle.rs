@@ -25,9 +25,10 @@ pub async fn handle(
     let call = ApiCall::read(request).await?;
     call.authenticate_operator_or_host(&platform).await?;
     let suffix = file.strip_prefix(BUNDLE_FILE).filter(|s| ["", ".sha256", ".json", ".json.sig"].contains(s));
-    let suffix = suffix.ok_or_else(|| Problem::new(Code::NotFound, "A bundle has no file of this name."))?;
+    let suffix =
+        suffix.ok_or_else(|| Problem::new(Code::NotFound, "A bundle has no file with this name."))?;
     let not_found = || {
-        Problem::new(Code::BundleNotFound, format!("Version {version} has no published file of this name."))
+        Problem::new(Code::BundleNotFound, format!("Version {version} has no published file with this name."))
     };
     let parsed: ImageVersion = version.parse().map_err(|_| not_found())?;
     let media_type = match suffix {

@@ -43,7 +43,7 @@ pub struct ApiCall {
     body: Bytes,
 }
 
-/// A host's accepted token, and its machine.
+/// A host's accepted token and its machine.
 pub struct AuthenticatedHost {
     pub machine: MachineRow,
     pub status: TokenStatus,
@@ -51,7 +51,7 @@ pub struct AuthenticatedHost {
 }
 
 impl ApiCall {
-    /// Reads the body, within limits on its size and on the time.
+    /// Reads the body within size and time limits.
     pub async fn read(request: Request) -> Result<Self, Problem> {
         let (parts, mut body) = request.into_parts();
         let too_large = || {
@@ -89,10 +89,10 @@ impl ApiCall {
         Ok(token)
     }
 
-    /// Authenticates the operator and checks the scopes of the route.
+    /// Authenticates the operator and checks the route's scopes.
     ///
     /// # Errors
-    /// As [`access::authorize`].
+    /// Same as [`access::authorize`].
     pub async fn authenticate_operator(&self, platform: &Platform) -> Result<Operator, Problem> {
         let token = self.rate_limited_bearer(platform)?;
         access::authorize(platform, self.access, &self.method, token).await
@@ -103,7 +103,7 @@ impl ApiCall {
         Ok(self.authenticate_host_token(platform).await?.machine)
     }
 
-    /// [`Self::authenticate_host`], but also returns the status of the token.
+    /// Like [`Self::authenticate_host`], but also returns the token's status.
     pub async fn authenticate_host_token(&self, platform: &Platform) -> Result<AuthenticatedHost, Problem> {
         let token = self.rate_limited_bearer(platform)?;
         let claim = tokens::parse_claim(token, Purpose::Upgrade).ok_or_else(unauthorized)?;
@@ -151,18 +151,18 @@ impl ApiCall {
         content_type.and_then(|value| value.split(';').next()).map(str::trim).unwrap_or_default()
     }
 
-    /// Whether the body is an HTML form.
+    /// Returns whether the body is an HTML form.
     pub fn is_form(&self) -> bool {
         self.media_type().eq_ignore_ascii_case("application/x-www-form-urlencoded")
     }
 
-    /// The fields of a form.
+    /// Parses the fields of a form body.
     pub fn form_fields(&self) -> Result<Fields, Problem> {
         let text = std::str::from_utf8(&self.body).map_err(|_| Problem::field("", "is not a valid form"))?;
         Ok(Fields::from_form(text))
     }
 
-    /// The fields of a JSON body.
+    /// Parses the fields of a JSON body.
     pub fn json_fields(&self) -> Result<Fields, Problem> {
         if !self.media_type().eq_ignore_ascii_case("application/json") {
             return Err(Problem::new(Code::UnsupportedMediaType, "Send the body as application/json."));
@@ -174,7 +174,7 @@ impl ApiCall {
         }
     }
 
-    /// The fields of a host's JSON body. Unknown fields are ignored, because the host's release may be newer.
+    /// Parses the fields of a host's JSON body. Unknown fields are ignored, because the host's release may be newer.
     pub fn host_fields(&self) -> Result<Fields, Problem> {
         Ok(self.json_fields()?.ignoring_unknown())
     }
@@ -193,12 +193,12 @@ impl ApiCall {
         Fields::from_query(self.uri.query().unwrap_or_default())
     }
 
-    /// SHA-256 of the body's bytes.
+    /// Returns the SHA-256 hash of the body.
     pub fn body_hash(&self) -> Vec<u8> {
         Sha256::digest(&self.body).to_vec()
     }
 
-    /// The seconds of `Prefer: wait=N` (RFC 7240), at most `MAX_WAIT_SECONDS`.
+    /// Returns N from `Prefer: wait=N` (RFC 7240), capped at `MAX_WAIT_SECONDS`.
     pub fn wait_seconds(&self) -> Option<u64> {
         let values = self.headers.get_all("prefer").iter().filter_map(|value| value.to_str().ok());
         let mut preferences = values.flat_map(|value| value.split(',')).map(str::trim);
@@ -211,7 +211,7 @@ impl ApiCall {
     }
 }
 
-/// Parses an id in the path.
+/// Parses an id from the path.
 pub fn path_id<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Problem> {
     text.parse().map_err(|_| Problem::field(name, "must be a UUID"))
 }

@@ -12,7 +12,7 @@ use svc_wire::quote::Price;
 const COST: &str = "confirmedMonthlyCost";
 const OPT_IN: &str = "confirmedOptIn";
 
-/// The confirmations that a provision requires.
+/// The confirmations that provisioning requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequiredConfirmation {
     Nothing,
@@ -22,7 +22,7 @@ pub enum RequiredConfirmation {
     CostAndConsent,
 }
 
-/// The confirmations of a request.
+/// The confirmations in a request.
 #[derive(Debug, Clone, Default)]
 pub struct Confirmation {
     /// The monthly cost that the operator was shown.
@@ -36,7 +36,7 @@ impl Confirmation {
         Self { monthly_cost: fields.optional(COST), opt_in: fields.boolean(OPT_IN).unwrap_or(false) }
     }
 
-    /// Whether there is a cost to compare with the provider's prices.
+    /// Returns whether there is a cost to compare with the provider's prices.
     pub fn has_cost(&self) -> bool {
         self.monthly_cost.is_some()
     }
@@ -83,7 +83,7 @@ impl Confirmation {
         }
     }
 
-    /// The confirmations for the audit entry, which also names the operator and the time.
+    /// Returns the confirmations for the audit entry, which also records the operator and the time.
     pub fn audit_record(&self) -> Value {
         json!({ "monthlyCost": self.monthly_cost.as_ref().map(Price::to_string), "optIn": self.opt_in })
     }
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn check_complete_refuses_missing_confirmation_if_enforced() {
+    fn check_complete_rejects_missing_confirmation_if_enforced() {
         let cost: Price = "9.50 EUR".parse().unwrap();
         for (monthly_cost, opt_in, suffices_for_customer, suffices_for_cost) in [
             (None, false, false, false),

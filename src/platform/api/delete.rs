@@ -96,7 +96,7 @@ async fn delete(
     mutation.run_for_user(platform, &unlocked.user, change).await
 }
 
-/// The deletion of a machine's server.
+/// A machine's deletion, for the response.
 struct Deletion {
     operation: Option<OperationId>,
     options: OperationOptions,

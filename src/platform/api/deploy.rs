@@ -33,7 +33,7 @@ use svc_machine::name::{Handle, ImageVersion};
 use svc_store::bundle::{self, BundleUnusable};
 use svc_wire::rollout::{RolloutList, RolloutState};
 
-/// Maximum of each number in a request: canary, batch size and failures.
+/// Maximum for each number in a request: canary, batch size and failures.
 const MAX_COUNT: u64 = 1000;
 const MAX_HANDLES: usize = 1000;
 /// Maximum number of listed rollouts.
@@ -111,7 +111,7 @@ fn read_handles(fields: &mut Fields, name: &str) -> Option<Vec<Handle>> {
     handles.ok()
 }
 
-/// Rejects a release that is not published, or that hosts would refuse because its manifest is missing, expired or not
+/// Rejects a release that is not published, or that hosts would reject because its manifest is missing, expired or not
 /// signed with a trusted key.
 async fn check_release(platform: &Platform, version: &ImageVersion) -> Result<(), Problem> {
     let published = bundle::read_digest(&platform.bucket, version).await?;
@@ -138,7 +138,7 @@ async fn create_rollout(
             let row = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
             let rollout = json!(resource::rollout::load_with_machines(tx, &row).await?);
             let reply = Reply::new(StatusCode::ACCEPTED, &rollout);
-            // The rollout keeps the list of machines. In the audit, a large fleet's list would take a megabyte.
+            // The rollout keeps the list of machines. In the audit log, a large fleet's list would take a megabyte.
             let mut after = rollout;
             after.as_object_mut().map(|rollout| rollout.remove("machines"));
             after["except"] = handle_names(&request.except);
@@ -190,7 +190,7 @@ async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Resul
     Ok(rollouts::insert(tx, &new).await?)
 }
 
-/// The problem of a handle whose machine a rollout cannot reach.
+/// Returns the problem for a handle whose machine a rollout cannot reach.
 async fn unreachable_target(client: &impl GenericClient, handle: &Handle) -> Result<Problem, Problem> {
     let Some(machine) = db::machines::find_by_handle(client, handle).await? else {
         return Ok(problems::machine_not_found(handle.as_str()));
@@ -234,7 +234,7 @@ pub async fn show(
     Ok(Json(resource::rollout::load_with_machines(&session, &found).await?).into_response())
 }
 
-/// An operator's command to a rollout.
+/// An operator's command for a rollout.
 #[derive(Debug, Clone, Copy)]
 enum RolloutCommand {
     Pause,
@@ -251,7 +251,7 @@ impl RolloutCommand {
         }
     }
 
-    /// The resulting state; `None` if the current state does not allow the command.
+    /// Returns the resulting state, or `None` if the current state does not allow the command.
     fn next_state(self, from: RolloutState) -> Option<RolloutState> {
         match (self, from) {
             (Self::Pause, RolloutState::Running | RolloutState::Paused) => Some(RolloutState::Paused),

@@ -80,7 +80,7 @@ async fn find_pending_removal(tx: &Transaction<'_>, id: MachineId) -> Result<Opt
     Ok(removal.filter(|removal| !removal.has_ended()).map(|removal| removal.id))
 }
 
-/// Whether a discard has been ordered, and its removal has not been abandoned since.
+/// Returns whether a discard has been requested and the removal has not been abandoned since.
 fn is_discard_ordered(machine: &MachineRow) -> bool {
     machine.discard_ordered_at.is_some() && machine.removal_abandoned_at.is_none()
 }
@@ -126,12 +126,12 @@ async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result
     }
     if db::machines::is_successor_unproven(tx, machine).await? {
         let backup_state = match machine.final_backup_at {
-            Some(at) => format!("The snapshot of {} contains its data", rfc3339_ms(at)),
+            Some(at) => format!("The snapshot taken at {} contains its data", rfc3339_ms(at)),
             None => "No final backup of it is on record, so this server may hold the only copy of its data"
                 .to_owned(),
         };
         let why = format!(
-            "No later machine of the slot has served yet: if the new one does not start, the slot falls back to this \
+            "No later machine in the slot has served yet: if the new one does not start, the slot falls back to this \
              server. {backup_state}."
         );
         return Err(kept_problem(machine, &why));

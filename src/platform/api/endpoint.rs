@@ -14,14 +14,14 @@ use svc_wire::operator::Scope;
 
 pub use svc_http::openapi::documented_json;
 
-/// One method of one path, its access and its handler.
+/// A method on a path, with its access and its handler.
 pub struct Endpoint {
     pub access: Access,
     pub operation: Operation,
     pub serve: fn() -> MethodRouter<Arc<Platform>>,
 }
 
-/// Builds the router of the endpoints.
+/// Builds a router for the endpoints.
 pub fn routes(endpoints: &[&Endpoint]) -> Router<Arc<Platform>> {
     endpoints
         .iter()

@@ -1,4 +1,4 @@
-//! Entitlements of a slot's subscription: whether it is active, and which server types its plan includes.
+//! A slot's entitlements: whether its subscription is active, and which server types its plan includes.
 
 use deadpool_postgres::GenericClient;
 use jiff::Timestamp;
@@ -32,10 +32,10 @@ pub async fn ensure_entitled(
     }
 }
 
-/// Ensures that this machine may have the server type: by its slot's plan, or by the limits of previews.
+/// Ensures that this machine may have the server type: under its slot's plan, or under the limits for previews.
 ///
 /// # Errors
-/// As [`ensure_entitled`] and [`ensure_plan_includes`].
+/// Same as [`ensure_entitled`] and [`ensure_plan_includes`].
 pub async fn ensure_machine_entitled(
     platform: &Platform,
     client: &impl GenericClient,

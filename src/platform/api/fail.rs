@@ -1,4 +1,4 @@
-//! POST `/vps/:id/fail`: marks a machine that should not run, or is stuck in another state, as failed.
+//! POST `/vps/:id/fail`: marks as failed a machine that should not be running or is stuck in some other state.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
 //! Corrects a machine's state from its heartbeats: a failed machine with a healthy host returns to service, and a
-//! powered-off machine that sends heartbeats has been powered on.
+//! powered-off machine that sends heartbeats is recorded as powered on.
 
 use super::mutation::{self, AuditChange};
 use crate::context::Platform;
@@ -59,8 +59,8 @@ async fn try_resume(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> 
     Ok(true)
 }
 
-/// Resumes routing to a machine that an operator powered off through the platform, and that was powered on at the
-/// provider since.
+/// Resumes routing to a machine that an operator powered off through the platform, and that has since been powered on
+/// at the provider.
 pub async fn detect_power_on(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
     if !machine.is_active() || machine.powered_off_at.is_none() || epoch != machine.epoch {
         return;

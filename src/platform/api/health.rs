@@ -72,7 +72,7 @@ async fn probe_database(platform: &Platform) -> bool {
     }
 }
 
-/// Whether the store responds; the object need not exist.
+/// Returns whether the store responds; the object need not exist.
 async fn probe_store(platform: &Platform) -> bool {
     let key = Path::from("system-bundles/.ready");
     match tokio::time::timeout(PROBE_TIMEOUT, platform.bucket.head(&key)).await {

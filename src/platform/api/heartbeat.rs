@@ -65,7 +65,7 @@ pub async fn handle(
     if !superseded {
         let session = platform.host_db.session().await?;
         machine_changes::record_heartbeat(&session, id, &report.columns()).await?;
-        // The host runs although a power-off was ordered, so it may write data that no snapshot contains.
+        // The host is running although a power-off was requested, so it may write data that no snapshot contains.
         if machine.is_active() && machine.power_off_ordered_at.is_some() {
             machine_server::record_power_on_in_slot(&session, id).await?;
         }
@@ -83,7 +83,7 @@ pub async fn handle(
         heal::resume_healthy_machine(&platform, machine, epoch).await;
     }
     heal::detect_power_on(&platform, machine, epoch).await;
-    // Do not use this process's cache: another process may already sign with a key that the cache lacks.
+    // Do not use this process's cache: another process may already be signing with a key that the cache lacks.
     let session = platform.host_db.session().await?;
     let keys =
         db::keys::list_public_keys_for_host(&session, db::keys::PROOF_PURPOSE, &machine.proof_kids).await?;
@@ -133,8 +133,8 @@ async fn issue_next_token(
     }
 }
 
-/// Whether a token of a later generation may be issued: not while, or shortly after, a process with a different current
-/// platform key runs.
+/// Returns whether a token of a later generation may be issued: not while, or shortly after, a process with a different
+/// current platform key is running.
 async fn may_issue_next(platform: &Platform) -> Result<bool, Problem> {
     if platform.process.ids.previous.is_none() {
         return Ok(true);
@@ -200,7 +200,7 @@ async fn reconcile_with_store(
         // The machine may hold its slot, so it is not superseded until the fence has been read. The next heartbeat
         // retries.
         Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot read the fence of the slot");
+            tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot read the slot's fence");
             return Ok(true);
         }
     };
@@ -220,7 +220,7 @@ async fn reconcile_with_store(
     Ok(false)
 }
 
-/// Whether an operation is waiting for the machine's final backup, so that its host needs access to the store.
+/// Returns whether an operation is waiting for the machine's final backup, so that its host needs access to the store.
 pub(super) async fn is_final_backup_pending(
     platform: &Platform,
     machine: &MachineRow,
@@ -236,7 +236,7 @@ pub(super) async fn is_final_backup_pending(
 /// Parses a heartbeat's body, for `tests/fuzz`.
 ///
 /// # Errors
-/// The problem that the host would get.
+/// The problem that the host would receive.
 #[cfg(feature = "fuzzing")]
 pub async fn read_body(body: Vec<u8>) -> Result<serde_json::Value, Problem> {
     let mut request = Request::new(axum::body::Body::from(body));

@@ -7,7 +7,7 @@ use svc_http::fields::Fields;
 use svc_http::problem::{Problem, format_chain};
 use svc_machine::name::Location;
 
-/// The locations of a request; `None` means the platform's default.
+/// The locations in a request; `None` means the platform's default.
 #[derive(Debug, Clone, Default)]
 pub struct RequestedLocations {
     pub location: Option<Location>,
@@ -37,7 +37,7 @@ impl RequestedLocations {
         Ok(())
     }
 
-    /// [`Self::ensure_known`], using the locations that are cached for quotes.
+    /// Like [`Self::ensure_known`], but uses the locations cached for quotes.
     ///
     /// # Errors
     /// `invalid_request`.
@@ -49,13 +49,13 @@ impl RequestedLocations {
         Ok(())
     }
 
-    /// The requested locations, each with the JSON pointer to its field.
+    /// Returns the requested locations, each with the JSON pointer to its field.
     fn locations_with_pointers(&self) -> impl Iterator<Item = (&'static str, &Location)> {
         let fallback = self.fallback.iter().flatten().map(|location| ("/fallbackLocations", location));
         self.location.iter().map(|location| ("/location", location)).chain(fallback)
     }
 
-    /// The requested fallback locations, or the platform's, without `location` itself.
+    /// Returns the requested fallback locations, or the platform's, excluding `location` itself.
     pub fn fallback_for(&self, platform: &Platform, location: &Location) -> Vec<Location> {
         let fallback = self.fallback.as_ref().unwrap_or(&platform.config.provisioning.fallback_locations);
         fallback.iter().filter(|other| *other != location).cloned().collect()
@@ -73,5 +73,5 @@ fn ensure_found(pointer: &str, location: &Location, found: Result<bool, Problem>
     if found.unwrap_or(true) {
         return Ok(());
     }
-    Err(Problem::field(pointer, format!("{location} is not a location of the provider")))
+    Err(Problem::field(pointer, format!("{location} is not a location that the provider offers")))
 }

@@ -1,5 +1,5 @@
-//! The common part of the routes that change one machine: the replay, the lock on the machine's row, and, in the
-//! transaction of the change, the audit row and the stored response.
+//! Shared by the routes that change one machine: the replay, the lock on the machine's row, and, in the change's
+//! transaction, the audit row and the stored response.
 
 use axum::extract::Request;
 use deadpool_postgres::{Object, Transaction};
@@ -47,12 +47,12 @@ pub enum LockScope {
 
 /// The result of [`MachineChange::begin`].
 pub enum ChangeStart<'a> {
-    /// An earlier request with this key already got this response.
+    /// An earlier request with this key already received this response.
     Replayed(Reply),
     Started(Box<MachineChange<'a>>),
 }
 
-/// A change of one machine that is in progress.
+/// An in-progress change to one machine.
 pub struct MachineChange<'a> {
     pub tx: Transaction<'a>,
     /// The locked row before the change.
@@ -64,7 +64,7 @@ pub struct MachineChange<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChangeEffect {
     Unchanged,
-    /// Changed, with the name of the action in the audit.
+    /// The machine has changed; the action's name in the audit log.
     Changed(&'static str),
 }
 

@@ -1,4 +1,4 @@
-//! GET `/metrics`: the counters of this process, and the state of the installation from the database, for Prometheus.
+//! GET `/metrics`: this process's counters and the installation's state from the database, for Prometheus.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! The control API: each route, or group of related routes, has a file. Errors are problem+json; `call.rs` defines the
-//! order of the checks.
+//! The control API: each route, or group of related routes, has its own file. Errors are problem+json; `call.rs`
+//! defines the order of the checks.
 
 pub mod access;
 pub mod alarm;
@@ -70,7 +70,7 @@ use svc_http::observe::{self, Listener};
 use svc_http::openapi::Operation;
 use svc_http::problem::{Code, Problem};
 
-/// All routes, in the order of the OpenAPI document.
+/// All routes, in OpenAPI document order.
 pub static ENDPOINTS: [&Endpoint; 52] = [
     &provision::ENDPOINT,
     &quote::ENDPOINT,
@@ -126,7 +126,7 @@ pub static ENDPOINTS: [&Endpoint; 52] = [
     &DESCRIPTION,
 ];
 
-/// The OpenAPI document of all routes, including those of other routers. The caller of [`routes`] adds it as an
+/// The OpenAPI document for all routes, including those of other routers. The caller of [`routes`] adds it as an
 /// [`Extension`].
 #[derive(Clone, Copy)]
 pub struct OpenApi(pub &'static LazyLock<Bytes>);

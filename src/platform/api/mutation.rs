@@ -1,5 +1,4 @@
-//! The common part of all mutating calls by operators: the replay by `Idempotency-Key`, the audit row, and
-//! `Prefer: wait`.
+//! Shared by all mutating operator calls: the replay by `Idempotency-Key`, the audit row, and `Prefer: wait`.
 //!
 //! Invariant: the change, its audit row and the stored response are written in one transaction.
 
@@ -46,7 +45,7 @@ impl IntoResponse for Reply {
 
 /// One mutating call.
 pub struct Mutation {
-    /// The operator's name in the audit. Each operator has a separate space of idempotency keys.
+    /// The operator's name in the audit log. Each operator has a separate namespace for idempotency keys.
     actor: String,
     key: Option<String>,
     route: String,
@@ -72,7 +71,7 @@ impl Effect {
         Self { reply, change: Some(change) }
     }
 
-    /// The effect of the request was already in place.
+    /// The request's effect was already in place.
     pub fn unchanged(reply: Reply) -> Self {
         Self { reply, change: None }
     }
@@ -80,9 +79,9 @@ impl Effect {
 
 /// The response that [`Mutation::run`] returns, and its origin.
 pub enum Outcome {
-    /// This request ran.
+    /// This request was executed.
     Done(Reply),
-    /// An earlier request with this key already got this response.
+    /// An earlier request with this key already received this response.
     Replayed(Reply),
 }
 
@@ -110,7 +109,7 @@ impl Mutation {
         Ok(Self { actor: operator.actor().to_owned(), key, route, body_hash: call.body_hash() })
     }
 
-    /// The operator's name in the audit.
+    /// Returns the operator's name in the audit log.
     pub fn actor(&self) -> &str {
         &self.actor
     }
@@ -138,7 +137,7 @@ impl Mutation {
     /// replayed.
     ///
     /// # Errors
-    /// As [`Self::replay`] and `change`. On an error, nothing is changed.
+    /// Same as [`Self::replay`] and `change`. On an error, nothing is changed.
     pub async fn run(
         &self,
         platform: &Platform,
@@ -149,10 +148,10 @@ impl Mutation {
         self.run_in(tx, change).await
     }
 
-    /// [`Self::run`], with a lock on all machines of a user, for a change that may assign or release a slot.
+    /// Like [`Self::run`], but locks all of a user's machines, for a change that may assign or release a slot.
     ///
     /// # Errors
-    /// As [`Self::run`].
+    /// Same as [`Self::run`].
     pub async fn run_for_user(
         &self,
         platform: &Platform,
@@ -182,10 +181,10 @@ impl Mutation {
         Ok(Outcome::Done(reply))
     }
 
-    /// [`Self::replay`] in the transaction of the change. A lock serializes requests with the same key.
+    /// Like [`Self::replay`], but in the change's transaction. A lock serializes requests with the same key.
     ///
     /// # Errors
-    /// As [`Self::replay`].
+    /// Same as [`Self::replay`].
     pub async fn begin(&self, tx: &Transaction<'_>) -> Result<Option<Reply>, Problem> {
         if let Some(key) = &self.key {
             db::lock(tx, &self.lock_name(key)).await?;
@@ -193,8 +192,8 @@ impl Mutation {
         self.replay(tx).await
     }
 
-    /// The name of the lock. For [`PLATFORM_SECRET_ACTOR`], earlier releases use the same name, and may run at the same
-    /// time.
+    /// Returns the name of the lock. For [`PLATFORM_SECRET_ACTOR`], earlier releases use the same name, and may be
+    /// running at the same time.
     fn lock_name(&self, key: &str) -> String {
         if self.actor == PLATFORM_SECRET_ACTOR {
             format!("idempotency {key}")
@@ -219,7 +218,7 @@ impl Mutation {
     }
 }
 
-/// Writes the audit row of a change.
+/// Writes the audit row for a change.
 pub async fn write_audit(tx: &Transaction<'_>, actor: &str, change: &AuditChange) -> Result<(), DbError> {
     let request_id = request_id::current();
     let AuditChange { action, target, before, after } = change;

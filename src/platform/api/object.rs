@@ -1,4 +1,4 @@
-//! Serves an object of the store for GET and HEAD, streamed, with ranges (RFC 9110).
+//! Serves an object from the store for GET and HEAD, streamed, with ranges (RFC 9110).
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use svc_http::openapi::{Content, DocumentedResponse};
 use svc_http::problem::{Code, Problem};
 use svc_store::Bucket;
 
-/// The responses of a route that serves an object.
+/// The responses from a route that serves an object.
 pub const RESPONSES: [DocumentedResponse; 3] = [
     DocumentedResponse {
         status: 200,
@@ -32,7 +32,7 @@ pub const RESPONSES: [DocumentedResponse; 3] = [
 /// Responds with the object, or with its requested range.
 ///
 /// # Errors
-/// The problem of `not_found` if there is no such object; `store_unavailable`, `range_not_satisfiable`.
+/// The problem from `not_found` if there is no such object; `store_unavailable`, `range_not_satisfiable`.
 pub async fn serve(
     bucket: &Bucket,
     object: &Path,
@@ -93,7 +93,7 @@ fn quoted(etag: &str) -> String {
     if etag.ends_with('"') { etag.to_owned() } else { format!("\"{etag}\"") }
 }
 
-/// Whether `If-None-Match` names this version, by weak comparison (RFC 9110, section 13.1.2).
+/// Returns whether `If-None-Match` names this version, by weak comparison (RFC 9110, section 13.1.2).
 fn is_unchanged(headers: &HeaderMap, meta: &ObjectMeta) -> bool {
     let Some(etag) = meta.e_tag.as_deref().map(quoted) else { return false };
     let given = headers.get_all(header::IF_NONE_MATCH).iter().filter_map(|value| value.to_str().ok());
@@ -101,7 +101,7 @@ fn is_unchanged(headers: &HeaderMap, meta: &ObjectMeta) -> bool {
     candidates.any(|candidate| candidate == "*" || candidate.strip_prefix("W/").unwrap_or(candidate) == etag)
 }
 
-/// Whether `If-Range`, if present, names this version, by strong comparison (RFC 9110, section 13.1.5).
+/// Returns whether `If-Range`, if present, names this version, by strong comparison (RFC 9110, section 13.1.5).
 fn permits_range(headers: &HeaderMap, meta: &ObjectMeta) -> bool {
     let Some(given) = headers.get(header::IF_RANGE) else { return true };
     meta.e_tag.as_deref().is_some_and(|etag| given.as_bytes() == quoted(etag).as_bytes())
@@ -114,7 +114,8 @@ enum RequestedRange {
     Unsatisfiable,
 }
 
-/// The requested range (RFC 9110, sections 13.1.5 and 14.2). A request for several ranges gets the whole object.
+/// Returns the requested range (RFC 9110, sections 13.1.5 and 14.2). A request for several ranges receives the whole
+/// object.
 fn requested_range(headers: &HeaderMap, meta: &ObjectMeta) -> RequestedRange {
     let Some(text) = headers.get(header::RANGE).and_then(|value| value.to_str().ok()) else {
         return RequestedRange::Whole;

@@ -1,5 +1,5 @@
 //! POST `/vps/operations/:id/continue` and `…/abandon`: an operator's decision on an operation that is waiting for one
-//! or makes no progress.
+//! or is making no progress.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -198,7 +198,7 @@ async fn restore_snapshot(
 ) -> Result<(), Problem> {
     if !is_snapshot_question(operation) {
         let detail = format!(
-            "The {} is not waiting for the choice of a snapshot, and nothing was changed. To restore another snapshot: `svcctl \
+            "The {} is not waiting for a snapshot to be chosen, and nothing was changed. To restore a different snapshot: `svcctl \
              operation abandon {}`, then `svcctl recover` with `--snapshot`.",
             operation.noun(),
             operation.id
@@ -241,7 +241,7 @@ async fn abandon_operation(
 ) -> Result<(), Problem> {
     db::operations::log(tx, operation.id, &operation.step, "abandoned", None).await?;
     let kind: OperationKind = operation.kind.parse().map_err(|_| {
-        invalid_state(operation, "This release of the platform does not support operations of this kind.")
+        invalid_state(operation, "This platform release does not support operations of this kind.")
     })?;
     match kind {
         OperationKind::Provision | OperationKind::Recover => {
@@ -267,7 +267,7 @@ async fn abandon_operation(
         | OperationKind::PowerOff
         | OperationKind::Reboot => {}
     }
-    // If the change of the machine has already ended the operation, this has no effect.
+    // If the change to the machine has already ended the operation, this has no effect.
     Ok(db::operations::end(tx, operation.id, "cancelled", Some("abandoned")).await?)
 }
 

@@ -1,5 +1,5 @@
 //! `/operators`: named operators, their scopes and tokens. Only the response to the request that issues a token
-//! contains the token; the stored response and the audit do not.
+//! contains the token; the stored response and the audit log do not.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -37,7 +37,7 @@ const MIN_TTL_SECONDS: u64 = 60;
 const MAX_TTL_SECONDS: u64 = 400 * DAY_SECONDS;
 const DEFAULT_OVERLAP_SECONDS: u64 = 3600;
 const MAX_OVERLAP_SECONDS: u64 = 7 * DAY_SECONDS;
-/// Includes revoked and expired operators, which are kept as long as the audit names them.
+/// Includes revoked and expired operators, which are kept as long as the audit log names them.
 const MAX_OPERATORS: i64 = 1000;
 
 async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
@@ -76,7 +76,7 @@ async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<
 fn name_taken(name: &OperatorName) -> Problem {
     let detail = format!(
         "An operator {name} already exists, possibly revoked: `svcctl operator list` shows all. A name cannot be reused \
-         while the audit contains it."
+         while the audit log contains it."
     );
     Problem::new(Code::Conflict, detail)
 }
@@ -103,8 +103,9 @@ async fn rotate(
             // A rotation hands the operator's scopes to the caller.
             ensure_may_grant(&operator, &before.scopes)?;
             if before.revoked_at.is_some() {
-                let detail =
-                    format!("Operator {name} has been revoked: add an operator with another name instead.");
+                let detail = format!(
+                    "Operator {name} has been revoked: add an operator with a different name instead."
+                );
                 return Err(Problem::new(Code::Conflict, detail));
             }
             let hash = tokens::hash(token_value.expose_secret());
@@ -216,12 +217,12 @@ fn ensure_may_grant(operator: &Operator, scopes: &Scopes) -> Result<(), Problem>
     Err(Problem::new(Code::Forbidden, detail).with("missingScopes", json!(missing)))
 }
 
-/// The response without the token, as it is stored for replays.
+/// Returns the response without the token, as it is stored for replays.
 fn issue_reply(status: StatusCode, operator: &OperatorRow) -> Reply {
     Reply::new(status, TokenIssue { operator: operator.into(), token_id: operator.token_id.into() })
 }
 
-/// The response with the token. A replayed response contains the token that was issued first.
+/// Returns the response with the token. A replayed response contains the token that was issued first.
 async fn issue_response(
     platform: &Platform,
     outcome: Outcome,
@@ -250,7 +251,7 @@ async fn with_stored_token(platform: &Platform, reply: Reply) -> Result<Reply, P
     let Some(stored) = stored else { return Ok(with_token(reply, &platform.mint.operator_token(id))) };
     let token = platform.mint.stored_operator_token(id, &stored.token_hash).ok_or_else(|| {
         let detail = format!(
-            "The token of this response was issued with a PLATFORM_KEY that is no longer in use, and cannot be shown again: \
+            "The token in this response was issued with a PLATFORM_KEY that is no longer in use, and cannot be shown again: \
              `svcctl operator rotate {}` issues a new one.",
             stored.name
         );

@@ -39,13 +39,13 @@ use svc_store::pointer_repair::{
 };
 use svc_wire::pointer as wire;
 
-/// Timeout for all store requests of a call together. It is shorter than the timeout of `svcctl`.
+/// Timeout for all of a call's store requests together. It is shorter than the timeout of `svcctl`.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 
 struct PointerTarget {
     user: IdpUserId,
     slot: Slot,
-    /// The snapshot to name, instead of the newest one of the highest epoch.
+    /// The snapshot to name, instead of the newest one from the highest epoch.
     snapshot_key: Option<SnapshotKey>,
     /// Whether the pointer should name no snapshot.
     should_be_empty: bool,
@@ -71,7 +71,7 @@ impl PointerTarget {
         }
     }
 
-    /// Whether the database has a record of the slot.
+    /// Returns whether the database has a record of the slot.
     async fn is_known(&self, client: &impl GenericClient) -> Result<bool, DbError> {
         let machines = db::machines::list_newest_in_slot(client, &self.user, &self.slot).await?;
         Ok(!machines.is_empty()
@@ -153,7 +153,7 @@ async fn replace(
     let inspection = inspect(platform, target, record.clone()).await?;
     ensure_exists(target, is_known, &inspection)?;
     if inspection.found.is_sound() && sound == SoundPointer::Keep {
-        // If this request is a repetition, the original may have completed in the meantime.
+        // If this request is a retry, the original may have completed in the meantime.
         if let Some(reply) = mutation.replay(&platform.db.session().await?).await? {
             return Ok(reply);
         }
@@ -238,7 +238,7 @@ async fn ensure_nothing_restorable(
     }
     let Some(complete) = found.next.and_then(|next| next.snapshot) else { return Ok(()) };
     let detail = format!(
-        "{} of {} can be restored, and the pointer was not changed; `svcctl pointer rebuild {} --slot {} --empty --force` \
+        "{}, taken at {}, can be restored, and the pointer was not changed; `svcctl pointer rebuild {} --slot {} --empty --force` \
          ignores that snapshot.",
         complete.key,
         rfc3339_ms(complete.taken_at),
@@ -256,7 +256,7 @@ fn describe_failed_search(inspection: &Inspection) -> String {
     }
     let checked = all - unchecked;
     format!(
-        "None of the {checked} checked snapshots is complete; {unchecked} others of the slot were not checked."
+        "None of the {checked} checked snapshots is complete; {unchecked} others in the slot were not checked."
     )
 }
 

@@ -126,7 +126,7 @@ fn ensure_power_change_allowed(machine: &MachineRow, action: PowerAction) -> Res
 /// Finds a running operation with the same action.
 ///
 /// # Errors
-/// `invalid_state` if another operation of the machine is running.
+/// `invalid_state` if a different operation is running on the machine.
 async fn find_same_operation(
     tx: &Transaction<'_>,
     machine: &MachineRow,
@@ -137,7 +137,7 @@ async fn find_same_operation(
         return Ok(Some(operation.id));
     }
     let detail = format!(
-        "Operation {} ({}) of the machine is running; wait until it has ended, or abandon it.",
+        "Operation {} ({}) is running on the machine; wait until it has ended, or abandon it.",
         operation.id, operation.kind
     );
     Err(invalid_state(machine, &detail))

@@ -1,4 +1,4 @@
-//! Maps internal errors to problems. The caller gets the code; details are logged under the request id.
+//! Maps internal errors to problems. The caller receives the code; details are logged under the request id.
 
 use crate::db::DbError;
 use crate::db::machine_row::MachineRow;
@@ -19,7 +19,7 @@ impl From<DbError> for Problem {
     }
 }
 
-/// The problem of an unusable snapshot or an unavailable store.
+/// Returns the problem for an unusable snapshot or an unavailable store.
 pub fn snapshot_unusable(error: SnapshotUnusable) -> Problem {
     match error {
         SnapshotUnusable::Absent => Problem::new(
@@ -33,7 +33,7 @@ pub fn snapshot_unusable(error: SnapshotUnusable) -> Problem {
     }
 }
 
-/// The problem of a rejected change of a machine, for an operator.
+/// Returns the problem for a rejected change to a machine, as shown to an operator.
 pub fn lifecycle_problem(error: LifecycleError, machine: &MachineRow) -> Problem {
     match error {
         LifecycleError::Db(error) => error.into(),
@@ -63,7 +63,7 @@ pub fn invalid_state(status: &str, allowed: &[Status]) -> Problem {
         .with("allowed", allowed.into())
 }
 
-/// The problem of a failed call to the provider; details are only logged.
+/// Returns the problem for a failed call to the provider; details are only logged.
 pub fn provider_problem(error: &ProviderError) -> Problem {
     tracing::warn!(error = %format_chain(error), "provider error");
     provisioning_error()

@@ -58,13 +58,13 @@ pub struct ProvisionRequest {
 }
 
 impl ProvisionRequest {
-    /// Whether the request adds a customer. The customer of a failed machine already exists.
+    /// Returns whether the request adds a customer. The customer of a failed machine already exists.
     pub fn adds_customer(&self, existing: Option<&MachineRow>) -> bool {
         self.kind == MachineKind::Customer && existing.is_none()
     }
 
-    /// The confirmations that the request requires. `existing` is the slot's machine, which is replaced if it has
-    /// failed.
+    /// Returns the confirmations that the request requires. `existing` is the slot's machine, which is replaced if it
+    /// has failed.
     pub fn required_confirmation(&self, existing: Option<&MachineRow>) -> RequiredConfirmation {
         match existing {
             _ if self.kind != MachineKind::Customer => RequiredConfirmation::Nothing,
@@ -185,7 +185,7 @@ struct ProvisionPlan {
     image_version: ImageVersion,
     bundle_sha256: String,
     restore: RestoreMode,
-    /// The highest epoch of the slot in the store.
+    /// The slot's highest epoch in the store.
     epoch_floor: Epoch,
     /// The failed machine that the new one replaces.
     replaces: Option<MachineId>,
@@ -211,7 +211,7 @@ async fn prepare_plan(
     Ok(ProvisionPlan { image_version, bundle_sha256, restore, epoch_floor, replaces })
 }
 
-/// Runs a provision's checks for a quote, without changing anything. Returns the new machine's release.
+/// Runs the provisioning checks for a quote, without changing anything. Returns the new machine's release.
 pub async fn check_possible(
     platform: &Platform,
     request: &ProvisionRequest,
@@ -352,7 +352,7 @@ pub async fn find_bundle_digest(bucket: &Bucket, version: &ImageVersion) -> Resu
     })
 }
 
-/// A slot that has a snapshot, or should have one, never starts empty.
+/// Chooses whether to restore a snapshot. A slot that has a snapshot, or should have one, never starts empty.
 async fn choose_restore_mode(
     platform: &Platform,
     request: &ProvisionRequest,
@@ -380,7 +380,8 @@ fn has_failed(machine: &MachineRow) -> bool {
     machine.status == Status::Failed
 }
 
-/// The problem of a slot whose deleted machine is still taking the final backup that a new machine would restore.
+/// Returns the problem for a slot whose deleted machine is still taking the final backup that a new machine would
+/// restore.
 fn deletion_pending(deletion: &OperationRow) -> Problem {
     let OperationRow { id, machine, .. } = deletion;
     let subject = format!("The deletion of the slot's machine {machine} (operation {id})");
@@ -435,7 +436,7 @@ pub fn body_schema() -> Value {
     )
 }
 
-/// The problems of a provision.
+/// The problems that provisioning may report.
 const PROBLEMS: [Code; 16] = [
     Code::ConfirmationRequired,
     Code::PriceChanged,

@@ -1,6 +1,6 @@
-//! POST `/vps/provision/quote`: describes what a provision would do, cost and use, without changing anything. A request
-//! that a provision would refuse is refused, except for its confirmations, which a quote does not check. Consecutive
-//! quotes share the data read from the provider ([`crate::quote_cache`]).
+//! POST `/vps/provision/quote`: describes what provisioning would do, cost and use, without changing anything. Rejects
+//! whatever provisioning would reject, except missing or outdated confirmations, which a quote does not check.
+//! Consecutive quotes share the data read from the provider ([`crate::quote_cache`]).
 
 use std::sync::Arc;
 

@@ -1,6 +1,6 @@
 //! POST `/vps/recover`: replaces the slot's machine with a new one, restored from the slot's latest snapshot.
 //!
-//! The snapshot is checked before any change. During a recovery, a repeated request gets the same response, and a
+//! The snapshot is checked before any change. During a recovery, a repeated request receives the same response, and a
 //! request with different options is rejected.
 
 use std::sync::Arc;
@@ -96,12 +96,12 @@ struct RecoveryPlan {
     restore: RestoreMode,
     /// `None` means the snapshot that the pointer names.
     snapshot: Option<String>,
-    /// A stored snapshot that is newer than the one to restore. A final backup of the host supersedes both.
+    /// A stored snapshot that is newer than the one to restore. A final backup by the host supersedes both.
     newer: Option<SideRecord>,
     image_version: ImageVersion,
     bundle_sha256: String,
     server_type: ServerType,
-    /// The highest epoch of the slot in the store.
+    /// The slot's highest epoch in the store.
     epoch_floor: Epoch,
     /// The servers in the provider's project; `None` if no limit is set.
     listed: Option<ListedServerCount>,
@@ -282,7 +282,7 @@ async fn find_initial_data(
     }
 }
 
-/// The problem of a machine whose server has the only copy of the slot's data, of which a backup can be taken first.
+/// Returns the problem for a machine whose server has the only copy of the slot's data, which can be backed up first.
 fn unsaved_machine_problem(machine: &MachineRow) -> Option<Problem> {
     if machine.registered_at.is_none() || !machine.has_server() {
         return None;
@@ -298,7 +298,7 @@ fn unsaved_machine_problem(machine: &MachineRow) -> Option<Problem> {
     Some(Problem::new(Code::SnapshotUnusable, detail))
 }
 
-/// The response to a request during a recovery. The recovery keeps its options, so a request with different ones is
+/// Responds to a request during a recovery. The recovery keeps its options, so a request with different ones is
 /// rejected.
 async fn respond_during_recovery(
     client: &impl GenericClient,
@@ -326,8 +326,8 @@ async fn respond_during_recovery(
     Ok(Reply::new(StatusCode::ACCEPTED, response_body(old.id, machine, operation.id)))
 }
 
-/// The options of a request that differ from those of the running recovery. `has_moved`: whether the recovery's server
-/// was ordered in a fallback location.
+/// Returns the options of a request that differ from those of the running recovery. `has_moved`: whether the recovery's
+/// server was ordered in a fallback location.
 fn differing_options(
     request: &RecoveryRequest,
     machine: &MachineRow,

@@ -1,7 +1,7 @@
 //! POST `/vps/register`: registers a host with a single-use token, which makes its machine routable.
 //!
-//! A repeated request with an identical body gets the same response until the token expires, because the first response
-//! may have been lost.
+//! A repeated request with an identical body receives the same response until the token expires, because the first
+//! response may have been lost.
 
 use std::sync::Arc;
 
@@ -44,8 +44,8 @@ pub struct HostRegistration {
     pin: SpkiPin,
 }
 
-/// The canonical form of a registration. The audit records it, and its hash is stored, so that a repeated request is
-/// recognized. The form must not change, because the platform may be updated between a request and its repetition.
+/// The canonical form of a registration. The audit log records it, and its hash is stored so that a repeated request is
+/// recognized. This form must not change, because the platform may be updated between a request and its repetition.
 #[derive(Serialize)]
 struct CanonicalRegistration<'a> {
     machine: MachineId,
@@ -122,7 +122,7 @@ async fn ensure_not_fenced_out(platform: &Platform, machine: &MachineRow) -> Res
 /// registration.
 ///
 /// # Errors
-/// As for a registration.
+/// Same as for a registration.
 pub async fn register_from_heartbeat(
     platform: &Platform,
     machine: &MachineRow,
@@ -163,7 +163,7 @@ impl HostRegistration {
         Some(Self { sent, pin })
     }
 
-    /// Whether the registration is for this machine.
+    /// Returns whether the registration is for this machine.
     pub fn is_for(&self, machine: MachineId) -> bool {
         self.sent.machine_id == machine
     }

@@ -1,5 +1,5 @@
-//! Preconditions for replacing a slot's machine. While the old machine still serves, they check everything that a new
-//! one needs.
+//! Preconditions for replacing a slot's machine. While the old machine is still serving, they check everything that a
+//! new one needs.
 
 use deadpool_postgres::GenericClient;
 use serde_json::json;
@@ -51,7 +51,7 @@ pub async fn ensure_fits_disk(
     let info = match platform.provider.server_type(server_type).await {
         Ok(Some(info)) => info,
         Ok(None) => {
-            let detail = format!("{server_type} is not a server type of the provider");
+            let detail = format!("{server_type} is not a server type that the provider offers");
             return Err(Problem::field("/serverType", detail));
         }
         Err(error) => {
@@ -79,8 +79,8 @@ fn needed_bytes(database_bytes: u64) -> u64 {
     RESERVED_BYTES.saturating_add((database_bytes as f64 * BYTES_PER_DATABASE_BYTE) as u64)
 }
 
-/// Finds the highest epoch of the slot in the store. An unreadable pointer is an error, because no fence could be
-/// written to it.
+/// Finds the slot's highest epoch in the store. An unreadable pointer is an error, because no fence could be written to
+/// it.
 ///
 /// # Errors
 /// `snapshot_unusable`, `store_unavailable`.
@@ -136,7 +136,7 @@ pub async fn ensure_no_unknown_holder(
     Err(held_by_another(detail, current))
 }
 
-/// Rejects a change of a machine's server if, according to the store, another machine holds its slot under an epoch
+/// Rejects a change to a machine's server if, according to the store, another machine holds its slot under an epoch
 /// that this database does not record. If the pointer is unreadable, the check passes.
 ///
 /// # Errors
@@ -219,7 +219,7 @@ pub async fn ensure_may_start_empty(
         return Ok(());
     }
     let detail = format!(
-        "The store's pointer names no snapshot, but a host reported a snapshot of {}: `svcctl pointer show` shows the slot's \
+        "The store's pointer names no snapshot, but a host reported a snapshot taken at {}: `svcctl pointer show` shows the slot's \
          snapshots, and `svcctl pointer rebuild` restores the pointer.",
         rfc3339_ms(taken_at)
     );
@@ -246,8 +246,8 @@ pub async fn ensure_no_unsaved_data(
     unsaved.map_or(Ok(()), |machine| Err(unsaved_problem(machine)))
 }
 
-/// Whether the last machine that served may have data. A deleted machine has data while its server exists, unless an
-/// operator accepted the loss.
+/// Returns whether the last machine that served may have data. A deleted machine has data while its server exists,
+/// unless an operator accepted the loss.
 async fn may_hold_data(client: &impl GenericClient, last: &MachineRow) -> Result<bool, DbError> {
     if last.deleted_at.is_none() {
         return Ok(true);
@@ -260,7 +260,9 @@ fn unsaved_problem(machine: &MachineRow) -> Problem {
     let next_step = if !machine.has_server() {
         "Its server no longer exists.".to_owned()
     } else if machine.is_active() {
-        format!("`svcctl resume {id}` returns it to service if its server runs and its host is healthy.")
+        format!(
+            "`svcctl resume {id}` returns it to service if its server is running and its host is healthy."
+        )
     } else if machine.deleted_at.is_some() {
         format!("`svcctl undelete {id}` returns it to its slot.")
     } else {

@@ -75,7 +75,7 @@ async fn resize(
             entitlement::ensure_machine_entitled(platform, tx, &machine, to).await?;
             if let Some(operation) = db::operations::find_running(tx, id).await? {
                 let detail = format!(
-                    "Operation {} ({}) of the machine is running; wait until it has ended.",
+                    "Operation {} ({}) is running on the machine; wait until it has ended.",
                     operation.id, operation.kind
                 );
                 return Err(Problem::new(Code::InvalidState, detail)
@@ -130,7 +130,9 @@ fn changes_type(machine: &MachineRow, to: &ServerType) -> Result<bool, Problem> 
 
 async fn require_server_type(platform: &Platform, to: &ServerType) -> Result<ServerTypeInfo, Problem> {
     let info = platform.provider.server_type(to).await.map_err(|error| problems::provider_problem(&error))?;
-    info.ok_or_else(|| Problem::field("/serverType", format!("{to} is not a server type of the provider")))
+    info.ok_or_else(|| {
+        Problem::field("/serverType", format!("{to} is not a server type that the provider offers"))
+    })
 }
 
 /// Rejects a type with a smaller disk than the server's actual one, because disks cannot shrink.

@@ -1,4 +1,4 @@
-//! POST `/vps/:id/resume`: returns a failed machine to service if its server runs and its host is healthy.
+//! POST `/vps/:id/resume`: returns a failed machine to service if its server is running and its host is healthy.
 
 use std::sync::Arc;
 
@@ -72,7 +72,7 @@ async fn resume(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
     change.end(effect, StatusCode::OK, |after| Machine::from(after)).await
 }
 
-/// Checks that the machine's server runs and its host is healthy. Returns the server's type.
+/// Checks that the machine's server is running and its host is healthy. Returns the server's type.
 async fn check_server_and_host(
     platform: &Platform,
     machine: &MachineRow,
@@ -85,7 +85,7 @@ async fn check_server_and_host(
     if !is_live || !machine.is_healthy() {
         return Err(invalid_state(&format!(
             "The machine's host has sent no healthy heartbeat in the last two minutes: use `svcctl power on {0}` if its \
-             server is off, `svcctl power reboot {0}` if its host hangs, or recover the slot.",
+             server is off, `svcctl power reboot {0}` if its host has hung, or recover the slot.",
             machine.id
         )));
     }

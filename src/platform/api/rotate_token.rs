@@ -1,4 +1,4 @@
-//! POST `/vps/:id/rotate-token` and `/vps/fleet/rotate-tokens`: requests the rotation of hosts' tokens.
+//! POST `/vps/:id/rotate-token` and `/vps/fleet/rotate-tokens`: requests rotation of host tokens.
 //!
 //! The response to the next heartbeat contains the host's next token; `platform::token_rotation` has the rules.
 

@@ -1,4 +1,4 @@
-//! Schemas of names and enumerations that requests and parameters of several routes share.
+//! Schemas for names and enumerations that several routes' requests and parameters share.
 
 use serde_json::{Value, json};
 
@@ -55,7 +55,7 @@ pub fn plan() -> Value {
     one_of(Plan::NAMES)
 }
 
-/// The status of a component in the response of a health route.
+/// Returns the schema for a component's status in a health route's response.
 pub fn component_status() -> Value {
     one_of(&ComponentStatus::ALL.map(ComponentStatus::as_str))
 }

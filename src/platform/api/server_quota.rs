@@ -1,11 +1,12 @@
 //! Checks whether the provider's project has room for one more server.
 //!
 //! The provider's API reports a project's servers, but not its limit: the limit is `PROVIDER_SERVER_LIMIT`. In
-//! addition, the project counts as full for a few minutes after the provider has refused an order because of its limit.
+//! addition, the project counts as full for a few minutes after the provider has rejected an order because of its
+//! limit.
 //!
-//! A replaced machine keeps its server for a while, so a slot has one server more than usual. This extra server may
+//! A replaced machine keeps its server for a while, so the slot has one more server than usual. This extra server may
 //! exceed the limit, so that a full project does not prevent a recovery. A second extra server may not: otherwise,
-//! repeated replacements of one slot would accumulate servers without bound.
+//! repeatedly replacing a slot's machine would accumulate servers without bound.
 
 use deadpool_postgres::{GenericClient, Transaction};
 use serde_json::json;
@@ -35,7 +36,7 @@ pub async fn count_listed(platform: &Platform) -> Result<ListedServerCount, DbEr
     Ok(ListedServerCount { listed, recorded })
 }
 
-/// [`count_listed`], if a limit is set.
+/// Like [`count_listed`], but returns `None` if no limit is set.
 ///
 /// # Errors
 /// [`DbError`].
@@ -63,7 +64,7 @@ fn total_used(listed: Option<ListedServerCount>, own: OwnServerCounts) -> u64 {
     listed.unwrap_or_default().max(own.existing) + own.ordered
 }
 
-/// Ensures that one more server fits. A lock serializes orders, so that two cannot take the last place.
+/// Ensures that there is room for one more server. A lock serializes orders, so that two cannot take the last place.
 ///
 /// # Errors
 /// `server_limit_reached`, `database_unavailable`.
@@ -76,10 +77,10 @@ pub async fn ensure_room(
     check_room(platform, tx, listed).await.map(drop)
 }
 
-/// [`ensure_room`] for the replacement of a machine.
+/// Like [`ensure_room`], but for a machine's replacement.
 ///
 /// # Errors
-/// As [`ensure_room`].
+/// Same as [`ensure_room`].
 pub async fn ensure_room_for_replacement(
     platform: &Platform,
     tx: &Transaction<'_>,
@@ -97,10 +98,10 @@ async fn lock_orders(platform: &Platform, tx: &Transaction<'_>) -> Result<(), Db
     }
 }
 
-/// [`ensure_room`] without its lock, for a request that orders nothing. Returns the number of used servers.
+/// Like [`ensure_room`], but without its lock, for a request that orders nothing. Returns the number of servers in use.
 ///
 /// # Errors
-/// As [`ensure_room`].
+/// Same as [`ensure_room`].
 pub async fn check_room(
     platform: &Platform,
     client: &impl GenericClient,
@@ -110,11 +111,11 @@ pub async fn check_room(
     shortage.map_or(Ok(used), Err)
 }
 
-/// [`ensure_room_for_replacement`] without its lock, for a request that orders nothing. Returns the number of used
-/// servers.
+/// Like [`ensure_room_for_replacement`], but without its lock, for a request that orders nothing. Returns the number of
+/// servers in use.
 ///
 /// # Errors
-/// As [`ensure_room`].
+/// Same as [`ensure_room`].
 pub async fn check_room_for_replacement(
     platform: &Platform,
     client: &impl GenericClient,
@@ -137,7 +138,7 @@ pub async fn check_room_for_replacement(
     Err(Problem { detail, ..shortage }.with("otherMachines", json!(others)))
 }
 
-/// Returns the number of used servers and, if no further server fits, the problem.
+/// Returns the number of servers in use and, if there is no room for another one, the problem.
 async fn measure_room(
     platform: &Platform,
     client: &impl GenericClient,
@@ -145,7 +146,7 @@ async fn measure_room(
 ) -> Result<(u64, Option<Problem>), DbError> {
     let used = count_used(client, listed).await?;
     if db::alarms::get(client, Alarm::ProviderLimit.as_str()).await?.is_some() {
-        let detail = "The provider has refused a server because of the project's limit: raise the limit at the \
+        let detail = "The provider has refused to create a server because of the project's limit: raise the limit at the \
                       provider, or delete unused servers. The alarm provider_limit ends with the next accepted order, or a few minutes \
                       after the last refusal.";
         return Ok((used, Some(Problem::new(Code::ServerLimitReached, detail))));

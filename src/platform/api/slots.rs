@@ -1,4 +1,4 @@
-//! PUT and GET `/vps/slots`: subscriptions of slots, which the billing system sets.
+//! PUT and GET `/vps/slots`: slot subscriptions, which the billing system sets.
 
 use std::str::FromStr;
 use std::sync::Arc;
@@ -28,13 +28,13 @@ use svc_wire::slot::{Subscription, SubscriptionList};
 
 const PAGE_SIZE: usize = 1000;
 
-/// The schema of a cursor, `USER/SLOT`.
+/// Returns the schema for a cursor, `USER/SLOT`.
 fn cursor_schema() -> Value {
     let (user, slot) = (IdpUserId::PATTERN, Slot::PATTERN);
     text_matching(&format!("{}/{}", user.trim_end_matches('$'), slot.trim_start_matches('^')))
 }
 
-/// The last slot of a page.
+/// The last slot on a page.
 struct Cursor(IdpUserId, Slot);
 
 impl FromStr for Cursor {

@@ -122,7 +122,7 @@ async fn ensure_can_reinstate(tx: &Transaction<'_>, machine: &MachineRow) -> Res
         return Err(invalid_state("The machine never served: provision the slot."));
     }
     let removal = db::operations::find_newest(tx, machine.id, "remove_server").await?;
-    // A removal that was abandoned, or failed because the machine serves, has left the server untouched.
+    // A removal that was abandoned, or failed because the machine is serving, has left the server untouched.
     if !machine.has_server() || removal.as_ref().is_some_and(|removal| removal.state == "succeeded") {
         return Err(invalid_state(
             "The machine's server has been deleted: provision the slot, which restores its latest snapshot.",

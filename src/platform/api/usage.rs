@@ -66,7 +66,7 @@ async fn fetch_report(
     parse_report(&response).map_err(|error| {
         tracing::warn!(machine = %id, %error, "the host's response is not a valid usage report");
         let detail =
-            format!("The response of machine {id} is not a valid usage report; see the platform's log.");
+            format!("The response from machine {id} is not a valid usage report; see the platform's log.");
         Problem::new(Code::HostAnswerInvalid, detail)
     })
 }
@@ -164,7 +164,7 @@ async fn audit_read(
     Ok(db::commit(tx).await?)
 }
 
-/// Parses a host's report. Unknown fields are dropped, texts become bounded and printable, and negative costs and
+/// Parses a host's report. Unknown fields are dropped, texts are made bounded and printable, and negative costs and
 /// invalid dates are errors.
 fn parse_report(response: &[u8]) -> Result<UsageReport, String> {
     let mut report: UsageReport = serde_json::from_slice(response).map_err(|error| error.to_string())?;
@@ -184,7 +184,7 @@ fn parse_report(response: &[u8]) -> Result<UsageReport, String> {
 /// Parses a host's report, for `tests/fuzz`.
 ///
 /// # Errors
-/// The reason why the report is invalid.
+/// The reason the report is invalid.
 #[cfg(feature = "fuzzing")]
 pub fn read_report(response: &[u8]) -> Result<serde_json::Value, String> {
     parse_report(response).map(|report| json!(report))

@@ -1,9 +1,9 @@
-//! Limits on the database connections of one platform process, by purpose.
+//! Limits on a platform process's database connections, by purpose.
 
 use crate::vars;
 use svc_base::config::Env;
 
-/// Maximum number of database connections of one process, by purpose.
+/// Maximum number of database connections for one process, by purpose.
 #[derive(Debug, Clone, Copy)]
 pub struct ConnectionLimits {
     /// For operators' changes, operations and the reconciler.

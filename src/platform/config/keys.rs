@@ -9,7 +9,7 @@ use crate::vars;
 use svc_base::config::Env;
 use svc_base::variable::Variable;
 
-/// Reads both keys. Records mistakes in `env` and returns `None` if there are any.
+/// Reads both keys. Records errors in `env` and returns `None` if there are any.
 pub fn read(env: &mut Env) -> Option<PlatformKeys> {
     let (variable, previous_variable) = (&vars::PLATFORM_KEY, &vars::PLATFORM_KEY_PREVIOUS);
     let current = env.required_secret(variable).and_then(|text| parse_key(env, variable, &text));
@@ -44,7 +44,7 @@ fn parse_key(env: &mut Env, variable: &Variable, text: &SecretString) -> Option<
 mod tests {
     use super::*;
 
-    /// The mistakes reported for these two settings.
+    /// Returns the errors reported for these two settings.
     fn mistakes(current: &'static str, previous: &'static str) -> Vec<String> {
         let mut env = Env::from_pairs([("PLATFORM_KEY", current), ("PLATFORM_KEY_PREVIOUS", previous)]);
         let keys = read(&mut env);

@@ -41,7 +41,7 @@ pub struct ProviderConfig {
     pub ambiguous_wait: Duration,
 }
 
-/// Maximum length of the environment's and the project's name.
+/// Maximum length of the environment and project names.
 const MAX_NAME_CHARS: usize = 64;
 
 /// Maximum number of fallback locations per machine.

@@ -31,13 +31,13 @@ pub struct RouterConfig {
     pub user_rate: u32,
     /// Verifications of uncached credentials per client address per second; 0 means no limit.
     pub check_rate: u32,
-    /// Load balancers in front of the router. They are exempt from the limit per address.
+    /// Load balancers in front of the router. They are exempt from the per-address limit.
     pub trusted_proxies: Networks,
 }
 
 impl RouterConfig {
-    /// Reads `APP_HOST`, `CODE_HOST`, `IDP_*`, `LEGACY_FALLBACK_URL`, `PLATFORM_ROUTES_POLL_MS`, and `ROUTER_*` except the
-    /// settings of the listener. Records mistakes in `env` and returns `None` if a required value is missing or invalid.
+    /// Reads `APP_HOST`, `CODE_HOST`, `IDP_*`, `LEGACY_FALLBACK_URL`, `PLATFORM_ROUTES_POLL_MS`, and `ROUTER_*` except
+    /// the listener settings. Records errors in `env` and returns `None` if a required value is missing or invalid.
     pub fn read(env: &mut Env) -> Option<Self> {
         let app_host: Option<HostAndPort> = env.required(&vars::APP_HOST);
         let code_host: Option<HostAndPort> = env.required(&vars::CODE_HOST);
@@ -136,7 +136,7 @@ pub struct HostAndPort {
 }
 
 impl HostAndPort {
-    /// The host name without the port, in lower case.
+    /// Returns the host name without the port, in lower case.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -146,7 +146,7 @@ impl HostAndPort {
         name.eq_ignore_ascii_case(&self.name) && self.port.is_none_or(|own| port == Some(own))
     }
 
-    /// The authority of a URL to this host, for a client whose own request had the authority `requested`.
+    /// Returns the authority for a URL to this host, for a client whose own request had the authority `requested`.
     pub fn authority(&self, requested: &str) -> String {
         match self.port.or_else(|| split_port(requested).1) {
             Some(port) => format!("{}:{port}", self.name),

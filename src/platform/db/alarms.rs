@@ -1,4 +1,4 @@
-//! `fleet_alarms`: problems of the fleet as a whole, one row each.
+//! `fleet_alarms`: problems with the fleet as a whole, one row each.
 
 use std::time::Duration;
 
@@ -57,8 +57,8 @@ pub async fn raise(
     raise_with(client, alarm, (detail, "excluded.detail"), lifetime).await
 }
 
-/// Raises an alarm for one more case. Its detail must be an object; it is merged into the stored detail unless that has
-/// 100 members already.
+/// Raises an alarm for one more case. Its detail must be an object; it is merged into the stored detail unless that
+/// already has 100 members.
 pub async fn raise_case(
     client: &impl GenericClient,
     alarm: &str,
@@ -103,7 +103,7 @@ pub async fn get(client: &impl GenericClient, alarm: &str) -> Result<Option<Alar
     Ok(query_opt(client, &sql, &[&alarm]).await?.as_ref().map(parse))
 }
 
-/// Active alarms, oldest first.
+/// Lists the active alarms, oldest first.
 pub async fn list_active(client: &impl GenericClient) -> Result<Vec<AlarmRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM fleet_alarms WHERE {ACTIVE} ORDER BY since, alarm");
     Ok(query(client, &sql, &[]).await?.iter().map(parse).collect())

@@ -30,7 +30,7 @@ pub async fn reserve(
     })
 }
 
-/// Closes the budget for `wait` after the provider refused a call.
+/// Closes the budget for `wait` after the provider has rejected a call.
 pub async fn close(client: &impl GenericClient, account: &str, wait: Duration) -> Result<(), DbError> {
     let sql = "UPDATE provider_budget SET tokens = 0, at = clock_timestamp(), \
                closed_until = greatest(closed_until, clock_timestamp() + make_interval(secs => $2)) \
@@ -38,7 +38,7 @@ pub async fn close(client: &impl GenericClient, account: &str, wait: Duration) -
     execute(client, sql, &[&account, &wait.as_secs_f64()]).await.map(drop)
 }
 
-/// The last known number of calls that the provider still allows.
+/// Loads the last known number of calls that the provider still allows.
 pub async fn load_remaining(client: &impl GenericClient) -> Result<Option<f64>, DbError> {
     let sql = "SELECT least(capacity, tokens + greatest(extract(epoch FROM clock_timestamp() - at), 0) * per_second) \
                ::float8 FROM provider_budget WHERE learnt ORDER BY at DESC LIMIT 1";

@@ -1,12 +1,12 @@
-//! Machines that left their slots and still need an operator: because of a kept server with unsaved changes, an
-//! abandoned removal, or an operation that waits for a decision.
+//! Machines that have left their slots and still need an operator because of a kept server with unsaved changes, an
+//! abandoned removal, or an operation that is waiting for a decision.
 
 use deadpool_postgres::GenericClient;
 
 use super::{DbError, query};
 use svc_machine::id::{MachineId, OperationId};
 
-/// A machine that left its slot and needs an operator.
+/// A machine that has left its slot and needs an operator.
 #[derive(Debug, Clone)]
 pub struct EndedMachineRow {
     pub machine: MachineId,
@@ -21,8 +21,8 @@ pub struct EndedMachineRow {
     pub waiting_operation: Option<OperationId>,
 }
 
-/// Lists the machines that left their slots and need an operator, oldest first. Only machines whose servers may still
-/// exist are read, so that the cost does not grow with the history.
+/// Lists the machines that have left their slots and need an operator, oldest first. Only machines whose servers may
+/// still exist are read, so that the cost does not grow with the history.
 pub async fn list_needing_attention(client: &impl GenericClient) -> Result<Vec<EndedMachineRow>, DbError> {
     let sql = "SELECT * FROM (SELECT m.machine_id, m.idp_user_id, m.slot, m.handle, m.status, m.deleted_at IS NOT NULL, \
                    m.unsaved_since IS NOT NULL AND m.discard_ordered_at IS NULL AS unsaved, \

@@ -13,11 +13,11 @@ pub struct ExerciseRow {
     pub machine: MachineId,
 }
 
-/// All slots with their machines; a query must select the test slots by `s.is_test`.
+/// All slots with their machines; a query must select the test slots with `s.is_test`.
 const SLOTS_JOIN_MACHINES: &str =
     "slots s JOIN user_machines m ON m.idp_user_id = s.idp_user_id AND m.slot = s.slot";
 
-/// The newest recovery of a test slot that succeeded.
+/// Finds the newest successful recovery of a test slot.
 pub async fn find_recovery(client: &impl GenericClient) -> Result<Option<ExerciseRow>, DbError> {
     let sql = format!(
         "SELECT o.ended_at, o.machine_id FROM {SLOTS_JOIN_MACHINES} JOIN operations o ON o.machine_id = m.machine_id \
@@ -26,8 +26,8 @@ pub async fn find_recovery(client: &impl GenericClient) -> Result<Option<Exercis
     find(client, &sql).await
 }
 
-/// The newest rollback on a test slot: an operator marked its machine as failed or deleted it, or its host rolled back
-/// a release.
+/// Finds the newest rollback on a test slot: an operator marked its machine as failed or deleted it, or its host rolled
+/// back a release.
 pub async fn find_rollback(client: &impl GenericClient) -> Result<Option<ExerciseRow>, DbError> {
     let sql = format!(
         "SELECT a.at, m.machine_id FROM {SLOTS_JOIN_MACHINES} JOIN operator_audit a ON a.target = m.machine_id::text \

@@ -26,7 +26,7 @@ pub struct FleetRow {
     pub database: Option<String>,
     /// Also `None` if the release has no code-server.
     pub code: Option<String>,
-    /// Whether the last heartbeat lacked a measurement of the disk.
+    /// Whether the last heartbeat lacked a disk measurement.
     pub is_disk_unknown: bool,
     /// Age of the slot's last verified snapshot, from any of its machines.
     pub backup_age: Option<f64>,
@@ -43,10 +43,10 @@ pub struct FleetRow {
     /// Age of the running operation.
     pub operation_age: Option<f64>,
     pub operation_attempts: i32,
-    /// The running operation, if it waits for an operator's decision.
+    /// The running operation, if it is waiting for an operator's decision.
     pub waiting_operation: Option<OperationId>,
     pub is_operation_waiting_for_account: bool,
-    /// Time since an operator ordered the server to be powered off.
+    /// Time since an operator requested that the server be powered off.
     pub powered_off_age: Option<f64>,
     /// Time since the last rotation of the upgrade token.
     pub token_age: f64,
@@ -58,14 +58,14 @@ pub struct FleetRow {
     pub registered_age: Option<f64>,
     /// The certificate that the host last reported; also `None` if its times cannot be parsed.
     pub certificate: Option<ReportedCertificate>,
-    /// The last reported set of keys with which the host verifies releases: its sequence number and the keys' ids.
+    /// The last reported set of keys that the host verifies releases with: its sequence number and the keys' ids.
     pub bundle_keys: Option<(i64, Vec<String>)>,
 }
 
 /// A certificate as the host last reported it. Times are in seconds; `expires_in` counts from now.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReportedCertificate {
-    /// The name that the certificate was verified for.
+    /// The name for which the certificate was verified.
     pub host_name: Option<String>,
     pub is_trusted: bool,
     pub expires_in: f64,

@@ -1,4 +1,4 @@
-//! `idempotency_keys`: responses of mutating calls, returned again for the same key and body.
+//! `idempotency_keys`: responses to mutating calls, returned again for the same key and body.
 
 use deadpool_postgres::GenericClient;
 use serde_json::Value;

@@ -1,6 +1,6 @@
-//! Retention of the servers of machines that left their slots.
+//! Retention of the servers of machines that have left their slots.
 //!
-//! Invariant: the reconciler's deletions and the API use the same SQL expression for the end of the retention.
+//! Invariant: the reconciler's deletions and the API use the same SQL expression for the end of the retention period.
 
 use std::time::Duration;
 
@@ -12,20 +12,20 @@ use super::{DbError, Params, query};
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{IdpUserId, Slot};
 
-/// How long the servers of machines that left their slots are kept.
+/// How long the servers of machines that have left their slots are kept.
 #[derive(Debug, Clone, Copy)]
 pub struct ServerRetention {
-    /// Period after a later machine of the slot was proven.
+    /// Period after a later machine in the slot was proven.
     pub replaced: Duration,
-    /// Period after the deletion or, if later, after the order to power off the server: a deletion may first wait for an
-    /// operator.
+    /// Period after the deletion or, if later, after the request to power off the server: a deletion may first wait for
+    /// an operator.
     pub deleted: Duration,
     /// Period for machines that never registered. If this database has lost the registration, the host sends a heartbeat
     /// within this time.
     pub unregistered: Duration,
 }
 
-/// The server of a machine that left its slot, which may hold data.
+/// The server of a machine that has left its slot; it may hold data.
 #[derive(Debug, Clone)]
 pub struct KeptServerRow {
     pub machine: MachineId,
@@ -33,7 +33,7 @@ pub struct KeptServerRow {
     pub is_deleted: bool,
     /// When the reconciler deletes the server; `None` while the deletion waits for a proven successor or an operator.
     pub until: Option<Timestamp>,
-    /// Changes made after this time are in no snapshot.
+    /// Changes made after this time are not in any snapshot.
     pub unsaved_since: Option<Timestamp>,
     /// When an operator abandoned the server's removal.
     pub removal_abandoned_at: Option<Timestamp>,
@@ -43,9 +43,10 @@ pub struct KeptServerRow {
     pub deleted_by: Option<OperationId>,
 }
 
-/// When the retention of machine `m`'s server ends; `$1` to `$3` are the retention periods. `NULL` if the server is kept
-/// until an operator decides, or until a later machine of the slot is proven. Such a machine does not count if the
-/// provider has lost its server. If the later machine was deleted, the period starts when its server is deleted.
+/// When the retention period for machine `m`'s server ends; `$1` to `$3` are the retention periods. `NULL` if the
+/// server is kept until an operator decides, or until a later machine in the slot is proven. Such a machine does not
+/// count if the provider has lost its server. If the later machine was deleted, the period starts when its server is
+/// deleted.
 const KEPT_UNTIL: &str = "CASE WHEN m.removal_abandoned_at IS NULL THEN least(m.discard_ordered_at, \
     CASE WHEN m.unsaved_since IS NULL THEN least( \
         CASE WHEN m.registered_at IS NULL \
@@ -59,11 +60,11 @@ const KEPT_UNTIL: &str = "CASE WHEN m.removal_abandoned_at IS NULL THEN least(m.
                 AND later.epoch > m.epoch AND later.registered_at IS NOT NULL) + make_interval(secs => $1) END) \
     END) END";
 
-/// A machine that left its slot and may have a server.
+/// SQL condition for a machine that has left its slot and may have a server.
 const LEFT_SLOT: &str =
     "m.server_deleted_at IS NULL AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL)";
 
-/// Machines whose retention has ended and that have no running operation.
+/// Lists the machines whose retention period has ended and that have no running operation.
 pub async fn list_removable(
     client: &impl GenericClient,
     retention: &ServerRetention,
@@ -78,7 +79,7 @@ pub async fn list_removable(
     Ok(query(client, &sql, params).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// The kept servers of a slot that may hold data, newest machine first.
+/// Lists the slot's kept servers that may hold data, newest machine first.
 pub async fn list_in_slot(
     client: &impl GenericClient,
     user: &IdpUserId,

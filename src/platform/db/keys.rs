@@ -9,21 +9,21 @@ use super::machine_row::ACTIVE;
 use super::{DbError, execute, query};
 use svc_http::proof::{ProofKey, ProofKeys};
 
-/// Purpose of keys that sign proofs.
+/// The purpose of keys that sign proofs.
 pub const PROOF_PURPOSE: &str = "proof";
 
-/// Purpose of keys that sign app tokens.
+/// The purpose of keys that sign app tokens.
 pub const APP_PURPOSE: &str = "app";
 
 pub struct StoredKey {
     pub kid: String,
-    /// Base64url of the Ed25519 public key.
+    /// The Ed25519 public key, in base64url.
     pub public_key: String,
     pub sealed: Vec<u8>,
     pub age: Duration,
 }
 
-/// Active keys of a purpose, oldest first.
+/// Lists the active keys for a purpose, oldest first.
 pub async fn list_active(client: &impl GenericClient, purpose: &str) -> Result<Vec<StoredKey>, DbError> {
     let sql = "SELECT kid, public_key, sealed, \
                extract(epoch FROM clock_timestamp() - created_at)::float8 FROM signing_keys \
@@ -31,7 +31,7 @@ pub async fn list_active(client: &impl GenericClient, purpose: &str) -> Result<V
     Ok(query(client, sql, &[&purpose]).await?.iter().map(parse).collect())
 }
 
-/// Retired keys of a purpose, newest first.
+/// Lists the retired keys for a purpose, newest first.
 pub async fn list_retired(
     client: &impl GenericClient,
     purpose: &str,
@@ -43,7 +43,7 @@ pub async fn list_retired(
     Ok(query(client, sql, &[&purpose, &limit]).await?.iter().map(parse).collect())
 }
 
-/// Keys of every purpose, including retired ones, with a greater `kid`, ordered by `kid`.
+/// Lists the keys for every purpose, including retired ones, with a greater `kid`, ordered by `kid`.
 pub async fn list_after(
     client: &impl GenericClient,
     kid: &str,
@@ -55,7 +55,7 @@ pub async fn list_after(
     Ok(query(client, sql, &[&kid, &limit]).await?.iter().map(parse).collect())
 }
 
-/// Replaces the sealed form of a key.
+/// Replaces a key's sealed form.
 pub async fn reseal(client: &impl GenericClient, kid: &str, sealed: &[u8]) -> Result<(), DbError> {
     execute(client, "UPDATE signing_keys SET sealed = $2 WHERE kid = $1", &[&kid, &sealed]).await.map(drop)
 }
@@ -73,13 +73,14 @@ fn duration_from_secs(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default()
 }
 
-/// The public halves of all active keys, for a new host.
+/// Lists the public halves of all active keys, for a new host.
 pub async fn list_public_keys(client: &impl GenericClient, purpose: &str) -> Result<ProofKeys, DbError> {
     list_public_keys_for_host(client, purpose, &[]).await
 }
 
-/// The public halves of the keys that a host needs: all active keys and, if the host has acknowledged only retired keys,
-/// those as well, because routers sign with a retired key until they have read the host's next acknowledgement.
+/// Lists the public halves of the keys that a host needs: all active keys and, if the host has acknowledged only
+/// retired keys, those as well, because routers sign with a retired key until they have read the host's next
+/// acknowledgement.
 pub async fn list_public_keys_for_host(
     client: &impl GenericClient,
     purpose: &str,
@@ -101,7 +102,7 @@ pub struct KeyDistribution {
     pub acknowledged_for: Option<Duration>,
 }
 
-/// The distribution of each active key, oldest first.
+/// Lists each active key's distribution, oldest key first.
 pub async fn list_distribution(
     client: &impl GenericClient,
     purpose: &str,
@@ -124,7 +125,7 @@ pub async fn list_distribution(
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnacknowledgedHosts {
     pub reporting: i64,
-    /// Hosts without a heartbeat for `max_silence`, for which a rotation does not wait.
+    /// Hosts that have sent no heartbeat for `max_silence`; a rotation does not wait for them.
     pub silent: i64,
 }
 
@@ -161,7 +162,7 @@ pub enum Acknowledged {
     NotByAll,
 }
 
-/// Retires every key of the purpose except `kid`.
+/// Retires every key for the purpose except `kid`.
 pub async fn retire_all_but(client: &impl GenericClient, purpose: &str, kid: &str) -> Result<u64, DbError> {
     let sql = "UPDATE signing_keys SET retired_at = clock_timestamp() \
                WHERE purpose = $1 AND kid <> $2 AND retired_at IS NULL";

@@ -1,4 +1,4 @@
-//! Leases on operations, and delays of operations whose outcome could not be stored.
+//! Operation leases, and delays for operations whose outcome could not be stored.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use uuid::Uuid;
 use super::{DbError, execute, query_opt};
 use svc_machine::id::{MachineId, OperationId};
 
-/// Whether a process may still be running another operation of this machine, including one that has ended.
+/// Returns whether a process may still be running another operation on this machine, including one that has ended.
 pub async fn has_other_lease_on_machine(
     client: &impl GenericClient,
     machine: MachineId,
@@ -19,7 +19,7 @@ pub async fn has_other_lease_on_machine(
     Ok(query_opt(client, sql, &[&machine.0, &except.0]).await?.is_some())
 }
 
-/// Whether a process may still be running another operation of any machine in this machine's slot.
+/// Returns whether a process may still be running another operation on any machine in this machine's slot.
 pub async fn has_other_lease_in_slot(
     client: &impl GenericClient,
     machine: MachineId,

@@ -28,7 +28,7 @@ pub struct NewMachine {
     pub status: Status,
     pub epoch: Epoch,
     pub restore: RestoreMode,
-    /// The key of the snapshot to restore; `None`: the snapshot that the pointer names.
+    /// The key of the snapshot to restore; `None` means the snapshot that the pointer names.
     pub restore_snapshot: Option<String>,
     pub server_type: ServerType,
     pub location: Location,
@@ -38,7 +38,7 @@ pub struct NewMachine {
     pub https_port: u16,
     pub registration_token_hash: Vec<u8>,
     pub upgrade_token_hash: Vec<u8>,
-    /// Lifetime of a preview; `None` for other machines.
+    /// A preview's lifetime; `None` for other machines.
     pub preview_ttl: Option<Duration>,
 }
 
@@ -173,7 +173,7 @@ pub async fn record_create_refused(tx: &Transaction<'_>, id: MachineId) -> Resul
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Takes a machine that has never served out of its slot, in favour of the machine that is reinstated.
+/// Removes from its slot a machine that has never served, in favor of the machine that is being reinstated.
 pub async fn leave_slot(tx: &Transaction<'_>, id: MachineId, to: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET retired_at = now(), replaced_by = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &to.0]).await.map(drop)
@@ -207,7 +207,8 @@ pub async fn record_final_backup(
     execute(tx, sql, &[&id.0, &taken_at]).await.map(drop)
 }
 
-/// Records that changes made after `since` are in no snapshot; `None`: an operator has accepted their loss.
+/// Records that changes made after `since` are not in any snapshot; `None` means that an operator has accepted their
+/// loss.
 pub async fn record_unsaved(
     tx: &Transaction<'_>,
     id: MachineId,
@@ -217,7 +218,7 @@ pub async fn record_unsaved(
     execute(tx, sql, &[&id.0, &since]).await.map(drop)
 }
 
-/// Records that an operator discards the kept server with any unsaved data, even if its removal was abandoned.
+/// Records that an operator is discarding the kept server with any unsaved data, even if its removal was abandoned.
 pub async fn record_discard(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET discard_ordered_at = clock_timestamp(), unsaved_since = NULL, \
                removal_abandoned_at = NULL WHERE machine_id = $1";
@@ -231,7 +232,7 @@ pub async fn release_server(tx: &Transaction<'_>, id: MachineId) -> Result<(), D
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Records that an operator abandoned the removal of a server.
+/// Records that an operator abandoned a server's removal.
 pub async fn record_removal_abandoned(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET removal_abandoned_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
@@ -280,13 +281,13 @@ pub async fn record_server(
     execute(tx, sql, &[&id.0, &server, &address, &registration_ttl.as_secs_f64()]).await.map(drop)
 }
 
-/// Records that the provider no longer has a server of this machine.
+/// Records that the provider no longer has a server for this machine.
 pub async fn record_server_deleted(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET server_deleted_at = clock_timestamp() WHERE machine_id = $1";
     execute(client, sql, &[&id.0]).await.map(drop)
 }
 
-/// The data of a host's registration.
+/// A host's registration data.
 pub struct Registration<'a> {
     pub image_version: &'a ImageVersion,
     pub bundle_sha256: &'a str,
@@ -308,8 +309,8 @@ pub async fn record_registration(
         .map(drop)
 }
 
-/// Records unsaved changes of a machine that left its slot, or never registered, and turned out to have a server or to
-/// serve: the server may hold changes made since the newest backup that its host reported.
+/// Records unsaved changes for a machine that left its slot, or never registered, but turned out to have a server or to
+/// be serving: the server may hold changes made since the newest backup that its host reported.
 pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unsaved_since = coalesce(unsaved_since, backup_taken_at, registered_at, now()) \
                WHERE machine_id = $1 AND server_deleted_at IS NULL \
@@ -317,7 +318,8 @@ pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<
     execute(client, sql, &[&id.0]).await.map(drop)
 }
 
-/// [`mark_unsaved`] for a server that was about to be deleted. Also revokes an operator's order to discard the server.
+/// Like [`mark_unsaved`], but for a server that was about to be deleted. Also revokes an operator's request to discard
+/// the server.
 pub async fn mark_kept(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     mark_unsaved(tx, id).await?;
     execute(tx, "UPDATE user_machines SET discard_ordered_at = NULL WHERE machine_id = $1", &[&id.0])

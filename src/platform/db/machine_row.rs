@@ -36,7 +36,7 @@ pub fn sql_epoch(epoch: Epoch) -> i32 {
     i32::try_from(epoch.0).unwrap_or(i32::MAX)
 }
 
-/// Why a machine has failed.
+/// The reason a machine has failed.
 #[derive(Debug, Clone)]
 pub struct Failure {
     pub cause: FailureCause,
@@ -55,9 +55,9 @@ pub struct MachineRow {
     pub failure: Option<Failure>,
     pub epoch: Epoch,
     pub restore: RestoreMode,
-    /// The key of the snapshot to restore; `None`: the snapshot that the pointer names.
+    /// The key of the snapshot to restore; `None` means the snapshot that the pointer names.
     pub restore_snapshot: Option<String>,
-    /// A snapshot of an earlier machine that is newer than the restored one.
+    /// An earlier machine's snapshot that is newer than the restored one.
     pub unrestored_snapshot: Option<String>,
     pub server_type: ServerType,
     pub resize_to: Option<ServerType>,
@@ -90,16 +90,16 @@ pub struct MachineRow {
     pub create_ordered_at: Option<Timestamp>,
     pub server_deleted_at: Option<Timestamp>,
     pub power_ordered_at: Option<Timestamp>,
-    /// When powering off the server of a replaced or deleted machine was ordered.
+    /// When the power-off of a replaced or deleted machine's server was requested.
     pub power_off_ordered_at: Option<Timestamp>,
     /// When the first healthy heartbeat after the registration arrived.
     pub proven_at: Option<Timestamp>,
     /// When the final backup was taken, after the writers had stopped.
     pub final_backup_at: Option<Timestamp>,
-    /// Set if the machine left its slot without a final backup: changes since then exist only on its server.
+    /// Set if the machine left its slot without a final backup: changes made since then exist only on its server.
     pub unsaved_since: Option<Timestamp>,
     pub discard_ordered_at: Option<Timestamp>,
-    /// When an operator abandoned the removal of the server.
+    /// When an operator abandoned the server's removal.
     pub removal_abandoned_at: Option<Timestamp>,
     /// The time since which the provider has reported the server missing.
     pub server_missing_since: Option<Timestamp>,
@@ -108,7 +108,7 @@ pub struct MachineRow {
     /// `{stage, bytes, totalBytes, rows, totalRows}`.
     pub boot_progress: Option<Value>,
     pub preview_expires_at: Option<Timestamp>,
-    /// When an operator ordered the server to be powered off.
+    /// When an operator requested that the server be powered off.
     pub powered_off_at: Option<Timestamp>,
     /// Problems that the host last reported for an operator: `[{code, detail}]`.
     pub attention: Value,
@@ -213,7 +213,7 @@ impl MachineRow {
         })
     }
 
-    /// The machine in the form that the lifecycle rules use.
+    /// Returns the machine in the form that the lifecycle rules use.
     pub fn lifecycle(&self) -> state::Machine {
         state::Machine { state: self.state(), epoch: self.epoch }
     }
@@ -229,7 +229,7 @@ impl MachineRow {
         }
     }
 
-    /// The machine's state in its slot or, for a former machine, its state when it left the slot.
+    /// Returns the machine's state in its slot or, for a former machine, its state when it left the slot.
     fn state_in_slot(&self) -> State {
         match self.status {
             Status::Provisioning => State::Provisioning,
@@ -246,44 +246,45 @@ impl MachineRow {
         }
     }
 
-    /// Whether the machine has a server at the provider, as far as the database shows.
+    /// Returns whether the machine has a server at the provider, as far as the database shows.
     pub fn has_server(&self) -> bool {
         self.may_have_server() && !self.has_lost_server()
     }
 
-    /// Whether the server is not confirmed as deleted. The provider may still have a server that it reported missing.
+    /// Returns whether the server is not confirmed as deleted. The provider may still have a server that it reported
+    /// missing.
     pub fn may_have_server(&self) -> bool {
         self.provider_server_id.is_some() && self.server_deleted_at.is_none()
     }
 
-    /// Whether the machine failed because the provider reported its server missing.
+    /// Returns whether the machine failed because the provider reported its server missing.
     pub fn has_lost_server(&self) -> bool {
         self.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::ServerGone)
     }
 
-    /// Whether the machine has a server that is not about to be discarded.
+    /// Returns whether the machine has a server that is not about to be discarded.
     pub fn is_server_kept(&self) -> bool {
         self.has_server() && self.discard_ordered_at.is_none()
     }
 
-    /// The server's power state, inferred from recorded orders to power it off.
+    /// Infers the server's power state from recorded requests to power it off.
     pub fn server_power(&self) -> ServerPower {
         let may_be_off = self.power_off_ordered_at.is_some() || self.powered_off_at.is_some();
         if may_be_off { ServerPower::MaybeOff } else { ServerPower::On }
     }
 
-    /// Whether the machine holds its slot.
+    /// Returns whether the machine holds its slot.
     pub fn is_active(&self) -> bool {
         self.deleted_at.is_none() && self.retired_at.is_none()
     }
 
-    /// Whether the host's last heartbeat reported the gateway and the database as healthy.
+    /// Returns whether the host's last heartbeat reported the gateway and the database as healthy.
     pub fn is_healthy(&self) -> bool {
         let ok = |part: &str| self.health.as_ref().is_some_and(|health| health[part] == "ok");
         ok("gateway") && ok("database")
     }
 
-    /// The server's name at the provider.
+    /// Returns the server's name at the provider.
     pub fn server_name(&self) -> String {
         format!("svc-{}", self.id)
     }

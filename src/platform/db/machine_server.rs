@@ -1,4 +1,4 @@
-//! Writes to `user_machines` about the creation and the power of a machine's server.
+//! Writes to `user_machines` about the creation and power state of a machine's server.
 
 use deadpool_postgres::{GenericClient, Transaction};
 
@@ -50,14 +50,15 @@ pub async fn move_to_next_location(tx: &Transaction<'_>, id: MachineId) -> Resul
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Records the order to power off the server of a machine that left its slot.
+/// Records the request to power off the server of a machine that has left its slot.
 pub async fn record_power_off_order(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_off_ordered_at = coalesce(power_off_ordered_at, clock_timestamp()) \
                WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// [`record_power_on`], only if the machine still holds its slot: the timestamps of a replaced machine are kept.
+/// Like [`record_power_on`], but only if the machine still holds its slot: the timestamps of a replaced machine are
+/// kept.
 pub async fn record_power_on_in_slot(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = format!("{RECORD_POWER_ON} AND {ACTIVE}");
     execute(client, &sql, &[&id.0]).await.map(drop)
@@ -67,12 +68,12 @@ const RECORD_POWER_ON: &str = "UPDATE user_machines SET power_off_ordered_at = N
      unsaved_since = NULL, final_backup_at = NULL, powered_off_at = NULL WHERE machine_id = $1";
 
 /// Records that the server of a reinstated machine is on. Clears the final backup, because the machine can make new
-/// changes that are in no snapshot.
+/// changes that are not in any snapshot.
 pub async fn record_power_on(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     execute(client, RECORD_POWER_ON, &[&id.0]).await.map(drop)
 }
 
-/// Records that an operator powers off the server: the router sends it no requests until it is on again.
+/// Records that an operator is powering off the server: the router sends it no requests until it is on again.
 pub async fn mark_powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET powered_off_at = coalesce(powered_off_at, clock_timestamp()) \
                WHERE machine_id = $1";

@@ -40,7 +40,7 @@ pub async fn lock(tx: &Transaction<'_>, id: MachineId) -> Result<Option<MachineR
     find_one(tx, "machine_id = $1 FOR UPDATE", &[&id.0]).await
 }
 
-/// The machine that holds a slot.
+/// Finds the machine that holds a slot.
 pub async fn find_in_slot(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -50,7 +50,7 @@ pub async fn find_in_slot(
     find_one(client, &rest, &[&user.as_str(), &slot.as_str()]).await
 }
 
-/// [`find_in_slot`], locked.
+/// Like [`find_in_slot`], but also locks the row.
 pub async fn lock_in_slot(
     tx: &Transaction<'_>,
     user: &IdpUserId,
@@ -60,7 +60,7 @@ pub async fn lock_in_slot(
     find_one(tx, &rest, &[&user.as_str(), &slot.as_str()]).await
 }
 
-/// Reads and locks the newest earlier machine of the slot whose host has registered: the only one whose data can be
+/// Reads and locks the newest earlier machine in the slot whose host has registered: the only one whose data can be
 /// newer than every snapshot.
 pub async fn lock_last_registered(
     tx: &Transaction<'_>,
@@ -72,7 +72,7 @@ pub async fn lock_last_registered(
     }
 }
 
-/// [`lock_last_registered`], without the lock.
+/// Like [`lock_last_registered`], but without the lock.
 pub async fn find_last_registered(
     client: &impl GenericClient,
     before: &MachineRow,
@@ -80,7 +80,7 @@ pub async fn find_last_registered(
     Ok(list_registered_before(client, before, 1).await?.into_iter().next())
 }
 
-/// Earlier machines of the slot whose hosts have registered, newest first.
+/// Lists earlier machines in the slot whose hosts have registered, newest first.
 pub async fn list_registered_before(
     client: &impl GenericClient,
     before: &MachineRow,
@@ -92,7 +92,7 @@ pub async fn list_registered_before(
     find_many(client, rest, &[&before.user.as_str(), &before.slot.as_str(), &epoch, &limit]).await
 }
 
-/// The machine that this one replaced.
+/// Finds the machine that this one replaced.
 pub async fn find_predecessor(
     client: &impl GenericClient,
     id: MachineId,
@@ -100,7 +100,7 @@ pub async fn find_predecessor(
     find_one(client, "replaced_by = $1", &[&id.0]).await
 }
 
-/// The highest epoch that the slot has ever had.
+/// Finds the highest epoch that the slot has ever had.
 pub async fn find_highest_epoch(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -112,7 +112,7 @@ pub async fn find_highest_epoch(
     Ok(Epoch(u32::try_from(highest).unwrap_or(0)))
 }
 
-/// When the newest verified snapshot reported by any host of the slot was taken.
+/// Loads the time at which the newest verified snapshot reported by any of the slot's hosts was taken.
 pub async fn load_newest_backup_time(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -122,7 +122,7 @@ pub async fn load_newest_backup_time(
     Ok(query_opt(client, sql, &[&user.as_str(), &slot.as_str()]).await?.and_then(|row| row.get(0)))
 }
 
-/// The newest machines of a slot, newest first.
+/// Lists a slot's newest machines, newest first.
 pub async fn list_newest_in_slot(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -132,7 +132,7 @@ pub async fn list_newest_in_slot(
     find_many(client, rest, &[&user.as_str(), &slot.as_str()]).await
 }
 
-/// The active machine with this handle.
+/// Finds the active machine with this handle.
 pub async fn find_by_handle(
     client: &impl GenericClient,
     handle: &Handle,
@@ -142,7 +142,7 @@ pub async fn find_by_handle(
     Ok(find_many(client, &rest, &[&handle.as_str()]).await?.pop())
 }
 
-/// Whether a later machine of the slot has registered.
+/// Returns whether a later machine in the slot has registered.
 pub async fn has_registered_successor(
     client: &impl GenericClient,
     machine: &MachineRow,
@@ -150,7 +150,7 @@ pub async fn has_registered_successor(
     has_later_machine(client, machine, "registered_at IS NOT NULL").await
 }
 
-/// Whether the machine had registered, was replaced, and has no proven successor yet.
+/// Returns whether the machine had registered, was replaced, and has no proven successor yet.
 pub async fn is_successor_unproven(
     client: &impl GenericClient,
     machine: &MachineRow,
@@ -172,7 +172,7 @@ async fn has_later_machine(
     Ok(query_opt(client, &sql, &[&machine.user.as_str(), &machine.slot.as_str(), &epoch]).await?.is_some())
 }
 
-/// Counts the active previews of a user.
+/// Counts a user's active previews.
 pub async fn count_active_previews(client: &impl GenericClient, user: &IdpUserId) -> Result<i64, DbError> {
     let sql = format!(
         "SELECT count(*) FROM user_machines WHERE idp_user_id = $1 AND kind = 'preview' AND {ACTIVE}"
@@ -181,7 +181,7 @@ pub async fn count_active_previews(client: &impl GenericClient, user: &IdpUserId
     Ok(found.first().map_or(0, |row| row.get(0)))
 }
 
-/// Booting machines whose registration period has expired. Unlike `clock_timestamp()`, `now()` is stable within a
+/// Lists booting machines whose registration period has expired. Unlike `clock_timestamp()`, `now()` is stable within a
 /// statement, so that the index can be used.
 pub async fn list_expired_registrations(client: &impl GenericClient) -> Result<Vec<MachineId>, DbError> {
     let sql = format!(
@@ -198,8 +198,8 @@ pub async fn list_expired_previews(client: &impl GenericClient) -> Result<Vec<Ma
     Ok(query(client, &sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// The operation that keeps a former machine stopped. `None` once the machine cannot be reinstated: its successor has
-/// registered, or its deletion is final.
+/// Finds the operation that keeps a former machine stopped. `None` once the machine cannot be reinstated: its successor
+/// has registered, or its deletion is final.
 pub async fn find_stopping_operation(
     client: &impl GenericClient,
     machine: &MachineRow,
@@ -219,7 +219,7 @@ pub async fn find_stopping_operation(
     super::slot_operations::find_retiring_operation(client, machine.id).await
 }
 
-/// Remaining registration time of a booting host, by the database's clock.
+/// Loads a booting host's remaining registration time, by the database's clock.
 pub async fn load_remaining_registration_time(
     client: &impl GenericClient,
     id: MachineId,
@@ -229,7 +229,7 @@ pub async fn load_remaining_registration_time(
     Ok(duration_from_secs(query_opt(client, sql, &[&id.0]).await?.map(|row| row.get(0))))
 }
 
-/// Age of a create request whose outcome is unknown; `Duration::MAX` if there is none.
+/// Loads the age of a create request whose outcome is unknown; `Duration::MAX` if there is none.
 pub async fn load_create_request_age(
     client: &impl GenericClient,
     id: MachineId,
@@ -264,7 +264,7 @@ pub enum MachineScope {
     Ended,
 }
 
-/// The condition on the user lets the query use the index by user; a handle belongs to one user.
+/// The condition on the user lets the query use the index on the user; a handle belongs to one user.
 const OF_HANDLE: &str = "idp_user_id = (SELECT idp_user_id FROM handles WHERE handle = $) AND handle = $";
 
 /// Lists a page of machines, newest first; ids are ordered by creation time.

@@ -7,7 +7,7 @@ use anyhow::Context;
 use refinery_core::{Migration, Runner};
 use tokio_postgres::Config;
 
-/// Generates the list of migrations, each with its name and its SQL.
+/// Generates the list of migrations, each with its name and SQL.
 macro_rules! embed_migrations {
     ($($name:literal,)+) => {
         &[$(($name, include_str!(concat!("../../../migrations/", $name, ".sql")))),+]
@@ -46,7 +46,7 @@ const MIGRATIONS: &[(&str, &str)] = embed_migrations![
     "V28__reported_budget",
 ];
 
-/// Key of the advisory lock: `svc_migr` in ASCII. No other code uses this key.
+/// The advisory lock's key: `svc_migr` in ASCII. No other code uses this key.
 const LOCK_ID: i64 = 0x7376_635f_6d69_6772;
 const MIGRATION_TIMEOUT: Duration = Duration::from_secs(120);
 

@@ -1,7 +1,8 @@
-//! The platform's database: connection pools, and statements with a deadline. Each subject has a file in this folder.
+//! The platform's database: connection pools, and statements with a deadline. Each subject has its own file in this
+//! directory.
 //!
-//! This module makes no decisions about machines. Invariants: every statement has a deadline, and an error shows whether
-//! the database was unreachable or refused the statement.
+//! This module makes no decisions about machines. Invariants: every statement has a deadline, and an error shows
+//! whether the database was unreachable or rejected the statement.
 
 pub mod alarms;
 pub mod audit;
@@ -46,7 +47,7 @@ use tokio_postgres::{Client, Config, IsolationLevel, NoTls, Row};
 
 use svc_http::resolve;
 
-/// Client-side deadline of one statement. The server's own timeout is shorter.
+/// Client-side deadline for one statement. The server's own timeout is shorter.
 const STATEMENT_TIMEOUT: Duration = Duration::from_secs(6);
 const SERVER_STATEMENT_TIMEOUT_MS: u32 = 5000;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -203,7 +204,7 @@ pub async fn execute(client: &impl GenericClient, sql: &str, params: Params<'_>)
     with_timeout(client.execute(&statement, params)).await
 }
 
-/// Takes the advisory lock with the name `subject` until the transaction ends; other callers wait for it.
+/// Takes the advisory lock named `subject` until the transaction ends; other callers wait for it.
 pub async fn lock(tx: &Transaction<'_>, subject: &str) -> Result<(), DbError> {
     query(tx, "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", &[&subject]).await.map(drop)
 }

@@ -1,5 +1,5 @@
-//! The log of an operation. Its size is bounded: a repeated failure increments a counter on its line, and only the
-//! newest retries of each step are kept.
+//! An operation's log. Its size is bounded: a repeated failure increments a counter on its line, and only the newest
+//! retries of each step are kept.
 //!
 //! Invariant: the line that records a step's start is never changed or deleted, because the step's age is computed from
 //! it.
@@ -20,7 +20,7 @@ const MAX_KEPT_RETRIES: i64 = 200;
 
 const COLUMNS: &str = "seq, at, step, outcome, detail, repeats, repeated_at";
 
-/// A line of the log.
+/// A log line.
 #[derive(Debug)]
 pub struct LogLineRow {
     pub seq: i64,
@@ -46,7 +46,7 @@ impl LogLineRow {
     }
 }
 
-/// The newest lines of an operation, oldest first.
+/// The newest lines of an operation's log, oldest first.
 #[derive(Debug, Default)]
 pub struct NewestLines {
     pub lines: Vec<LogLineRow>,
@@ -66,7 +66,7 @@ pub async fn load_newest_lines(client: &impl GenericClient, id: OperationId) -> 
     Ok(NewestLines { lines, omitted })
 }
 
-/// Whether any line of an operation has this outcome.
+/// Returns whether any line in an operation's log has this outcome.
 pub async fn has_outcome(
     client: &impl GenericClient,
     id: OperationId,

@@ -1,4 +1,4 @@
-//! Metrics of ended operations.
+//! Metrics for ended operations.
 
 use std::time::Duration;
 

@@ -64,7 +64,7 @@ impl OperationRow {
         self.state != "running"
     }
 
-    /// The kind's name for messages; the raw kind if a newer release created the operation.
+    /// Returns the kind's name for messages, or the raw kind if a newer release created the operation.
     pub fn noun(&self) -> &str {
         self.kind.parse().map_or(self.kind.as_str(), |kind: OperationKind| kind.noun())
     }
@@ -93,7 +93,7 @@ pub async fn get(client: &impl GenericClient, id: OperationId) -> Result<Option<
     Ok(query_opt(client, &sql, &[&id.0]).await?.as_ref().map(OperationRow::parse))
 }
 
-/// A machine's operations, newest first.
+/// Lists a machine's operations, newest first.
 pub async fn list_for_machine(
     client: &impl GenericClient,
     machine: MachineId,
@@ -102,7 +102,7 @@ pub async fn list_for_machine(
     Ok(query(client, &sql, &[&machine.0]).await?.iter().map(OperationRow::parse).collect())
 }
 
-/// The newest operation of a kind on a machine.
+/// Finds a machine's newest operation of a kind.
 pub async fn find_newest(
     client: &impl GenericClient,
     machine: MachineId,
@@ -111,7 +111,7 @@ pub async fn find_newest(
     Ok(list_for_machine(client, machine).await?.into_iter().find(|operation| operation.kind == kind))
 }
 
-/// The running operation of a machine.
+/// Finds a machine's running operation.
 pub async fn find_running(
     client: &impl GenericClient,
     machine: MachineId,
@@ -133,7 +133,7 @@ pub async fn log(
     execute(client, sql, &[&id.0, &step, &outcome, &detail]).await.map(drop)
 }
 
-/// Ends the running operations of a machine. The lease remains, to show which process may still be working.
+/// Ends a machine's running operations. The lease remains, to show which process may still be working.
 pub async fn end_running(
     tx: &Transaction<'_>,
     machine: MachineId,
@@ -150,7 +150,7 @@ pub async fn end_running(
     Ok(())
 }
 
-/// Ends one operation, if it has not ended.
+/// Ends one operation, unless it has already ended.
 pub async fn end(
     tx: &Transaction<'_>,
     id: OperationId,
@@ -166,25 +166,25 @@ pub async fn end(
     Ok(())
 }
 
-/// Number of running operations by kind.
+/// Counts the running operations by kind.
 pub async fn count_running_by_kind(client: &impl GenericClient) -> Result<Vec<(String, i64)>, DbError> {
     let sql = "SELECT kind, count(*) FROM operations WHERE state = 'running' GROUP BY kind";
     Ok(query(client, sql, &[]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// When an operation counts as stalled.
+/// The limits beyond which an operation counts as stalled.
 pub struct StallLimits<'a> {
-    /// Maximum time without progress. Time in which the provider's account is blocked does not count.
+    /// Maximum time without progress. Time during which the provider's account is blocked does not count.
     pub progress_timeout: Duration,
     /// Maximum age since the operation was created, or was last continued by an operator.
     pub max_age: Duration,
-    /// Operations of other releases are not stalled.
+    /// Operations that only other releases support never count as stalled.
     pub supported: SupportedSteps<'a>,
 }
 
 impl StallLimits<'_> {
-    /// Excludes operations that wait for an operator or for the provider's account, and deletions and server removals,
-    /// which are retried until an operator abandons them. Uses the parameters `$1` to `$5`.
+    /// Excludes operations that are waiting for an operator or for the provider's account, and deletions and server
+    /// removals, which are retried until an operator abandons them. Uses the parameters `$1` to `$5`.
     const CONDITION: &'static str = "state = 'running' AND kind NOT IN ('delete', 'remove_server') \
          AND question IS NULL AND error_code IS DISTINCT FROM $5 AND kind = ANY($3) AND step = ANY($4) \
          AND (greatest(created_at, progress_at) <= clock_timestamp() - make_interval(secs => $1) \
@@ -193,7 +193,7 @@ impl StallLimits<'_> {
                 <= clock_timestamp() - make_interval(secs => $2))";
 }
 
-/// The oldest stalled operations, at most 100.
+/// Lists the oldest stalled operations, at most 100.
 pub async fn list_stalled(
     client: &impl GenericClient,
     limits: &StallLimits<'_>,
@@ -230,8 +230,7 @@ pub struct LongRunningOperation {
     pub age: f64,
 }
 
-/// At most `limit` running operations created more than `age` ago, oldest first, and the total number of such
-/// operations.
+/// Lists at most `limit` running operations created more than `age` ago, oldest first, and counts all such operations.
 pub async fn list_long_running(
     client: &impl GenericClient,
     age: Duration,
@@ -270,7 +269,7 @@ pub async fn suspend(
     Ok(execute(client, sql, &[&id.0, &owner, &question, &facts]).await? == 1)
 }
 
-/// Resumes an operation that waits for a decision, with the decided options.
+/// Resumes an operation that is waiting for a decision, with the options decided on.
 pub async fn resume(tx: &Transaction<'_>, id: OperationId, options: OperationOptions) -> Result<(), DbError> {
     let options = serde_json::to_value(options).unwrap_or_default();
     let sql = "UPDATE operations SET question = NULL, options = $2, due_at = clock_timestamp(), attempts = 0, \
@@ -279,7 +278,7 @@ pub async fn resume(tx: &Transaction<'_>, id: OperationId, options: OperationOpt
     execute(tx, sql, &[&id.0, &options]).await.map(drop)
 }
 
-/// When an operation of the machine last failed with this code.
+/// Finds when an operation on the machine last failed with this code.
 pub async fn find_last_failure_time(
     client: &impl GenericClient,
     machine: MachineId,
@@ -315,14 +314,14 @@ pub async fn skip_to_step(tx: &Transaction<'_>, id: OperationId, step: &str) -> 
     execute(tx, sql, &[&id.0, &step]).await.map(drop)
 }
 
-/// Records progress of the machine's running operation.
+/// Records progress on the machine's running operation.
 pub async fn record_progress(client: &impl GenericClient, machine: MachineId) -> Result<(), DbError> {
     let sql =
         "UPDATE operations SET progress_at = clock_timestamp() WHERE machine_id = $1 AND state = 'running'";
     execute(client, sql, &[&machine.0]).await.map(drop)
 }
 
-/// Age of the operation, by the database's clock.
+/// Loads the operation's age, by the database's clock.
 pub async fn load_age(client: &impl GenericClient, id: OperationId) -> Result<Duration, DbError> {
     let sql = "SELECT extract(epoch FROM clock_timestamp() - created_at)::float8 FROM operations \
                WHERE operation_id = $1";
@@ -330,7 +329,7 @@ pub async fn load_age(client: &impl GenericClient, id: OperationId) -> Result<Du
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
-/// Time since the first start of a step, by the database's clock.
+/// Loads the time since a step was first started, by the database's clock.
 pub async fn load_step_age(
     client: &impl GenericClient,
     id: OperationId,
@@ -342,7 +341,7 @@ pub async fn load_step_age(
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
-/// Error code of a running operation that is blocked by the provider's account. Such an operation has no deadline.
+/// The error code for a running operation that is blocked by the provider's account. Such an operation has no deadline.
 pub const PROVIDER_ACCOUNT_BLOCKED: &str = "provider_account";
 
 /// The kinds and steps that this release can run. All other kinds and steps belong to a newer release.
@@ -370,7 +369,8 @@ pub async fn claim(
     Ok(query_opt(client, &sql, params).await?.as_ref().map(OperationRow::parse))
 }
 
-/// Time until the first operation that this release can run is due and has no lease; zero if one is already due.
+/// Returns the time until the first operation that this release can run is due and has no lease; zero if one is already
+/// due.
 pub async fn time_until_due(
     client: &impl GenericClient,
     supported: &SupportedSteps<'_>,
@@ -383,7 +383,7 @@ pub async fn time_until_due(
     Ok(seconds.map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)))
 }
 
-/// Number of running operations that this release cannot run.
+/// Counts the running operations that this release cannot run.
 pub async fn count_unsupported(
     client: &impl GenericClient,
     supported: &SupportedSteps<'_>,
@@ -406,7 +406,7 @@ pub struct OperationUpdate<'a> {
 }
 
 /// Advances an operation if `owner` still holds its lease, and returns whether it did. A new step, a new fact and the
-/// end of a blocked provider account are progress.
+/// unblocking of the provider account count as progress.
 pub async fn advance(
     client: &impl GenericClient,
     id: OperationId,
@@ -451,7 +451,7 @@ pub async fn renew(
     Ok(execute(client, sql, &[&id.0, &owner, &lease.as_secs_f64()]).await? == 1)
 }
 
-/// Releases a lease, even that of an ended operation, so that other processes need not wait for it to expire.
+/// Releases a lease, even on an ended operation, so that other processes need not wait for it to expire.
 pub async fn release(client: &impl GenericClient, id: OperationId, owner: Uuid) -> Result<(), DbError> {
     let sql = "UPDATE operations SET lease_owner = NULL, lease_until = NULL \
                WHERE operation_id = $1 AND lease_owner = $2";

@@ -28,7 +28,7 @@ pub enum TokenState {
     Revoked,
 }
 
-/// Finds the operator who has this token as the current or the previous one.
+/// Finds the operator whose current or previous token this is.
 pub async fn find_by_token(
     client: &impl GenericClient,
     id: OperatorTokenId,
@@ -60,7 +60,7 @@ pub async fn find_by_token(
     found.map(parse).transpose()
 }
 
-/// Records a use of a token, unless one was recorded within the interval.
+/// Records that a token was used, unless one was recorded within the interval.
 pub async fn record_use(
     client: &impl GenericClient,
     id: OperatorTokenId,
@@ -78,7 +78,7 @@ pub async fn record_use(
     Ok(())
 }
 
-/// An operator without token hashes, for the API.
+/// An operator, without token hashes, for the API.
 #[derive(Debug, Clone)]
 pub struct OperatorRow {
     pub name: OperatorName,
@@ -178,7 +178,7 @@ pub async fn rotate(
     update(tx, &sql, &[&name.as_str(), &token.id.0, &token.hash, &ttl, &overlap]).await
 }
 
-/// Revokes all tokens of an operator. The time of an earlier revocation is kept.
+/// Revokes all of an operator's tokens. The time of an earlier revocation is kept.
 pub async fn revoke(tx: &Transaction<'_>, name: &OperatorName) -> Result<OperatorRow, DbError> {
     let sql = format!(
         "UPDATE operators SET revoked_at = coalesce(revoked_at, clock_timestamp()) WHERE name = $1 RETURNING {COLUMNS}"
@@ -193,7 +193,7 @@ async fn update(tx: &Transaction<'_>, sql: &str, params: super::Params<'_>) -> R
     OperatorRow::parse(&found.ok_or_else(missing)?)
 }
 
-/// Number of operators, including those whose tokens are expired or revoked.
+/// Counts the operators, including those whose tokens have expired or been revoked.
 pub async fn count(client: &impl GenericClient) -> Result<i64, DbError> {
     Ok(query_opt(client, "SELECT count(*) FROM operators", &[]).await?.map_or(0, |row| row.get(0)))
 }

@@ -1,5 +1,5 @@
-//! Rows of `platform_keys` and `platform_processes`: the platform keys that each process uses, and the progress of a
-//! key rotation. The rules are in `platform::key_change`.
+//! Rows of `platform_keys` and `platform_processes`: the platform keys that each process uses, and a key rotation's
+//! progress. The rules are in `platform::key_change`.
 
 use std::time::Duration;
 
@@ -26,11 +26,11 @@ pub struct ProcessKeys {
 #[derive(Debug, Clone)]
 pub struct OtherProcess {
     pub process: Uuid,
-    /// Id of its current platform key.
+    /// The id of its current platform key.
     pub current: String,
 }
 
-/// Progress of the rotation to a new key.
+/// The progress of the rotation to a new key.
 #[derive(Debug, Clone, Default)]
 pub struct KeyState {
     /// The last slot whose fence was processed.
@@ -62,7 +62,8 @@ impl ProcessKeys {
             .map(drop)
     }
 
-    /// Running processes that cannot decrypt this process's secrets, or whose secrets this process cannot decrypt.
+    /// Lists the running processes that cannot decrypt this process's secrets, or whose secrets this process cannot
+    /// decrypt.
     pub async fn list_incompatible(&self, client: &impl GenericClient) -> Result<Vec<OtherProcess>, DbError> {
         let sql = "SELECT process_id, key_id FROM platform_processes WHERE process_id <> $1 \
                    AND seen_at > clock_timestamp() - make_interval(secs => $4) \
@@ -74,7 +75,7 @@ impl ProcessKeys {
         Ok(query(client, sql, params).await?.iter().map(parse_other_process).collect())
     }
 
-    /// Whether all running processes have had this process's key as their current key for at least `ttl`.
+    /// Returns whether all running processes have had this process's key as their current key for at least `ttl`.
     pub async fn is_settled(&self, client: &impl GenericClient) -> Result<bool, DbError> {
         let sql = "SELECT EXISTS (SELECT 1 FROM platform_processes WHERE process_id = $1 \
                        AND steady_since <= clock_timestamp() - make_interval(secs => $3)) \
@@ -89,7 +90,7 @@ fn parse_other_process(row: &Row) -> OtherProcess {
     OtherProcess { process: row.get(0), current: row.get(1) }
 }
 
-/// Running processes whose current key differs from `key`.
+/// Lists the running processes whose current key differs from `key`.
 pub async fn list_with_other_key(
     client: &impl GenericClient,
     key: &KeyId,
@@ -104,7 +105,7 @@ pub async fn list_with_other_key(
         .collect())
 }
 
-/// Number of running processes, and number of those that have `key` as their current or previous key.
+/// Counts the running processes, and those among them that have `key` as their current or previous key.
 pub async fn count_with_key(
     client: &impl GenericClient,
     key: &KeyId,
@@ -116,25 +117,25 @@ pub async fn count_with_key(
     Ok(found.map_or((0, 0), |row| (row.get(0), row.get(1))))
 }
 
-/// Whether a release with these tables has migrated the database.
+/// Returns whether a release with these tables has migrated the database.
 pub async fn has_tables(client: &impl GenericClient) -> Result<bool, DbError> {
     let found = query_opt(client, "SELECT to_regclass('platform_processes') IS NOT NULL", &[]).await?;
     Ok(found.is_some_and(|row| row.get(0)))
 }
 
-/// Whether any key has been recorded.
+/// Returns whether any key has been recorded.
 pub async fn has_any(client: &impl GenericClient) -> Result<bool, DbError> {
     let found = query_opt(client, "SELECT EXISTS (SELECT 1 FROM platform_keys)", &[]).await?;
     Ok(found.is_some_and(|row| row.get(0)))
 }
 
-/// Whether any process has used this key.
+/// Returns whether any process has used this key.
 pub async fn has_been_used(client: &impl GenericClient, key: &KeyId) -> Result<bool, DbError> {
     let sql = "SELECT EXISTS (SELECT 1 FROM platform_keys WHERE key_id = $1)";
     Ok(query_opt(client, sql, &[&key.as_str()]).await?.is_some_and(|row| row.get(0)))
 }
 
-/// Records the first key of a database in which no stored secret uses another key.
+/// Records the first key for a database in which no stored secret uses a different key.
 pub async fn insert_first(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError> {
     let sql = "INSERT INTO platform_keys (key_id, fences_signed_at, sole_since) \
                VALUES ($1, clock_timestamp(), clock_timestamp())";
@@ -188,7 +189,7 @@ pub async fn finish_fences(
     execute(client, sql, &[&key.as_str(), &user, &slot]).await.map(drop)
 }
 
-/// The slots after this one, in order.
+/// Lists the slots after this one, in order.
 pub async fn list_slots_after(
     client: &impl GenericClient,
     after: Option<&(String, String)>,
@@ -201,7 +202,7 @@ pub async fn list_slots_after(
     Ok(found.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// Number of slots after this one.
+/// Counts the slots after this one.
 pub async fn count_slots_after(
     client: &impl GenericClient,
     after: Option<&(String, String)>,

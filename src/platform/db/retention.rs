@@ -1,7 +1,7 @@
 //! Deletes expired rows in batches. Each statement uses an index on the rows' time.
 //!
-//! Machines, slots, handles and signing keys never expire, because their epochs, names and sealed keys stay in use. Rows
-//! of platform keys and processes are deleted where they are written (`db::platform_keys`).
+//! Machines, slots, handles and signing keys never expire, because their epochs, names and sealed keys stay in use.
+//! Platform key and process rows are deleted where they are written (`db::platform_keys`).
 
 use std::time::Duration;
 
@@ -16,11 +16,11 @@ const ROLLOUT_BATCH_ROWS: i64 = 5;
 /// A table whose rows are deleted after a retention period.
 #[derive(Debug, Clone, Copy)]
 pub struct RetentionRule {
-    /// The table's name in metrics. Dependent rows of other tables are deleted with its rows.
+    /// The table's name in metrics. Dependent rows in other tables are deleted with its rows.
     pub table: &'static str,
     /// Deletes at most `$2` rows that ended more than `$1` seconds ago.
     statement: &'static str,
-    /// Retention period of ended rows.
+    /// The retention period for ended rows.
     pub keep: Duration,
     /// Maximum number of rows that one statement deletes.
     pub batch_rows: i64,

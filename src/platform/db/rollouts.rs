@@ -29,11 +29,11 @@ pub struct RolloutRow {
     pub created_at: Timestamp,
     pub updated_at: Timestamp,
     pub ended_at: Option<Timestamp>,
-    /// Whether the release is verified on the first machines that get it.
+    /// Whether the release is verified on the first machines that receive it.
     pub should_verify: bool,
     /// The result of the last verification.
     pub verification: Option<Value>,
-    /// When the claim of the verifying process ends, which may be in the past.
+    /// When the verifying process's claim ends, which may be in the past.
     pub verifying_until: Option<Timestamp>,
     pub is_verifying: bool,
 }
@@ -125,13 +125,13 @@ pub async fn try_lock(tx: &Transaction<'_>, id: RolloutId) -> Result<Option<Roll
     query_opt(tx, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
-/// The rollout that is running or paused; at most one exists.
+/// Finds the rollout that is running or paused; at most one exists.
 pub async fn find_open(client: &impl GenericClient) -> Result<Option<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE state IN ('running', 'paused')");
     query_opt(client, &sql, &[]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
-/// Rollouts that are open or still wait for machines to update.
+/// Lists the rollouts that are open or still waiting for machines to update.
 pub async fn list_unfinished(client: &impl GenericClient) -> Result<Vec<RolloutRow>, DbError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM rollouts WHERE state IN ('running', 'paused') OR rollout_id IN \
@@ -140,11 +140,11 @@ pub async fn list_unfinished(client: &impl GenericClient) -> Result<Vec<RolloutR
     query(client, &sql, &[]).await?.iter().map(RolloutRow::parse).collect()
 }
 
-/// Running machines that a rollout would reach, in the order of its batches: all machines, or only those with these
+/// Lists the running machines that a rollout would reach, in batch order: all machines, or only those with these
 /// handles, except those in `except`.
 ///
-/// Machines of test slots come first: a failing canary stops the rollout, and owners, who have root, could make a canary
-/// fail. The other machines are in random order, so that the canary varies. All silent machines come last.
+/// Machines in test slots come first: a failing canary stops the rollout, and owners, who have root, could make a
+/// canary fail. The other machines are in random order, so that the canary varies. All silent machines come last.
 pub async fn list_reachable_machines(
     client: &impl GenericClient,
     handles: Option<&[Handle]>,
@@ -171,8 +171,8 @@ pub struct UpdateTimeouts {
     pub total: Duration,
 }
 
-/// Records which machines report an update in progress, so that they do not become overdue when a later report shows
-/// another state.
+/// Records which machines report an update in progress, so that they do not become overdue when a later report shows a
+/// different state.
 pub async fn record_progress(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbError> {
     let sql = "UPDATE rollout_machines r SET updating_at = m.heartbeat_at FROM user_machines m \
                WHERE r.rollout_id = $1 AND r.state = 'asked' AND m.machine_id = r.machine_id AND m.updating \
@@ -180,7 +180,7 @@ pub async fn record_progress(tx: &Transaction<'_>, rollout: RolloutId) -> Result
     execute(tx, sql, &[&rollout.0]).await.map(drop)
 }
 
-/// The current state of a rollout's machines.
+/// Loads the current state of a rollout's machines.
 pub async fn list_members(
     client: &impl GenericClient,
     rollout: &RolloutRow,
@@ -258,7 +258,7 @@ pub async fn claim_unnotified(tx: &Transaction<'_>, rollout: RolloutId) -> Resul
     Ok(query(tx, sql, &[&rollout.0]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// Claims the verification for the time `claim`, and returns the rollout with the claim.
+/// Claims the verification for the duration `claim`, and returns the rollout with the claim.
 pub async fn claim_verification(
     tx: &Transaction<'_>,
     rollout: RolloutId,
@@ -275,7 +275,7 @@ pub async fn claim_verification(
         .transpose()
 }
 
-/// Extends a claim. `None` if another process holds the claim now, or an operator has reset it.
+/// Extends a claim. Returns `None` if another process now holds the claim, or an operator has reset it.
 pub async fn renew_verification(
     client: &impl GenericClient,
     claimed: &RolloutRow,
@@ -303,14 +303,14 @@ pub async fn record_verification(
     Ok(execute(tx, sql, &[&claimed.id.0, &claimed.verifying_until, &verification]).await? > 0)
 }
 
-/// Deletes the result of a verification that has not passed, and its claim, so that the verification is repeated.
+/// Deletes a verification's result, if it has not passed, and its claim, so that the verification is repeated.
 pub async fn reset_verification(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbError> {
     let sql = "UPDATE rollouts SET verification = NULL, verifying_until = NULL WHERE rollout_id = $1 \
                AND NOT coalesce((verification ->> 'passed')::boolean, false)";
     execute(tx, sql, &[&rollout.0]).await.map(drop)
 }
 
-/// The first machines that were updated to the release, whether or not they still run it.
+/// Lists the first machines that were updated to the release, whether or not they are still running it.
 pub async fn list_updated(
     client: &impl GenericClient,
     rollout: RolloutId,
@@ -320,8 +320,9 @@ pub async fn list_updated(
     Ok(query(client, sql, &[&rollout.0]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// The updated machines that still run the release and serve: since its update, a machine may have been rolled back,
-/// updated again, replaced, deleted or powered off, or have failed. With `only`, at most that machine.
+/// Lists the updated machines that are still running the release and serving: since its update, a machine may have been
+/// rolled back, updated again, replaced, deleted or powered off, or have failed. With `only`, returns at most that
+/// machine.
 pub async fn list_running_release(
     client: &impl GenericClient,
     rollout: &RolloutRow,
@@ -353,7 +354,7 @@ pub struct DesiredRelease {
     pub request_id: String,
 }
 
-/// The release that a running rollout has requested for a machine.
+/// Finds the release that a running rollout has requested for a machine.
 pub async fn find_desired_release(
     client: &impl GenericClient,
     machine: MachineId,
@@ -368,13 +369,13 @@ pub async fn find_desired_release(
     Ok(Some(DesiredRelease { image_version, request_id: found.get(1) }))
 }
 
-/// The newest rollouts, newest first.
+/// Lists the newest rollouts, newest first.
 pub async fn list_newest(client: &impl GenericClient, limit: i64) -> Result<Vec<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts ORDER BY created_at DESC, rollout_id DESC LIMIT $1");
     query(client, &sql, &[&limit]).await?.iter().map(RolloutRow::parse).collect()
 }
 
-/// Number of machines by rollout and state.
+/// Counts the machines by rollout and state.
 pub async fn count_machines(
     client: &impl GenericClient,
     rollouts: &[RolloutRow],
@@ -389,7 +390,7 @@ pub async fn count_machines(
     found.iter().map(count).collect()
 }
 
-/// A machine of a rollout.
+/// A machine in a rollout.
 pub struct RolloutMachineRow {
     pub machine: MachineId,
     pub handle: String,
@@ -402,7 +403,7 @@ pub struct RolloutMachineRow {
     pub image_version: String,
 }
 
-/// The machines of a rollout, in the order of its batches.
+/// Lists a rollout's machines, in batch order.
 pub async fn list_machines(
     client: &impl GenericClient,
     rollout: RolloutId,

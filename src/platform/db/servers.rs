@@ -1,5 +1,5 @@
 //! The servers that the inventory compares with the provider's list, and the installation's id, with which they are
-//! labelled.
+//! labeled.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -35,11 +35,12 @@ pub async fn now(client: &impl GenericClient) -> Result<Timestamp, DbError> {
     Ok(found.map_or(Timestamp::MIN, |row| row.get(0)))
 }
 
-/// Numbers of servers of the platform's machines.
+/// The number of servers belonging to the platform's machines.
 #[derive(Debug, Clone, Copy)]
 pub struct OwnServerCounts {
     pub existing: u64,
-    /// Ordered for a machine that has no server yet. A machine that has failed may still get the server ordered for it.
+    /// Ordered for a machine that has no server yet. A machine that has failed may still receive the server ordered for
+    /// it.
     pub ordered: u64,
 }
 
@@ -62,7 +63,7 @@ pub async fn count_own(client: &impl GenericClient) -> Result<OwnServerCounts, D
     Ok(OwnServerCounts { existing: number(0), ordered: number(1) })
 }
 
-/// The other machines of this machine's slot whose servers exist or were requested, oldest first.
+/// Lists the other machines in this machine's slot whose servers exist or were requested, oldest first.
 pub async fn list_others_in_slot(
     client: &impl GenericClient,
     machine: &MachineRow,
@@ -74,8 +75,8 @@ pub async fn list_others_in_slot(
     Ok(found.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// SQL condition for machines that hold their slot and are failed if their server disappears: machines that run, are
-/// being resized or reinstated, or can resume after a failed resize.
+/// SQL condition for machines that hold their slot and are marked as failed if their server disappears: machines that
+/// are running, being resized or being reinstated, or can resume after a failed resize.
 const EXPECTED: &str = "deleted_at IS NULL AND retired_at IS NULL AND provider_server_id IS NOT NULL \
     AND (status IN ('running', 'resizing') \
         OR status = 'failed' AND coalesce(failure_cause IN ('resize', 'reinstating'), false))";
@@ -84,7 +85,8 @@ pub async fn list_expected(client: &impl GenericClient) -> Result<Vec<TrackedSer
     list_servers_where(client, EXPECTED).await
 }
 
-/// Machines that [`list_expected`] does not return, whose servers may hold data and have not been recorded as missing.
+/// Lists the machines that [`list_expected`] does not return and whose servers may hold data and have not been recorded
+/// as missing.
 pub async fn list_holding_data(client: &impl GenericClient) -> Result<Vec<TrackedServer>, DbError> {
     let condition = format!(
         "provider_server_id IS NOT NULL AND server_deleted_at IS NULL AND server_missing_since IS NULL \
@@ -111,7 +113,7 @@ async fn list_servers_where(
     Ok(found.iter().map(parse).collect())
 }
 
-/// Number of machines that failed within this time because their servers had disappeared.
+/// Counts the machines that failed within this time because their servers had disappeared.
 pub async fn count_recent_server_losses(
     client: &impl GenericClient,
     within: Duration,

@@ -1,4 +1,5 @@
-//! Reads `operations` across the machines of one slot, for the cases in which they affect a machine that left the slot.
+//! Reads `operations` across the machines of one slot, for the cases in which they affect a machine that has left the
+//! slot.
 
 use deadpool_postgres::GenericClient;
 
@@ -8,7 +9,7 @@ use super::{DbError, Params, query_opt};
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{IdpUserId, Slot};
 
-/// The newest operation that takes this machine out of service: its deletion, or the creation of its successor.
+/// Finds the newest operation that takes this machine out of service: its deletion, or the creation of its successor.
 pub async fn find_retiring_operation(
     client: &impl GenericClient,
     machine: MachineId,
@@ -22,7 +23,7 @@ pub async fn find_retiring_operation(
     Ok(query_opt(client, sql, &[&machine.0]).await?.map(|row| OperationId(row.get(0))))
 }
 
-/// The running deletion of a machine.
+/// Finds the running deletion of a machine.
 pub async fn find_running_deletion(
     client: &impl GenericClient,
     machine: MachineId,
@@ -33,7 +34,7 @@ pub async fn find_running_deletion(
     Ok(query_opt(client, &sql, &[&machine.0]).await?.as_ref().map(OperationRow::parse))
 }
 
-/// The running deletion of a machine of this slot that has served, while its final backup is pending.
+/// Finds a running deletion whose final backup is pending, of a machine that has served in this slot.
 pub async fn find_deletion_awaiting_backup(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -47,13 +48,13 @@ pub async fn find_deletion_awaiting_backup(
     Ok(query_opt(client, &sql, &[&user.as_str(), &slot.as_str()]).await?.as_ref().map(OperationRow::parse))
 }
 
-/// A running operation that still needs the server of a machine that left its slot: the machine's own operation, or the
-/// creation of the next machine, which waits for the final backup.
+/// Finds a running operation that still needs the server of a machine that has left its slot: the machine's own
+/// operation, or the creation of the next machine, which is waiting for the final backup.
 pub async fn find_operation_needing_server(
     client: &impl GenericClient,
     machine: &MachineRow,
 ) -> Result<Option<OperationRow>, DbError> {
-    // If another machine registered in between, the later operation waits for that machine's final backup instead.
+    // If another machine registered in between, the later operation is waiting for that machine's final backup instead.
     let sql = format!(
         "SELECT {COLUMNS} FROM operations WHERE state = 'running' AND (machine_id = $1 \
          OR (step = 'last_backup' AND machine_id IN (SELECT later.machine_id FROM user_machines later \
@@ -67,7 +68,7 @@ pub async fn find_operation_needing_server(
     Ok(query_opt(client, &sql, params).await?.as_ref().map(OperationRow::parse))
 }
 
-/// Whether an operator accepted the loss of unsaved data when this machine was taken out of service.
+/// Returns whether an operator accepted the loss of unsaved data when this machine was taken out of service.
 pub async fn is_loss_accepted(client: &impl GenericClient, machine: MachineId) -> Result<bool, DbError> {
     let Some(id) = find_retiring_operation(client, machine).await? else { return Ok(false) };
     let operation = super::operations::get(client, id).await?;

@@ -1,4 +1,4 @@
-//! Slots: their subscriptions, the releases of their machines, and the owners of handles.
+//! Slots: their subscriptions, their machines' releases, and handle owners.
 
 use std::collections::HashMap;
 
@@ -38,7 +38,7 @@ pub struct NewSubscription {
 }
 
 impl SlotRow {
-    /// Whether the subscription entitles the slot to a machine at `now`.
+    /// Returns whether the subscription entitles the slot to a machine at `now`.
     pub fn is_entitled(&self, now: Timestamp) -> bool {
         let is_current = |end: Timestamp| end.saturating_add(SUBSCRIPTION_GRACE).is_ok_and(|end| now <= end);
         self.status == SubscriptionStatus::Active && self.current_period_end.is_none_or(is_current)
@@ -69,7 +69,7 @@ pub async fn find_subscription(
     query_opt(client, &sql, &[&user.as_str(), &slot.as_str()]).await?.as_ref().map(SlotRow::parse).transpose()
 }
 
-/// Lists the slots of one user, or of all users, that come after the slot `after`.
+/// Lists one user's slots, or all users' slots, that come after the slot `after`.
 pub async fn list(
     client: &impl GenericClient,
     user: Option<&IdpUserId>,
@@ -121,7 +121,7 @@ pub async fn claim_handle(
     Ok(owner.map(|row| row.get(0)).unwrap_or_default())
 }
 
-/// The handle's owner, if it has one.
+/// Finds the handle's owner, if it has one.
 pub async fn find_handle_owner(
     client: &impl GenericClient,
     handle: &Handle,
@@ -130,7 +130,7 @@ pub async fn find_handle_owner(
     Ok(query_opt(client, sql, &[&handle.as_str()]).await?.map(|row| row.get(0)))
 }
 
-/// The release with which the slot's next machine starts; `None` if none is recorded.
+/// Finds the release with which the slot's next machine starts; `None` if none is recorded.
 pub async fn find_release(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -145,7 +145,7 @@ pub async fn find_release(
     parsed.map(Some).map_err(|why| DbError::Unreadable { what: "slot_releases", why: format!("{why}") })
 }
 
-/// Records the release that the slot's machine runs. `set_at` is the time of the last change.
+/// Records the release that the slot's machine is running. `set_at` is the time of the last change.
 pub async fn set_release(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -158,7 +158,7 @@ pub async fn set_release(
     execute(client, sql, &[&user.as_str(), &slot.as_str(), &version.as_str()]).await.map(drop)
 }
 
-/// [`set_release`] for the slot of a machine. Usually the release is unchanged, and then this locks no row.
+/// Like [`set_release`], but for a machine's slot. Usually the release is unchanged, in which case this locks no row.
 pub async fn set_release_for_machine(
     client: &impl GenericClient,
     machine: MachineId,
@@ -173,7 +173,7 @@ pub async fn set_release_for_machine(
     execute(client, sql, &[&machine.0, &version.as_str()]).await.map(drop)
 }
 
-/// Maps server labels to slots, as `user/slot`. Scans every slot: call it only for the few servers that an alarm names.
+/// Maps server labels to slots, as `user/slot`. Scans every slot: call it only for the few servers named in an alarm.
 pub async fn find_slots_by_label(
     client: &impl GenericClient,
     labels: &[String],

@@ -1,4 +1,4 @@
-//! Turns of periodic tasks: one process at a time runs each task for the whole installation.
+//! Turns for periodic tasks: one process at a time runs each task for the whole installation.
 
 use std::time::Duration;
 

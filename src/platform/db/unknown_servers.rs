@@ -1,7 +1,7 @@
 //! `unknown_servers`: servers with this installation's label that belong to no machine in the database.
 //!
-//! Invariant: a server is deleted only after an operator has released this very server and its own grace period has
-//! ended.
+//! Invariant: a server is deleted only after an operator has released that particular server and its own grace period
+//! has ended.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ pub struct UnknownServers {
 }
 
 impl UnknownServers {
-    /// When the last unknown server may be deleted; `None` while any server is held.
+    /// Returns when the last unknown server may be deleted; `None` while any server is held.
     pub fn released_until(&self) -> Option<Timestamp> {
         self.last_deletion.filter(|_| self.held == 0)
     }
@@ -41,7 +41,7 @@ pub async fn release(client: &impl GenericClient) -> Result<(), DbError> {
     execute(client, sql, &[]).await.map(drop)
 }
 
-/// Released servers whose grace period has ended.
+/// Lists the released servers whose grace period has ended.
 pub async fn list_due(client: &impl GenericClient, grace: Duration) -> Result<Vec<i64>, DbError> {
     let sql = "SELECT server_id FROM unknown_servers WHERE released_at IS NOT NULL \
                AND first_seen <= clock_timestamp() - make_interval(secs => $1)";
@@ -60,7 +60,7 @@ pub async fn count(client: &impl GenericClient, grace: Duration) -> Result<Unkno
     }))
 }
 
-/// Whether any unknown server waits for an operator's decision.
+/// Returns whether any unknown server is waiting for an operator's decision.
 pub async fn is_any_held(client: &impl GenericClient) -> Result<bool, DbError> {
     let sql = "SELECT 1 FROM unknown_servers WHERE released_at IS NULL LIMIT 1";
     Ok(query_opt(client, sql, &[]).await?.is_some())

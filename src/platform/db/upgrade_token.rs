@@ -1,4 +1,4 @@
-//! The columns of `user_machines` about a machine's `UPGRADE_TOKEN`. The rules are in `platform::token_rotation`.
+//! The `user_machines` columns for a machine's `UPGRADE_TOKEN`. The rules are in `platform::token_rotation`.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::token_rotation::{PreviousToken, UpgradeToken};
 use crate::tokens::Generation;
 use svc_machine::id::MachineId;
 
-/// Parses the columns about a machine's token.
+/// Parses the columns for a machine's token.
 ///
 /// # Errors
 /// `Unreadable` if a stored value is invalid.
@@ -48,7 +48,7 @@ pub async fn advance(
     execute(tx, sql, &[&id.0, &to, &hash, &overlap.as_secs_f64()]).await.map(drop)
 }
 
-/// Records that an operator requests a rotation of a machine's token. The time of a pending request is kept.
+/// Records that an operator has requested the rotation of a machine's token. The time of a pending request is kept.
 pub async fn request_rotation(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET upgrade_token_requested_at = clock_timestamp() \
                WHERE machine_id = $1 AND upgrade_token_requested_at IS NULL";
@@ -73,7 +73,7 @@ pub struct MachineToken {
     pub is_silent: bool,
 }
 
-/// Tokens of machines that hold their slots and come after the machine `after`, in order.
+/// Lists the tokens of machines that hold their slots and come after the machine `after`, in order.
 pub async fn list_after(
     client: &impl GenericClient,
     after: MachineId,

@@ -63,7 +63,7 @@ async fn check_manifest(
     }
 }
 
-/// Reads the published digest and the size of the archive.
+/// Reads the published digest and the archive's size.
 async fn find_bundle(
     bucket: &Bucket,
     version: &ImageVersion,

@@ -1,6 +1,7 @@
 //! `svcctl doctor platform`: checks the platform's configuration and each of its dependencies.
 //!
-//! The checks need no running platform. They write only temporary objects to the store, and delete them afterwards.
+//! The checks do not need a running platform. They write only temporary objects to the store, and delete them
+//! afterwards.
 
 mod bundle;
 mod database;
@@ -32,7 +33,7 @@ pub struct DoctorReport {
     pub api_access: Option<(Url, SecretString)>,
 }
 
-/// Checks the platform that is configured by the environment and by `file`; the environment takes precedence.
+/// Checks the platform configured by the environment and by `file`; the environment takes precedence.
 pub async fn run_checks(file: Option<&Path>) -> DoctorReport {
     let mut env = Env::from_process_over(file);
     // Read before validation: the platform may be healthy even if this process has an invalid setting.

@@ -11,12 +11,12 @@ use svc_base::chain::format_chain;
 use svc_base::diagnosis::Findings;
 use svc_store::StoreError;
 
-/// The state of the database that the check assesses.
+/// The database state that the check assesses.
 struct KeyUsage {
     need: KeyNeed,
     /// Whether the previous key has been used with this database.
     is_previous_used: bool,
-    /// Number of running processes, and number of those that have the previous key.
+    /// The number of running processes, and the number of those that have the previous key.
     processes: (i64, i64),
     /// The error of an active signing key that neither platform key decrypts.
     unopened: Option<KeyError>,
@@ -45,7 +45,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     };
     match load_usage(config).await {
         Ok(Some(usage)) => assess(findings, &ids, &usage, named),
-        Ok(None) => findings.skipped("svc-platform of this release has not started yet"),
+        Ok(None) => findings.skipped("this release of svc-platform has not started yet"),
         Err(error) => findings.problem(format!("{error:#}"), "see the check `database`"),
     }
 }

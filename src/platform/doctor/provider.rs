@@ -1,4 +1,4 @@
-//! Checks that the cloud provider accepts the token and offers the default server type and the locations.
+//! Checks that the cloud provider accepts the token and offers the default server type and the configured locations.
 
 use crate::config::PlatformConfig;
 use svc_base::chain::format_chain;

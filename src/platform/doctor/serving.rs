@@ -53,14 +53,14 @@ pub fn check_env_file(file: Option<&Path>) -> Vec<Finding> {
     let findings =
         names.iter().filter(|(name, _)| !is_setting(name)).fold(findings, |findings, (name, _)| {
             findings.warning(
-                format!("{path} sets {name}, which is not a setting of the platform and has no effect"),
+                format!("{path} sets {name}, which is not a platform setting and has no effect"),
                 "correct its name; docs/reference/configuration.md lists all settings",
             )
         });
     findings.or_ok(format!("{path} has mode {mode:04o}")).into_list()
 }
 
-/// Whether the platform or one of its libraries reads this variable.
+/// Returns whether the platform or one of its libraries reads this variable.
 fn is_setting(name: &str) -> bool {
     const LIBRARY_PREFIXES: [&str; 5] = ["AWS_", "RUST_", "TOKIO_", "LC_", "MALLOC_"];
     const SYSTEM_NAMES: [&str; 5] = ["HOME", "LANG", "PATH", "TMPDIR", "TZ"];

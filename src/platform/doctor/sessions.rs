@@ -25,10 +25,10 @@ pub const SESSION_KEYS: Capability = Capability {
 pub const SESSION_WRITE_ONCE: Capability = Capability {
     name: "a session's policy can forbid overwriting (`s3:if-none-match`)",
     need: Need::Recommended,
-    without: "`STORE_WRITE_ONCE` must be off: stolen credentials of a host can overwrite its slot's snapshots.",
+    without: "`STORE_WRITE_ONCE` must be off: credentials stolen from a host can overwrite its slot's snapshots.",
 };
 
-/// Probes all capabilities of a store, including those of hosts' sessions, for the table of stores.
+/// Probes all capabilities of a store, including those of host sessions, for the store comparison table.
 pub async fn probe_store(
     store: &StoreConfig,
     credentials: &HostCredentials,
@@ -141,7 +141,7 @@ impl SessionStores {
     }
 }
 
-/// A slot that no user has and that differs from the session's slot.
+/// Returns a slot that no user has and that differs from the session's slot.
 fn other_slot() -> SlotPrefix {
     SlotPrefix::new(&"svc-doctor-other".parse().expect("the user's id is valid"), &Slot::primary())
 }

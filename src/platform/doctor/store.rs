@@ -1,5 +1,5 @@
-//! Checks that the object store supports what svc relies on. Without conditional puts, two hosts could both believe that
-//! they had written the pointer.
+//! Checks that the object store supports everything that svc relies on. Without conditional puts, two hosts could both
+//! believe that they had written the pointer.
 
 use std::time::{Duration, SystemTime};
 
@@ -23,9 +23,9 @@ use svc_store::protection::{self, Setting};
 const CHECK_STORE: &str =
     "check that the store is running, and that OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT and AWS_* are correct";
 const USE_OTHER_STORE: &str = "use a store that supports this; docs/operating/stores.md compares several";
-/// Time for the test of parallel writers; with a slow store, fewer rounds are run.
+/// Time limit for the parallel writer test; with a slow store, fewer rounds are run.
 const PARALLEL_TIMEOUT: Duration = Duration::from_secs(8);
-/// A check by another process has certainly ended after this time.
+/// After this time, a check by another process has certainly ended.
 const MAX_CHECK_DURATION: Duration = Duration::from_secs(3600);
 
 pub async fn check(config: &PlatformConfig) -> Findings {
@@ -69,7 +69,10 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Ok(0) => findings
             .or_ok("supports all that svc relies on: reads, lists, uploads, and atomic conditional puts"),
         Ok(count) => findings.warning(
-            format!("{} of this check could not be deleted", pluralize(count as u64, "temporary object")),
+            format!(
+                "{} left by this check could not be deleted",
+                pluralize(count as u64, "temporary object")
+            ),
             format!(
                 "grant the access key the right to delete, then delete the objects below {PREFIX}/ manually"
             ),
@@ -80,7 +83,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     }
 }
 
-/// Number of temporary objects of this process and of processes that have certainly ended.
+/// Counts the temporary objects left by this process and by processes that have certainly ended.
 async fn count_remaining_objects(bucket: &Bucket) -> Result<usize, object_store::Error> {
     let own = Path::from(RUN_PREFIX.as_str());
     let ended_before = SystemTime::now() - MAX_CHECK_DURATION;
@@ -184,7 +187,7 @@ pub async fn check_host_credentials(config: &PlatformConfig) -> Findings {
     }
 }
 
-/// Checks that the store enforces the policy of a session: a host must not reach another slot.
+/// Checks that the store enforces a session's policy: a host must not reach another slot.
 async fn check_session_keys(findings: Findings, as_host: &sessions::SessionStores) -> Findings {
     match as_host.try_other_slot().await {
         Support::Yes => findings,

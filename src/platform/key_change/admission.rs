@@ -1,8 +1,8 @@
 //! Decides whether a process may start with its platform keys.
 //!
-//! A process is refused if it lacks a key that stored secrets still need, or if it and another running process could not
-//! read each other's secrets. Otherwise some of its work would fail later: machines could not register, or a router would
-//! lack a signing key.
+//! A process is rejected if it lacks a key that stored secrets still need, or if it and another running process could
+//! not read each other's secrets. Otherwise some of its work would fail later: machines could not register, or a router
+//! would lack a signing key.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use crate::tokens::TokenMint;
 
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Why a process may not start.
+/// The reason a process may not start.
 #[derive(Debug, thiserror::Error)]
 pub enum AdmissionError {
     #[error(transparent)]
@@ -30,7 +30,7 @@ pub enum AdmissionError {
     )]
     Needed(KeyNeed),
     #[error(
-        "a platform process with other keys is running ({processes}): each must have the PLATFORM_KEY of every other as \
+        "a platform process with different keys is running ({processes}): each must have the PLATFORM_KEY of every other as \
          PLATFORM_KEY or PLATFORM_KEY_PREVIOUS. First restart the processes that run with the new key as \
          PLATFORM_KEY_PREVIOUS; docs/operating/keys.md gives the order"
     )]
@@ -41,7 +41,7 @@ pub enum AdmissionError {
 /// if it was killed, its row expires.
 ///
 /// # Errors
-/// [`AdmissionError`]; `Incompatible` if such a process is still running after the lifetime of a row.
+/// [`AdmissionError`]; `Incompatible` if such a process is still running after a row's lifetime.
 pub async fn admit(
     db: &Db,
     own: &ProcessKeys,
@@ -78,7 +78,7 @@ pub async fn admit(
         if Instant::now() >= deadline {
             return Err(AdmissionError::Incompatible { processes });
         }
-        tracing::warn!(processes, "waiting for platform processes with other keys to end");
+        tracing::warn!(processes, "waiting for platform processes with different keys to end");
         sleep((own.ttl / 8).max(MIN_RETRY_INTERVAL)).await;
     }
 }
@@ -93,7 +93,7 @@ async fn refuse_if_other_key_needed(
 ) -> Result<(), AdmissionError> {
     let key = &own.ids.current;
     let need = if is_first {
-        // In a database of an earlier release, only the signing keys show which key was used.
+        // In a database from an earlier release, only the signing keys show which key was used.
         KeyNeed::find_for_signing_keys(tx, seal).await?
     } else if platform_keys::load_state(tx, key).await?.is_sole {
         return Ok(());

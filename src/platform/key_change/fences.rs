@@ -1,4 +1,4 @@
-//! Re-signs the fences of slots in the object store with the current platform key.
+//! Re-signs slot fences in the object store with the current platform key.
 //!
 //! Slots are processed in batches, ordered by user and slot; the database stores the last finished slot. If a slot
 //! fails, the pass ends and the next pass starts with that slot, so none is skipped. A slot that is fenced in the
@@ -19,7 +19,7 @@ use svc_store::key::SlotPrefix;
 use svc_store::pointer::Fence;
 use svc_store::pointer_io::{self, PointerError};
 
-/// Timeout for re-signing the fence of one slot.
+/// Timeout for re-signing one slot's fence.
 const SLOT_TIMEOUT: Duration = Duration::from_secs(10);
 
 const MAX_CONCURRENT_SLOTS: usize = 8;

@@ -1,7 +1,7 @@
 //! The mark in the object store that names the current platform key by its fingerprint.
 //!
 //! If a platform server is restored from a copy made before a rotation of `PLATFORM_KEY`, its database and settings are
-//! consistent, and only the store shows the rotation. A process with the old keys would refuse every host, and trust no
+//! consistent, and only the store shows the rotation. A process with the old keys would reject every host and trust no
 //! fence signed since the rotation.
 //!
 //! Invariant: a mark that names a key that this process does not have is never overwritten.
@@ -20,7 +20,7 @@ use svc_base::clock::{self, now_ms};
 use svc_http::problem::format_chain;
 use svc_store::bucket::{Bucket, Condition, StoreError, Versioned};
 
-/// Hosts' sessions cannot reach this path: they reach only their slot's prefix, which has two path segments.
+/// Host sessions cannot reach this path: they can reach only their slot's prefix, which has two path segments.
 pub const MARK_PATH: &str = "system-platform/platform-key.json";
 
 const FORMAT: u32 = 1;
@@ -28,7 +28,8 @@ const FORMAT: u32 = 1;
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Delay before a retry while the store is unavailable.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
-/// Maximum number of attempts to write the mark while other processes write it. Each attempt reads the mark again.
+/// Maximum number of attempts to write the mark while other processes are writing it. Each attempt reads the mark
+/// again.
 const MAX_WRITE_ATTEMPTS: u32 = 5;
 
 /// The stored mark. Unknown fields, which a newer release may add, are ignored.
@@ -71,7 +72,7 @@ impl fmt::Display for UnknownKey {
 }
 
 impl UnknownKey {
-    /// The recommended action for the operator.
+    /// Returns the recommended action for the operator.
     pub fn advice(&self) -> String {
         format!(
             "one of the two must be the key {named}: if you restored settings from before a key rotation, set it as \
@@ -84,7 +85,7 @@ impl UnknownKey {
     }
 }
 
-/// Why the mark could not be checked or written.
+/// The reason the mark could not be checked or written.
 #[derive(Debug, thiserror::Error)]
 pub enum MarkError {
     #[error("{}; {}", .0, .0.advice())]
@@ -96,13 +97,13 @@ pub enum MarkError {
 }
 
 impl MarkError {
-    /// Whether a process with these keys must not run. An unavailable store is not a reason to refuse it.
+    /// Returns whether a process with these keys must not run. An unavailable store is not a reason to stop it.
     pub fn is_refusal(&self) -> bool {
         matches!(self, Self::UnknownKey(_) | Self::Store(StoreError::Corrupt { .. }))
     }
 }
 
-/// Returns which key of this process the mark names.
+/// Returns which of this process's keys the mark names.
 pub async fn check(bucket: &Bucket, ids: &KeyIds) -> Result<NamedKey, MarkError> {
     classify(read(bucket).await?.as_ref(), ids)
 }

@@ -22,7 +22,7 @@ const MAX_NAMED: usize = 5;
 #[derive(Debug, Default)]
 pub struct KeyNeed {
     signing_keys: CountedNames,
-    /// Machines whose hosts send heartbeats, with which their tokens rotate.
+    /// Machines whose hosts are sending heartbeats, with which their tokens rotate.
     machines: CountedNames,
     /// Silent machines. A rotation does not wait for them: their tokens are accepted by the stored hash, and rotate
     /// when the hosts send heartbeats again.
@@ -69,7 +69,7 @@ impl KeyNeed {
         Ok(need)
     }
 
-    /// Finds only the signing keys that need another key.
+    /// Finds only the signing keys that need a different key.
     pub async fn find_for_signing_keys(client: &impl GenericClient, seal: &Seal) -> Result<Self, DbError> {
         let mut need = Self::default();
         for key in list_signing_keys(client).await? {
@@ -120,18 +120,20 @@ impl KeyNeed {
         Ok(())
     }
 
-    /// Whether nothing needs another key. Ignores silent machines, for which a rotation does not wait.
+    /// Returns whether nothing needs a different key. Ignores silent machines, because a rotation does not wait for
+    /// them.
     pub fn is_empty(&self) -> bool {
         let Self { signing_keys, machines, silent: _, fences, processes } = self;
         [signing_keys, machines, fences, processes].iter().all(|names| names.count == 0)
     }
 
-    /// Whether processes with another current key are running. No secret is replaced before they have switched.
+    /// Returns whether processes with a different current key are running. No secret is replaced before they have
+    /// switched.
     pub fn has_processes(&self) -> bool {
         self.processes.count > 0
     }
 
-    /// Describes the silent machines whose tokens were made with another key; `None` if there are none.
+    /// Describes the silent machines whose tokens were made with a different key; `None` if there are none.
     pub fn describe_silent(&self) -> Option<String> {
         (self.silent.count > 0).then(|| format_list(&[("silent machine", &self.silent)]))
     }

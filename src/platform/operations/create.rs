@@ -34,7 +34,7 @@ pub const SLOT_LABEL: &str = "svc-slot";
 
 pub const EPOCH_LABEL: &str = "svc-epoch";
 
-/// Key in an operation's facts: the number of locations without capacity.
+/// Key in an operation's facts for the number of locations without capacity.
 const LOCATIONS_TRIED: &str = "locationsTried";
 /// Interval between lookups of a server whose create request has an unknown outcome.
 const LOOKUP_INTERVAL: Duration = Duration::from_secs(1);
@@ -73,7 +73,7 @@ pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     }
 }
 
-/// After a failed create request: looks up the server and decides whether to retry.
+/// Handles a failed create request: looks up the server and decides whether to retry.
 async fn handle_create_error(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,

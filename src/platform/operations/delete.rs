@@ -1,6 +1,6 @@
-//! Deletes the server of one machine that has left its slot.
+//! Deletes the server of a machine that has left its slot.
 //!
-//! The invariant: a machine is recorded as having no server only if the provider reports none while no process can
+//! Invariant: a machine is recorded as having no server only if the provider reports none while no process can
 //! still be creating one.
 
 use std::time::Duration;
@@ -19,14 +19,14 @@ pub async fn delete_own_server(leased: &LeasedOperation<'_>) -> Result<StepOutco
     let machine = leased.machine().await?;
     if !is_discard_confirmed(leased, &machine).await? {
         let is_holder = later_holder::is_holder_per_store(leased.platform, &machine).await;
-        if is_holder.map_err(|error| StepError::transient("cannot read the fence of the slot", error))? {
+        if is_holder.map_err(|error| StepError::transient("cannot read the slot's fence", error))? {
             leased.mark_kept(machine.id).await?;
             let note = "according to the store, the machine got its slot back or has served, which this database does not \
                         record: its server is kept until an operator discards it";
             return Ok(StepOutcome::Fail { code: later_holder::BEHIND_STORE, note });
         }
     }
-    // The data is in no final backup, and no discard has accepted its loss.
+    // No final backup contains the data, and no discard has accepted its loss.
     let is_unsaved = machine.registered_at.is_some()
         && machine.final_backup_at.is_none()
         && machine.discard_ordered_at.is_none();
@@ -43,8 +43,8 @@ pub async fn delete_own_server(leased: &LeasedOperation<'_>) -> Result<StepOutco
     })
 }
 
-/// Whether an operator discarded the server after it was kept because of the store's fence. An earlier discard may be
-/// outdated, like the database.
+/// Returns whether an operator discarded the server after it was kept because of the store's fence. An earlier discard
+/// may be outdated, like the database.
 async fn is_discard_confirmed(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let Some(ordered_at) = machine.discard_ordered_at else { return Ok(false) };
     let session = leased.platform.db.session().await?;
@@ -53,7 +53,7 @@ async fn is_discard_confirmed(leased: &LeasedOperation<'_>, machine: &MachineRow
     Ok(kept_at.is_some_and(|kept_at| kept_at < ordered_at))
 }
 
-/// Deletes the server of one machine. Returns `false` while a server may still appear.
+/// Deletes a machine's server. Returns `false` while a server may still appear.
 pub async fn delete_server(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let platform = leased.platform;
     let session = platform.db.session().await?;

@@ -1,6 +1,6 @@
 //! Selects the operations that this process drives: claims those that are due, and releases them.
 //!
-//! The invariant: an operation that waits for a host does not block others. Steps that call hosts have their own
+//! Invariant: an operation that is waiting for a host does not block others. Steps that call hosts have their own
 //! capacity, and steps that have not started are claimed first.
 
 use std::sync::Arc;
@@ -19,15 +19,15 @@ use crate::db::{self, DbError};
 use svc_http::problem::format_chain;
 use svc_http::request_id;
 
-/// Maximum number of operations of the general lane that one process drives at a time.
+/// Maximum number of general-lane operations that one process drives at once.
 const MAX_DRIVEN_OPERATIONS: usize = 16;
 /// Maximum number of operations at steps that call hosts: each costs only a task, and a silent host blocks it for
 /// seconds.
 const MAX_HOST_CALL_OPERATIONS: usize = 64;
-/// Maximum backoff of an operation whose outcome cannot be stored.
+/// Maximum backoff for an operation whose outcome cannot be stored.
 const MAX_UNSTORED_BACKOFF: Duration = Duration::from_secs(30);
-/// Minimum time between two rounds of claims: an operation that is due, but locked by another transaction, causes no busy
-/// loop.
+/// Minimum time between two rounds of claims, so that an operation that is due but locked by another transaction does
+/// not cause a busy loop.
 const MIN_CLAIM_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Drives operations until `stop`, then waits for running steps.
@@ -51,7 +51,7 @@ pub async fn run(platform: Arc<Platform>) {
     while drivers.calling.join_next().await.is_some() {}
 }
 
-/// The operations of each lane that this process drives.
+/// The operations that this process is driving, by lane.
 #[derive(Default)]
 struct Drivers {
     general: JoinSet<()>,
@@ -82,7 +82,7 @@ impl Drivers {
         Ok(None)
     }
 
-    /// The steps of the lanes with capacity.
+    /// Returns the steps of the lanes with capacity.
     fn claimable(&self) -> Option<SupportedSteps<'static>> {
         match (self.general.len() < MAX_DRIVEN_OPERATIONS, self.calling.len() < MAX_HOST_CALL_OPERATIONS) {
             (true, true) => Some(supported_steps()),
@@ -99,12 +99,12 @@ fn log_panic(ended: Result<(), JoinError>) {
     }
 }
 
-/// The lane of the operation's current step.
+/// Returns the lane of the operation's current step.
 fn lane_of(operation: &OperationRow) -> Lane {
     operation.step.parse().map_or(Lane::General, Step::lane)
 }
 
-/// [`drive`] under the id of the request that created the operation, in a span with its log fields.
+/// Runs [`drive`] under the id of the request that created the operation, in a span with its log fields.
 async fn drive_with_request_id(platform: &Platform, operation: OperationRow, owner: Uuid) {
     let id = operation.request_id.clone();
     let span = tracing::info_span!(

@@ -36,7 +36,7 @@ const CALL_DEADLINES: Deadlines = Deadlines {
 
 const PROOF_TTL_SECONDS: i64 = 30;
 const MAX_RESPONSE_BYTES: usize = 64 << 10;
-/// A daily report of one year takes about 40 KiB; a report by user has one entry per user and channel.
+/// A daily report for one year takes about 40 KiB; a report by user has one entry per user and channel.
 const MAX_USAGE_BYTES: usize = 1 << 20;
 
 /// Requests a backup from a machine's host. Returns the request time by the host's clock, if the host reports it: a
@@ -86,7 +86,7 @@ pub async fn request_update(
     send_request(platform, machine, &HostRequest::post(UPDATE_PATH, Some(body))).await.map(drop)
 }
 
-/// Why a call to a host failed.
+/// The reason a call to a host failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HostCallError {
     /// No connection to the host could be made, or the host did not respond.
@@ -97,7 +97,7 @@ pub enum HostCallError {
     Refused(StatusCode),
 }
 
-/// Progress of a host in stopping its writers.
+/// A host's progress in stopping its writers.
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct QuiesceStatus {
@@ -131,7 +131,7 @@ pub async fn resume(
     call(platform, machine, &HostRequest::post(RESUME_PATH, body)).await.map(drop)
 }
 
-/// The running backup of a host, and the outcome of its last one.
+/// A host's running backup, and the outcome of its last one.
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct BackupProgress {
@@ -162,7 +162,7 @@ pub struct HeldSnapshot {
     pub loss: String,
 }
 
-/// Fetches the progress of a host's backup.
+/// Fetches a host's backup progress.
 ///
 /// # Errors
 /// [`HostCallError`]; 404 or 405 from a release without this route.
@@ -175,7 +175,7 @@ pub async fn fetch_backup_progress(
     Ok(serde_json::from_slice(&response).unwrap_or_default())
 }
 
-/// Why a host's usage report is unavailable.
+/// The reason a host's usage report is unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum UsageError {
     #[error(transparent)]
@@ -185,7 +185,7 @@ pub enum UsageError {
     TooLarge(usize),
 }
 
-/// Fetches the host's usage report, unchanged and of at most `MAX_USAGE_BYTES`.
+/// Fetches the host's usage report, unchanged and at most `MAX_USAGE_BYTES` long.
 ///
 /// # Errors
 /// [`UsageError`]; 403 from a release that does not serve usage to the platform.
@@ -222,7 +222,7 @@ struct RequestReceipt {
     requested_at: Option<Timestamp>,
 }
 
-/// One request to a host.
+/// A request to a host.
 struct HostRequest {
     method: Method,
     path: &'static str,
@@ -254,7 +254,7 @@ fn check_accepted(sent: anyhow::Result<reqwest::Response>) -> Result<reqwest::Re
     if response.status().is_success() { Ok(response) } else { Err(HostCallError::Refused(response.status())) }
 }
 
-/// Returns the base URL of a host, and a client that connects to its address and verifies its key.
+/// Returns a host's base URL, and a client that connects to its address and verifies its key.
 ///
 /// # Errors
 /// If the machine has no address yet, or never registered.
@@ -301,7 +301,7 @@ fn build_request_claims(machine: &MachineRow, request: &HostRequest) -> Claims {
     }
 }
 
-/// The claims of a proof that is valid, from now on, for any request to this route of a machine.
+/// Builds the claims for a proof that is valid, from now on, for any request to this route on a machine.
 pub fn build_claims(machine: &MachineRow, route: Route) -> Claims {
     let now = Timestamp::now().as_second();
     Claims {

@@ -1,11 +1,11 @@
-//! The inventory of servers: compares the provider's servers with the known machines, and finds late, vanished and
-//! orphaned ones.
+//! The server inventory: compares the provider's servers with the known machines, and finds late, vanished and orphaned
+//! ones.
 //!
-//! The invariant: a listing alone proves nothing. A machine fails only after two lookups by id find no server, while
-//! its host sends no heartbeat; a server is deleted only if its machine has ended. If more than a few machines would
+//! Invariant: a listing alone proves nothing. A machine fails only after two lookups by id find no server, while its
+//! host is sending no heartbeats; a server is deleted only if its machine has ended. If more than a few machines would
 //! fail at once, a fuse trips and an operator decides. A server with this installation's label but without a machine is
 //! not garbage: each machine is stored before its server is ordered, so the database has lost the row. An operator
-//! decides about each such server.
+//! decides what to do with each such server.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -26,8 +26,8 @@ use svc_machine::event::Event;
 use svc_machine::id::MachineId;
 use svc_provider::{Server, ServerId};
 
-/// Minimum time between the two lookups of a server that seems to be missing, unless the passes of the reconciler are
-/// closer together.
+/// Minimum time between the two lookups of a server that seems to be missing, unless reconciler passes are closer
+/// together.
 const CONFIRM_INTERVAL: Duration = Duration::from_secs(10);
 /// Losses within this window are counted together.
 const LOSS_WINDOW: Duration = Duration::from_secs(3600);
@@ -37,11 +37,11 @@ const MAX_MONITORED_LOOKUPS: usize = 20;
 const MAX_FAILED_LOOKUPS: usize = 3;
 /// Maximum number of unknown servers that the alarm names.
 const MAX_SHOWN_SERVERS: usize = 20;
-/// If the provider lists none of at least this many servers, it was probably called with another project's token.
+/// If the provider lists none of at least this many servers, it was probably called with a different project's token.
 const MIN_SERVERS_TO_SUSPECT_TOKEN: usize = 4;
 
 /// Compares the provider's servers with the database. Returns whether unknown servers were recorded, and the failures
-/// of this pass; the next pass continues.
+/// in this pass; the next pass continues.
 pub(super) async fn take_inventory(platform: &Platform) -> (Inventory, anyhow::Result<()>) {
     let mut failures = Failures::default();
     match record_inventory(platform, &mut failures).await {
@@ -146,7 +146,7 @@ async fn record_lost(platform: &Platform, listed: &[Server], failures: &mut Fail
     Ok(())
 }
 
-/// Returns the servers that a lookup by id does not find either, and the number of servers whose lookup failed or was
+/// Returns the servers that a lookup by id also fails to find, and the number of servers whose lookup failed or was
 /// skipped. After several consecutive failures, the next pass looks up the rest.
 async fn confirm_missing<'a>(
     platform: &Platform,
@@ -183,7 +183,7 @@ async fn confirm_lost(platform: &Platform, machine: &TrackedServer) -> anyhow::R
     Ok(!exists)
 }
 
-/// Counts the missing servers of this pass together with the losses of the last hour: a slow mass loss is still a mass
+/// Counts the servers missing in this pass together with the losses in the last hour: a slow mass loss is still a mass
 /// loss.
 async fn check_fuse(session: &Object, live: &[TrackedServer], missing: usize) -> anyhow::Result<Fuse> {
     let failed = db::servers::count_recent_server_losses(session, LOSS_WINDOW).await?;
@@ -256,7 +256,7 @@ async fn describe(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<V
 
 /// Handles servers that have this installation's label but belong to no known machine, for example after the database
 /// was restored from an older copy: raises an alarm, and deletes those that an operator has released, once their grace
-/// period has ended. Servers of another platform in the same project are ignored.
+/// period has ended. Servers that belong to another platform in the same project are ignored.
 async fn handle_orphans(
     platform: &Platform,
     listed: &[Server],

@@ -1,6 +1,6 @@
 //! The step `last_backup`: the host of a replaced or deleted machine stops its writers and takes a final snapshot.
 //!
-//! The invariant: unless an operator accepts the loss, or the server is gone or already powered off, the step ends with
+//! Invariant: unless an operator accepts the loss, or the server is gone or already powered off, the step ends with
 //! a snapshot taken after the writers had stopped, or with a row that records the time since which data exists only on
 //! that server. If a reachable host cannot make the snapshot, the operation waits for an operator's decision; an
 //! unreachable host is skipped after a bounded time.
@@ -40,7 +40,7 @@ const MAX_SILENT_POLL_INTERVAL: Duration = Duration::from_secs(10);
 const MAX_REQUESTS: u32 = 3;
 /// Timeout for reading the pointer.
 const POINTER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Code of the question about a held-back snapshot.
+/// The code of the question about a held-back snapshot.
 pub const HELD_BACK: &str = "last_backup_held_back";
 /// On hosts of earlier releases, the error of a held-back snapshot contains this text.
 pub const HELD_BACK_HINT: &str = "svc-db-backup accept";
@@ -54,7 +54,7 @@ enum AttemptOutcome {
     Failed(BackupFailure),
 }
 
-/// Why a reachable host has made no final backup.
+/// The reason a reachable host has made no final backup.
 enum BackupFailure {
     Failed(String),
     /// The database has shrunk, so its snapshot was held back. Another snapshot would be held back, too.
@@ -71,7 +71,7 @@ impl BackupFailure {
         }
     }
 
-    /// The question, without the choices, which depend on the kind of the operation.
+    /// Returns the question for the operator, with the possible answers.
     fn question(&self, leased: &LeasedOperation<'_>, machine: &MachineRow, saved: &NewestCopy) -> String {
         let (id, operation) = (machine.id, leased.operation.id);
         match self {
@@ -109,7 +109,7 @@ enum NewestCopy {
 }
 
 impl NewestCopy {
-    /// The time up to which the data is saved.
+    /// Returns the time up to which the data is saved.
     fn saved_until(&self) -> Option<Timestamp> {
         match self {
             Self::Snapshot(at) => Some(*at),
@@ -121,7 +121,7 @@ impl NewestCopy {
 impl fmt::Display for NewestCopy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Snapshot(at) => write!(f, "the snapshot of {}", clock::rfc3339_ms(*at)),
+            Self::Snapshot(at) => write!(f, "the snapshot taken at {}", clock::rfc3339_ms(*at)),
             Self::Nothing(Some(at)) => {
                 write!(
                     f,
@@ -256,7 +256,7 @@ async fn attempt_backup(
         }
     }
     if progress.is_stalled(leased, now) {
-        return Ok(AttemptOutcome::Failed(BackupFailure::Failed("its backup makes no progress".to_owned())));
+        return Ok(AttemptOutcome::Failed(BackupFailure::Failed("its backup has stalled".to_owned())));
     }
     if progress.is_overdue(leased, now) {
         let hours = leased.platform.config.timing.last_backup_limit.as_secs_f64() / 3600.0;
@@ -267,8 +267,8 @@ async fn attempt_backup(
     Ok(AttemptOutcome::Wait(progress.next_poll(now)))
 }
 
-/// Replaces an implausible fence, which no machine of the slot could have set, with this machine's: under an implausible
-/// fence, every backup is refused. If the store fails, the backup reports the failure.
+/// Replaces an implausible fence, which no machine in the slot could have set, with this machine's, because every
+/// backup is rejected under an implausible fence. If the store fails, the backup reports the failure.
 async fn replace_implausible_fence(leased: &LeasedOperation<'_>, machine: &MachineRow) {
     let (bucket, slot) = (&leased.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let Ok(Some(read)) = pointer_io::read(bucket, &slot).await else { return };
@@ -320,7 +320,7 @@ async fn fetch_host_report(
     }
 }
 
-/// Whether a status means that the release does not have the route.
+/// Returns whether a status indicates that the release does not have the route.
 fn is_unsupported(status: StatusCode) -> bool {
     matches!(status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
 }
@@ -384,7 +384,7 @@ async fn handle_unreachable(
         ));
     }
     if machine.heartbeat_at.is_some_and(|beat| beat > since) {
-        let failure = "the host sends heartbeats, but the platform cannot call it".to_owned();
+        let failure = "the host is sending heartbeats, but the platform cannot call it".to_owned();
         return Ok(handle_failure(leased, machine, progress, BackupFailure::Failed(failure)).await);
     }
     Box::pin(skip_host(leased, machine, &progress, SkipReason::Unreachable)).await
@@ -421,8 +421,8 @@ async fn continue_with_loss(leased: &LeasedOperation<'_>, machine: &MachineRow) 
     StepOutcome::Done { note: Some(note.into()), record }
 }
 
-/// Returns the delay before the next call, which grows with the time waited, from [`POLL_INTERVAL`] to the limit. Jitter
-/// shortens it by up to a quarter, and so spreads the calls to hosts that became silent at the same time.
+/// Returns the delay before the next call, which grows with the time waited, from [`POLL_INTERVAL`] to the limit.
+/// Jitter shortens it by up to a quarter, which spreads out calls to hosts that became silent at the same time.
 fn poll_interval(waited: SignedDuration, limit: Duration) -> Duration {
     let waited = Duration::try_from(waited).unwrap_or_default();
     let jitter = f64::from(Uuid::new_v4().as_bytes()[0]) / 255.0;

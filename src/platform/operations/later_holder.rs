@@ -1,8 +1,8 @@
 //! Detects a later holder of a slot that the store records but the database does not, because the database may have
-//! been restored from an older copy. The database's operations are then outdated, and must not take a serving machine
-//! out of service.
+//! been restored from an older copy. In that case, the database's operations are outdated, and must not take a serving
+//! machine out of service.
 //!
-//! The invariants: only a fence signed by the platform is proof, because a host can write the pointer, too. A fence
+//! Invariants: only a fence signed by the platform is proof, because a host can write the pointer, too. A fence
 //! that no current key verifies proves nothing and rules nothing out: an operator decides.
 
 use std::time::Duration;
@@ -25,16 +25,16 @@ use svc_store::key::SlotPrefix;
 use svc_store::pointer::{Fenced, Pointer};
 use svc_store::pointer_io::{self, PointerError};
 
-/// Code of questions and failed operations if the database is older than the store.
+/// The code of questions and failed operations if the database is older than the store.
 pub const BEHIND_STORE: &str = "database_behind_store";
-/// Code of a question about a fence that no current key verifies.
+/// The code of a question about a fence that no current key verifies.
 pub const UNVERIFIED_FENCE: &str = "unverified_fence";
 /// Key in an operation's facts, set when an operator has confirmed the deletion after the question.
 pub const DELETION_CONFIRMED: &str = "outdatedDeletionConfirmed";
 
 /// Delay before an unavailable store is called again.
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);
-/// Timeout for reading the pointer. With a longer timeout, a hanging store would block the callers.
+/// Timeout for reading the pointer. With a longer timeout, a store that has hung would block the callers.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A machine that holds the slot under an epoch that the database does not record.
@@ -44,19 +44,19 @@ pub struct LaterHolder {
     pub epoch: Epoch,
 }
 
-/// The claim that a slot's fence makes beyond the records of the database.
+/// What a slot's fence claims beyond what the database records.
 #[derive(Debug, Clone, Copy)]
 pub enum FenceClaim {
     Nothing,
     /// The platform gave the slot to this machine.
     Holder(LaterHolder),
-    /// The fence names this machine, but no current key verifies the fence's signature: it was made with another
+    /// The fence names this machine, but no current key verifies the fence's signature: it was made with a different
     /// platform key, or a host forged it.
     Unverified(LaterHolder),
 }
 
 impl FenceClaim {
-    /// The proven holder.
+    /// Returns the proven holder.
     pub fn holder(self) -> Option<LaterHolder> {
         if let Self::Holder(holder) = self { Some(holder) } else { None }
     }
@@ -69,7 +69,7 @@ impl FenceClaim {
     }
 }
 
-/// Why the slot's holder could not be determined.
+/// The reason the slot's holder could not be determined.
 #[derive(Debug, thiserror::Error)]
 pub enum LookupError {
     #[error(transparent)]
@@ -87,7 +87,7 @@ impl From<LookupError> for Problem {
     }
 }
 
-/// Finds the claim of the pointer's fence, if the database does not record its machine under that epoch. No database
+/// Finds what the pointer's fence claims, unless the database records the fence's machine under that epoch. No database
 /// session is held during the store call.
 ///
 /// # Errors
@@ -128,7 +128,7 @@ async fn evaluate_fence(
     if platform.mint.has_signed_fence(&SlotPrefix::new(user, slot), epoch, machine, proof) {
         return Ok(FenceClaim::Holder(holder));
     }
-    // No machine of the slot can have had an implausible epoch: only a dishonest host writes one.
+    // No machine in the slot can have had an implausible epoch: only a dishonest host writes one.
     let highest = db::machines::find_highest_epoch(&session, user, slot).await?;
     let is_plausible = epoch <= highest.max_plausible();
     Ok(if is_plausible { FenceClaim::Unverified(holder) } else { FenceClaim::Nothing })
@@ -146,18 +146,18 @@ enum HolderDecision {
     /// The slot returned to the previous machine, or another one took it over: the operation's machine must not be
     /// created.
     FailMachine,
-    /// Another machine holds the slot: the operation's machine is not reinstated or powered on.
+    /// Another machine holds the slot: the operation's machine is neither reinstated nor powered on.
     EndOperation,
 }
 
-/// The machine of an operation.
+/// An operation's machine.
 #[derive(Debug, Clone, Copy)]
 struct OperationSubject {
     machine: MachineId,
     epoch: Epoch,
     is_registered: bool,
-    /// Whether an operator confirmed the deletion after the question. A loss accepted with the request concerned an
-    /// earlier state.
+    /// Whether an operator confirmed the deletion in answer to the question. A loss accepted with the request concerned
+    /// an earlier state.
     is_deletion_confirmed: bool,
 }
 
@@ -184,8 +184,8 @@ fn decide_for_holder(kind: OperationKind, subject: OperationSubject, holder: Lat
     }
 }
 
-/// Whether an unverified fence makes an operation wait for an operator. The fence has no other effect, because the
-/// machine that it names may be forged.
+/// Returns whether an unverified fence makes an operation wait for an operator. The fence has no other effect, because
+/// the machine id in it may be forged.
 fn needs_decision(kind: OperationKind, step: Step, subject: OperationSubject, named: LaterHolder) -> bool {
     let is_other = named.machine != subject.machine;
     match kind {
@@ -201,8 +201,8 @@ fn needs_decision(kind: OperationKind, step: Step, subject: OperationSubject, na
     }
 }
 
-/// Whether the step may stop, power off, create, fence or delete something that a later holder needs. The deletion
-/// of a kept server has its own check ([`is_holder_per_store`]).
+/// Returns whether the step may stop, power off, create, fence or delete something that a later holder needs. The
+/// deletion of a kept server has its own check ([`is_holder_per_store`]).
 fn needs_holder_check(kind: OperationKind, step: Step) -> bool {
     match kind {
         OperationKind::Provision | OperationKind::Recover | OperationKind::Delete => true,
@@ -223,13 +223,13 @@ pub async fn check_step(leased: &LeasedOperation<'_>, step: Step) -> Result<Opti
         Ok(found) => found,
         // The step that needs the pointer reports the damage.
         Err(LookupError::Store(StoreError::Corrupt { .. })) => FenceClaim::Nothing,
-        // An unavailable store does not fail a long wait: the next poll, or the registration, checks again.
+        // An unavailable store does not end a long wait: the next poll, or the registration, checks again.
         Err(error) if step == Step::AwaitRegistration => {
-            tracing::debug!(error = %format_chain(&error), "cannot read the fence of the slot");
+            tracing::debug!(error = %format_chain(&error), "cannot read the slot's fence");
             FenceClaim::Nothing
         }
         Err(error) if step == Step::LastBackup => {
-            tracing::info!(error = %format_chain(&error), "cannot read the fence of the slot; retrying");
+            tracing::info!(error = %format_chain(&error), "cannot read the slot's fence; retrying");
             let (code, source) = match error {
                 LookupError::Store(_) => ("store_unavailable", "object store"),
                 LookupError::Db(_) => ("database_unavailable", "database"),
@@ -237,7 +237,7 @@ pub async fn check_step(leased: &LeasedOperation<'_>, step: Step) -> Result<Opti
             let why = format!("the {source} is unavailable: cannot check who holds the slot");
             return Ok(Some(StepOutcome::wait_for(RETRY_INTERVAL, code, why)));
         }
-        Err(error) => return Err(StepError::transient("cannot read the fence of the slot", error)),
+        Err(error) => return Err(StepError::transient("cannot read the slot's fence", error)),
     };
     let subject = OperationSubject {
         machine: machine.id,
@@ -333,8 +333,8 @@ async fn apply_decision(
     }
 }
 
-/// Whether the machine's kept server must stay because, according to the store, the machine was reinstated or has
-/// served without a record in this database.
+/// Returns whether the machine's kept server must stay because, according to the store, the machine was reinstated or
+/// has served without a record in this database.
 pub async fn is_holder_per_store(platform: &Platform, machine: &MachineRow) -> Result<bool, LookupError> {
     let (user, slot) = (&machine.user, &machine.slot);
     let Some(pointer) = read_pointer(platform, &SlotPrefix::new(user, slot)).await? else { return Ok(false) };
@@ -353,7 +353,7 @@ pub async fn is_holder_per_store(platform: &Platform, machine: &MachineRow) -> R
 pub async fn raise_unverified_alarm(platform: &Platform, machine: &MachineRow, named: LaterHolder) {
     let LaterHolder { machine: holder, epoch } = named;
     let slot = format!("{}/{}", machine.user, machine.slot);
-    tracing::warn!(slot, %holder, %epoch, "no platform key in force verifies the fence of the slot");
+    tracing::warn!(slot, %holder, %epoch, "no platform key in force verifies the slot's fence");
     let detail = json!({slot: {"machineId": holder, "epoch": epoch}});
     alarms::raise_or_log(platform, Alarm::UnverifiedFence, &detail).await;
 }
@@ -394,7 +394,7 @@ mod tests {
             assert_eq!(
                 decide_for_holder(kind, subject(true, false), holder(other, 6)),
                 HolderDecision::Continue,
-                "the machine serves"
+                "the machine is serving"
             );
         }
         let deleted = subject(true, false);

@@ -1,5 +1,5 @@
 //! An operation that this process has leased: the data that its steps read, and the writes that they make while they
-//! run.
+//! are running.
 
 use std::time::Duration;
 
@@ -20,12 +20,12 @@ use svc_machine::event::{CreationFailure, Event};
 use svc_machine::id::{MachineId, OperationId};
 use svc_provider::ServerId;
 
-/// An operation under a lease of this process.
+/// An operation leased by this process.
 pub struct LeasedOperation<'a> {
     pub platform: &'a Platform,
     pub operation: &'a OperationRow,
     pub kind: OperationKind,
-    /// Owner of the lease.
+    /// The lease's owner.
     pub owner: Uuid,
 }
 
@@ -64,7 +64,7 @@ impl LeasedOperation<'_> {
         self.write_under_lease(LeasedWrite::PowerOrdered).await
     }
 
-    /// Records, under the lease, that the server of a machine that left its slot is about to be powered off.
+    /// Records, under the lease, that the server of a machine that has left its slot is about to be powered off.
     pub async fn record_power_off_order(&self, machine: MachineId) -> Result<(), StepError> {
         self.write_under_lease(LeasedWrite::PowerOffOrdered(machine)).await
     }
@@ -99,7 +99,7 @@ impl LeasedOperation<'_> {
         self.write_under_lease(LeasedWrite::Unsaved(machine)).await
     }
 
-    /// Records, under the lease, a snapshot that is newer than the one that the machine is restored from.
+    /// Records, under the lease, a snapshot that is newer than the one from which the machine is restored.
     pub async fn record_unrestored(&self, key: String) -> Result<(), StepError> {
         self.write_under_lease(LeasedWrite::Unrestored(key)).await
     }
@@ -109,13 +109,13 @@ impl LeasedOperation<'_> {
         self.write_under_lease(LeasedWrite::EpochRaised(epoch)).await
     }
 
-    /// Finds the earlier operation that stopped the writers of this machine.
+    /// Finds the earlier operation that stopped this machine's writers.
     pub async fn find_stopping_operation(&self) -> Result<Option<OperationId>, DbError> {
         let session = self.platform.db.session().await?;
         db::slot_operations::find_retiring_operation(&session, self.operation.machine).await
     }
 
-    /// The database's clock.
+    /// Reads the database's clock.
     pub async fn now(&self) -> Result<Timestamp, DbError> {
         let session = self.platform.db.session().await?;
         db::servers::now(&session).await
@@ -154,13 +154,13 @@ impl LeasedOperation<'_> {
         Ok(db::commit(tx).await?)
     }
 
-    /// Fails the machine because its registration expired.
+    /// Marks the machine as failed because its registration expired.
     pub async fn expire_registration(&self) -> Result<(), StepError> {
         expire_registration(self.platform, self.operation.machine).await?;
         Ok(())
     }
 
-    /// Fails the machine that the operation creates.
+    /// Marks as failed the machine that the operation is creating.
     pub async fn fail_creation(
         &self,
         why: CreationFailure,
@@ -171,13 +171,13 @@ impl LeasedOperation<'_> {
         apply_event(self.platform, machine, &Event::CreationFailed { why }, (stage, message)).await
     }
 
-    /// Age of the operation, by the database's clock.
+    /// Returns the operation's age, by the database's clock.
     pub async fn age(&self) -> Result<Duration, DbError> {
         let session = self.platform.db.session().await?;
         db::operations::load_age(&session, self.operation.id).await
     }
 
-    /// Time since the first start of the current step, by the database's clock.
+    /// Returns the time since the current step was first started, by the database's clock.
     pub async fn step_age(&self) -> Result<Duration, DbError> {
         let session = self.platform.db.session().await?;
         db::operations::load_step_age(&session, self.operation.id, &self.operation.step).await
@@ -233,7 +233,7 @@ enum LeasedWrite {
     Unrestored(String),
 }
 
-/// Fails a machine whose registration expired, unless it has registered in the meantime.
+/// Marks as failed a machine whose registration expired, unless it has registered in the meantime.
 pub async fn expire_registration(platform: &Platform, machine: MachineId) -> Result<(), DbError> {
     let message = "the host did not register in time";
     apply_event(platform, machine, &Event::RegistrationExpired, ("register", message)).await
@@ -252,7 +252,7 @@ async fn apply_event(
     match lifecycle::apply(&tx, &platform.mint, &row, event, context).await {
         Ok(_) => db::commit(tx).await,
         Err(LifecycleError::Db(error)) => Err(error),
-        // The machine has left its slot or changed its state: the event comes too late.
+        // The machine has left its slot or changed state: the event came too late.
         Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => Ok(()),
     }
 }

@@ -1,7 +1,7 @@
 //! Persistent operations: the runner that executes their steps, and the reconciler.
 //!
-//! The invariants: a step is stored before it runs, and can run again after a kill at any point; one process at a
-//! time leases an operation; every accepted operation ends, or waits for an operator.
+//! Invariants: a step is stored before it runs, and can run again after the process is killed at any point; one process
+//! at a time leases an operation; every accepted operation ends or waits for an operator.
 
 pub mod create;
 pub mod delete;
@@ -27,7 +27,7 @@ use crate::db::operations::SupportedSteps;
 
 pub use svc_machine::operation::{Lane, OperationKind, OperationOptions, Step};
 
-/// The kinds that this release supports, and the steps of this lane.
+/// Returns the kinds that this release supports, and the steps in this lane.
 pub fn supported_steps_in(lane: Lane) -> SupportedSteps<'static> {
     static STEPS: LazyLock<[Vec<&str>; 2]> = LazyLock::new(|| {
         [Lane::General, Lane::HostCalls].map(|lane| {
@@ -38,7 +38,7 @@ pub fn supported_steps_in(lane: Lane) -> SupportedSteps<'static> {
     SupportedSteps { steps: &STEPS[lane as usize], ..supported_steps() }
 }
 
-/// The kinds and steps that this release supports.
+/// Returns the kinds and steps that this release supports.
 pub fn supported_steps() -> SupportedSteps<'static> {
     static KINDS: LazyLock<Vec<&str>> =
         LazyLock::new(|| OperationKind::ALL.map(OperationKind::as_str).into());
@@ -51,11 +51,12 @@ pub fn supported_steps() -> SupportedSteps<'static> {
 pub enum StepPoint {
     /// The step is stored but has not started.
     Before,
-    /// The step has ended, but its outcome is not stored.
+    /// The step has ended, but its outcome has not been stored.
     After,
-    /// The order is recorded but has not been sent. Only for steps whose order must not be repeated unnoticed.
+    /// The request to the provider is recorded but has not been sent. Only for steps whose request must not be repeated
+    /// unnoticed.
     Ordered,
-    /// The provider's action has ended, but its end is not recorded.
+    /// The provider's action has ended, but its end has not been recorded.
     Settled,
 }
 
@@ -79,12 +80,12 @@ impl StepPoint {
     }
 }
 
-/// The name of a fail point, as in `FAILPOINTS`.
+/// Returns a fail point's name, as in `FAILPOINTS`.
 pub fn fail_point_name(kind: OperationKind, step: Step, point: StepPoint) -> String {
     format!("operations.{}.{}.{}", kind.as_str(), step.as_str(), point.as_str())
 }
 
-/// The names of an operation's fail points.
+/// Returns the names of an operation's fail points.
 pub fn fail_point_names(kind: OperationKind) -> Vec<String> {
     let names =
         |step: Step| StepPoint::all_of(step).iter().map(move |point| fail_point_name(kind, step, *point));

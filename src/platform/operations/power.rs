@@ -1,7 +1,7 @@
 //! The steps that switch the server of a slot's machine off or on, or restart it.
 //!
-//! The invariant: a step reads the server's state before it orders anything, and orders nothing for a machine that
-//! has left its slot.
+//! Invariant: a step reads the server's state before it requests anything, and requests nothing for a machine that has
+//! left its slot.
 
 use std::time::Duration;
 
@@ -28,8 +28,8 @@ pub async fn start_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
     Ok(StepOutcome::wait(POLL_INTERVAL))
 }
 
-/// Whether the host may still obey the shutdown of an operation that ended shortly before this one was created. A
-/// shutdown takes a bounded time.
+/// Returns whether the host may still obey a shutdown request from an operation that ended shortly before this one was
+/// created. A shutdown takes a bounded time.
 async fn may_shut_down_late(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let deadline = leased.platform.config.timing.resize_shutdown;
     if leased.age().await? >= deadline {
@@ -57,7 +57,7 @@ pub async fn stop_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
 }
 
 /// Restarts the server, or powers it on if it is off. If the process is killed in this step, the restart may be
-/// ordered twice.
+/// requested more than once.
 pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = load_machine_in_slot(leased).await?;
     if let Some(outcome) = resize::await_action(leased).await? {
@@ -106,7 +106,7 @@ async fn load_machine_in_slot(leased: &LeasedOperation<'_>) -> Result<MachineRow
     if machine.is_active() { Ok(machine) } else { Err(StepError::Lost) }
 }
 
-/// Whether another process may still be running an ended operation of the slot.
+/// Returns whether another process may still be running an ended operation on the slot.
 async fn is_slot_leased(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let session = leased.platform.db.session().await?;
     Ok(db::leases::has_other_lease_in_slot(&session, machine.id, leased.operation.id).await?)

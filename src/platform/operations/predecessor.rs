@@ -1,8 +1,8 @@
 //! Finds the machine that an operation takes out of service: the slot's last registered machine or, in a deletion, the
 //! deleted machine itself. Also contains the steps that switch its server off and, if an operator chose that, delete it.
 //!
-//! The invariant: a server is powered off after the fence is set. It is deleted here only if a final backup exists
-//! or an operator accepted the loss; otherwise the reconciler deletes it after its successor is proven.
+//! Invariant: a server is powered off after the fence is set. It is deleted here only if a final backup exists or an
+//! operator accepted the loss; otherwise the reconciler deletes it after its machine's successor is proven.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use svc_provider::{ProviderError, Server, ServerId, ServerStatus};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 const SHUTDOWN_REQUESTED: &str = "shutdownAsked";
-/// Key in an operation's facts: the age of the step, in seconds, when the power was last cut.
+/// Key in an operation's facts for the step's age, in seconds, when the power was last cut.
 const POWER_CUT_AT: &str = "powerCutAt";
 /// Delay before the power is cut again if the server is still on.
 const POWER_CUT_RETRY: Duration = Duration::from_secs(30);
@@ -40,12 +40,12 @@ pub async fn find_outgoing_machine(leased: &LeasedOperation<'_>) -> Result<Optio
     Ok(db::machines::find_last_registered(&session, &machine).await?)
 }
 
-/// How notes name the machine that an operation of this kind takes out of service.
+/// Returns the name that notes use for the machine that an operation of this kind takes out of service.
 pub(super) fn name_outgoing_machine(kind: OperationKind) -> &'static str {
     if kind == OperationKind::Delete { "the machine" } else { "the predecessor" }
 }
 
-/// The note of a step that has nothing to do, because there is no outgoing machine.
+/// Returns the note for a step that has nothing to do because there is no outgoing machine.
 pub(super) fn note_nothing_served(kind: OperationKind) -> &'static str {
     if kind == OperationKind::Delete { "the machine never served" } else { "no earlier machine has served" }
 }
@@ -101,7 +101,7 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
 }
 
 /// Requests a shutdown, or cuts the power if the shutdown is overdue. Returns `None` if the provider has no such
-/// server. The polling interval grows with the age of the step, because all machines share the provider's rate limit.
+/// server. The polling interval grows with the step's age, because all machines share the provider's rate limit.
 pub(super) async fn power_off(
     leased: &LeasedOperation<'_>,
     id: ServerId,
@@ -138,7 +138,7 @@ fn time_since_cut(cut_at: f64, age: Duration) -> Duration {
     age.saturating_sub(Duration::try_from_secs_f64(cut_at).unwrap_or_default())
 }
 
-/// After two consecutive reports that a server is missing, records it as gone, so that it cannot be kept or reinstated.
+/// Records a server as gone after two consecutive reports that it is missing, so that it cannot be kept or reinstated.
 fn confirm_server_gone(leased: &LeasedOperation<'_>, machine: &MachineRow) -> StepOutcome {
     let mut facts = leased.facts();
     if facts.contains_key(ABSENT) {
@@ -214,7 +214,7 @@ mod tests {
             StepOutcome::wait_for(POLL_INTERVAL, "server_locked", "locked"),
         ] {
             let StepOutcome::Wait { delay, facts: Some(cleared) } = clear_absence(outcome, facts()) else {
-                panic!("the step must wait, with other facts");
+                panic!("the step must wait, with changed facts");
             };
             assert_eq!(delay, POLL_INTERVAL);
             assert_eq!(cleared.keys().collect::<Vec<_>>(), [SHUTDOWN_REQUESTED]);

@@ -1,5 +1,5 @@
 //! The reconciler: handles expired registrations and previews, stalled operations, missing and leftover servers, and
-//! rows whose retention has ended.
+//! rows whose retention period has ended.
 //!
 //! The reconciler takes no input and can run at any time, in any number of processes: on a timer, or earlier when
 //! notified.
@@ -74,7 +74,7 @@ fn report(part: &'static str, outcome: anyhow::Result<()>) {
     }
 }
 
-/// Counts the failures of one part of a pass. The failure of one item does not stop the part.
+/// Counts the failures of one part of a pass. One item's failure does not stop the part.
 #[derive(Default)]
 pub(super) struct Failures(usize);
 
@@ -157,7 +157,7 @@ async fn end_stalled_operations(platform: &Platform) -> anyhow::Result<()> {
     failures.into_result()
 }
 
-/// Raises an alarm if there are operations that only another release can run.
+/// Raises an alarm if there are operations that only a different release can run.
 async fn report_unknown_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let unknown = db::operations::count_unsupported(&session, &supported_steps()).await?;
@@ -215,8 +215,8 @@ async fn claim_turn(platform: &Platform, min_interval: Duration) -> Result<bool,
     db::tasks::claim_turn(&session, "servers", min_interval.max(listing_interval(servers))).await
 }
 
-/// The minimum interval between two listings of all servers. Calls for further pages use at most a quarter of the
-/// provider's rate limit, so that operations do not wait for them.
+/// Returns the minimum interval between two listings of all servers. Calls for further pages use at most a quarter of
+/// the provider's rate limit, so that operations do not wait for them.
 fn listing_interval(servers: u64) -> Duration {
     const SERVERS_PER_CALL: u64 = 50;
     const SECONDS_PER_CALL: u64 = 4;
@@ -224,9 +224,9 @@ fn listing_interval(servers: u64) -> Duration {
     Duration::from_secs(further_calls * SECONDS_PER_CALL)
 }
 
-/// Orders the deletion of servers that are no longer kept, unless the database may have lost machines. Only the pass that
-/// took the inventory may do this: another process's inventory may still be running, and the stored list may come from
-/// a restored copy.
+/// Requests the deletion of servers that are no longer kept, unless the database may have lost machines. Only the pass
+/// that took the inventory may do this: another process's inventory may still be running, and the stored list may come
+/// from a restored copy.
 async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;

@@ -1,7 +1,7 @@
-//! The steps that return a machine to its slot: its server is powered on, its writers resume, and its host adopts
-//! the new epoch from the response to its heartbeat.
+//! The steps that return a machine to its slot: its server is powered on, its writers resume, and its host adopts the
+//! new epoch from a heartbeat response.
 //!
-//! The invariant: no server is powered on while another process may still be powering it off, and a server whose host
+//! Invariant: no server is powered on while another process may still be powering it off, and a server whose host
 //! may still obey an earlier shutdown does not count as on.
 
 use std::time::Duration;
@@ -46,7 +46,7 @@ pub async fn power_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepE
     Ok(StepOutcome::wait(POLL_INTERVAL))
 }
 
-/// Whether the host may still obey a recent shutdown request. A shutdown takes a bounded time.
+/// Returns whether the host may still obey a recent shutdown request. A shutdown takes a bounded time.
 async fn may_shut_down_late(
     leased: &LeasedOperation<'_>,
     ordered_at: Option<Timestamp>,

@@ -1,8 +1,8 @@
-//! The steps of `resize`: shut down, power off, change the type, power on, wait for a healthy host.
+//! The steps in `resize`: shut down, power off, change the type, power on, wait for a healthy host.
 //!
 //! If a step fails before the server is on again, the operation continues with the step that powers it on, and the
-//! server's type then decides the outcome. The invariant: nothing here creates or deletes a server, and every step
-//! can restart after a kill, because it reads the server's state before it orders anything.
+//! server's type then decides the outcome. Invariant: nothing here creates or deletes a server, and every step can
+//! restart after the process is killed, because it reads the server's state before it requests anything.
 
 use std::time::Duration;
 
@@ -16,11 +16,11 @@ use svc_http::problem::format_chain;
 use svc_machine::event::Event;
 use svc_provider::{ActionId, ActionStatus, ErrorKind, Server, ServerId, ServerStatus};
 
-/// Key in an operation's facts: the id of the provider's action that the step has ordered.
+/// Key in an operation's facts for the id of the provider action that the step has requested.
 pub(super) const ACTION: &str = "action";
 const SHUTDOWN_REQUESTED: &str = "asked";
 
-/// Interval between lookups of a server that the provider does not find.
+/// Interval between lookups of a server that the provider cannot find.
 const MISSING_SERVER_INTERVAL: Duration = Duration::from_secs(2);
 
 pub async fn shut_down(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
@@ -77,7 +77,7 @@ pub async fn change_type(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
         Ok(view) => view,
         Err(outcome) => return Ok(outcome),
     };
-    // A locked server may have a running action that a crashed process ordered.
+    // A locked server may have a running action that was requested by a crashed process.
     if server.locked {
         return Ok(StepOutcome::wait(poll_interval(age)));
     }
@@ -162,16 +162,16 @@ pub async fn await_health(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
     })
 }
 
-/// How a resize continues after a step has failed, or while it waits.
+/// How a resize continues after a step has failed or while it is waiting.
 pub enum RetryDecision {
     Retry,
     /// Continue with the step that powers the server on.
     Abandon,
-    /// The server does not come back.
+    /// The server has not come back.
     Fail,
 }
 
-/// Decides how a resize continues after a step has failed, or while it waits.
+/// Decides how a resize continues after a step has failed or while it is waiting.
 ///
 /// # Errors
 /// [`StepError`] if the database cannot report the step's age.
@@ -194,7 +194,7 @@ struct ResizeState {
     machine: MachineRow,
     server: Server,
     to: svc_machine::name::ServerType,
-    /// Age of the step.
+    /// The step's age.
     age: Duration,
 }
 
@@ -213,13 +213,13 @@ async fn load_server(leased: &LeasedOperation<'_>) -> Result<Result<ResizeState,
     Ok(Err(StepOutcome::wait(MISSING_SERVER_INTERVAL)))
 }
 
-/// Waits for the action that this step has ordered. A failed action is ordered again after a delay.
+/// Waits for the action that this step has requested. A failed action is requested again after a delay.
 pub(super) async fn await_action(leased: &LeasedOperation<'_>) -> Result<Option<StepOutcome>, StepError> {
     match find_action_status(leased).await? {
         None | Some(ActionStatus::Success) => Ok(None),
         Some(ActionStatus::Running) => Ok(Some(StepOutcome::wait(poll_interval(leased.step_age().await?)))),
         Some(ActionStatus::Error { code, message }) => {
-            tracing::warn!(operation = %leased.operation.id, code, message, "an action of the provider failed");
+            tracing::warn!(operation = %leased.operation.id, code, message, "a provider action failed");
             let mut facts = leased.facts();
             facts.remove(ACTION);
             Ok(Some(StepOutcome::Wait { delay: Duration::from_secs(1), facts: Some(facts) }))
@@ -243,7 +243,7 @@ pub(super) fn wait_for_action(leased: &LeasedOperation<'_>, action: ActionId, ag
     StepOutcome::Wait { delay: poll_interval(age), facts: Some(facts) }
 }
 
-/// The polling interval, which grows with the age of the step.
+/// Returns the polling interval, which grows with the step's age.
 pub(super) fn poll_interval(age: Duration) -> Duration {
     (age / 4).clamp(Duration::from_millis(200), Duration::from_secs(5))
 }

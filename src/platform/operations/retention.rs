@@ -1,4 +1,4 @@
-//! Deletes rows whose retention has ended: one process at a time, in batches, with a limit per pass.
+//! Deletes rows whose retention period has ended: one process at a time, in batches, with a limit per pass.
 
 use std::time::Duration;
 
@@ -13,18 +13,18 @@ use svc_base::metrics::RETENTION_DELETED;
 
 /// Interval between passes across all processes.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(60);
-/// Maximum number of batches per table and pass: 1,200,000 rows an hour (6,000 rollouts, whose batches are smaller), above the
-/// insert rate of any table.
+/// Maximum number of batches per table and pass: 1,200,000 rows an hour (6,000 rollouts, whose batches are smaller),
+/// which exceeds any table's insert rate.
 const MAX_BATCHES: u32 = 20;
 
 /// Tolerates differences between clocks, so that no row is deleted while it is still valid.
 const SESSION_GRACE: Duration = Duration::from_secs(3600);
 const IDEMPOTENCY_KEY_RETENTION: Duration = Duration::from_secs(7 * 86_400);
 
-/// Deletes expired rows of all tables, if no process has done so recently.
+/// Deletes expired rows from all tables, if no process has done so recently.
 ///
 /// # Errors
-/// The first failure. The other tables are pruned nevertheless, and the next pass continues.
+/// The first failure. The other tables are still pruned, and the next pass continues.
 pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let pause = PRUNE_INTERVAL.min(platform.config.timing.reconcile_interval * 2).mul_f64(0.9);
@@ -41,7 +41,7 @@ pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
         RetentionRule::new(ExpiringTable::Operations, retention.operations),
         RetentionRule::new(ExpiringTable::Rollouts, retention.operations),
         RetentionRule::new(ExpiringTable::Audit, retention.audit),
-        // Operators are kept as long as the audit names them, so that a name in the audit never refers to two
+        // Operators are kept as long as the audit log names them, so that a name in the audit log never refers to two
         // operators.
         RetentionRule::new(ExpiringTable::Operators, retention.audit),
     ] {

@@ -1,6 +1,6 @@
 //! The runner: executes one step of an operation that `drive` has claimed, and stores the step's outcome.
 //!
-//! The invariant: the outcome of a step is written only while the lease is valid by the database's clock.
+//! Invariant: a step's outcome is written only while the lease is valid by the database's clock.
 
 use std::time::{Duration, Instant};
 
@@ -27,7 +27,7 @@ use svc_machine::event::Event;
 use svc_machine::id::MachineId;
 use svc_provider::{ErrorKind, ProviderError};
 
-/// A new machine fails after a step has been retried for this long. A recovery can then be requested again.
+/// A new machine fails after a step has been retried for this long, after which a recovery can be requested again.
 const CREATION_TIMEOUT: Duration = Duration::from_secs(3600);
 /// Minimum number of consecutive failures of a step before a new machine fails.
 const MIN_CONSECUTIVE_FAILURES: i32 = 5;
@@ -83,7 +83,7 @@ pub async fn run_current_step(
             wait_for(&leased, to, code, &why).await.map(|()| None)
         }
         Err(StepError::Lost) => Err(StepError::Lost),
-        // While the provider restricts the account, no server can be powered on. That is not a failure of the machine.
+        // While the provider restricts the account, no server can be powered on. That is not a machine failure.
         Err(error) if step == Step::PowerOn && as_account_error(&error).is_some() => {
             retry_step(&leased, step, &error).await.map(|()| None)
         }
@@ -145,7 +145,7 @@ async fn finish_step(
     Ok(Some(next))
 }
 
-/// Decides how a resize continues if this step cannot succeed; `None`: the step continues.
+/// Decides how a resize continues if this step cannot succeed; `None` means that the step continues.
 async fn resolve_failed_resize(
     leased: &LeasedOperation<'_>,
     step: Step,
@@ -186,7 +186,7 @@ async fn retry_step(leased: &LeasedOperation<'_>, step: Step, error: &StepError)
         alarms::raise_for_provider_error(leased.platform, cause).await;
         let to = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
         let why = format!("{error}; retrying within {} s", max_backoff(attempts).as_secs_f64().ceil());
-        // While the operation waits for the account, it has no deadline.
+        // While the operation is waiting for the account, it has no deadline.
         return wait_for(leased, to, db::operations::PROVIDER_ACCOUNT_BLOCKED, &why).await;
     }
     // A step may take a long time: a single late failure is not a reason to give up.
@@ -202,8 +202,8 @@ async fn retry_step(leased: &LeasedOperation<'_>, step: Step, error: &StepError)
     store_waiting(leased, to, Some((RETRY, Some(&error.to_string())))).await
 }
 
-/// Whether operations of this kind create a machine. If such an operation fails, its machine fails too, and the slot
-/// returns to the previous machine if that still exists.
+/// Returns whether operations of this kind create a machine. If such an operation fails, its machine fails too, and the
+/// slot returns to the previous machine if that still exists.
 fn creates_machine(kind: OperationKind) -> bool {
     matches!(kind, OperationKind::Provision | OperationKind::Recover)
 }
@@ -231,7 +231,7 @@ async fn suspend_for_decision(
     Ok(db::commit(tx).await?)
 }
 
-/// Returns the cause if the provider restricts the account. That is not a failure of the machine: the step is retried
+/// Returns the cause if the provider restricts the account. That is not a machine failure: the step is retried
 /// indefinitely.
 fn as_account_error(error: &StepError) -> Option<&ProviderError> {
     let StepError::Transient { source, .. } = error else { return None };
@@ -244,7 +244,7 @@ fn max_backoff(attempts: i32) -> Duration {
     (Duration::from_millis(500) * 2u32.pow(exponent)).min(MAX_BACKOFF)
 }
 
-/// [`max_backoff`] with jitter over its second half.
+/// Returns [`max_backoff`] with jitter over its second half.
 fn backoff(attempts: i32) -> Duration {
     let whole = max_backoff(attempts);
     let jitter =
@@ -269,7 +269,7 @@ async fn store_waiting(
     store_step(leased, to, None, line, StepRecord::Nothing).await
 }
 
-/// [`store_waiting`] with an error code that shows what the operation waits for.
+/// Like [`store_waiting`], but with an error code that shows what the operation is waiting for.
 async fn wait_for(
     leased: &LeasedOperation<'_>,
     to: NextStep<'_>,
@@ -331,7 +331,7 @@ async fn advance_operation(
     Ok(db::commit(tx).await?)
 }
 
-/// Lock order everywhere: machines before their operations.
+/// Locks the machine that the record is about. Lock order everywhere: machines before their operations.
 async fn lock_machine_for_record(
     leased: &LeasedOperation<'_>,
     tx: &Transaction<'_>,
@@ -378,8 +378,7 @@ async fn write_record(
     }
 }
 
-/// Writes an audit entry for the loss of a server's data that an operator accepted, with the time since which data is
-/// lost.
+/// Writes an audit entry for an accepted loss of a server's data, with the time from which data was lost.
 async fn audit_loss(
     leased: &LeasedOperation<'_>,
     tx: &Transaction<'_>,
@@ -423,14 +422,14 @@ async fn end_operation(
     db::operations::log(&tx, id, step.as_str(), "succeeded", None).await?;
     write_record(leased, &tx, record).await?;
     db::commit(tx).await?;
-    // The reconciler handles follow-up work immediately, such as a server whose retention has ended.
+    // The reconciler handles follow-up work immediately, such as a server whose retention period has ended.
     leased.platform.reconciler_wake.notify_one();
     operation_metrics::record_end(leased.kind.as_str(), "succeeded", leased.operation.created_at);
     tracing::info!("an operation succeeded");
     Ok(())
 }
 
-/// Renews the lease while the step runs. Returns when the lease is lost.
+/// Renews the lease while the step is running. Returns when the lease is lost.
 async fn renew_lease_until_lost(leased: &LeasedOperation<'_>) {
     let lease = leased.platform.config.timing.lease_ttl;
     let mut unrenewed_for = Duration::ZERO;

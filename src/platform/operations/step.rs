@@ -31,7 +31,7 @@ pub enum StepOutcome {
     Done { note: Option<Cow<'static, str>>, record: StepRecord },
     /// The step runs again later with these facts.
     Wait { delay: Duration, facts: Option<Map<String, Value>> },
-    /// The step runs again later. In the meantime the operation's error code and log show what it waits for.
+    /// The step runs again later. In the meantime, the operation's error code and log show what it is waiting for.
     WaitFor { delay: Duration, code: &'static str, why: Cow<'static, str> },
     /// The rest of the resize is skipped, and the operation continues with the step that powers the server on.
     Abandon { why: &'static str },
@@ -39,7 +39,7 @@ pub enum StepOutcome {
     End { event: Event, note: &'static str },
     /// The operation ends here as failed; the machine is unchanged.
     Fail { code: &'static str, note: &'static str },
-    /// The operation waits for an operator's decision.
+    /// The operation is waiting for an operator's decision.
     NeedsDecision(Question),
 }
 
@@ -71,7 +71,7 @@ impl StepOutcome {
     }
 }
 
-/// The record about the machine, written in the transaction that ends the step.
+/// What is recorded about the machine, written in the transaction that ends the step.
 pub enum StepRecord {
     Nothing,
     CreateAccepted {
@@ -113,7 +113,7 @@ pub enum StepRecord {
     },
 }
 
-/// Why a step failed.
+/// The reason a step failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
     /// Retried with backoff.
@@ -244,8 +244,8 @@ pub fn build_fence(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Fence 
     Fence { epoch: machine.epoch, machine: machine.id, proof: Some(proof) }
 }
 
-/// The registration itself ends the operation. This step only detects that the provider fails to start the server, or
-/// that the registration expires.
+/// The registration itself ends the operation. This step only detects that the provider has failed to start the server
+/// or that the registration has expired.
 async fn await_registration(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = leased.machine().await?;
     if machine.registered_at.is_some() {
@@ -261,7 +261,7 @@ async fn await_registration(leased: &LeasedOperation<'_>) -> Result<StepOutcome,
     Ok(StepOutcome::wait(remaining.min(next_check.unwrap_or(Duration::from_secs(30)))))
 }
 
-/// Records one run of a step in the metrics.
+/// Records one execution of a step in the metrics.
 pub fn record_step(
     kind: OperationKind,
     step: Step,

@@ -21,7 +21,7 @@ impl StepError {
     }
 }
 
-/// Classifies by the outermost error of the chain that names a component: the provider, the store, or a fence in the
+/// Classifies by the outermost error in the chain that names a component: the provider, the store, or a fence in the
 /// store.
 pub fn classify_creation_failure(source: &(dyn Error + Send + Sync + 'static)) -> CreationFailure {
     let outermost: &(dyn Error + 'static) = source;
@@ -29,7 +29,7 @@ pub fn classify_creation_failure(source: &(dyn Error + Send + Sync + 'static)) -
     chain.find_map(classify_component_error).unwrap_or(CreationFailure::Internal)
 }
 
-/// The failure that this error indicates, without its sources, if it names a component.
+/// Returns the failure that this error, ignoring its sources, indicates, if it names a component.
 fn classify_component_error(error: &(dyn Error + 'static)) -> Option<CreationFailure> {
     if let Some(error) = error.downcast_ref::<ProviderError>() {
         return Some(match error.kind() {

@@ -8,7 +8,7 @@ use crate::token_rotation::UpgradeToken;
 use svc_wire::machine::{self as wire, Boot, BootStage, Failure, Machine};
 
 impl MachineRow {
-    /// The machine in the form that the audit records.
+    /// Returns the machine in the form that the audit log records.
     pub fn record(&self) -> Value {
         json!(Machine::from(self))
     }

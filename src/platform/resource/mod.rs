@@ -1,4 +1,4 @@
-//! Converts rows to the resources that the API returns and the audit records.
+//! Converts rows to the resources that the API returns and the audit log records.
 
 pub mod audit;
 pub mod machine;

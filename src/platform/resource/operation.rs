@@ -10,7 +10,7 @@ use svc_machine::id::MachineId;
 use svc_wire::operation::{LogLine, Operation, OperationState, Question};
 use svc_wire::text::Text;
 
-/// Converts an operation, and loads the newest lines of its log and the number of older lines that are omitted.
+/// Converts an operation, and loads the newest lines of its log and the number of older lines omitted.
 pub async fn load_with_log(client: &impl GenericClient, row: &OperationRow) -> Result<Operation, DbError> {
     let newest = operation_log::load_newest_lines(client, row.id).await?;
     let log = newest.lines.into_iter().map(LogLine::from).collect();

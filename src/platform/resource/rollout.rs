@@ -7,7 +7,7 @@ use crate::db::rollouts::{self, RolloutMachineRow, RolloutRow};
 use svc_wire::rollout::{Rollout, RolloutMachine, RolloutSummary, RolloutTotals};
 use svc_wire::text::Text;
 
-/// Loads the summaries of rollouts: everything except their machines.
+/// Loads rollout summaries: everything except the machines.
 pub async fn load_summaries(
     client: &impl GenericClient,
     rows: &[RolloutRow],
@@ -48,7 +48,7 @@ fn to_summary(row: &RolloutRow, totals: RolloutTotals) -> RolloutSummary {
         updated_at: row.updated_at.into(),
         ended_at: row.ended_at.map(Into::into),
         verify: row.should_verify,
-        // A result that a later release has written in another format is omitted.
+        // A result that a later release wrote in an unknown format is omitted.
         verification: row.verification.clone().and_then(|last| serde_json::from_value(last).ok()),
         request_id: row.request_id.clone(),
     }

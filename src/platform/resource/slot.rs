@@ -1,4 +1,4 @@
-//! Subscriptions of slots.
+//! Slot subscriptions.
 
 use crate::db::slots::SlotRow;
 use svc_wire::slot::Subscription;

@@ -1,4 +1,4 @@
-//! Rollouts of a release over many machines: [`crate::rollout_plan`] decides the next effects, one transaction writes
+//! Rollouts of a release across many machines: [`crate::rollout_plan`] decides the next effects, one transaction writes
 //! them, and only then are hosts notified.
 //!
 //! Any process may take the next step of a rollout, but only one process at a time. One notification per host is enough,
@@ -25,13 +25,13 @@ use svc_http::request_id;
 use svc_machine::id::MachineId;
 use svc_wire::rollout::{MemberState, RolloutState};
 
-/// Fail points of a step.
+/// The fail points in a step.
 pub const FAILPOINTS: &[&str] = &["rollouts.decided", "rollouts.written", "rollouts.committed"];
 
-/// Maximum number of hosts that are notified at the same time.
+/// Maximum number of hosts notified at once.
 const MAX_CONCURRENT_CALLS: usize = 8;
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// The total timeout of a requested update is this multiple of the silence timeout.
+/// The total timeout for a requested update is this multiple of the silence timeout.
 const TOTAL_TIMEOUT_FACTOR: u32 = 6;
 
 /// Advances rollouts until `stop`.
@@ -86,7 +86,7 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
                     db::slots::set_release_for_machine(&tx, *machine, &rollout.image_version).await?;
                 }
                 ended.push(*state);
-                tracing::info!(rollout = %rollout.id, %machine, state = state.as_str(), error, "the update of a rollout's machine ended");
+                tracing::info!(rollout = %rollout.id, %machine, state = state.as_str(), error, "the update of a rollout machine ended");
             }
             RolloutEffect::RequestUpdate { machine } => {
                 rollouts::request_update(&tx, rollout.id, *machine).await?;
@@ -153,7 +153,7 @@ async fn end_rollout(
     Ok(())
 }
 
-/// Notifies hosts of their requested update.
+/// Notifies hosts of their requested updates.
 async fn notify_hosts(platform: &Platform, rollout: &RolloutRow, machines: Vec<MachineId>) {
     let calls = machines.into_iter().map(|id| async move {
         let call = async {

@@ -1,4 +1,4 @@
-//! Verifies the release of a rollout on the first machines that receive it, before the next batch starts.
+//! Verifies a rollout's release on the first machines that receive it, before the next batch starts.
 //!
 //! The checks take a long time, so they run outside any transaction, under a claim that is renewed: if the process stops,
 //! another process takes over. A finding pauses the rollout and raises an alarm; after `svcctl deploy resume`, the release
@@ -37,11 +37,11 @@ const MAX_FINDINGS: usize = 20;
 /// Attempts per machine: a host that was just updated may still be starting.
 const MAX_ATTEMPTS: usize = 3;
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
-/// Maximum duration of the checks of one machine.
+/// Maximum duration of the checks on one machine.
 const MACHINE_TIMEOUT: Duration = Duration::from_secs(CHECK_TIMEOUT.as_secs() * 3);
 pub const CLAIM_TTL: Duration = Duration::from_secs(60);
 const CLAIM_RENEWAL_INTERVAL: Duration = Duration::from_secs(15);
-/// Maximum number of findings in the reason of a paused rollout.
+/// Maximum number of findings in a paused rollout's reason.
 const MAX_REASON_FINDINGS: usize = 3;
 
 /// Verifies the release on the first machines that run it, and stores the result.
@@ -58,7 +58,7 @@ pub async fn run(platform: &Arc<Platform>, mut claimed: RolloutRow) -> anyhow::R
                 Ok(Some(renewed)) => claimed = renewed,
                 // Another process took over, or an operator resumed the rollout: only the new verification counts.
                 Ok(None) => return Ok(()),
-                Err(error) => tracing::warn!(error = %format_chain(&error), "cannot renew the claim of a verification"),
+                Err(error) => tracing::warn!(error = %format_chain(&error), "cannot renew a verification claim"),
             },
         }
     }
@@ -121,7 +121,7 @@ async fn load_machines(
     Ok(rows)
 }
 
-/// Returns the findings on a machine; `None` if it no longer runs the release.
+/// Returns the findings for a machine; `None` if it is no longer running the release.
 async fn verify_machine(
     platform: &Arc<Platform>,
     rollout: &RolloutRow,
@@ -138,14 +138,14 @@ async fn verify_machine(
             };
             machine = current;
         }
-        // After a timeout, the findings of the last complete attempt count.
+        // After a timeout, the findings from the last complete attempt count.
         let Ok(found) = timeout_at(deadline, check_machine(platform, &machine)).await else { break };
         findings = found;
         if findings.is_empty() {
             break;
         }
     }
-    // A result counts only if the machine still runs the release.
+    // A result counts only if the machine is still running the release.
     let current = reload_if_running_release(platform, rollout, &machine).await?;
     Ok(current.map(|machine| findings.into_iter().map(|found| to_rollout_finding(&machine, found)).collect()))
 }
@@ -163,7 +163,7 @@ async fn check_machine(platform: &Arc<Platform>, machine: &MachineRow) -> Vec<Fi
     findings
 }
 
-/// Reads the machine's current row; `None` if it no longer runs the release.
+/// Reads the machine's current row; `None` if it is no longer running the release.
 async fn reload_if_running_release(
     platform: &Platform,
     rollout: &RolloutRow,
@@ -189,7 +189,7 @@ fn check_database(machine: &MachineRow) -> Findings {
     }
 }
 
-/// Builds a client that calls the host with the owner's rights, as the router does.
+/// Builds a client that calls the host on the owner's behalf, as the router does.
 fn build_host_client(platform: &Arc<Platform>, machine: &MachineRow) -> anyhow::Result<HostClient> {
     let (base, client) = host_call::build_client(platform, machine, TIMEOUTS)?;
     let (platform, machine) = (Arc::clone(platform), machine.clone());
@@ -220,7 +220,7 @@ fn timeout_finding() -> Finding {
     Finding { check: "verification", level: Level::Problem, what, next: Some(next.to_owned()) }
 }
 
-/// The finding for a release that cannot be verified, because none of the first machines still runs it.
+/// Returns the finding for a release that cannot be verified, because none of the first machines is still running it.
 fn release_missing_finding(rollout: &RolloutRow, machine: &MachineRow) -> RolloutFinding {
     let version = &rollout.image_version;
     let what = format!(
@@ -265,7 +265,7 @@ async fn store_result(
         audit::write(&tx, &entry).await?;
     }
     db::commit(tx).await?;
-    tracing::info!(rollout = %rollout.id, passed = verification.passed, "the verification of a release ended");
+    tracing::info!(rollout = %rollout.id, passed = verification.passed, "release verification ended");
     Ok(())
 }
 

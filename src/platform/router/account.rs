@@ -1,6 +1,6 @@
-//! The choice of account in a browser whose session and whose identity provider's cookie belong to different users.
+//! Account choice in a browser whose session and identity provider cookie belong to different users.
 //!
-//! Two people may share a browser, so a page prompts for the choice. Any host of the same domain can set the provider's
+//! Two people may share a browser, so a page prompts for the choice. Any host on the same domain can set the provider's
 //! cookie, so the session takes precedence until the person decides.
 
 use axum::response::Response;
@@ -45,8 +45,8 @@ impl std::str::FromStr for AccountChoice {
     }
 }
 
-/// The page that prompts for the choice; `None` if none is needed, if the request is not for a page, or if the person has
-/// already chosen between these two users.
+/// Returns the page that prompts for the choice; `None` if none is needed, if the request is not for a page, or if the
+/// person has already chosen between these two users.
 pub(super) fn choice_page(
     router: &RouterState,
     context: &RequestContext,
@@ -67,7 +67,7 @@ pub(super) fn choice_page(
     Some(page::html_response(StatusCode::CONFLICT, body))
 }
 
-/// Keeps the session, or replaces it with a session of the provider's user.
+/// Keeps the session, or replaces it with a session for the provider's user.
 pub(super) async fn handle_choice(
     router: &RouterState,
     context: &RequestContext,
@@ -80,7 +80,7 @@ pub(super) async fn handle_choice(
     let choice = fields.finish(choice)?;
     let return_to = return_to.filter(|path| sign_in::is_local_path(path)).unwrap_or_else(|| "/".to_owned());
     let mut response = redirect(StatusCode::SEE_OTHER, &return_to);
-    // The person has already decided, for example in another tab or by a double click.
+    // The person has already decided, for example in another tab or with a double click.
     let Identity::Disputed(session, subject) = &identity else { return Ok(response) };
     let set_cookie = match choice {
         AccountChoice::Session => RouterCookie::KeptAccount.set_cookie_header(
@@ -103,7 +103,7 @@ pub(super) async fn handle_choice(
 }
 
 impl RouterState {
-    /// A name that the user recognizes: the handle of their machine.
+    /// Returns a name that the user recognizes: their machine's handle.
     fn account_name(&self, user: &IdpUserId) -> String {
         let machines = self.directory.list_machines(user).unwrap_or_default();
         // Handles contain no HTML special characters.
@@ -114,7 +114,7 @@ impl RouterState {
     }
 }
 
-/// The cookie value that records a decision between these two users.
+/// Returns the cookie value that records a decision between these two users.
 fn decision_mark(session: &IdpUserId, provider: &IdpUserId) -> String {
     B64.encode(sha256(format!("{session}\0{provider}").as_bytes()))
 }

@@ -1,9 +1,9 @@
 //! Requests from an app's page. They are authenticated by the app token, in the path `/apps/<slug>/~<token>/…` or as a
 //! bearer token, and never by a cookie.
 //!
-//! The page has an opaque origin, so the browser sends `Origin: null` and requires CORS headers. Allowing that origin is
-//! safe, because credentials that a browser adds automatically are ignored here. Invariant: a request with an app token
-//! is forwarded only with route `app` and the name of that app.
+//! The page has an opaque origin, so the browser sends `Origin: null` and requires CORS headers. Allowing that origin
+//! is safe, because credentials that a browser adds automatically are ignored here. Invariant: a request with an app
+//! token is forwarded only with route `app` and that app's name.
 
 use axum::body::Body;
 use axum::extract::Request;
@@ -112,7 +112,7 @@ async fn serve(
     }
 }
 
-/// Returns the response to a rejected token. Only forged tokens count against the rate limit of the client's address.
+/// Returns the response to a rejected token. Only forged tokens count against the client address's rate limit.
 fn reject(router: &RouterState, context: &RequestContext, rejection: TokenRejection) -> Response {
     if matches!(rejection, TokenRejection::Forged)
         && let Err(problem) = router.admit_check(context)
@@ -122,7 +122,7 @@ fn reject(router: &RouterState, context: &RequestContext, rejection: TokenReject
     rejection.respond(context.wants_page)
 }
 
-/// Why an app token is rejected.
+/// The reason an app token was rejected.
 enum TokenRejection {
     /// Malformed, or not signed by a platform key.
     Forged,
@@ -190,7 +190,7 @@ fn find_token(request: &Request) -> Option<PresentedToken> {
     Some(PresentedToken::AsBearer(token.to_owned()))
 }
 
-/// The request target without the token, which the machine must not see.
+/// Returns the request target without the token, which the machine must not see.
 fn upstream_uri(uri: &Uri, slug: &str, rest: &str) -> Option<Uri> {
     let query = uri.query().map(|query| format!("?{query}")).unwrap_or_default();
     let mut parts = uri.clone().into_parts();

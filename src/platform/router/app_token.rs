@@ -1,6 +1,6 @@
 //! App tokens, which an app's page uses instead of its owner's session (docs/apps/tokens.md).
 //!
-//! A token is valid for one hour, for one app on one machine of one user. A dedicated key signs app tokens, so a token
+//! A token is valid for one hour, for one app on one of a user's machines. A dedicated key signs app tokens, so a token
 //! cannot be used as a proof, nor a proof as a token. Invariant: a token is never accepted for another machine or app.
 
 use jiff::Timestamp;
@@ -17,7 +17,7 @@ const ISSUER: &str = "svc-app-token";
 const MAX_TOKEN_BYTES: usize = 2048;
 const MAX_SLUG_BYTES: usize = 41;
 
-/// The claims of an app token.
+/// An app token's claims.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct AppClaims {
     iss: String,

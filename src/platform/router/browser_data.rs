@@ -1,8 +1,9 @@
 //! Prevents data that one user's machine stored in a browser from acting as the browser's next user.
 //!
-//! All users share the origins of the two public hosts. A machine's service worker, cached script or stored data would act
-//! with the cookies of the next user who signs in. A cookie records the browser's last user. A request by another user is
-//! not forwarded until the browser has been instructed to clear the origin's data (W3C Clear Site Data).
+//! All users share the origins of the two public hosts. A machine's service worker, cached script or stored data would
+//! act with the cookies of the next user who signs in. A cookie records the browser's last user. A request from a
+//! different user is not forwarded until the browser has been instructed to clear the origin's data (W3C Clear Site
+//! Data).
 
 use std::net::IpAddr;
 
@@ -24,16 +25,16 @@ use svc_http::problem::{Code, Problem};
 use svc_machine::name::IdpUserId;
 
 static CLEAR_SITE_DATA: HeaderName = HeaderName::from_static("clear-site-data");
-/// Does not include `"cookies"`, which would also delete the router's own cookies; the router expires those itself.
+/// Excludes `"cookies"`, which would also delete the router's own cookies; the router expires those itself.
 const CACHE_AND_STORAGE: HeaderValue = HeaderValue::from_static("\"cache\", \"storage\"");
-/// One year. Browsers cap the lifetime of a cookie at 400 days.
+/// One year. Browsers cap a cookie's lifetime at 400 days.
 const LAST_USER_SECONDS: u64 = 365 * 86_400;
 static SERVICE_WORKER: HeaderName = HeaderName::from_static("service-worker");
 /// Scripts cannot set the `Sec-Fetch-*` headers.
 static FETCH_MODE: HeaderName = HeaderName::from_static("sec-fetch-mode");
 static FETCH_DEST: HeaderName = HeaderName::from_static("sec-fetch-dest");
 
-/// Headers of a machine's response that would affect later requests to the shared origin, or to other hosts.
+/// Headers in a machine's response that would affect later requests to the shared origin, or to other hosts.
 static ORIGIN_WIDE_HEADERS: [HeaderName; 6] = [
     HeaderName::from_static("alt-svc"),
     HeaderName::from_static("clear-site-data"),
@@ -47,8 +48,8 @@ static SERVICE_WORKER_ALLOWED: HeaderName = HeaderName::from_static("service-wor
 const DOCUMENT_TYPES: [&str; 5] =
     ["text/html", "application/xhtml+xml", "image/svg+xml", "application/xml", "text/xml"];
 
-/// Computes the values of the last-user cookie. They are digests, so that the browser's files do not reveal the user's id.
-/// They depend on a key, so that a script cannot compute the next user's digest.
+/// Computes last-user cookie values. They are digests, so that the browser's files do not reveal the user's id. They
+/// depend on a key, so that a script cannot compute the next user's digest.
 pub struct UserDigests {
     current: hmac::Key,
     /// Accepted during a rotation of `PLATFORM_KEY`.
@@ -78,7 +79,7 @@ fn user_digest(key: &hmac::Key, user: &IdpUserId) -> String {
     B64.encode(&hmac::sign(key, user.as_str().as_bytes()).as_ref()[..16])
 }
 
-/// Refuses a service worker's script on `APP_HOST`: the worker would intercept every later page of the origin. The editor
+/// Rejects a service worker script on `APP_HOST`: the worker would intercept every later page on the origin. The editor
 /// on `CODE_HOST` needs its service worker.
 ///
 /// # Errors
@@ -91,7 +92,7 @@ pub(super) fn check_service_worker(context: &RequestContext, headers: &HeaderMap
 }
 
 /// Returns a response that replaces the machine's response if the browser's last user was a different one. A page is
-/// requested again after the data has been cleared. Any other request is refused: a script of the last user may have sent
+/// requested again after the data has been cleared. Any other request is rejected: the last user's script may have sent
 /// it.
 pub(super) fn require_cleared_data(
     router: &RouterState,
@@ -145,7 +146,7 @@ pub(super) fn clear_data(response: &mut Response) {
     response.headers_mut().insert(&CLEAR_SITE_DATA, CACHE_AND_STORAGE);
 }
 
-/// Removes and sets headers of a machine's response, so that it affects neither later requests to the origin nor other
+/// Removes and sets headers in a machine's response, so that it affects neither later requests to the origin nor other
 /// users.
 pub(super) fn sanitize_response_headers(context: &RequestContext, headers: &mut HeaderMap) {
     for name in &ORIGIN_WIDE_HEADERS {

@@ -214,13 +214,13 @@ fn slot_name_schema() -> Value {
     json!({ "type": "string", "pattern": Slot::PATTERN })
 }
 
-/// The OpenAPI `servers` of the built-in routes.
+/// Returns the OpenAPI `servers` for the built-in routes.
 pub fn openapi_servers() -> Value {
     let host = json!({ "default": "app.example", "description": "APP_HOST or CODE_HOST" });
     json!([{ "url": "https://{host}", "variables": { "host": host } }])
 }
 
-/// The schema of a slot in the form that is shown to its user.
+/// Returns the schema of a slot as shown to its user.
 pub fn own_slot_schema() -> Value {
     object(
         &[

@@ -1,7 +1,7 @@
-//! Cookies (RFC 6265): sets and reads the router's cookies, and drops cookies with their names that a machine sets.
+//! Cookies (RFC 6265): sets and reads the router's cookies, and drops machine cookies that use the same names.
 //!
-//! Over HTTPS, the router's cookies have the prefix `__Host-`: a browser accepts such a cookie only from the host itself,
-//! so that no other host of the same domain can set one.
+//! Over HTTPS, the router's cookies have the prefix `__Host-`: a browser accepts such a cookie only from the host
+//! itself, so that no other host on the same domain can set one.
 
 use http::header::{COOKIE, HeaderMap, SET_COOKIE};
 use http::{HeaderName, HeaderValue};
@@ -35,7 +35,7 @@ impl RouterCookie {
         Self::LastUser,
     ];
 
-    /// The name without the prefix. It is used over plain HTTP, and by clients that are not browsers.
+    /// Returns the name without the prefix. It is used over plain HTTP, and by clients that are not browsers.
     fn name(self) -> &'static str {
         match self {
             Self::Session(host) => host.session_cookie(),
@@ -45,7 +45,7 @@ impl RouterCookie {
         }
     }
 
-    /// The cookie's value. Over HTTPS, a cookie without the prefix is ignored if a browser sent it.
+    /// Returns the cookie's value. Over HTTPS, a cookie without the prefix is ignored if a browser sent it.
     pub(super) fn get<'a>(self, headers: &'a HeaderMap, scheme: &str) -> Option<&'a str> {
         if scheme != "https" {
             return find(headers, |name| name == self.name());
@@ -54,7 +54,8 @@ impl RouterCookie {
             .or_else(|| if is_browser(headers) { None } else { find(headers, |name| name == self.name()) })
     }
 
-    /// The `Set-Cookie` value for this host. Scripts cannot read the cookie, and browsers send it only over HTTPS.
+    /// Returns the `Set-Cookie` value for this host. Scripts cannot read the cookie, and browsers send it only over
+    /// HTTPS.
     pub(super) fn set_cookie_header(self, value: &str, scheme: &str, max_age_seconds: u64) -> HeaderValue {
         let prefix = if scheme == "https" { HOST_PREFIX } else { "" };
         let name = self.name();
@@ -66,7 +67,7 @@ impl RouterCookie {
         line
     }
 
-    /// The `Set-Cookie` value that deletes the cookie.
+    /// Returns the `Set-Cookie` value that deletes the cookie.
     pub(super) fn expired_cookie_header(self, scheme: &str) -> HeaderValue {
         self.set_cookie_header("", scheme, 0)
     }
@@ -77,19 +78,19 @@ pub(super) fn is_browser(headers: &HeaderMap) -> bool {
     headers.contains_key(&FETCH_SITE)
 }
 
-/// The identity provider's session token.
+/// Returns the identity provider's session token.
 pub(super) fn provider_token(headers: &HeaderMap) -> Option<&str> {
     find(headers, |name| name == PROVIDER_COOKIE)
 }
 
-/// The value of the first cookie whose name matches.
+/// Returns the value of the first cookie whose name matches.
 fn find(headers: &HeaderMap, matches: impl Fn(&str) -> bool) -> Option<&str> {
     let lines = headers.get_all(COOKIE).iter().filter_map(|line| line.to_str().ok());
     let mut pairs = lines.flat_map(|line| line.split(';')).filter_map(|pair| pair.trim().split_once('='));
     pairs.find(|(name, _)| matches(name)).map(|(_, value)| value.trim_matches('"'))
 }
 
-/// Whether machines must not set a cookie with this name. Browsers ignore the case of the prefix.
+/// Whether machines are forbidden to set a cookie with this name. Browsers ignore the case of the prefix.
 fn is_reserved(name: &[u8]) -> bool {
     let bare = match name.split_at_checked(HOST_PREFIX.len()) {
         Some((prefix, bare)) if prefix.eq_ignore_ascii_case(HOST_PREFIX.as_bytes()) => bare,
@@ -100,7 +101,7 @@ fn is_reserved(name: &[u8]) -> bool {
         || RouterCookie::ALL.iter().any(|cookie| bare == cookie.name().as_bytes())
 }
 
-/// All reserved cookie names, with and without the prefix, for `tests/fuzz`.
+/// Returns all reserved cookie names, with and without the prefix, for `tests/fuzz`.
 #[cfg(feature = "fuzzing")]
 pub fn reserved_names() -> Vec<String> {
     let names = RouterCookie::ALL.iter().map(|cookie| cookie.name()).chain([PROVIDER_COOKIE]);

@@ -1,4 +1,4 @@
-//! Maps users to their machines: an in-memory copy of the active rows of `user_machines`.
+//! Maps users to their machines: an in-memory copy of the active rows in `user_machines`.
 //!
 //! The watcher replaces the whole table; requests read it. Invariant: an upstream exists exactly while its machine's row
 //! is active, `running` and not powered off, and has an endpoint; after that, the upstream is closed together with its
@@ -28,7 +28,7 @@ struct Table {
     machines: HashMap<MachineId, Arc<Machine>>,
 }
 
-/// Result of looking up a user's machine.
+/// The result of looking up a user's machine.
 pub(super) enum MachineLookup {
     /// The machine is running, and its upstream was open at the time of the lookup.
     Running(Arc<Machine>, Arc<Upstream>),
@@ -52,8 +52,8 @@ impl Directory {
         Self { trust, freshness, table: RwLock::default() }
     }
 
-    /// Finds the machine of the chosen slot. Without a choice, or if that slot has no machine, finds the running machine
-    /// of `primary`, else the oldest running machine, else the machine of `primary`, else the oldest machine.
+    /// Finds the machine in the chosen slot. Without a choice, or if that slot has no machine, finds the running
+    /// machine in `primary`, else the oldest running machine, else the machine in `primary`, else the oldest machine.
     pub(super) fn find(&self, user: &IdpUserId, chosen: Option<&Slot>) -> MachineLookup {
         let Some(users) = self.fresh_users() else { return MachineLookup::Unknown };
         let Some(machines) = users.get(user) else { return MachineLookup::NoMachine };
@@ -86,12 +86,12 @@ impl Directory {
         are_served.then(|| Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner).users))
     }
 
-    /// How connections to hosts are verified.
+    /// Returns how connections to hosts are verified.
     pub(super) fn trust(&self) -> &HostTrust {
         &self.trust
     }
 
-    /// Finds the address of a routable machine by its host name, for validations of that name.
+    /// Finds the address of a routable machine by its host name, for validating that name.
     pub(super) fn find_address(&self, name: &str) -> Option<SocketAddr> {
         let id = self.trust.domain.as_ref()?.parse_machine(name)?;
         if !self.freshness.state().are_served() {

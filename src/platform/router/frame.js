@@ -45,7 +45,7 @@ async function renew() {
 addEventListener("message", async (event) => {
   if (event.source !== frame.contentWindow) return;
   if (event.data?.type === "svc:app-token-wanted") postToken();
-  // If a fresh token is rejected, another one would be rejected, too: do not loop.
+  // If a fresh token is rejected, a new one would be too: do not loop.
   const fresh = Date.now() - shownAt < RETRY_SECONDS * 1000;
   if (event.data?.type === "svc:app-token-ended" && !fresh && await renew()) show(settings.path);
 });

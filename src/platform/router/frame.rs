@@ -1,7 +1,7 @@
 //! The frame around an app's page, in the owner's origin (docs/apps/tokens.md).
 //!
 //! The frame passes the app a token instead of the session, renews the token, and restricts the inner page to that app.
-//! Invariant: no code of the app runs in the owner's origin.
+//! Invariant: none of the app's code runs in the owner's origin.
 
 use axum::response::Response;
 use base64::Engine;
@@ -22,7 +22,7 @@ const EXPIRED_STYLE: &str = include_str!("signed_out.css");
 /// Notifies the outer frame, which can request another token.
 const EXPIRED_SCRIPT: &str = r#"parent.postMessage({ type: "svc:app-token-ended" }, "*");"#;
 
-/// Splits the path of an app's page into the app and the path inside it; `None` for any other path.
+/// Splits the path of an app's page into the app and the path inside it; `None` for all other paths.
 pub(super) fn parse_target(path: &str) -> Option<(&str, &str)> {
     let (slug, rest) = path.strip_prefix("/apps/")?.split_once('/')?;
     (app_token::is_slug(slug) && !rest.starts_with('~')).then_some((slug, rest))
@@ -49,7 +49,7 @@ pub(super) fn render(slug: &str, rest: &str, uri: &Uri, origin: &str, minted: &M
     response
 }
 
-/// The page that is shown inside the frame after the token has expired.
+/// Returns the page shown inside the frame after the token has expired.
 pub(super) fn expired_page() -> Response {
     let body = EXPIRED.replace("{{style}}", EXPIRED_STYLE).replace("{{script}}", EXPIRED_SCRIPT);
     let mut response = page::html_response(StatusCode::UNAUTHORIZED, body);

@@ -30,7 +30,7 @@ const PROXY_HEADERS: [&str; 8] = [
     "x-rewrite-url",
 ];
 
-/// Values of the headers that the router adds.
+/// Values for the headers that the router adds.
 pub(super) struct ForwardHeaders<'a> {
     pub(super) peer: Option<SocketAddr>,
     pub(super) scheme: &'static str,
@@ -86,8 +86,8 @@ fn is_traceparent(value: &HeaderValue) -> bool {
         && bytes[36..52].iter().any(|b| *b != b'0')
 }
 
-/// Creates a `traceparent`. The request id is used as the trace id if it has the right form, so that both can be found by
-/// one id.
+/// Creates a `traceparent`. The request id is used as the trace id if it has the right format, so that one id finds
+/// both.
 fn new_traceparent(request_id: &str) -> HeaderValue {
     let is_hex = request_id.len() == 32 && request_id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
     let fresh;

@@ -1,6 +1,6 @@
-//! Identifies the caller by the identity provider's token, or by a platform session that was opened with one.
+//! Identifies the caller by the identity provider's token, or by a platform session that was opened with such a token.
 //!
-//! A request with an invalid bearer token is rejected. An invalid cookie of the provider is ignored, because browsers keep
+//! A request with an invalid bearer token is rejected. An invalid provider cookie is ignored, because browsers keep
 //! sending expired cookies.
 
 use std::collections::HashMap;
@@ -19,7 +19,7 @@ use svc_http::jwt::{JwtError, LEEWAY_SECONDS, Subject, Verifier};
 use svc_http::rate_limit::RateLimit;
 use svc_machine::name::{IdpUserId, Slot};
 
-/// How long an accepted token is cached. Then it is verified again with the current keys.
+/// How long an accepted token is cached before it is verified again with the current keys.
 const ACCEPTED_TTL: Duration = Duration::from_secs(60);
 /// How long a rejected token is cached, because a browser may send it with every request.
 const REJECTED_TTL: Duration = Duration::from_secs(5);
@@ -57,7 +57,7 @@ impl Identity {
     }
 }
 
-/// Why a request is not authenticated.
+/// The reason a request is not authenticated.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum AuthError {
     #[error("invalid bearer token: {0}")]
@@ -84,7 +84,8 @@ struct CachedVerdict {
 }
 
 impl Authenticator {
-    /// `check_rate` is the limit of verifications of uncached credentials per client address per second.
+    /// Creates an authenticator. `check_rate` is the maximum number of uncached credentials verified per client address
+    /// per second.
     pub(super) fn new(verifier: Verifier, sessions: Arc<Sessions>, check_rate: u32) -> Self {
         let checks = RateLimit::new(check_rate, CHECK_BURST_SECONDS);
         Self { verifier, sessions, cache: Mutex::default(), checks }
@@ -133,13 +134,13 @@ impl Authenticator {
         }
     }
 
-    /// Counts a credential check against the limit of the client's address.
+    /// Counts a credential check against the client address's limit.
     pub(super) fn admit_check(&self, context: &RequestContext) -> Result<(), AuthError> {
         let Some(address) = context.client_address else { return Ok(()) };
         self.checks.check(&client_network(address)).map_err(AuthError::RateLimited)
     }
 
-    /// Verifies a token or returns its cached verdict. A verification counts against the limit of the client's address.
+    /// Verifies a token or returns its cached verdict. A verification counts against the client address's limit.
     async fn check_token(
         &self,
         context: &RequestContext,
@@ -199,7 +200,7 @@ impl Authenticator {
     }
 }
 
-/// The token of `Authorization: Bearer` (RFC 6750); other schemes are ignored.
+/// Returns the token from `Authorization: Bearer` (RFC 6750); other schemes are ignored.
 pub(super) fn bearer_token(headers: &HeaderMap) -> Option<&str> {
     headers.get_all(AUTHORIZATION).iter().find_map(|value| {
         let (scheme, token) = value.to_str().ok()?.split_once(' ')?;

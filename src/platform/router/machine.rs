@@ -1,4 +1,4 @@
-//! A machine in the router: its row, its upstream while it runs, and the proofs for requests to it.
+//! A machine in the router: its row, its upstream while it is running, and the proofs for requests to it.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,7 +22,7 @@ use svc_machine::state::Status;
 /// How long a signed proof is reused. It remains valid for the rest of [`MAX_LIFETIME_SECONDS`].
 const PROOF_REUSE_SECONDS: i64 = 10;
 
-/// The routing data of a machine, from the database.
+/// A machine's routing data, from the database.
 #[derive(Debug, Clone)]
 pub(super) struct MachineRecord {
     pub(super) id: MachineId,
@@ -38,13 +38,13 @@ pub(super) struct MachineRecord {
     pub(super) created_at: Timestamp,
 }
 
-/// The address of a machine, the pin of its TLS key, and when its certificate's chain is required.
+/// A machine's address, its TLS key pin, and when its certificate chain is required.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Endpoint {
     pub(super) ip: Ipv4Addr,
     pub(super) port: u16,
     pub(super) pin: SpkiPin,
-    /// Unix time in seconds from which the certificate's chain is required; `None` if never.
+    /// The Unix time in seconds from which the certificate chain is required; `None` if never.
     pub(super) chain_required_from: Option<u64>,
 }
 

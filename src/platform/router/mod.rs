@@ -1,7 +1,7 @@
 //! The router: serves `APP_HOST` and `CODE_HOST`, and forwards each request to the caller's running machine.
 //!
-//! A token or a session identifies the caller; only the rows of the database determine the machine. The router changes no
-//! machine. Invariant: a request whose session or token is cached needs no query and no verification of a signature.
+//! A token or a session identifies the caller; only database rows determine the machine. The router changes no machine.
+//! Invariant: a request whose session or token is cached needs neither a query nor a signature verification.
 
 mod account;
 mod app_request;
@@ -57,7 +57,7 @@ use svc_http::{client, jwt};
 use svc_machine::name::IdpUserId;
 use watch::Watcher;
 
-/// Dependencies of the router.
+/// The router's dependencies.
 pub struct RouterContext {
     pub pool: Pool,
     /// For the watcher's dedicated connection, which does not wait for the pool.
@@ -91,7 +91,7 @@ pub struct RouterService {
     pub passthrough: Option<Arc<Passthrough>>,
 }
 
-/// Responds without a table of routes, because every request takes the same way.
+/// Responds without a route table, because every request takes the same path.
 #[derive(Clone)]
 pub struct RouterResponder(Arc<RouterState>);
 

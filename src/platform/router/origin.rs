@@ -14,8 +14,8 @@ pub(super) fn is_cross_origin(headers: &HeaderMap, scheme: &str, authority: &str
     headers.get(&FETCH_SITE).is_some_and(|site| !matches!(site.as_bytes(), b"same-origin" | b"none"))
 }
 
-/// Whether `Origin` names another origin; `false` without the header. An `http` origin of this host is foreign unless
-/// browsers reach the router over plain HTTP, because an attacker on the network could have served the page.
+/// Whether `Origin` names a different origin; `false` without the header. An `http` origin of this host is foreign
+/// unless browsers reach the router over plain HTTP, because an attacker on the network could have served the page.
 pub(super) fn is_foreign_origin(headers: &HeaderMap, scheme: &str, authority: &str) -> bool {
     let is_same_origin = |origin: &http::HeaderValue| {
         let origin = origin.to_str().ok().and_then(|origin| origin.split_once("://"));

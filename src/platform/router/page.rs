@@ -16,7 +16,7 @@ const TEMPLATE: &str = include_str!("page.html");
 const BASE_STYLE: &str = include_str!("base.css");
 const OPENER_POLICY: HeaderName = HeaderName::from_static("cross-origin-opener-policy");
 const PERMISSIONS_POLICY: HeaderName = HeaderName::from_static("permissions-policy");
-/// Reload interval of a waiting page.
+/// How often a waiting page reloads.
 pub(super) const REFRESH_SECONDS: u64 = 5;
 
 /// Whether the client is a browser that shows the response to a person.
@@ -25,7 +25,7 @@ pub(super) fn wants_page(method: &Method, headers: &HeaderMap) -> bool {
     matches!(*method, Method::GET | Method::HEAD) && headers.get_all(ACCEPT).iter().any(html)
 }
 
-/// Why there is no machine to which the request can be forwarded.
+/// The reason the request cannot be forwarded to a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum UnavailableReason {
     NoMachine,
@@ -39,7 +39,7 @@ pub(super) enum UnavailableReason {
 }
 
 impl UnavailableReason {
-    /// The reason why this machine gets no requests.
+    /// Returns the reason this machine receives no requests.
     pub(super) fn for_machine(record: &MachineRecord) -> Self {
         if record.status.is_routable() && record.is_powered_off {
             return Self::PoweredOff;
@@ -79,7 +79,7 @@ impl UnavailableReason {
         }
     }
 
-    /// The machine's status for problem+json and pages.
+    /// Returns the machine's status for problem+json and pages.
     fn status(self) -> &'static str {
         match self {
             Self::NoMachine => "none",
@@ -103,7 +103,7 @@ impl UnavailableReason {
     }
 }
 
-/// The response to a request that could not be sent to the machine, or to which it did not respond.
+/// Returns the response to a request that could not be sent to the machine, or to which it did not respond.
 pub(super) fn upstream_unreachable(wants_page: bool) -> Response {
     let (title, text) =
         ("Your computer is not responding", "It may be restarting. This page will try again in a moment.");
@@ -115,7 +115,7 @@ pub(super) fn upstream_unreachable(wants_page: bool) -> Response {
         .into_response()
 }
 
-/// The response to a request that the machine accepted but did not answer in time.
+/// Returns the response to a request that the machine accepted but did not answer in time.
 pub(super) fn upstream_timeout(wants_page: bool) -> Response {
     let (title, text) = (
         "Your computer is taking too long to respond",
@@ -154,7 +154,7 @@ pub(super) fn insert_style(template: &str) -> String {
     template.replacen("{{base}}", BASE_STYLE, 1)
 }
 
-/// An HTML response that is not cached, loads no resources and sends no referrer.
+/// Returns an HTML response that is not cached, loads no resources and sends no referrer.
 pub(super) fn html_response(code: StatusCode, body: String) -> Response {
     let mut response = (code, body).into_response();
     let headers = response.headers_mut();

@@ -32,13 +32,13 @@ use svc_http::proxy::{ProxyError, TimeLimit};
 use svc_http::request_id;
 use svc_http::server::Scheme;
 
-/// Lacks `includeSubDomains`, because other hosts of the operator's domain may not support HTTPS.
+/// Omits `includeSubDomains`, because other hosts on the operator's domain may not support HTTPS.
 const HSTS_ONE_YEAR: &str = "max-age=31536000";
 
 /// The properties of a request, except its caller.
 pub(super) struct RequestContext {
     pub(super) host: PublicHost,
-    /// The host name and port of the request.
+    /// The request's host name and port.
     pub(super) authority: String,
     pub(super) scheme: &'static str,
     /// The peer's address; `None` behind a proxy, because all of the proxy's clients share one address.
@@ -66,7 +66,7 @@ impl RouterState {
         response
     }
 
-    /// The scheme that the browser used.
+    /// Returns the scheme that the browser used.
     fn scheme(&self, request: &Request) -> &'static str {
         let listener = request.extensions().get::<Scheme>().copied().unwrap_or(Scheme::Http);
         self.config.public_scheme.unwrap_or(listener.as_str())
@@ -168,7 +168,7 @@ impl RouterState {
         })
     }
 
-    /// Counts a credential check against the limit of the client's address.
+    /// Counts a credential check against the client address's limit.
     pub(super) fn admit_check(&self, context: &RequestContext) -> Result<(), Problem> {
         self.authenticator.admit_check(context).map_err(auth_problem)
     }
@@ -306,11 +306,11 @@ impl RouterState {
         }
     }
 
-    /// When this caller's streams end; `None` for a bearer token, which a sign-out does not revoke.
+    /// Returns when this caller's streams end; `None` for a bearer token, which a sign-out does not revoke.
     fn stream_limit(&self, caller: Caller<'_>, now: Timestamp) -> Option<TimeLimit> {
         let (user, expires_at) = match caller {
             Caller::Owner(Identity::Bearer(_), _) => return None,
-            // Like a session that is opened now.
+            // As for a session opened now.
             Caller::Owner(Identity::Cookie(subject), _) => {
                 (&subject.user, now.as_second() + SESSION_SECONDS.cast_signed())
             }
@@ -353,7 +353,7 @@ impl RouterState {
     }
 }
 
-/// A cancelled token, for a stream whose credential has already ended.
+/// Returns a cancelled token, for a stream whose credential is no longer valid.
 fn cancelled_token() -> Arc<CancellationToken> {
     let token = CancellationToken::new();
     token.cancel();
@@ -390,7 +390,7 @@ pub(super) fn rate_limited(wait: Duration) -> Problem {
         .retry_after(wait.as_secs() + 1)
 }
 
-/// A redirect that browsers do not cache, because its target depends on the caller.
+/// Returns a redirect that browsers do not cache, because its target depends on the caller.
 pub(super) fn redirect(code: StatusCode, to: &str) -> Response {
     let mut response = code.into_response();
     match HeaderValue::from_str(to) {

@@ -1,4 +1,4 @@
-//! Browser sessions: rows of `sessions`, cached so that a request needs no query.
+//! Browser sessions: rows in `sessions`, cached so that a request needs no query.
 //!
 //! The watcher reports every change within its poll interval, so that a revocation by one process takes effect in all
 //! processes. Both the cache and the database contain only hashes of the cookies.
@@ -50,7 +50,7 @@ pub(super) struct Session {
     pub(super) expires_at: Timestamp,
 }
 
-/// Why a session cannot be read or opened.
+/// The reason a session cannot be read or opened.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SessionError {
     #[error("cannot connect to the database")]
@@ -95,7 +95,7 @@ pub(super) struct SessionOrigin {
 }
 
 impl SessionOrigin {
-    /// For a session that is opened with the identity provider's token.
+    /// The origin of a session opened with the identity provider's token.
     const PROVIDER: Self = Self { parent: None, sign_out_generation: i64::MAX };
 }
 
@@ -150,7 +150,7 @@ impl Sessions {
         Ok(session.filter(is_live))
     }
 
-    /// Opens a session and returns it with the value for the cookie, which is not stored.
+    /// Opens a session and returns it with its cookie value, which is not stored.
     pub(super) async fn open(
         &self,
         host: PublicHost,
@@ -212,7 +212,7 @@ impl Sessions {
         Ok(is_open)
     }
 
-    /// Revokes all sessions and unused codes of a user on both hosts, and returns the generation of this sign-out.
+    /// Revokes all of a user's sessions and unused codes on both hosts, and returns the generation of this sign-out.
     pub(super) async fn revoke_all(&self, user: &IdpUserId) -> Result<i64, SessionError> {
         let sql = "WITH ended AS (UPDATE sessions SET revoked_at = now() \
                      WHERE idp_user_id = $1 AND revoked_at IS NULL), \
@@ -311,8 +311,8 @@ impl Sessions {
         self.lock_cache().clear();
     }
 
-    /// [`Self::query_row`], serialized per user: a concurrent sign-out either revokes the session that is being opened, or
-    /// prevents it from being opened.
+    /// Like [`Self::query_row`], but serialized per user: a concurrent sign-out either revokes the session that is
+    /// being opened, or prevents it from being opened.
     async fn query_row_serialized(
         &self,
         user: &IdpUserId,

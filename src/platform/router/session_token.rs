@@ -1,6 +1,6 @@
-//! The value of a session cookie: a random id, signed with the key for app tokens.
+//! A session cookie's value: a random id, signed with the key for app tokens.
 //!
-//! The signature grants no access: access requires a row of `sessions`. The signature only proves that a router issued
+//! The signature grants no access: access requires a row in `sessions`. The signature only proves that a router issued
 //! the value, so that a forged value is rejected without a query.
 
 use serde::{Deserialize, Serialize};
@@ -56,7 +56,7 @@ mod tests {
         );
         let app_token =
             own.sign_json(&serde_json::json!({ "iss": "svc-app-token", "jti": "x", "host": "app" }));
-        assert!(!is_genuine(&keys, PublicHost::App, &format!("{PREFIX}{app_token}")), "another purpose");
+        assert!(!is_genuine(&keys, PublicHost::App, &format!("{PREFIX}{app_token}")), "a different purpose");
         for forged in ["", "x", &"A".repeat(43), &token[..token.len() - 2], &"A".repeat(9999)] {
             assert!(!is_genuine(&keys, PublicHost::App, forged), "{forged}");
         }

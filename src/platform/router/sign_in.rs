@@ -1,7 +1,7 @@
-//! Sign-in of browsers: at the identity provider on `APP_HOST`, and from there on `CODE_HOST` with a single-use code.
+//! Signs browsers in: on `APP_HOST` through the identity provider, and on `CODE_HOST` with a code from `APP_HOST`.
 //!
-//! The code works only together with a nonce in a cookie of `CODE_HOST` in the same browser, so that a link cannot sign
-//! a person in as another user (login CSRF).
+//! The code can be used once, and only together with a nonce in a `CODE_HOST` cookie in the same browser, so that a
+//! link cannot sign a person in as another user (login CSRF).
 
 use std::time::Duration;
 
@@ -156,7 +156,7 @@ pub(super) async fn sign_out(
     Ok(response)
 }
 
-/// The problem of an unauthenticated request.
+/// Returns the problem for an unauthenticated request.
 pub(super) fn sign_in_required() -> Problem {
     Problem::new(
         Code::Unauthorized,
@@ -168,7 +168,7 @@ fn host_url(router: &RouterState, context: &RequestContext, host: PublicHost) ->
     format!("{}://{}", context.scheme, router.config.address(host).authority(&context.authority))
 }
 
-/// The path and query of a request, or `/` if a browser could interpret them as a URL of another host.
+/// Returns the path and query of a request, or `/` if a browser could interpret them as a URL on another host.
 pub(super) fn local_path(uri: &Uri) -> &str {
     uri.path_and_query()
         .map(http::uri::PathAndQuery::as_str)
@@ -176,7 +176,7 @@ pub(super) fn local_path(uri: &Uri) -> &str {
         .unwrap_or("/")
 }
 
-/// Whether this is a path on the same host that no browser interprets as a URL of another host.
+/// Whether this is a path on the same host that no browser interprets as a URL on another host.
 pub(super) fn is_local_path(path: &str) -> bool {
     path.len() <= MAX_RETURN_PATH_BYTES
         && path.starts_with('/')

@@ -1,7 +1,7 @@
-//! Recent sign-outs, and the open streams of each user. A sign-out invalidates the user's older app tokens and closes
-//! the user's streams.
+//! Recent sign-outs, and each user's open streams. A sign-out invalidates the user's older app tokens and closes the
+//! user's streams.
 //!
-//! The watcher reports the sign-outs of other processes. Invariant: a sign-out closes every stream that was registered
+//! The watcher reports sign-outs from other processes. Invariant: a sign-out closes every stream that was registered
 //! before it. After registering a stream, the caller checks that no sign-out has happened in the meantime.
 
 use std::collections::HashMap;
@@ -53,13 +53,14 @@ impl<T> UserMap<T> {
 }
 
 impl SignOuts {
-    /// The generation of the user's last sign-out, for a new token; 0 without a recent one.
+    /// Returns the generation of the user's last sign-out, for a new token; 0 without a recent sign-out.
     pub(super) fn generation(&self, user: &IdpUserId) -> i64 {
         self.generation_newer_than(user, SIGN_OUT_TTL)
     }
 
-    /// The minimum generation of this user's valid tokens. A sign-out that is older than every valid token is not
-    /// enforced: a process that started later may not have loaded it, and then issues tokens with a lower generation.
+    /// Returns the minimum generation of this user's valid tokens. A sign-out that is older than every valid token is
+    /// not enforced: a process that started later may not have loaded it, and would then issue tokens with a lower
+    /// generation.
     pub(super) fn required_generation(&self, user: &IdpUserId) -> i64 {
         self.generation_newer_than(user, MAX_APP_TOKEN_LIFETIME)
     }
@@ -131,14 +132,14 @@ mod tests {
         assert!(later.is_cancelled());
     }
 
-    /// One process has loaded the sign-out; another one started after its row was deleted.
+    /// One process has loaded the sign-out; another started after its row was deleted.
     #[test]
     fn old_sign_out_is_not_enforced() {
         let (old, new, ada) = (SignOuts::default(), SignOuts::default(), user("ada"));
         old.record_sign_out(&ada, 7, MAX_APP_TOKEN_LIFETIME + Duration::from_secs(1));
         assert!(
             old.required_generation(&ada) <= new.generation(&ada),
-            "the old process accepts tokens of the new one"
+            "the old process accepts tokens from the new one"
         );
         assert!(new.required_generation(&ada) <= old.generation(&ada));
         let recent = SignOuts::default();

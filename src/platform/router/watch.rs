@@ -27,7 +27,7 @@ use svc_http::resolve;
 use svc_machine::id::MachineId;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Limits the rate of polls when many notifications arrive.
+/// Limits the poll rate when many notifications arrive.
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// After a longer gap between polls, some changes to sessions may have left the window that a poll reads.
 const MAX_POLL_GAP: Duration = Duration::from_secs(5);

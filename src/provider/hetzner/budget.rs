@@ -1,7 +1,7 @@
 //! The provider's rate limit: one budget for all clones of the adapter and, with a [`RateBudget`], for all processes
 //! that share it.
 //!
-//! The gate closes when the provider reports an empty budget or refuses a call. A call waits until the gate is open and
+//! The gate closes when the provider reports an empty budget or rejects a call. A call waits until the gate is open and
 //! the call is reserved in the shared budget. While the shared budget is unavailable, calls are sent without a
 //! reservation. One round trip to the shared budget reserves up to [`RESERVATION_BATCH`] calls. The budget also limits
 //! the calls in flight.
@@ -18,7 +18,7 @@ use tokio::time::Instant;
 use crate::{ObservedBudget, RateBudget};
 
 const MAX_CALLS_IN_FLIGHT: usize = 8;
-/// Number of calls that are reserved in the shared budget at a time.
+/// Number of calls that are reserved in the shared budget at once.
 const RESERVATION_BATCH: u32 = 16;
 const RESERVATION_TTL: Duration = Duration::from_secs(10);
 /// After this timeout, a process relies on its own view of the budget.
@@ -81,7 +81,7 @@ impl Budget {
                 },
             };
             if Instant::now() >= deadline {
-                // Without a shared budget, the gate only estimates the calls of other users.
+                // Without a shared budget, the gate only estimates other users' calls.
                 return if self.shared.is_none() { Ok(permit) } else { Err(Exhausted) };
             }
             tokio::time::sleep_until(until.min(deadline)).await;
@@ -134,8 +134,8 @@ impl Budget {
         }
     }
 
-    /// Closes the gate after a 429, until the provider's reset, or for `fallback` if the response does not name a reset
-    /// time, but for at most the maximum wait. Returns the time for which the gate is closed.
+    /// Closes the gate after a 429, until the provider's reset, or for `fallback` if the response contains no reset
+    /// time, but for at most the maximum wait. Returns how long the gate is closed.
     pub(super) fn record_refusal(&self, headers: &HeaderMap, fallback: Duration) -> Duration {
         let wait = reset_in(headers).unwrap_or(fallback).min(self.max_wait);
         self.close_for(wait);
@@ -145,7 +145,7 @@ impl Budget {
     /// Reports a refusal to the other users of the shared budget.
     pub(super) async fn report_refusal(&self, wait: Duration) {
         if let Some(shared) = &self.shared {
-            // The provider itself refuses a user that the report does not reach.
+            // The provider itself rejects calls from a user that the report does not reach.
             let _ = tokio::time::timeout(SHARED_BUDGET_TIMEOUT, shared.close(wait)).await;
         }
     }
@@ -157,7 +157,7 @@ impl Budget {
         state.reserved = 0;
     }
 
-    /// The time until which the gate is closed; `None` if it is open.
+    /// Returns the time until which the gate is closed; `None` if it is open.
     fn closed_until(&self) -> Option<Instant> {
         self.state().closed_until.filter(|until| *until > Instant::now())
     }
@@ -237,7 +237,7 @@ mod tests {
             for tenths in 50..400u32 {
                 let used = f64::from(tenths) / 10.0;
                 for fraction in [0.0, 0.01, 0.5, 0.99] {
-                    // The provider names the next whole second after the full refill.
+                    // The provider reports the next whole second after the full refill.
                     let full_refill = fraction + used / rate;
                     let refill_time = Duration::from_secs_f64(full_refill.ceil() - fraction);
                     // It also rounds the remaining budget down.
@@ -321,7 +321,7 @@ mod tests {
         assert_eq!(
             rate_budget.remaining.load(Ordering::SeqCst),
             100 - 10 - (RESERVATION_BATCH - 1),
-            "all calls but those of the current reservation are returned"
+            "all calls but those in the current reservation are returned"
         );
     }
 }

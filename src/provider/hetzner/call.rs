@@ -27,7 +27,7 @@ pub struct CallLimits {
     pub timeout: Duration,
     pub initial_backoff: Duration,
     pub max_backoff: Duration,
-    /// Maximum wait for a reset of the rate limit.
+    /// Maximum wait for a rate limit reset.
     pub max_rate_wait: Duration,
     pub retries: usize,
 }
@@ -93,7 +93,7 @@ struct FailedExchange {
 enum Retry {
     Never,
     AfterBackoff,
-    /// The provider named the delay.
+    /// The provider specified the delay.
     After(Duration),
 }
 
@@ -221,7 +221,7 @@ impl Connection {
         url
     }
 
-    /// Classifies a response that is not a success. A 429 also closes the budget's gate.
+    /// Classifies an unsuccessful response. A 429 also closes the budget's gate.
     fn record_refusal(&self, call: &Call<'_>, response: &Response) -> FailedExchange {
         let (code, message) = match serde_json::from_slice::<ErrorBody>(&response.body) {
             Ok(body) => (body.error.code, body.error.message),
@@ -253,7 +253,7 @@ fn kind_if_effect_unknown(idempotence: Idempotence) -> ErrorKind {
     }
 }
 
-/// Classifies a refusal by the provider's code or, if the code is unknown, by the status.
+/// Classifies a refusal by the provider's error code or, if the code is unknown, by the status.
 fn classify(status: StatusCode, code: &str, idempotence: Idempotence) -> (ErrorKind, Retry) {
     match code {
         "rate_limit_exceeded" | "conflict" | "locked" => return (ErrorKind::Transient, Retry::AfterBackoff),

@@ -1,7 +1,7 @@
 //! The adapter for the Hetzner Cloud API v1 (<https://docs.hetzner.cloud>): maps the methods of [`Provider`] to
 //! requests.
 //!
-//! The adapter owns the wire format, timeouts, retries and the rate budget. It stores no data of the provider.
+//! The adapter owns the wire format, timeouts, retries and the rate budget. It stores no provider data.
 
 mod budget;
 mod call;
@@ -30,7 +30,7 @@ use super::{
 };
 use svc_machine::name::{Location, ServerType};
 
-/// Maximum page size of the provider.
+/// The provider's maximum page size.
 const PER_PAGE: &str = "50";
 /// Only a broken provider has more pages: a project cannot have fifty thousand servers.
 const MAX_PAGES: u32 = 1000;
@@ -47,7 +47,7 @@ pub struct Hetzner {
 }
 
 impl Hetzner {
-    /// `base` is the API's root, such as `https://api.hetzner.cloud/v1`.
+    /// Creates an adapter. `base` is the API's root, such as `https://api.hetzner.cloud/v1`.
     pub fn new(client: reqwest::Client, base: Url, token: &SecretString) -> Result<Self, InvalidToken> {
         Self::with_limits(client, base, token, CallLimits::default())
     }

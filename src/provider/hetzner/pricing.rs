@@ -1,4 +1,5 @@
-//! The used part of the provider's price list. Its amounts are decimal strings, which are never read as floating point.
+//! The part of the provider's price list that the platform uses. Its amounts are decimal strings, which are never read
+//! as floating point.
 
 use std::collections::BTreeMap;
 
@@ -26,7 +27,7 @@ struct Pricing {
 #[derive(Deserialize)]
 struct TypePrices {
     name: String,
-    /// Parsed only for the requested type: an error in the prices of another type must not hide its price.
+    /// Parsed only for the requested type: an error in another type's prices must not hide this type's.
     #[serde(default)]
     prices: Value,
 }
@@ -54,7 +55,7 @@ struct Price {
 }
 
 impl PricingResponse {
-    /// Extracts the prices of a server type and of an IPv4 address.
+    /// Extracts the prices for a server type and an IPv4 address.
     ///
     /// # Errors
     /// If one of these prices cannot be parsed.

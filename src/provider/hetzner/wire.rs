@@ -1,4 +1,4 @@
-//! The used part of the provider's JSON, and its conversion into our types.
+//! The part of the provider's JSON that the platform uses, and its conversion into our types.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -30,7 +30,7 @@ struct PublicNetOrder {
 }
 
 impl<'a> CreateServerRequest<'a> {
-    /// `user_data` is the order's user-data, exposed only for this call.
+    /// Creates a request. `user_data` is the order's user-data, exposed only for this call.
     pub(super) fn new(order: &'a ServerOrder, user_data: &'a str) -> Self {
         Self {
             name: &order.name,

@@ -19,10 +19,10 @@ use super::{ManifestError, SignedManifest, parse_signatures};
 const CONTEXT: &[u8] = b"svc-host-bundle-manifest-v1\n";
 /// Maximum number of trusted keys, and of signatures in a file.
 pub const MAX_KEYS: usize = 16;
-/// Maximum increase of the sequence, so that a typo does not prevent later increases.
+/// Maximum increase in the sequence, so that a typo does not prevent later increases.
 const MAX_SEQUENCE_STEP: u32 = 1000;
 
-/// The highest sequence that a host with this sequence accepts.
+/// Returns the highest sequence that a host with this sequence accepts.
 pub const fn max_sequence_after(sequence: u32) -> u32 {
     sequence.saturating_add(MAX_SEQUENCE_STEP)
 }
@@ -32,7 +32,7 @@ pub const fn max_sequence_after(sequence: u32) -> u32 {
 struct PublicKey([u8; 32]);
 
 impl PublicKey {
-    /// The first 16 hexadecimal digits of the key's SHA-256.
+    /// Returns the first 16 hexadecimal digits of the key's SHA-256.
     fn id(&self) -> String {
         hex::encode(&Sha256::digest(self.0)[..8])
     }
@@ -54,7 +54,7 @@ impl fmt::Display for TrustedKeys {
     }
 }
 
-/// An invalid list of keys.
+/// An invalid key list.
 #[derive(Debug, thiserror::Error)]
 #[error("must be up to {MAX_KEYS} keys separated by commas, each the base64 of 32 bytes")]
 pub struct KeysError;
@@ -81,7 +81,7 @@ impl TrustedKeys {
         self.0.iter().map(|key| STANDARD.encode(key.0)).collect()
     }
 
-    /// The first 16 hexadecimal digits of each key's SHA-256.
+    /// Returns the first 16 hexadecimal digits of each key's SHA-256.
     pub fn ids(&self) -> Vec<String> {
         self.0.iter().map(PublicKey::id).collect()
     }
@@ -147,14 +147,16 @@ impl TryFrom<KeySetJson> for KeySet {
         ids.dedup();
         match (ids.len(), json.sequence) {
             (0, _) => Err("trustedKeys has no key: a host would no longer trust any release".to_owned()),
-            (distinct, _) if distinct < keys.0.len() => Err("trustedKeys contains a key twice".to_owned()),
+            (distinct, _) if distinct < keys.0.len() => {
+                Err("trustedKeys contains a key more than once".to_owned())
+            }
             (_, 0) => Err("the sequence of trustedKeys must be at least 1".to_owned()),
             (_, sequence) => Ok(Self { sequence, keys }),
         }
     }
 }
 
-/// The reason why a key set cannot replace the trusted one.
+/// The reason a key set cannot replace the trusted one.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KeySetError {
     #[error(
@@ -231,7 +233,7 @@ mod tests {
         for (sequence, keys, expected) in [
             (1, &[] as &[String], "no key"),
             (0, &[key(1)], "at least 1"),
-            (1, &[key(1), key(1)], "twice"),
+            (1, &[key(1), key(1)], "more than once"),
             (1, &["AAAA".to_owned()], "base64 of 32 bytes"),
             (1, &many, "up to 16"),
         ] {

@@ -1,4 +1,4 @@
-//! Tests of manifests signed by OpenSSL, and of each reason to refuse one.
+//! Tests for manifests signed by OpenSSL, and for each reason to reject one.
 
 use proptest::prelude::*;
 
@@ -55,7 +55,7 @@ fn verify_refuses_each_defect_with_its_own_error() {
         expect_refusal(&MANIFEST.replace("\"sizeBytes\":0", "\"sizeBytes\":1"), SIGNATURE, &trusted),
         wrong
     );
-    // A valid signature does not make up for an invalid one by another trusted key.
+    // A valid signature does not make up for an invalid one from another trusted key.
     let swapped = format!("{SIGNATURE}{}", OTHER_SIGNATURE.replace("ZnjW", "znjW"));
     let error = expect_refusal(MANIFEST, &swapped, &keys(&format!("{KEY},{OTHER_KEY}")));
     assert_eq!(error, ManifestError::InvalidSignature { id: "9a7121682c555618".to_owned() });

@@ -13,7 +13,7 @@ use crate::bucket::{Bucket, Condition, StoreError};
 /// Repetitions of probes that a store with inconsistent replicas could pass by chance.
 const REPEATS: usize = 8;
 
-/// Whether a conditional put was refused because of its condition.
+/// Whether a conditional put was rejected because of its condition.
 fn was_refused_by_condition(result: Result<(), StoreError>) -> Result<bool, StoreError> {
     match result {
         Err(StoreError::Precondition { .. }) => Ok(true),
@@ -120,7 +120,7 @@ pub(super) async fn probe_ranges(bucket: &Bucket) -> Outcome {
         bucket.put(&key, &b"abcdefghij"[..]).await?;
         match read(first).await {
             Err(StoreError::Precondition { .. }) => Ok(None),
-            Ok(_) => Ok(Some("it returned bytes of another version".to_owned())),
+            Ok(_) => Ok(Some("it returned bytes from a different version".to_owned())),
             Err(error) => Err(error),
         }
     };

@@ -26,7 +26,7 @@ async fn put_temporary(
     response
 }
 
-/// `Yes` if the store refused the request with one of the statuses in `refusals`.
+/// Returns `Yes` if the store rejected the request with one of the statuses in `refusals`.
 fn require_refusal(
     response: Result<StoreResponse, RequestError>,
     refusals: &[StatusCode],
@@ -70,5 +70,5 @@ pub(super) async fn probe_conditional_copy(s3: &S3Config) -> Support {
         }
         copied
     };
-    require_refusal(probe.await, &[StatusCode::PRECONDITION_FAILED], "it copied another version")
+    require_refusal(probe.await, &[StatusCode::PRECONDITION_FAILED], "it copied a different version")
 }

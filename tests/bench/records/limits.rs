@@ -1,4 +1,5 @@
-//! Upper bounds on this machine: the rates of several ways to write prepared events, without the product's writer.
+//! Upper bounds on this machine: the rates at which prepared events can be written in several ways, without the
+//! product's writer.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};

@@ -23,7 +23,7 @@ fn now_nanos() -> u64 {
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Runs in the child: writes events until it is killed. The `n`th number of the file `times` is the submission time of
+/// Runs in the child: writes events until it is killed. The `n`th number in the file `times` is the submission time of
 /// event `n`.
 pub fn victim(dir: &Path) -> Result<()> {
     let writer = Writer::start(dir.join("logs"))?;

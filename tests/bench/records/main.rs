@@ -1,5 +1,5 @@
 //! The program that `cargo xtask bench records` runs once per round: it measures the real writer and usage book, and
-//! upper bounds of the writer.
+//! upper bounds for the writer.
 //!
 //! It links the product, which the kit never does. Each figure is an output line `{name, whose, value}`.
 
@@ -44,7 +44,7 @@ fn print_figure(name: &str, whose: &str, value: f64) {
     println!("{}", json!({ "name": name, "whose": whose, "value": value }));
 }
 
-/// An event as written by a dispatch, [`EVENT_BYTES`] long.
+/// Builds an event as written by a dispatch, [`EVENT_BYTES`] long.
 fn event(n: u64) -> Interaction {
     let mut event = Interaction {
         version: Interaction::VERSION,
@@ -74,7 +74,7 @@ fn event(n: u64) -> Interaction {
     event
 }
 
-/// Distinct events, few enough to fit into the CPU caches.
+/// Returns distinct events, few enough to fit in the CPU caches.
 fn events() -> Vec<Interaction> {
     (0..256).map(event).collect()
 }

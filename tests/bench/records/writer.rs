@@ -1,4 +1,4 @@
-//! The real writer: event throughput, latency of a call, and memory use.
+//! The real writer: event throughput, call latency, and memory use.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +13,7 @@ use crate::{EVENT_BYTES, elapsed_nanos, event, events, print_figure, quantile};
 
 const DAY: Date = Date::constant(2026, 11, 22);
 const EVENT_COUNT: usize = 1_200_000;
-/// Interval between the calls of a paced load.
+/// Interval between calls in a paced load.
 const CALL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// Runs a load on a new writer, and checks the file after the writer has stopped.
@@ -23,7 +23,7 @@ fn with_writer<T>(dir: &Path, run: impl FnOnce(&Records) -> Result<(T, usize)>) 
     let (result, accepted) = run(&writer.records())?;
     drop(writer);
     let length = fs::metadata(logs.join(format!("interactions-{DAY}.jsonl")))?.len();
-    ensure!(length >= (accepted * EVENT_BYTES) as u64, "{length} bytes are not {accepted} events");
+    ensure!(length >= (accepted * EVENT_BYTES) as u64, "{length} bytes cannot hold {accepted} events");
     fs::remove_dir_all(logs)?;
     Ok(result)
 }
@@ -58,7 +58,7 @@ fn append_with_retry(records: &Records, event: &Interaction) {
     }
 }
 
-/// Throughput until all events are written.
+/// Returns the throughput until all events are written.
 fn run_full_load(records: &Records, events: &[Interaction], threads: usize) -> Result<(f64, usize)> {
     let started = Instant::now();
     std::thread::scope(|scope| {
@@ -76,7 +76,7 @@ fn run_full_load(records: &Records, events: &[Interaction], threads: usize) -> R
     Ok((EVENT_COUNT as f64 / started.elapsed().as_secs_f64(), EVENT_COUNT))
 }
 
-/// Latencies of all calls, including rejected ones, and the peak of unwritten bytes.
+/// Returns the latencies of all calls, including rejected ones, and the peak of unwritten bytes.
 fn run_timed_load(
     records: &Records,
     events: &[Interaction],

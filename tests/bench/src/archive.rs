@@ -1,4 +1,4 @@
-//! A deterministic archive that resembles a real bundle in number of files, size and compressibility.
+//! A deterministic archive that resembles a real bundle in file count, size and compressibility.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};

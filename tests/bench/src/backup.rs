@@ -45,7 +45,7 @@ pub const ROWS: [Spec; 10] = [
     Spec { name: DISK_WRITES, unit: "KiB", against: None, target: Target::AtMost(512.0) },
 ];
 
-/// Space for the cached database, the largest of the others, their WAL, the dumps of a few rounds, and a margin.
+/// Space for the cached database, the largest of the others, their WAL, the dumps from a few rounds, and a margin.
 const MIN_FREE_BYTES: u64 = 14 << 30;
 const TIMEOUT: Duration = Duration::from_secs(1800);
 /// Maximum growth of the machine's directory in one run, for its records.
@@ -69,9 +69,9 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     );
     for round in 0..options.rounds {
         print_round(round, options.rounds);
-        // The order rotates, because each side starts with the caches of the previous one.
+        // The order rotates, because each side starts with the caches left by the previous one.
         for turn in 0..3 {
-            // Flush pending writes of the previous run.
+            // Flush pending writes from the previous run.
             nix::unistd::sync();
             let (name, (stats, dumped)) = match (turn + round) % 3 {
                 0 => (PRODUCT, testbed.run_svc_backup()?),

@@ -54,13 +54,13 @@ impl BenchStore {
         Ok(Self { server })
     }
 
-    /// Sequence number of the pointer; 0 if there is none.
+    /// Returns the pointer's sequence number; 0 if there is no pointer.
     pub fn pointer_seq(&self) -> Result<u64> {
         Ok(self.pointer()?.map_or(0, |pointer| pointer.seq))
     }
 
-    /// Verifies the snapshot of the backup that just ran; `previous_seq` is the pointer's `seq` before it. The pointer
-    /// has advanced by one, the dump has the recorded size, and the recorded row counts are those of the database.
+    /// Verifies the snapshot from the backup that just ran; `previous_seq` is the pointer's `seq` before it. The
+    /// pointer has advanced by one, the dump has the recorded size, and the recorded row counts match the database.
     pub fn verify_snapshot(&self, previous_seq: u64, scale: u32) -> Result<Snapshot> {
         let pointer = self.pointer()?.context("there is no pointer")?;
         let expected_seq = previous_seq + 1;
@@ -109,7 +109,7 @@ impl BenchStore {
     }
 }
 
-/// A machine's directory, and the environment of its programs.
+/// A machine's directory, and its programs' environment.
 pub struct MachineDir {
     root: TempDir,
     env: Vec<(String, String)>,
@@ -153,14 +153,14 @@ impl MachineDir {
         self.root.path().join("opt/svc/restore-complete")
     }
 
-    /// Returns a command that runs one of the machine's programs, with the environment of its unit.
+    /// Returns a command that runs one of the machine's programs, with its unit's environment.
     pub fn command(&self, svc: &Path, applet: &str) -> Command {
         let mut command = Command::new(svc);
         command.arg(applet).env_clear().envs(self.env.iter().map(|(name, value)| (name, value)));
         command
     }
 
-    /// Total size of the files in the machine's directory.
+    /// Returns the total size of the files in the machine's directory.
     pub fn disk_bytes(&self) -> Result<u64> {
         let (mut total, mut dirs) = (0, vec![self.root.path().to_owned()]);
         while let Some(dir) = dirs.pop() {

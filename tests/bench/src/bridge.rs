@@ -49,11 +49,11 @@ const APP: &str = "bench";
 /// The app's schema, and its role.
 const SCHEMA: &str = "app_bench";
 const POOL_SIZE: u32 = 16;
-/// Rows of `docs`; a hundred of each kind.
+/// Rows in `docs`; a hundred of each kind.
 const DOCS_ROWS: u32 = 2000;
 const FIND_LIMIT: usize = 20;
 
-/// A call in the form that each side requires.
+/// A call in the format that each side requires.
 struct Call {
     bridge_body: String,
     postgrest_path: &'static str,

@@ -43,7 +43,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     tokio::task::spawn_blocking(move || run_rounds(&svc, rounds, &out)).await?
 }
 
-/// Name of a side, and its command for a target directory.
+/// A side's name, and its command for a target directory.
 type Side<'a> = (&'static str, &'a dyn Fn(&Path) -> Command);
 
 fn run_rounds(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
@@ -79,7 +79,7 @@ fn run_rounds(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
                 command
             }),
         ];
-        // The order rotates, because each side starts with the CPU caches of the previous one.
+        // The order rotates, because each side starts with the CPU caches left by the previous one.
         for turn in 0..sides.len() {
             let (name, command) = sides[(turn + round as usize) % sides.len()];
             let into = tempfile::tempdir_in(dir.path())?;

@@ -1,22 +1,23 @@
-//! Compares the product with an earlier build of it: each figure of both, the ratio, and whether it got worse.
+//! Compares the product with an earlier build of it: both builds' figures, their ratio, and whether the product got
+//! worse.
 //!
 //! All functions here are pure. Each round measures both builds, so that a disturbance affects both sides of a ratio.
 
 use super::figures::{Figure, PRODUCT, Spec, Tally, median, quantile};
 
-/// A median that differs by at most this share is never a change.
+/// A median that differs by at most this fraction is never a change.
 const MIN_CHANGE: f64 = 0.02;
 /// Fewer rounds cannot distinguish a change from noise.
 const MIN_ROUNDS: usize = 3;
 
-/// The samples of both builds, by round.
+/// Both builds' samples, by round.
 #[derive(Debug, Default)]
 pub struct Comparison {
     baseline: Tally,
     current: Tally,
 }
 
-/// Which of the two builds is measured.
+/// Which of the two builds is being measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Build {
     Baseline,
@@ -37,13 +38,13 @@ pub struct ComparedRow {
     pub unit: &'static str,
     pub baseline: Figure,
     pub current: Figure,
-    /// The median of the rounds' ratios of the current build to the baseline.
+    /// The median, over the rounds, of the ratio of the current build to the baseline.
     pub ratio: f64,
     pub verdict: Verdict,
 }
 
 impl Comparison {
-    /// Adds the samples of one round.
+    /// Adds one round's samples.
     pub fn add(&mut self, build: Build, specs: &[Spec], round: &Tally) {
         let tally = match build {
             Build::Baseline => &mut self.baseline,
@@ -81,7 +82,7 @@ impl Comparison {
     }
 }
 
-/// Returns each name once, in the order of the table.
+/// Returns each name once, in table order.
 fn names(specs: &[Spec]) -> Vec<&'static str> {
     let mut names: Vec<&'static str> = Vec::new();
     for spec in specs {
@@ -97,8 +98,8 @@ fn is_higher_better(unit: &str) -> bool {
     unit.ends_with("/s")
 }
 
-/// A figure has changed if nearly all of its ratios are on one side of 1, and their median is further from 1 than
-/// [`MIN_CHANGE`] and than twice their spread. `None` if there are no ratios.
+/// Judges a figure, which has changed if nearly all of its ratios are on one side of 1, and their median is further
+/// from 1 than [`MIN_CHANGE`] and than twice their spread. `None` if there are no ratios.
 fn judge(ratios: &[f64], is_higher_better: bool) -> Option<Verdict> {
     let (low, high) = (quantile(ratios, 0.1)?, quantile(ratios, 0.9)?);
     let change = median(ratios)? - 1.0;
@@ -154,7 +155,7 @@ mod tests {
     fn change_within_noise_is_the_same() {
         let baseline = [100.0; 5];
         assert_eq!(verdict(&RATE, &baseline, &[80.0, 101.0, 95.0, 110.0, 102.0]), Verdict::Same, "noise");
-        assert_eq!(verdict(&RATE, &baseline, &[99.0; 5]), Verdict::Same, "a steady difference of 1 %");
+        assert_eq!(verdict(&RATE, &baseline, &[99.0; 5]), Verdict::Same, "a steady difference of 1%");
         assert_eq!(verdict(&RATE, &baseline, &[97.0; 5]), Verdict::Worse);
         assert_eq!(verdict(&RATE, &[100.0; 2], &[80.0; 2]), Verdict::Same, "too few rounds");
         let nine = [97.0, 96.0, 97.0, 110.0, 95.0, 96.0, 97.0, 97.0, 96.0];

@@ -14,12 +14,12 @@ use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// Payload size of a message: the maximum of a frame with a one-byte length.
+/// A message's payload size: the maximum for a frame with a one-byte length.
 pub const MESSAGE_BYTES: usize = 125;
 const MASK: [u8; 4] = [0x5a, 0xa5, 0x3c, 0xc3];
 const MAX_HEAD_BYTES: usize = 16 * 1024;
 
-/// Address and name of a server, with the headers of a request.
+/// A server's address and name, with the request headers.
 #[derive(Clone)]
 pub struct Endpoint {
     pub address: SocketAddr,
@@ -44,7 +44,7 @@ impl Endpoint {
             .with_safe_default_protocol_versions()?
             .with_root_certificates(roots)
             .with_no_client_auth();
-        // No session resumption: every connection is new, as if it came from another browser.
+        // No session resumption: every connection is new, as if it came from a different browser.
         config.resumption = rustls::client::Resumption::disabled();
         Ok(Self { address, host: host.to_owned(), cookie: cookie.to_owned(), config: Arc::new(config) })
     }
@@ -106,7 +106,7 @@ impl Connection {
     }
 }
 
-/// A masked binary frame.
+/// Builds a masked binary frame.
 fn message() -> Vec<u8> {
     let mut frame = vec![0x82, 0x80 | MESSAGE_BYTES as u8];
     frame.extend(MASK);
@@ -114,7 +114,7 @@ fn message() -> Vec<u8> {
     frame
 }
 
-/// Message round trips per second, with one in flight per connection.
+/// Returns the message round trips per second, with one in flight per connection.
 pub fn messages_per_second(endpoint: &Endpoint, connections: usize, seconds: u32) -> Result<f64> {
     let start_barrier = Arc::new(Barrier::new(connections + 1));
     let duration = Duration::from_secs(u64::from(seconds));

@@ -34,7 +34,7 @@ const DOCUMENTS: &str = "\
       FROM generate_series(1::bigint, $ROWS) n; \
     SET maintenance_work_mem = '256MB'; CREATE INDEX ON documents USING gin (body)";
 
-/// Settings of `svc-postgres.service`.
+/// Settings from `svc-postgres.service`.
 const SETTINGS: [(&str, &str); 2] = [("shared_buffers", "256MB"), ("effective_cache_size", "1GB")];
 
 /// Starts a new server configured as on a machine, without the owner's database; its data is below `dir`.
@@ -120,7 +120,7 @@ async fn with_timeout<T>(work: impl Future<Output = Result<T, tokio_postgres::Er
     Ok(tokio::time::timeout(FILL_TIMEOUT, work).await.context("PostgreSQL timed out")??)
 }
 
-/// Sets the connection parameters of a PostgreSQL client.
+/// Sets a PostgreSQL client's connection parameters.
 pub fn set_connection_env(command: &mut Command, server: &PgServer) {
     command.envs([
         ("PGHOST", "127.0.0.1"),
@@ -130,7 +130,7 @@ pub fn set_connection_env(command: &mut Command, server: &PgServer) {
     ]);
 }
 
-/// The tables of a database of this scale, with their row counts.
+/// Returns the tables in a database of this scale, with their row counts.
 pub fn tables(scale: u32) -> [(&'static str, u64); 5] {
     let scale = u64::from(scale);
     [
@@ -153,7 +153,7 @@ pub async fn check_rows(server: &PgServer, scale: u32) -> Result<()> {
     Ok(())
 }
 
-/// Size of the database on disk.
+/// Returns the database's size on disk.
 pub async fn size_bytes(server: &PgServer) -> Result<u64> {
     let client = server.connect(NAME).await?;
     let size: i64 = with_timeout(client.query_one("SELECT pg_database_size(current_database())", &[]))

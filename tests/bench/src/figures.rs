@@ -1,24 +1,24 @@
 //! Samples per round, their medians and spread, and whether a target is met.
 //!
 //! All functions here are pure. A ratio is the median of the per-round ratios, because a disturbance affects both sides
-//! of a round.
+//! in a round.
 
 use std::collections::BTreeMap;
 
-/// Expected value of a figure.
+/// A figure's expected value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Target {
     /// Our value divided by the peer's.
     RatioAtLeast(f64),
     RatioAtMost(f64),
-    /// Our value, in the unit of the row.
+    /// Our value, in the row's unit.
     AtLeast(f64),
     AtMost(f64),
     /// No target: the figure is shown for comparison.
     None,
 }
 
-/// One row of a report: the figure of the product next to one peer's.
+/// One row of a report: the product's figure next to one peer's.
 #[derive(Debug, Clone, Copy)]
 pub struct Spec {
     pub name: &'static str,
@@ -27,10 +27,10 @@ pub struct Spec {
     pub target: Target,
 }
 
-/// Name of the product's side.
+/// The name of the product's side.
 pub const PRODUCT: &str = "svc";
 
-/// The samples of all rounds.
+/// The samples from all rounds.
 #[derive(Debug, Default)]
 pub struct Tally {
     samples: BTreeMap<(&'static str, &'static str), Vec<f64>>,
@@ -66,7 +66,7 @@ impl Tally {
         self.samples.get(&(name, side)).map_or(&[], Vec::as_slice)
     }
 
-    /// Computes the row of a spec; `None` if one of its sides was not measured.
+    /// Computes the row for a spec; `None` if one of its sides was not measured.
     pub fn row(&self, spec: &Spec) -> Option<Row> {
         let ours = self.samples_of(spec.name, PRODUCT);
         let ours_figure = Figure::from_samples(ours)?;

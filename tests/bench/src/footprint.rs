@@ -49,7 +49,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     std::fs::write(dir.path().join("upstream.pem"), &upstream.cert_pem)?;
     let unreachable_url = format!("postgres://svc:none@127.0.0.1:{}/svc", net::free_port()?);
     let cold = Machine::new(&unreachable_url)?;
-    // The first start of a machine creates its certificate.
+    // A machine's first start creates its certificate.
     drop(cold.start(&options.svc)?);
     let mut tally = Tally::default();
     for round in 0..options.rounds {

@@ -48,7 +48,7 @@ impl Machine {
         Ok(Self { root, id, key, database_url: database_url.to_owned() })
     }
 
-    /// Installs an app's manifest into the owner's apps folder.
+    /// Installs an app's manifest in the owner's apps folder.
     pub fn install_app(&self, slug: &str, tables: &Value) -> Result<()> {
         let dir = self.root.path().join("home/svc/home/apps").join(slug);
         std::fs::create_dir_all(&dir)?;

@@ -1,6 +1,7 @@
-//! Hook benchmark: an agent's program runs `svc-hook` through a shell before and after each tool call, in a home of
-//! 200,000 files. The measured time is that for which the program waits, from the start of the shell to its end; the
-//! lower bound is a shell that runs `true`. Every write must be in the audit: a hook that gave up early would be fast.
+//! Hook benchmark: an agent's program runs `svc-hook` through a shell before and after each tool call, in a home
+//! directory with 200,000 files. The measured time is how long the program waits, from the start of the shell to its
+//! end; the lower bound is a shell that runs `true`. Every write must be in the audit log: a hook that gave up early
+//! would be fast.
 
 use std::fs;
 use std::io::Write;
@@ -88,7 +89,7 @@ fn run_rounds(svc: &Path, rounds: u32) -> Result<Tally> {
     Ok(tally)
 }
 
-/// Times of the hooks before and after each call, and the paths that the calls wrote.
+/// Hook times before and after each call, and the paths that the calls wrote.
 struct CallResults {
     before: Vec<Duration>,
     after: Vec<Duration>,
@@ -139,7 +140,7 @@ impl Home {
         self.root.path().join("home/svc/home")
     }
 
-    /// Makes calls as an agent's program does; `number` counts the calls of all rounds.
+    /// Makes calls as an agent's program does; `number` counts the calls in all rounds.
     fn run_calls(&self, number: &mut usize) -> Result<CallResults> {
         let mut calls = CallResults { before: Vec::new(), after: Vec::new(), written: Vec::new() };
         for _ in 0..CALLS {
@@ -183,7 +184,7 @@ impl Home {
             let lines = self.lines();
             let audited: std::collections::HashSet<&str> =
                 lines.iter().filter_map(|line| line["path"].as_str()).collect();
-            ensure!(!audited.is_empty() || Instant::now() < deadline, "the audit has no entries");
+            ensure!(!audited.is_empty() || Instant::now() < deadline, "the audit log has no entries");
             let missing = calls.written.iter().filter(|path| !audited.contains(path.as_str())).count();
             if missing == 0 || Instant::now() >= deadline {
                 return Ok(missing);

@@ -37,7 +37,7 @@ use self::figures::{Spec, Tally};
 use self::report::Report;
 use kit::child;
 
-/// Area of measurement.
+/// A measurement area.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Area {
     Footprint,
@@ -103,7 +103,7 @@ struct Options {
     /// An earlier build: both are measured in turn, and a figure that got worse is a failure
     #[arg(long, value_name = "PATH")]
     baseline: Option<PathBuf>,
-    /// Directory of `AREA.json`
+    /// Directory for `AREA.json`
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
     /// Fail if a target is missed
@@ -164,7 +164,7 @@ async fn compare_builds(options: &Options, baseline: &Path) -> Result<bool> {
     let mut specs: &[Spec] = &[];
     for round in 0..options.rounds {
         let mut builds = [(Build::Baseline, baseline), (Build::Current, options.svc.as_path())];
-        // What runs first finds other caches than what runs second.
+        // The build that runs second finds different caches.
         if round % 2 == 1 {
             builds.reverse();
         }
@@ -200,7 +200,7 @@ async fn measure(options: &Options) -> Result<(&'static [Spec], Tally)> {
     })
 }
 
-/// A temporary directory for sockets, logs and settings.
+/// Creates a temporary directory for sockets, logs and settings.
 fn create_temp_dir() -> Result<TempDir> {
     // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
     let dir = tempfile::Builder::new().prefix("svc-bench-").tempdir_in("/tmp")?;

@@ -25,8 +25,8 @@ pub struct ServerProcess {
 }
 
 impl ServerProcess {
-    /// Starts a server in its own process group and waits until it accepts at `address`; also returns the time from
-    /// exec.
+    /// Starts a server in its own process group and waits until it accepts connections at `address`; also returns the
+    /// time since exec.
     pub fn start(mut command: Command, address: SocketAddr, log: &Path) -> Result<(Self, Duration)> {
         let name = command.get_program().to_string_lossy().into_owned();
         let out = File::create(log).with_context(|| format!("create {}", log.display()))?;
@@ -53,7 +53,7 @@ impl ServerProcess {
         self.child.id()
     }
 
-    /// The last lines of the log.
+    /// Returns the last lines of the log.
     pub fn log_tail(&self) -> String {
         let text = fs::read(&self.log).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
@@ -72,7 +72,7 @@ impl Drop for ServerProcess {
     }
 }
 
-/// CPU time of a process and its children.
+/// Returns the CPU time of a process and its children.
 pub fn cpu_time(pid: u32) -> Result<Duration> {
     let per_second = sysconf(SysconfVar::CLK_TCK)?.context("the system reports no clock ticks per second")?;
     let mut ticks = 0_u64;
@@ -89,8 +89,8 @@ pub fn cpu_time(pid: u32) -> Result<Duration> {
     Ok(Duration::from_secs_f64(ticks as f64 / per_second as f64))
 }
 
-/// Resident memory, in MiB, of a process and its children: the RSS if there are none, otherwise the sum of PSS, because
-/// RSS would count shared pages more than once.
+/// Returns the resident memory, in MiB, of a process and its children: the RSS if there are none, otherwise the sum of
+/// PSS, because RSS would count shared pages more than once.
 pub fn memory_mib(pid: u32) -> Result<f64> {
     let pids = process_and_children(pid);
     let kib = match pids.as_slice() {
@@ -113,7 +113,7 @@ fn read_number(file: &str, name: &str) -> Result<u64> {
     Ok(number.with_context(|| format!("no {name} in {file}"))?.parse()?)
 }
 
-/// A process and its direct children.
+/// Returns a process and its direct children.
 fn process_and_children(pid: u32) -> Vec<u32> {
     let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     let children = children.split_whitespace().filter_map(|child| child.parse().ok());
@@ -141,7 +141,7 @@ mod tests {
                 .expect("the process can be killed");
         }
         sleep.wait().expect("the shell can be reaped");
-        // The clock of processes has ticks of 10 ms.
+        // The process clock ticks every 10 ms.
         while cpu_time(std::process::id()).expect("the CPU time of this process is readable")
             == Duration::ZERO
         {

@@ -84,7 +84,7 @@ fn run_round(program: &Path, dir: &Path, seconds: u32) -> Result<Vec<Sample>> {
     text.lines().map(|line| serde_json::from_str(line).with_context(|| line.to_owned())).collect()
 }
 
-/// A figure without a row is ignored.
+/// Adds a sample to its row; ignores a figure without a row.
 fn add(tally: &mut Tally, sample: &Sample) {
     let Some(spec) = ROWS.iter().find(|spec| spec.name == sample.name) else { return };
     let side = ROWS.iter().filter_map(|spec| spec.against).find(|limit| *limit == sample.whose);

@@ -18,7 +18,7 @@ pub struct Report {
 const HEAD: [&str; 8] = ["", "svc", "against", "theirs", "unit", "ratio", "target", "holds"];
 
 impl Report {
-    /// The number of targets that are met, and the number of all targets.
+    /// Returns the number of targets met, and the total number of targets.
     pub fn score(&self) -> (usize, usize) {
         let targets = self.rows.iter().filter_map(|row| row.holds);
         (targets.clone().filter(|holds| *holds).count(), targets.count())
@@ -55,7 +55,7 @@ impl Report {
     }
 }
 
-/// Renders the rows of a comparison with an earlier build.
+/// Renders the rows for a comparison with an earlier build.
 pub fn comparison_table(rows: &[ComparedRow]) -> String {
     let mut lines = vec![["", "before", "now", "unit", "ratio", ""].map(str::to_owned)];
     lines.extend(rows.iter().map(|row| {

@@ -1,7 +1,7 @@
 //! Restore benchmark: `svc-restore` downloads the snapshot, hashes it, loads it into a new database, compares all row
 //! counts with the side record, and swaps the databases. Its peer is a shell pipeline that verifies nothing.
 //!
-//! Each run starts a new server, so that no run benefits from the WAL files of an earlier one.
+//! Each run starts a new server, so that no run benefits from an earlier one's WAL files.
 
 use std::path::Path;
 use std::process::Command;
@@ -75,7 +75,7 @@ async fn create_snapshot(dir: &Path, options: &Options, store: &BenchStore) -> R
     Ok(snapshot)
 }
 
-/// A new server and its directory, for one restore. The server is dropped before the directory of its data.
+/// A new server and its directory, for one restore. The server is dropped before its data directory.
 struct Run {
     server: PgServer,
     dir: TempDir,
@@ -85,7 +85,7 @@ impl Run {
     async fn prepare(dir: &Path) -> Result<Self> {
         let dir = tempfile::tempdir_in(dir)?;
         let server = database::start(dir.path()).await?;
-        // Pending writes of the previous run must not slow this one down.
+        // Pending writes from the previous run must not slow this one down.
         nix::unistd::sync();
         Ok(Self { server, dir })
     }

@@ -1,6 +1,6 @@
 //! Router benchmark: the product, nginx and HAProxy, with TLS to the client and to a common upstream, and keep-alive.
 //!
-//! The product's figures include session lookup, cookie filtering, proof signing and pinning of the upstream's key.
+//! The product's figures include session lookup, cookie filtering, proof signing and upstream key pinning.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -32,7 +32,7 @@ const WEBSOCKET_MEMORY: &str = "memory of 1,000 idle WebSockets";
 
 const NGINX: &str = "nginx";
 const HAPROXY: &str = "HAProxy";
-/// wrk directly against the upstream: the upper bound of client and upstream.
+/// wrk directly against the upstream: the upper bound for client and upstream.
 const DIRECT: &str = "no router";
 
 pub const ROWS: [Spec; 20] = [
@@ -65,7 +65,7 @@ const SETTLE_DELAY: Duration = Duration::from_millis(300);
 const READER: &str = "user-reader";
 const ECHO_USER: &str = "user-echo";
 
-/// State that is shared by all rounds.
+/// State shared by all rounds.
 struct Testbed {
     site: Site,
     dir: tempfile::TempDir,

@@ -1,4 +1,4 @@
-//! A platform with machines, and browser sessions of their owners, for the router and footprint benchmarks.
+//! A platform with machines, and their owners' browser sessions, for the router and footprint benchmarks.
 //!
 //! The machines exist only as database rows. Behind one is nginx, behind the other a WebSocket echo server; the
 //! gateway's own work is measured by the bridge benchmark.
@@ -47,7 +47,7 @@ impl Identity {
 
 pub struct Site {
     pub ca: Ca,
-    /// Certificate of the public listener, used by all routers.
+    /// The public listener's certificate, used by all routers.
     pub router_pem: Pem,
     program: Program,
     log: PathBuf,
@@ -190,7 +190,7 @@ impl Site {
         bail!("no session was opened: {} {}", response.status(), response.text().await?)
     }
 
-    /// An endpoint that trusts this site's certificate.
+    /// Returns an endpoint that trusts this site's certificate.
     pub fn endpoint(&self, address: SocketAddr, cookie: &str) -> Result<Endpoint> {
         Endpoint::new(address, APP_HOST, cookie, &self.ca.root_pem())
     }

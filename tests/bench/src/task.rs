@@ -14,15 +14,15 @@ use nix::unistd::Pid;
 
 use kit::child::{self, AtExit};
 
-/// Interval of the memory samples, short but of negligible load; the program's end is noticed immediately.
+/// Interval between memory samples: short, but with negligible load. The program's end is noticed immediately.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Statistics of a run.
+/// A run's statistics.
 pub struct RunStats {
     pub wall: Duration,
     /// CPU time of the program and its children.
     pub cpu: Duration,
-    /// CPU time of this process during the run, that is, of the object store, which runs in this process.
+    /// CPU time of this process during the run, that is, of the object store, which runs inside it.
     pub store_cpu: Duration,
     /// Peak resident memory of the program, without its children.
     pub peak_mib: f64,
@@ -62,7 +62,7 @@ pub fn run(mut command: Command, timeout: Duration) -> Result<RunStats> {
         }
     };
     let written = read_number(&io, "write_bytes:");
-    // Kills remaining processes of a broken pipeline.
+    // Kills processes left by a broken pipeline.
     killpg(group, Signal::SIGKILL).ok();
     let (exit, wall) = (process.wait()?, wall?);
     child::unregister(process.id());
@@ -76,14 +76,14 @@ pub fn run(mut command: Command, timeout: Duration) -> Result<RunStats> {
     })
 }
 
-/// The number after a name in a file of `/proc`; `None` if it is missing or the process has ended.
+/// Returns the number after a name in a `/proc` file; `None` if it is missing or the process has ended.
 fn read_number(file: &str, name: &str) -> Option<u64> {
     let text = fs::read_to_string(file).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// CPU time of this process, or of all its terminated descendants.
+/// Returns the CPU time of this process, or of all its terminated descendants.
 fn cpu_time(who: UsageWho) -> Result<Duration> {
     let usage = getrusage(who)?;
     let micros = |time: nix::sys::time::TimeVal| {

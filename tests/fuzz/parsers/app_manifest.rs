@@ -32,11 +32,12 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// A stored manifest parses back to the same value, has no path outside the app, and produces single statements.
+/// Checks that a stored manifest parses back to the same value, has no path outside the app, and produces single
+/// statements.
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     let (stored, statements) = match read_manifest(bytes) {
         Ok(read) => read,
-        Err(mistakes) if mistakes.is_empty() => return Err("refused without a reason".to_owned()),
+        Err(errors) if errors.is_empty() => return Err("rejected without a reason".to_owned()),
         Err(_) => return Ok(()),
     };
     match read_manifest(stored.to_string().as_bytes()) {
@@ -50,7 +51,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
         }
     }
     for statement in &statements {
-        // Every second part is a name. Only column defaults contain other quotes.
+        // Every other part is a name. Only column defaults contain other quotes.
         let names = statement.split('"').skip(1).step_by(2);
         let is_name = |name: &str| {
             (1..=63).contains(&name.len()) && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
@@ -67,7 +68,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let wanted: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    let (stored, statements) = read_manifest(bytes).map_err(|mistakes| mistakes.join("; "))?;
+    let (stored, statements) = read_manifest(bytes).map_err(|errors| errors.join("; "))?;
     let tables = wanted["storage"]["tables"].as_object().map_or(0, Map::len);
     let is_same =
         ["name", "slug", "version", "runtime", "icon"].iter().all(|field| stored[field] == wanted[field]);

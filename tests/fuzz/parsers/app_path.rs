@@ -1,5 +1,5 @@
-//! The path of a request below an app's folder, whose content the owner and the agents control: every opened file is
-//! inside the folder.
+//! A request path within an app's folder, whose content the owner and the agents control: every opened file is inside
+//! the folder.
 
 use std::fs;
 use std::io::Read;
@@ -76,7 +76,7 @@ fn read(path: &Path) -> Option<Vec<u8>> {
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
-    let path = path_in_app(text).ok_or("the path was refused")?;
+    let path = path_in_app(text).ok_or("the path was rejected")?;
     if FILES.iter().any(|file| Path::new(file) == path) && read(&path).as_deref() == Some(INSIDE) {
         Ok(())
     } else {

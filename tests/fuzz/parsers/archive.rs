@@ -1,6 +1,6 @@
 //! A bundle's archive, as the updater unpacks it. No content makes the updater create or change anything outside the
-//! directory, or a link that leads outside. A case is the tar within the bundle; damage to the compressed bytes is
-//! detected by their checksum.
+//! directory, or create a link that leads out of it. A case is the tar within the bundle; damage to the compressed
+//! bytes is detected by their checksum.
 
 use std::fs;
 use std::io::Write;
@@ -19,7 +19,7 @@ const LIMITS: UnpackLimits = UnpackLimits { entries: 40, bytes: 200_000 };
 /// A file next to the directory; no entry may reach it.
 const OUTSIDE: &str = "outside";
 
-/// One entry with an arbitrary header, without the checks of a builder.
+/// One entry with an arbitrary header, without a builder's checks.
 #[derive(Debug, Clone)]
 struct Entry {
     path: Vec<u8>,
@@ -66,7 +66,7 @@ fn gzip(bytes: &[u8]) -> Vec<u8> {
     out.finish().expect("writing to memory does not fail")
 }
 
-/// Recomputes the checksums of the headers, so that mutated headers are parsed.
+/// Recomputes the header checksums, so that mutated headers are parsed.
 pub(super) fn with_valid_checksums(mut bytes: Vec<u8>) -> Vec<u8> {
     let mut at = 0_usize;
     while let Some(block) = at.checked_add(512).and_then(|end| bytes.get_mut(at..end)) {
@@ -96,7 +96,8 @@ pub fn target() -> Target {
     }
 }
 
-/// Files and links of a valid release. Numbered names avoid duplicates and conflicts with directories.
+/// Generates archives with a valid release's files and links. Numbered names avoid duplicates and conflicts with
+/// directories.
 pub(super) fn valid_release() -> impl Strategy<Value = Vec<u8>> {
     let body = prop::collection::vec(any::<u8>(), 0..700);
     prop::collection::vec((0..4usize, body, any::<bool>()), 1..8).prop_map(|files| {
@@ -117,7 +118,7 @@ pub(super) fn is_valid_release_path(path: &str) -> bool {
     number.is_some_and(|number| number.len() == 1 && number < "8")
 }
 
-/// Entries that try to escape the directory, in any order.
+/// Generates entries that try to escape the directory, in any order.
 pub(super) fn hostile_archive() -> impl Strategy<Value = Vec<u8>> {
     let name = || {
         prop_oneof![
@@ -238,7 +239,7 @@ fn check_any_archive(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// Only archives without hostile entries must be accepted.
+/// Checks that archives without hostile entries are accepted; others need not be.
 fn check_valid_archive(bytes: &[u8]) -> Result<(), String> {
     let mut archive = tar::Archive::new(bytes);
     let mut wanted = Vec::new();
@@ -262,18 +263,18 @@ fn check_valid_archive(bytes: &[u8]) -> Result<(), String> {
             at.with_file_name(format!("{}.link", at.file_name().unwrap_or_default().to_string_lossy()));
         let found = fs::metadata(&at).map_err(|error| error.to_string())?.permissions().mode() & 0o7777;
         if fs::read(&at).ok() != Some(body.clone()) || fs::read(linked).ok() != Some(body) || found != mode {
-            return Err(format!("{} has other content", path.display()));
+            return Err(format!("{} has unexpected content", path.display()));
         }
     }
     Ok(())
 }
 
-/// Tests the checks themselves: they detect each of these effects of an archive.
+/// Tests the checks themselves: they detect each effect that an archive must not have.
 #[test]
 fn archive_checks_detect_each_violation() {
     type Violation = fn(&UnpackDir);
     let violations: [(&str, Violation); 7] = [
-        ("a link out", |dir| {
+        ("a link that leads out", |dir| {
             std::os::unix::fs::symlink("../outside", dir.target_path().join("x"))
                 .expect("create a symbolic link");
         }),

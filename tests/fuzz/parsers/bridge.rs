@@ -51,7 +51,7 @@ fn check_statement(statement: &Statement) -> Result<(), String> {
     if placeholders.iter().copied().eq(1..=*params) {
         Ok(())
     } else {
-        Err(format!("{params} parameters for the placeholders of {text}"))
+        Err(format!("{params} parameters for the placeholders in {text}"))
     }
 }
 
@@ -65,7 +65,7 @@ pub fn request() -> Target {
     }
 }
 
-/// A column of the table, and a valid value.
+/// Generates a column of the table and a valid value for it.
 fn field() -> impl Strategy<Value = (String, Value)> {
     prop_oneof![
         "\\PC{0,12}".prop_map(|text| ("c_text".to_owned(), json!(text))),
@@ -213,7 +213,7 @@ fn check_any_filter(bytes: &[u8]) -> Result<(), String> {
     if is_empty {
         return Ok(());
     }
-    // Nested in another filter, it has the same meaning or is refused as too deep.
+    // Nested in another filter, it has the same meaning or is rejected as too deep.
     for (outer, expected) in [
         (format!("{{\"not\":{text}}}"), format!("NOT ({})", statement.text)),
         (format!("{{\"and\":[{text}]}}"), format!("({})", statement.text)),
@@ -221,7 +221,7 @@ fn check_any_filter(bytes: &[u8]) -> Result<(), String> {
     ] {
         match read_filter(&outer) {
             Some(Ok((nested, _))) if nested.text == expected && nested.params == statement.params => {}
-            Some(Err(why)) if why.contains("levels deep") => {}
+            Some(Err(reason)) if reason.contains("levels deep") => {}
             other => return Err(format!("within {outer} it parses as {other:?}")),
         }
     }
@@ -261,21 +261,21 @@ fn cursors() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// A cursor is valid only for its own order and filter, and its values are always bound.
+/// Checks that a cursor is valid only for its own order and filter, and that its values are always bound.
 fn check_any_cursor(bytes: &[u8]) -> Result<(), String> {
     let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
     let mut accepted = 0;
     for order in 0..ORDERS.len() {
         for filter in ["", "fedcba9876543210"] {
             if read_cursor(order, filter, text).is_ok() && read_cursor(order, FINGERPRINT, text).is_ok() {
-                return Err("it is accepted with another filter".to_owned());
+                return Err("it is accepted with a different filter".to_owned());
             }
         }
         let Ok((keys, condition)) = read_cursor(order, FINGERPRINT, text) else { continue };
         accepted += 1;
         check_statement(&condition)?;
         if condition.encoded_bytes.is_none() || keys.iter().flatten().any(|key| key.contains('\0')) {
-            return Err("accepted a value that PostgreSQL refuses".to_owned());
+            return Err("accepted a value that PostgreSQL rejects".to_owned());
         }
         let encoded = write_cursor(order, FINGERPRINT, keys.clone()).ok_or("it cannot be encoded again")?;
         let decoded = read_cursor(order, FINGERPRINT, &encoded)?;
@@ -283,5 +283,5 @@ fn check_any_cursor(bytes: &[u8]) -> Result<(), String> {
             return Err(format!("it is decoded as {decoded:?}"));
         }
     }
-    if accepted > 1 { Err("it is accepted in another order".to_owned()) } else { Ok(()) }
+    if accepted > 1 { Err("it is accepted for more than one order".to_owned()) } else { Ok(()) }
 }

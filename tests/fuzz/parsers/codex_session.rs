@@ -1,4 +1,4 @@
-//! A session file that Codex writes, or that the agent's tools forge: only calls of the run's own thread count.
+//! A session file that Codex writes, or that the agent's tools forge: only calls from the run's own thread count.
 
 use std::fs;
 use std::path::PathBuf;
@@ -71,11 +71,11 @@ fn sum_recorded_calls(bytes: &[u8]) -> (usize, u64, u64) {
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Some(usage) = read_usage(bytes) else { return Ok(()) };
-    // A thread with another id belongs to the session, and its calls count.
+    // A file whose thread has a different id is a subagent's, so all its calls count and this rule does not apply.
     let first = bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
     let is_own = serde_json::from_slice::<Value>(first).is_ok_and(|meta| meta["payload"]["id"] == THREAD);
     let (count, tokens_in, tokens_out) = sum_recorded_calls(bytes);
-    // Ignored lines may be JSON that this test's parser refuses.
+    // Ignored lines may be JSON that this test's parser rejects.
     if is_own && count > 0 && (usage.tokens_in > tokens_in || usage.tokens_out > tokens_out) {
         return Err(format!("{usage:?} for {count} calls with {tokens_in} and {tokens_out} tokens"));
     }

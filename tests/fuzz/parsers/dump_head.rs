@@ -1,4 +1,4 @@
-//! The header of a database dump: for any bytes, the result is either a number of entries or nothing.
+//! A database dump's header: for any bytes, the result is either a number of entries or nothing.
 
 use proptest::prelude::*;
 use svc::host::snapshots::backup::count_dump_entries;

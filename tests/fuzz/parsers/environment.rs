@@ -32,7 +32,7 @@ fn files() -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(line, 0..12).prop_map(|lines| lines.concat().into_bytes())
 }
 
-/// Names are valid, systemd reads the same pairs, and written pairs are read back unchanged.
+/// Checks that names are valid, that systemd reads the same pairs, and that written pairs are read back unchanged.
 fn check_any_file(bytes: &[u8]) -> Result<(), String> {
     let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
     let pairs = match parse_env_file(text) {
@@ -60,15 +60,15 @@ fn check_any_file(bytes: &[u8]) -> Result<(), String> {
     }
 }
 
-/// Every line that defines a variable is parsed.
+/// Checks that every line that defines a variable is parsed.
 fn check_valid_file(bytes: &[u8]) -> Result<(), String> {
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
-    let pairs = parse_env_file(text).map_err(|line| format!("line {line} was refused"))?;
+    let pairs = parse_env_file(text).map_err(|line| format!("line {line} was rejected"))?;
     let lines = text.lines().filter(|line| !line.is_empty() && !line.starts_with(['#', ';'])).count();
     if pairs.len() == lines { Ok(()) } else { Err(format!("{} of {lines} lines were parsed", pairs.len())) }
 }
 
-/// Part of the value of every secret variable; no error may contain it.
+/// Text in every secret variable's value; no error may contain it.
 const SECRET: &str = "hunter2-hunter2";
 
 pub fn boot_env() -> Target {
@@ -81,7 +81,7 @@ pub fn boot_env() -> Target {
     }
 }
 
-/// Three of the env files that `platform/userdata.rs` writes (host, store and boot), in one document.
+/// Generates three of the env files that `platform/userdata.rs` writes (host, store and boot), in one document.
 fn boot_envs() -> impl Strategy<Value = Vec<u8>> {
     let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
     let (slot, handle, version) = ("[a-z][a-z0-9-]{0,31}", "[a-z][a-z0-9-]{1,38}", "[0-9]{1,4}\\.[0-9]{1,3}");

@@ -45,15 +45,15 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
         (Some((epoch, 0)), Some((same, 0))) if epoch == same && epoch != EPOCH => Ok(()),
         (Some(_), Some(_)) => Err(format!("{text:?} is accepted for two apps")),
         (Some((epoch, _)), None) | (None, Some((epoch, _))) if epoch != EPOCH => {
-            Err(format!("{text:?}, of epoch {epoch}, is accepted for one app only"))
+            Err(format!("{text:?}, from epoch {epoch}, is accepted for one app only"))
         }
-        // The key of one app sealed the id, so a change of any byte invalidates it.
+        // One app's key sealed the id, so changing any byte invalidates it.
         (Some(_), None) => check_seal(text),
         _ => Ok(()),
     }
 }
 
-/// Checks that the text is refused with a different last character.
+/// Checks that the text is rejected when its last character differs.
 fn check_seal(text: &str) -> Result<(), String> {
     let mut changed = text.to_owned();
     let last = changed.pop();

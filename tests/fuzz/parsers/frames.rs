@@ -12,7 +12,7 @@ use svc::host::records::entry::DispatchError;
 use super::Target;
 use super::objects::block_on;
 
-/// Recorded output of agents' programs.
+/// Recorded output from agent programs.
 const RECORDED_OUTPUT: [&str; 5] = [
     include_str!("../../agents/recordings/claude/basic.stdout.jsonl"),
     include_str!("../../agents/recordings/claude/parallel.stdout.jsonl"),
@@ -31,7 +31,7 @@ pub fn hook_input() -> Target {
     }
 }
 
-/// Part of fields that must not be passed on.
+/// Text in the fields that must not be passed on.
 const CONTENT: &str = "the-content-of-a-file";
 
 fn hooks() -> impl Strategy<Value = Vec<u8>> {
@@ -48,10 +48,10 @@ fn hooks() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Every text sent to the watcher comes from one of the permitted fields.
+/// Checks that every text sent to the watcher comes from one of the permitted fields.
 fn check_any_hook(bytes: &[u8]) -> Result<(), String> {
     let Ok(Some(message)) = hook::read_input(bytes) else { return check_any_message(bytes) };
-    // Ignored input may contain invalid text, which this test's parser refuses.
+    // Ignored input may contain invalid text, which this test's parser rejects.
     let Ok(input) = serde_json::from_slice::<Value>(bytes) else { return Ok(()) };
     let fields = ["session_id", "tool_name", "tool_use_id", "cwd", "agent_id", "agent_type"];
     let mut allowed: Vec<&str> = fields.iter().filter_map(|field| input[field].as_str()).collect();
@@ -71,7 +71,7 @@ fn check_any_hook(bytes: &[u8]) -> Result<(), String> {
     check_any_message(&serde_json::to_vec(&message).map_err(|error| error.to_string())?)
 }
 
-/// A message that the watcher accepts is unchanged after it is written and parsed again.
+/// Checks that a message that the watcher accepts is unchanged after it is written and parsed again.
 fn check_any_message(line: &[u8]) -> Result<(), String> {
     let Ok(message) = serde_json::from_slice::<Message>(line) else { return Ok(()) };
     let text = serde_json::to_vec(&message).map_err(|error| error.to_string())?;
@@ -127,7 +127,8 @@ fn frames() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Any input is read to its end or refused; every frame is unchanged after it is written and parsed again.
+/// Checks that any input is read to its end or rejected, and that every frame is unchanged after it is written and
+/// parsed again.
 async fn check_any_frames(bytes: &[u8]) -> Result<(), String> {
     let mut input = bytes;
     loop {
@@ -150,7 +151,7 @@ async fn check_any_frames(bytes: &[u8]) -> Result<(), String> {
         frame.write(&mut written).await.map_err(|error| error.to_string())?;
         let again = GatewayFrame::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
         let is_same = match (&frame, again) {
-            (GatewayFrame::Order(one), Some(GatewayFrame::Order(other))) => {
+            (GatewayFrame::Run(one), Some(GatewayFrame::Run(other))) => {
                 serde_json::to_vec(one).ok() == serde_json::to_vec(&other).ok()
             }
             (GatewayFrame::Go, Some(GatewayFrame::Go))
@@ -193,7 +194,7 @@ pub fn agent_output() -> Target {
 
 const ADAPTER_KINDS: [AdapterKind; 3] = [AdapterKind::ClaudeCode, AdapterKind::Codex, AdapterKind::JsonLines];
 
-/// Recorded output, truncated to a few lines.
+/// Generates recorded output, truncated to a few lines.
 fn outputs() -> impl Strategy<Value = Vec<u8>> {
     (prop::sample::select(&RECORDED_OUTPUT[..]), 3..40usize)
         .prop_map(|(text, lines)| text.lines().take(lines).collect::<Vec<_>>().join("\n").into_bytes())
@@ -207,7 +208,7 @@ fn run_adapter(kind: AdapterKind, bytes: &[u8]) -> Outcome {
     adapter.finish(u64::MAX, Exit::Code(0), "text on standard error")
 }
 
-/// Checks the limits of a run's stored result.
+/// Checks that a run's stored result is within its limits.
 fn check_bounds(outcome: &Outcome) -> Result<(), String> {
     let within = |what: &str, text: Option<&str>, max: usize| match text {
         Some(text) if text.chars().count() > max => {

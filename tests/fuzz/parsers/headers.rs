@@ -17,7 +17,7 @@ pub fn set_cookie() -> Target {
     }
 }
 
-/// One line per cookie; some have the name of one of the router's own cookies.
+/// Generates one line per cookie; some have the name of one of the router's own cookies.
 fn cookies() -> impl Strategy<Value = Vec<u8>> {
     let other_names =
         prop_oneof!["[a-z]{1,6}", Just("__Host-theme".to_owned()), Just("__Secure-id".to_owned())];
@@ -37,7 +37,7 @@ fn parse_header_lines(name: &HeaderName, bytes: &[u8]) -> HeaderMap {
     headers
 }
 
-/// The name that a browser stores a cookie under (RFC 6265bis, section 5.6).
+/// Returns the name under which a browser stores a cookie (RFC 6265bis, section 5.6).
 fn stored_name(line: &[u8]) -> Vec<u8> {
     let pair = line.split(|byte| *byte == b';').next().unwrap_or_default();
     let name = pair.iter().position(|byte| *byte == b'=').map_or(&[][..], |end| &pair[..end]);

@@ -1,4 +1,4 @@
-//! A heartbeat, which anyone with access to that host can forge: stored values are bounded and safe to print.
+//! A heartbeat, which anyone with access to the host can forge: stored values are bounded and safe to print.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use svc::platform::api::heartbeat::read_body;
 use super::Target;
 use super::objects::block_on;
 
-/// Maximum length of one reported text.
+/// Maximum length of a reported text.
 const MAX_CHARS: usize = 2000;
 
 pub fn target() -> Target {
@@ -60,9 +60,9 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
             if !(400..500).contains(&status) {
                 return Err(format!("response status {status}"));
             }
-            // A refusal quotes at most field names, which JSON may escape.
+            // An error response quotes at most field names, which JSON may escape.
             if response.len() > 8192 + 16 * bytes.len() {
-                Err(format!("a refusal of {} bytes", response.len()))
+                Err(format!("an error response of {} bytes", response.len()))
             } else {
                 Ok(())
             }
@@ -87,7 +87,7 @@ fn check_stored(stored: &Value) -> Result<(), String> {
     if count(&stored["attention"]) > 16 || count(&stored["proofKids"]) > 16 {
         return Err(format!("{stored} has a list of more than 16 items"));
     }
-    // PostgreSQL texts cannot contain NUL.
+    // PostgreSQL text cannot contain NUL.
     check_texts(&stored["proofKids"], &mut |text| {
         if text.contains('\0') { Err("a NUL".to_owned()) } else { Ok(()) }
     })?;
@@ -103,7 +103,7 @@ fn check_stored(stored: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// Calls `check` with every text of a value.
+/// Calls `check` with every string in a value.
 fn check_texts(value: &Value, check: &mut impl FnMut(&str) -> Result<(), String>) -> Result<(), String> {
     match value {
         Value::String(text) => check(text),

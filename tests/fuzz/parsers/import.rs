@@ -1,4 +1,4 @@
-//! What an owner's archive, which is untrusted, claims about itself: the listing of its dump, and its manifest.
+//! What an owner's archive, which is untrusted, claims about itself: its dump's listing, and its manifest.
 
 use std::sync::LazyLock;
 
@@ -59,12 +59,12 @@ fn listings() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Every number passed to `pg_restore` identifies only entries that may be loaded.
+/// Checks that every number passed to `pg_restore` identifies only entries that may be loaded.
 fn check_any_listing(bytes: &[u8]) -> Result<(), String> {
     let Ok(listing) = std::str::from_utf8(bytes) else { return Ok(()) };
     let (list, extensions) = match read_listing(listing) {
         Ok(read) => read,
-        Err(why) => return check_printable(&why),
+        Err(reason) => return check_printable(&reason),
     };
     for line in list.lines() {
         let id = line.strip_suffix(';').filter(|id| id.parse::<u32>().is_ok());
@@ -141,17 +141,17 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// A manifest is accepted only if it lists exactly the entries of the archive.
+/// Checks that a manifest is accepted only if it lists exactly the archive's entries.
 fn check_any_manifest(bytes: &[u8]) -> Result<(), String> {
     match compare_manifest(bytes, &ARCHIVE_ENTRIES) {
-        Err(why) => check_printable(&why),
+        Err(reason) => check_printable(&reason),
         Ok(()) => {
-            // Ignored members may be JSON that this test's parser refuses, such as an unpaired surrogate.
+            // Ignored members may be JSON that this test's parser rejects, such as an unpaired surrogate.
             let Ok(manifest) = serde_json::from_slice::<Value>(bytes) else { return Ok(()) };
             let listed = serde_json::from_value::<Vec<ArchiveEntry>>(manifest["entries"].clone());
             match listed {
                 Ok(listed) if listed == *ARCHIVE_ENTRIES => Ok(()),
-                other => Err(format!("{other:?} was accepted as the entries of the archive")),
+                other => Err(format!("{other:?} was accepted as the archive's entries")),
             }
         }
     }

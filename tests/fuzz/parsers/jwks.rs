@@ -10,7 +10,7 @@ pub fn target() -> Target {
     Target { name: "jwks", valid: sets().boxed(), check_any, check_valid, cases: 1000 }
 }
 
-/// Keys of RFC 8037 and RFC 7515.
+/// Returns keys from RFC 8037 and RFC 7515.
 fn keys() -> [Value; 3] {
     [
         json!({ "kty": "OKP", "crv": "Ed25519", "x": "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo" }),
@@ -37,7 +37,7 @@ fn sets() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Each accepted key has one algorithm, which fits its type, and the set declares the key for signatures.
+/// Checks that each accepted key has one algorithm that fits its type, and that the set permits it for signatures.
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Ok(keys) = read_keys(bytes) else { return Ok(()) };
     let set: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;

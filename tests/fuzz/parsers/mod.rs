@@ -1,4 +1,4 @@
-//! The parsers with their rules, independent of the runner: tests/fuzz mutates valid documents with proptest, and
+//! The parsers and their rules, independent of the runner: tests/fuzz mutates valid documents with proptest, and
 //! tests/libfuzzer runs coverage-guided fuzzing. Both apply the same rules.
 
 mod app_manifest;
@@ -30,16 +30,16 @@ pub struct Target {
     pub name: &'static str,
     /// A strategy for valid documents.
     pub valid: BoxedStrategy<Vec<u8>>,
-    /// A rule for any bytes: they are refused, or accepted within the limits. The error names the violated rule.
+    /// A rule for any bytes: they are rejected, or accepted within the limits. The error names the violated rule.
     pub check_any: fn(&[u8]) -> Result<(), String>,
-    /// A rule for valid documents: they are accepted with the right result. Without it, a parser could refuse
+    /// A rule for valid documents: they are accepted with the right result. Without it, a parser could reject
     /// everything.
     pub check_valid: fn(&[u8]) -> Result<(), String>,
     /// The number of cases in a short run.
     pub cases: u32,
 }
 
-/// All targets that need no other program.
+/// Returns all targets that need no external program.
 pub fn targets() -> Vec<Target> {
     vec![
         objects::pointer(),

@@ -31,7 +31,7 @@ fn timestamp(millis: i64) -> Timestamp {
     Timestamp::from_millisecond(millis).expect("the time is in range")
 }
 
-/// The only complete snapshot of the slot.
+/// Returns the side record of the only complete snapshot in the slot.
 fn complete_record() -> SideRecord {
     SideRecord {
         version: 1,
@@ -50,7 +50,8 @@ fn complete_record() -> SideRecord {
     }
 }
 
-/// A bucket with that snapshot, whose side record is `side`, a copy of it in another slot, and a dump without a record.
+/// Returns a bucket with that snapshot, whose side record is `side`, a copy of it in another slot, and a dump without a
+/// record.
 async fn bucket_with(side: &[u8]) -> Result<Bucket, String> {
     let bucket = Bucket::new(Arc::new(InMemory::new()));
     let key = complete_record().key;

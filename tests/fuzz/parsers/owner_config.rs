@@ -1,5 +1,5 @@
 //! `system/config.json`, which the owner's browser and programs change: limits and agents are within bounds, and an
-//! error names the field without other values.
+//! error names the field but quotes no value.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -12,7 +12,7 @@ pub fn target() -> Target {
     Target { name: "owner-config", valid: configs().boxed(), check_any, check_valid, cases: 1000 }
 }
 
-/// Part of values that no message may quote.
+/// Text in values that no message may quote.
 const SECRET: &str = "sk-a-key-of-the-owner";
 
 fn configs() -> impl Strategy<Value = Vec<u8>> {
@@ -50,16 +50,16 @@ fn is_misplaced(value: &Value) -> bool {
 }
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {
-    // Ignored members may be JSON that this test's parser refuses.
+    // Ignored members may be JSON that this test's parser rejects.
     let is_secret_only_in_values =
         serde_json::from_slice::<Value>(bytes).is_ok_and(|config| !is_misplaced(&config));
     let settings = match Settings::parse(bytes) {
         Ok(settings) => settings,
-        Err(why) if is_secret_only_in_values && why.contains(SECRET) => {
-            return Err(format!("the message quotes a value: {why}"));
+        Err(reason) if is_secret_only_in_values && reason.contains(SECRET) => {
+            return Err(format!("the message quotes a value: {reason}"));
         }
-        Err(why) if why.chars().any(char::is_control) || why.len() > 1024 => {
-            return Err(format!("the message is not printable: {why:?}"));
+        Err(reason) if reason.chars().any(char::is_control) || reason.len() > 1024 => {
+            return Err(format!("the message is not printable: {reason:?}"));
         }
         Err(_) => return Ok(()),
     };

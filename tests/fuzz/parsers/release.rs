@@ -1,4 +1,4 @@
-//! The authenticity of a release: its manifest and the lines of its signatures.
+//! Release authenticity: the manifest and its signature lines.
 
 use std::sync::LazyLock;
 
@@ -64,7 +64,7 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
                 size_bytes,
                 min_version: min_version.map(|text| text.parse().expect("the version is valid")),
                 created_at: at(created),
-                // Later than the time of the check, by at least a millisecond.
+                // Later than the check, by at least a millisecond.
                 expires_at: at(1_796_083_200_001 + lifetime),
                 trusted_keys: sequence.map(|sequence| KeySet { sequence, keys: PUBLISHER.trusted.clone() }),
                 removes: sequence.map(|sequence| format!("agents/{sequence}")).into_iter().collect(),
@@ -74,10 +74,11 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
     )
 }
 
-/// The rules hold even if the publisher signs arbitrary content, and a signature is valid only for its own manifest.
+/// Checks that the rules hold even if the publisher signs arbitrary content, and that a signature is valid only for its
+/// own manifest.
 fn check_any_manifest(bytes: &[u8]) -> Result<(), String> {
     if bytes != MANIFEST.as_bytes() && accept(bytes, PUBLISHER.line.as_bytes()).is_some() {
-        return Err("the signature of another manifest was accepted".to_owned());
+        return Err("a signature for a different manifest was accepted".to_owned());
     }
     let signed = PUBLISHER.key.signature_line(bytes);
     let Some(manifest) = accept(bytes, signed.as_bytes()) else { return Ok(()) };
@@ -105,7 +106,7 @@ fn check_version(version: &str) -> Result<(), String> {
 
 fn check_valid_manifest(bytes: &[u8]) -> Result<(), String> {
     let signed = PUBLISHER.key.signature_line(bytes);
-    let found = accept(bytes, signed.as_bytes()).ok_or("the manifest was refused")?;
+    let found = accept(bytes, signed.as_bytes()).ok_or("the manifest was rejected")?;
     let wanted: Manifest = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     if found == wanted { Ok(()) } else { Err(format!("parsed as {found:?}")) }
 }
@@ -120,7 +121,7 @@ pub fn signature() -> Target {
     }
 }
 
-/// The publisher's line, with lines of other publishers before and after it.
+/// Generates the publisher's line, with lines from other publishers before and after it.
 fn files() -> impl Strategy<Value = Vec<u8>> {
     use base64::Engine;
     let other = (any::<[u8; 8]>(), any::<[u8; 32]>(), any::<[u8; 32]>()).prop_map(|(id, r, s)| {
@@ -137,7 +138,8 @@ fn publisher_signature() -> (String, Vec<u8>) {
     parse_signatures(PUBLISHER.line.as_bytes()).expect("the publisher's line is valid").remove(0)
 }
 
-/// A file is accepted only if it contains the publisher's own signature and no other by the same key.
+/// Checks that a file is accepted only if it contains the publisher's own signature and no other signature by the same
+/// key.
 fn check_any_signature(bytes: &[u8]) -> Result<(), String> {
     let lines = parse_signatures(bytes).ok();
     for (id, signature) in lines.iter().flatten() {
@@ -163,5 +165,5 @@ fn check_valid_signature(bytes: &[u8]) -> Result<(), String> {
     {
         return Err(format!("parsed as {lines:?}"));
     }
-    accept(MANIFEST.as_bytes(), bytes).map(|_| ()).ok_or_else(|| "the file was refused".to_owned())
+    accept(MANIFEST.as_bytes(), bytes).map(|_| ()).ok_or_else(|| "the file was rejected".to_owned())
 }

@@ -1,7 +1,6 @@
-//! systemd's parser of env files: a port of the state machine in `parse_env_file_internal` (src/basic/env-file.c,
-//! v252).
+//! systemd's env-file parser: a port of the state machine in `parse_env_file_internal` (src/basic/env-file.c, v252).
 
-/// `\n` and `\r` end a line.
+/// Whether this character ends a line.
 fn is_newline(c: char) -> bool {
     matches!(c, '\n' | '\r')
 }
@@ -24,7 +23,7 @@ enum State {
     CommentEscape,
 }
 
-/// The assignments of a file, in order. Lines without `=` are ignored; systemd logs a warning.
+/// Returns a file's assignments, in order. Lines without `=` are ignored; systemd logs a warning.
 pub fn read_env_file(text: &str) -> Vec<(String, String)> {
     let mut pairs = Vec::new();
     let (mut key, mut value) = (String::new(), String::new());

@@ -1,4 +1,4 @@
-//! The reader of untrusted archives: for any input, every returned entry is within the limits.
+//! The reader for untrusted archives: for any input, every returned entry is within the limits.
 
 use std::collections::HashSet;
 use std::io::Read;
@@ -22,7 +22,7 @@ pub fn target() -> Target {
     Target { name: "tar-entries", valid, check_any, check_valid, cases: 2000 }
 }
 
-/// Reads an archive; returns the path and size of each entry, or `None` if the archive was refused.
+/// Reads an archive; returns the path and size of each entry, or `None` if the archive was rejected.
 fn read_entries(bytes: &[u8], limits: TarLimits) -> Result<Option<Vec<(String, u64)>>, String> {
     let mut archive = tar::Archive::new(bytes);
     let Ok(mut entries) = TarReader::new(&mut archive, limits) else { return Ok(None) };
@@ -40,7 +40,7 @@ fn read_entries(bytes: &[u8], limits: TarLimits) -> Result<Option<Vec<(String, u
         let end = entry.read_to_end(&mut body);
         let (size, length) = (entry.size, body.len() as u64);
         if length > size || (end.is_ok() && length != size) {
-            return Err(format!("{length} bytes of a file of {size}"));
+            return Err(format!("read {length} bytes of a {size}-byte file"));
         }
         if entry.path.as_os_str().len().max(entry.link.as_os_str().len()) > limits.name_bytes {
             return Err("a name is too long".to_owned());
@@ -67,7 +67,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// A valid archive, as the `tar` crate parses it, is returned completely.
+/// Checks that every entry of a valid archive, as the `tar` crate parses it, is returned.
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let mut wanted = Vec::new();
     for entry in tar::Archive::new(bytes).entries().into_iter().flatten() {

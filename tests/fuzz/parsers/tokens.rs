@@ -45,7 +45,7 @@ fn header() -> Vec<u8> {
     json!({ "alg": "EdDSA", "typ": "JWT", "kid": KID }).to_string().into_bytes()
 }
 
-/// The payload of a token that the test's key signed.
+/// Returns the token's payload if the test's key signed it.
 fn verified_payload(token: &str) -> Option<Vec<u8>> {
     let (signed, signature) = token.rsplit_once('.')?;
     let signature = B64.decode(signature).ok()?;
@@ -67,8 +67,8 @@ fn altered_tokens(token: &str) -> impl Iterator<Item = String> {
     })
 }
 
-/// Checks an accepted token: the test's key signed it, and a change of a sampled byte invalidates it. `None` if an
-/// ignored claim is JSON that this test's parser refuses, such as an out-of-range number.
+/// Checks an accepted token: the test's key signed it, and changing a sampled byte invalidates it. Returns `None` if an
+/// ignored claim is JSON that this test's parser rejects, such as an out-of-range number.
 fn check_signature_is_required<T>(
     token: &str,
     accept: impl Fn(&str) -> Option<T>,
@@ -122,7 +122,7 @@ static JWKS_URL: LazyLock<url::Url> = LazyLock::new(|| {
                 "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{keys}",
                 keys.len()
             );
-            // Errors of a disconnected client are irrelevant.
+            // Errors from a disconnected client are irrelevant.
             let _ = stream.read(&mut [0; 4096]);
             let _ = stream.write_all(response.as_bytes());
         }
@@ -188,7 +188,7 @@ fn check_valid(bytes: &[u8], accept: impl Fn(&str) -> Option<String>) -> Result<
     let claims: Value =
         payload.map_or_else(|| serde_json::from_slice(bytes).map_err(|error| error.to_string()), Ok)?;
     let user =
-        accept(&sign_token(&header(), claims.to_string().as_bytes())).ok_or("the token was refused")?;
+        accept(&sign_token(&header(), claims.to_string().as_bytes())).ok_or("the token was rejected")?;
     if claims["sub"] == user.as_str() { Ok(()) } else { Err(format!("accepted as {user}")) }
 }
 

@@ -1,5 +1,4 @@
-//! A host's report of the cost of its dispatches, which an operator reads: bounded, safe to print, and without unknown
-//! fields.
+//! A host's report of its dispatch costs, which an operator reads: bounded, safe to print, and without unknown fields.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -29,7 +28,7 @@ fn reports() -> impl Strategy<Value = Vec<u8>> {
             })
             .collect();
         let report = json!({ "totalCost": f64::from(total) / 100.0, "totalTokensIn": 5, "totalTokensOut": 6,
-            "totalDispatches": 7, "entries": described, "later": "a field of a newer host" });
+            "totalDispatches": 7, "entries": described, "later": "a field from a newer host" });
         report.to_string().into_bytes()
     })
 }

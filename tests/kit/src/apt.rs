@@ -33,7 +33,7 @@ fn run_apt_get(args: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Whether a program is in `PATH`, or in a directory for the administrator's programs.
+/// Whether a program is in `PATH`, or in a system administration directory.
 pub fn is_in_path(program: &str) -> bool {
     let path = env::var_os("PATH").unwrap_or_default();
     let mut dirs: Vec<_> = env::split_paths(&path).collect();

@@ -1,5 +1,5 @@
-//! Browser tests: starts the services of the demo with a bundle of the built apps and the shell, and runs the
-//! Playwright tests of `tests/browser` in Chromium.
+//! Browser tests: starts the demo services with a bundle of the built apps and the shell, and runs the Playwright tests
+//! from `tests/browser` in Chromium.
 //!
 //! Missing dependencies are fetched: Playwright by npm from its lock file, Chromium by apt-get, if permitted.
 
@@ -22,13 +22,13 @@ const CHROMIUM: &str = "/usr/bin/chromium";
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(600);
 const TESTS_TIMEOUT: Duration = Duration::from_secs(900);
 
-/// Options of a run.
+/// Options for a run.
 #[derive(Debug, Clone)]
 pub struct Options {
     pub svc: PathBuf,
     /// Adds code-server and its Node.js to the bundle, and runs only code-server's tests.
     pub code_server: bool,
-    /// A pattern for the names of the tests to run; `None` for all.
+    /// A pattern for the names of the tests to run; `None` runs all.
     pub only: Option<String>,
 }
 
@@ -43,7 +43,7 @@ pub async fn run(options: &Options) -> Result<()> {
     let (svc, bundle_dir, with_code_server) = (options.svc.clone(), out.join("bundle"), options.code_server);
     println!("browser: building apps, shell and bundle");
     let bundle = tokio::task::spawn_blocking(move || build(&svc, &bundle_dir, with_code_server)).await??;
-    // In `/tmp`, because the path of a Unix socket is limited to 107 bytes.
+    // In `/tmp`, because a Unix socket's path is limited to 107 bytes.
     let dir = tempfile::Builder::new().prefix("svc-web-").tempdir_in("/tmp")?;
     child::remove_on_exit(dir.path());
     println!("browser: starting platform, router, provider, store, database, identity provider");
@@ -83,7 +83,7 @@ async fn run_tests(
         Ok(text) => println!("{text}"),
         Err(error) => println!("{error:#}"),
     }
-    output.map(drop).context("run the tests of tests/browser")
+    output.map(drop).context("run the tests in tests/browser")
 }
 
 /// Opens the owner's code-server through the router, types a command into a terminal, and returns once it has ended.
@@ -110,7 +110,7 @@ pub async fn run_in_terminal(stack: &Stack, command: &str) -> Result<()> {
     tokio::task::spawn_blocking(move || child::run(node, TESTS_TIMEOUT)).await?.map(drop)
 }
 
-/// A `node --test` command.
+/// Returns a `node --test` command.
 fn node_test_command() -> Command {
     let mut node = Command::new("node");
     // An open page or browser must not keep the run from ending.
@@ -137,7 +137,7 @@ fn find_chromium() -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Installs the packages of the lock file, and returns the folder of the tests.
+/// Installs the packages in the lock file and returns the test folder.
 fn install_playwright() -> Result<PathBuf> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("browser");
     let lock = fs::read_to_string(dir.join("package-lock.json"))?;

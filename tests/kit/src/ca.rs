@@ -60,7 +60,7 @@ impl Ca {
         Ok(params.signed_by(key, &self.root)?.pem())
     }
 
-    /// The root certificate in PEM.
+    /// Returns the root certificate in PEM.
     pub fn root_pem(&self) -> String {
         self.root.pem()
     }
@@ -112,9 +112,9 @@ mod tests {
         for name in ["app.example.test", "one.code.test", "127.0.0.7"] {
             assert!(accepts(&ours, &names, &ours, name).await?, "{name}");
         }
-        assert!(!accepts(&ours, &names, &ours, "elsewhere.test").await?, "another name");
-        assert!(!accepts(&ours, &names, &ours, "127.0.0.8").await?, "another address");
-        assert!(!accepts(&ours, &names, &other, "app.example.test").await?, "another root");
+        assert!(!accepts(&ours, &names, &ours, "elsewhere.test").await?, "a different name");
+        assert!(!accepts(&ours, &names, &ours, "127.0.0.8").await?, "a different address");
+        assert!(!accepts(&ours, &names, &other, "app.example.test").await?, "a different root");
         Ok(())
     }
 }

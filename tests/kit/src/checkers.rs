@@ -1,7 +1,7 @@
-//! Debian programs that check the files of a machine: units, user-data, shell scripts.
+//! Debian programs that check a machine's files: units, user-data, shell scripts.
 //!
 //! Relocatable programs are pinned and fetched into `target/tools`. systemd's tools are the machine's own; missing ones
-//! are installed if this user is permitted to.
+//! are installed if this user is permitted to do so.
 
 use std::path::Path;
 use std::process::Command;
@@ -97,20 +97,20 @@ const CLOUD_INIT: DebProgram = DebProgram {
     path: "usr/lib/python3/dist-packages",
 };
 
-/// `shellcheck`; takes options and files.
+/// Returns a `shellcheck` command, which takes options and files.
 pub fn shellcheck() -> Result<Command> {
     Ok(SHELLCHECK.locate_or_fetch()?.command())
 }
 
-/// `cloud-init schema`; takes `--config-file FILE`.
+/// Returns a `cloud-init schema` command, which takes `--config-file FILE`.
 pub fn cloud_init_schema() -> Result<Command> {
     let mut command = cloud_init_python()?;
     command.args(["-m", "cloudinit.cmd.main", "schema"]);
     Ok(command)
 }
 
-/// A program that parses texts like cloud-init. Each input line is a text as a JSON string; each output line is its
-/// parse result: `{"parsed": …}` or `{"error": "…"}`.
+/// Returns a program that parses text as cloud-init does. Each input line is a text as a JSON string; each output line
+/// is its parse result: `{"parsed": …}` or `{"error": "…"}`.
 pub fn cloud_init_parser() -> Result<Command> {
     const SCRIPT: &str = "
 import json, sys
@@ -137,7 +137,7 @@ fn cloud_init_python() -> Result<Command> {
     Ok(command)
 }
 
-/// Returns a program of the machine, and installs its Debian package if the program is missing.
+/// Returns one of the machine's programs, and installs its Debian package if the program is missing.
 ///
 /// # Errors
 /// Fails if the program is missing and cannot be installed.

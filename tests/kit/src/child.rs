@@ -53,12 +53,12 @@ pub fn unregister(pid: u32) {
     notify_reaper(&format!("- - {pid}\n"));
 }
 
-/// Removes `dir` with its content when this process ends, if it still exists.
+/// Removes `dir` and its contents when this process ends, if it still exists.
 pub fn remove_on_exit(dir: &Path) {
     notify_reaper(&format!("d - {}\n", dir.display()));
 }
 
-/// Runs a command and returns its standard output. Failure or a timeout is an error with the command's output.
+/// Runs a command and returns its standard output. On failure or timeout, the error contains the command's output.
 pub fn run(mut command: Command, timeout: Duration) -> Result<String> {
     let program = command.get_program().to_string_lossy().into_owned();
     let (mut stdout, mut stderr) = (tempfile::tempfile()?, tempfile::tempfile()?);
@@ -83,7 +83,7 @@ pub fn run(mut command: Command, timeout: Duration) -> Result<String> {
     }
 }
 
-/// Waits for a child until the deadline; `None` if it is still running then.
+/// Waits for a child until the deadline; returns `None` if it is still running then.
 pub fn wait_until(child: &mut std::process::Child, deadline: Instant) -> Option<ExitStatus> {
     loop {
         if let Ok(Some(status)) = child.try_wait() {

@@ -1,4 +1,4 @@
-//! Temporary directories: one in memory, and a small disk for tests of a full disk.
+//! Temporary directories: one in memory, and a small disk for full-disk tests.
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
@@ -15,9 +15,9 @@ use crate::{child, skip};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The directory for temporary data in memory, if it has that many free bytes and can contain programs. A test creates
-/// hundreds of small files, whose creation on a disk takes up to a third of its CPU time. The path is short, because
-/// that of a Unix socket is limited to 107 bytes.
+/// Returns the directory for temporary data in memory, if it has that many free bytes and can hold executable programs.
+/// A test creates hundreds of small files; creating them on a disk takes up to a third of its CPU time. The path is
+/// short, because a Unix socket's path is limited to 107 bytes.
 pub fn in_memory_dir(min_free_bytes: u64) -> Option<&'static Path> {
     let dir = Path::new("/dev/shm");
     let stats = statvfs(dir).ok()?;
@@ -98,7 +98,7 @@ impl Drop for SmallDisk {
     }
 }
 
-/// Copies the content of a directory.
+/// Copies a directory's contents.
 fn copy_content(from: &Path, to: &Path) -> Result<()> {
     let mut copy = Command::new("cp");
     copy.arg("-a").arg(from.join(".")).arg(to);

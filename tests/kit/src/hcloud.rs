@@ -34,7 +34,7 @@ const CLI: DebProgram = DebProgram {
     path: "usr/bin/hcloud",
 };
 
-/// Fetches the Python library once into `<target_dir>/tools`; returns the directory for `PYTHONPATH`.
+/// Fetches the Python library once into `<target_dir>/tools` and returns the directory for `PYTHONPATH`.
 ///
 /// # Errors
 /// Fails if pip fails, or if a package does not have the pinned hash.
@@ -54,7 +54,7 @@ pub fn fetch_library(target_dir: &Path) -> Result<PathBuf> {
 /// Fetches the command-line client once.
 ///
 /// # Errors
-/// Fails if the machine's package sources do not have the pinned package of Debian 12.
+/// Fails if the machine's package sources do not have the pinned Debian 12 package.
 pub fn fetch_cli() -> Result<FetchedProgram> {
     CLI.locate_or_fetch()
 }

@@ -6,7 +6,7 @@
 //! | [`s3`] | an S3 server with atomic conditional writes, and faults on demand |
 //! | [`moto`] | a third-party S3 server, for tests of racing conditional writes |
 //! | [`seaweed`] | SeaweedFS, whose `If-Match` is not always atomic |
-//! | [`stores`] | the choice between these three |
+//! | [`stores`] | the choice among these three |
 //! | [`hcloud`] | the provider's own clients, in Python and Go |
 //! | [`provider`] | the cloud provider: its API, and servers backed by records, local processes or virtual machines |
 //! | [`vm`] | virtual machines that boot Debian with user-data |
@@ -14,20 +14,20 @@
 //! | [`ca`] | a certificate authority |
 //! | [`pebble`] | a certificate authority that speaks ACME |
 //! | [`net`] | free ports, and a TCP proxy that delays, cuts and resets connections |
-//! | [`unfinished_heads`] | HTTPS connections with unfinished request heads, and their cost in memory |
+//! | [`unfinished_heads`] | HTTPS connections with unfinished request heads, and their memory cost |
 //! | [`fetch`] | tools fetched once into `target/tools` |
 //! | [`story`] | the main scenario, run on all of these |
 //! | [`mod@bundle`] | host bundles, in their published form |
 //! | [`browser`] | browser tests of the web pages, in Chromium |
-//! | [`dev`] | the services of the demo, kept running for a developer |
+//! | [`dev`] | the demo services, kept running for a developer |
 //! | [`deb`] | the Debian packages, built, and installed by dpkg in a chroot |
 //! | [`model_stub`] | scripted model APIs for coding agents |
 //! | [`apt`] | Debian packages, installed on this machine |
-//! | [`disk`] | a small tmpfs, for tests of a full disk |
-//! | [`packages`] | Debian and npm packages, unpacked below `target/tools` |
+//! | [`disk`] | a small tmpfs, for full-disk tests |
+//! | [`packages`] | Debian and npm packages, unpacked under `target/tools` |
 //! | [`s3_process`] | third-party S3 servers as child processes |
 //! | [`checkers`] | Debian programs that check units, user-data and shell scripts |
-//! | [`long_tests`] | figures of the long tests, and their sums |
+//! | [`long_tests`] | figures from the long tests, and their sums |
 //! | [`quoted_commands`] | command lines quoted in documentation, checked against a program's definition |
 //! | [`skip`] | records of tests that cannot run here |
 //! | [`child`] | child processes that cannot outlive the process that started them |

@@ -1,4 +1,4 @@
-//! Figures of the long tests, such as injected faults and lost snapshots: one JSON line per test, and their sums.
+//! Figures from the long tests, such as injected faults and lost snapshots: one JSON line per test, and their sums.
 //!
 //! A test appends its figures with [`Figures::record`] to the file named by [`LONG_REPORT_VAR`], if the variable is
 //! set. [`Sums`] adds up the lines; `cargo xtask test --long` prints and stores the result.
@@ -13,12 +13,12 @@ use serde::{Deserialize, Serialize};
 /// Environment variable with the path of the file to which the tests append their figures.
 pub const LONG_REPORT_VAR: &str = "SVC_LONG_REPORT";
 
-/// Figures of one test; unused counters stay 0.
+/// Figures from one test; unused counters stay 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Figures {
     pub test: String,
-    /// Number of faults of the store, network, database and disk, and of corrupted objects.
+    /// Number of store, network, database and disk faults, and of corrupted objects.
     pub faults_tried: u64,
     /// Number of kills with SIGKILL after which all invariants held.
     pub kills_survived: u64,
@@ -47,7 +47,7 @@ impl Figures {
     }
 }
 
-/// Sums of one run of the long tests.
+/// Sums for one run of the long tests.
 #[derive(Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Sums {
@@ -61,7 +61,7 @@ pub struct Sums {
 
 impl Sums {
     /// # Errors
-    /// Fails for a malformed line: sums without it would be too low.
+    /// Fails for a malformed line, because sums without it would be too low.
     pub fn parse(lines: &str) -> Result<Self> {
         let mut sums = Self::default();
         for (number, line) in lines.lines().enumerate() {
@@ -88,7 +88,7 @@ impl Sums {
         )
     }
 
-    /// Sums up the file of figures and writes the result as JSON. A missing file means that no test with figures has
+    /// Sums the figures in the file and writes the result as JSON. A missing file means that no test with figures has
     /// run.
     ///
     /// # Errors
@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parse_sums_lines_and_refuses_malformed_ones() {
+    fn parse_sums_lines_and_rejects_malformed_ones() {
         let kills = Figures { kills_survived: 200, snapshots_taken: 70, ..Figures::new("kills") };
         let faults = Figures { kills_survived: 5, faults_tried: 3, ..Figures::new("faults") };
         let lines = format!(

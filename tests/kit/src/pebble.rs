@@ -38,9 +38,9 @@ pub fn fetch() -> Result<FetchedProgram> {
     PEBBLE.locate_or_fetch()
 }
 
-/// Options of an authority.
+/// Options for an authority.
 pub struct Options {
-    /// The port to which the authority connects to validate a name by TLS-ALPN-01.
+    /// The port to which the authority connects to validate a name with TLS-ALPN-01.
     pub validation_port: u16,
     pub certificate_seconds: u64,
     /// A domain for which the authority refuses orders.
@@ -114,7 +114,7 @@ impl Pebble {
         name_server.stdin(Stdio::null()).stdout(log("names.log")?).stderr(log("names.err")?);
         let name_server = OwnedChild::spawn(&mut name_server).context("start the name server")?;
         let mut server = fetch()?.command();
-        // Without these variables, Pebble waits several seconds before each validation, and refuses some requests at
+        // Without these variables, Pebble waits several seconds before each validation, and rejects some requests at
         // random.
         server.env("PEBBLE_VA_NOSLEEP", "1").env("PEBBLE_WFE_NONCEREJECT", "0").env("PEBBLE_AUTHZREUSE", "0");
         server.arg("-strict").arg("-config").arg(path("config.json")).args(["-dnsserver", &dns.to_string()]);
@@ -156,7 +156,7 @@ impl Pebble {
         self.api_address
     }
 
-    /// A file of root certificates for `SSL_CERT_FILE`.
+    /// Returns the path of a file with root certificates, for `SSL_CERT_FILE`.
     pub fn roots(&self) -> PathBuf {
         self.dir.path().join("roots.pem")
     }
@@ -166,7 +166,7 @@ impl Pebble {
         ["names.err", "pebble.log", "pebble.err"].map(read).concat()
     }
 
-    /// The number of certificates issued so far.
+    /// Returns the number of certificates issued so far.
     pub fn issued_count(&self) -> usize {
         self.log().matches("Issued certificate serial").count()
     }
@@ -205,7 +205,7 @@ impl Pebble {
     }
 }
 
-/// A client that trusts only these roots.
+/// Returns a client that trusts only these roots.
 fn client(roots: &str) -> Result<reqwest::Client> {
     let roots = reqwest::Certificate::from_pem_bundle(roots.as_bytes())?;
     Ok(reqwest::Client::builder().tls_certs_only(roots).no_proxy().timeout(START_TIMEOUT).build()?)

@@ -18,7 +18,7 @@ pub enum Language {
 }
 
 impl Language {
-    /// The language of a file with this name.
+    /// Returns the language of a file with this name.
     pub fn of_file(path: &str) -> Option<Self> {
         match path.rsplit_once('.')?.1 {
             "md" => Some(Self::Markdown),
@@ -51,14 +51,14 @@ enum Quoting {
     Open,
 }
 
-/// Whether a word is a short option, or a word of a usage line that names no argument: `[OPTIONS]`,
+/// Whether a word is a short option, or part of a usage line that names no argument, such as `[OPTIONS]` and
 /// `<--version <VERSION>|--request>`.
 fn is_notation(word: &str) -> bool {
     let is_alternative = word.starts_with(['-', '|']) || word.starts_with("<-") || word.contains("|-");
     is_alternative || ["…", "OPTIONS", "COMMAND", "<COMMAND>"].contains(&word)
 }
 
-/// Finds the first mistake in the arguments of a program, if any.
+/// Finds the first mistake in a program's arguments, if any.
 fn find_mistake(program: &Command, arguments: &str, quoting: Quoting) -> Option<String> {
     let mut command = program;
     let (mut positionals, mut path) = (0, program.get_name().to_owned());
@@ -167,7 +167,7 @@ fn find_command_lines(program: &str, text: &str, language: Language) -> Vec<(Str
     found
 }
 
-/// Joins lines that belong together: those of a literal, or of a quotation in a page.
+/// Joins lines that belong together: those of a string literal, or of a quotation in a page.
 pub fn join_lines(text: &str, language: Language) -> String {
     let mut joined = String::new();
     let is_comment = |line: &&str| language == Language::Markdown && line.starts_with("<!--");

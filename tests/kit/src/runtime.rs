@@ -1,4 +1,4 @@
-//! The runtime of the kit's servers.
+//! The runtime for the kit's servers.
 //!
 //! It is separate from a test's runtime: a test may block its thread on a child process that talks to one of these
 //! servers, and a shared server must outlive each test.

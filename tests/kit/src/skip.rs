@@ -12,7 +12,7 @@ use std::fmt::Display;
 use std::fs::OpenOptions;
 use std::io::Write;
 
-/// Environment variable with the path of the file that lists the skipped tests.
+/// Environment variable that holds the path of the file listing the skipped tests.
 pub const SKIP_REPORT_VAR: &str = "SVC_SKIP_REPORT";
 
 /// Records that the current test skips its checks, or some of them, for this reason.

@@ -33,7 +33,7 @@ impl OpenConnections {
         Ok(Self { streams })
     }
 
-    /// Sends an unfinished head of this many bytes on each connection.
+    /// Sends an unfinished head with this many bytes on each connection.
     pub fn send_unfinished_heads(&mut self, bytes: usize) -> Result<()> {
         let mut head = b"GET / HTTP/1.1\r\nhost: app.test\r\nx-padding: ".to_vec();
         head.resize(bytes, b'x');
@@ -69,7 +69,7 @@ impl OpenConnections {
     }
 }
 
-/// Waits until the resident memory of a process stops growing, and returns it in bytes.
+/// Waits until a process's resident memory stops growing, and returns it in bytes.
 pub fn wait_for_settled_memory(pid: u32) -> Result<u64> {
     let deadline = Instant::now() + TIMEOUT;
     let mut previous = resident_bytes(pid)?;

@@ -28,7 +28,7 @@ pub async fn run_dispatch(stack: &Stack, machine: &MachineRecord) -> Result<((),
     run(stack, machine, DISPATCH, TIMEOUT).await
 }
 
-/// Runs `bundled_agent.sh` with a stub of the model's API. Requires a full release.
+/// Runs `bundled_agent.sh` with a stub for the model's API. Requires a full release.
 pub async fn run_bundled_agents(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let done = json!({ "text": "All done." });
     let write = json!({ "name": "Write", "input": { "file_path": "/home/svc/home/lab-from-claude", "content": "x\n" } });
@@ -46,7 +46,7 @@ pub async fn run_attacks(stack: &Stack, machine: &MachineRecord) -> Result<((), 
     run(stack, machine, &format!("{}{ATTACKS}", attack_writer_script()), ATTACKS_TIMEOUT).await
 }
 
-/// Runs `attack.sh` in a terminal of code-server, which Chromium opens through the router.
+/// Runs `attack.sh` in a code-server terminal, which Chromium opens through the router.
 pub async fn attack_from_terminal(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     vm.run(&attack_writer_script(), TIMEOUT).await?.success()?;
@@ -58,7 +58,7 @@ pub async fn attack_from_terminal(stack: &Stack, machine: &MachineRecord) -> Res
         summary.starts_with("done as svc in ") && summary.contains("svc-code.service"),
         "unexpected last line: {summary}"
     );
-    Ok(((), format!("the terminal of code-server reached nothing: {summary}")))
+    Ok(((), format!("the code-server terminal reached nothing: {summary}")))
 }
 
 /// Returns a script that writes `attack.sh` for the owner.

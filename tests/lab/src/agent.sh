@@ -44,7 +44,7 @@ timeout 120 systemctl is-system-running --wait >/dev/null || true
 [ "$(systemctl is-active svc-agent.socket)" = active ] || fail "svc-agent.socket is $(systemctl is-active svc-agent.socket)"
 [ "$(systemctl is-active svc-watch.service)" = active ] || fail "svc-watch is $(systemctl is-active svc-watch.service)"
 systemctl show -P MainPID svc-watch.service >$home/lab-watch.pid
-[ "$(stat -c %U /proc/"$(cat $home/lab-watch.pid)")" = svc-gateway ] || fail "svc-watch runs as another user"
+[ "$(stat -c %U /proc/"$(cat $home/lab-watch.pid)")" = svc-gateway ] || fail "svc-watch is not running as svc-gateway"
 as_svc grep -q svc-hook /home/svc/.claude/settings.json || fail "no hook in the owner's settings"
 
 # The owner's own processes may read, but not change anything.
@@ -53,7 +53,7 @@ code() { as_svc curl -sS -o /dev/null -w '%{http_code}' --max-time 20 --unix-soc
 [ "$(code -X PUT -d '{"daily": 1000}' http://localhost/api/limits)" = 403 ] || fail "a terminal may change the limits"
 [ "$(code -d '{"prompt": "x"}' http://localhost/api/dispatch)" = 403 ] || fail "a terminal may start a dispatch"
 
-# How long a program of svc takes to start here, in milliseconds.
+# How long an svc program takes to start here, in milliseconds.
 began=$(date +%s%N)
 for _ in 1 2 3 4 5 6 7 8 9 10; do /opt/svc/bin/svc-hook --version >/dev/null; done
 start_ms=$((($(date +%s%N) - began) / 10000000))
@@ -65,7 +65,7 @@ for try in 1 2 3 4 5 6 7 8; do
   id=lab-$try
   rm -rf $home/lab
   response=$(call_gateway -d "{\"id\": \"$id\", \"prompt\": \"do it\"}" http://localhost/api/dispatch)
-  echo "$response" | grep -q '"text":"it is done"' || fail "unexpected result of the dispatch: $response"
+  echo "$response" | grep -q '"text":"it is done"' || fail "unexpected dispatch result: $response"
   [ "$(cat $home/lab/deep/who)" = svc ] || fail "the agent was $(cat $home/lab/deep/who)"
   grep -q '/svcagents.slice/svc-agent@' $home/lab/deep/where || fail "the agent ran in $(cat $home/lab/deep/where)"
   grep -q '^read$\|^killed$\|^reached' $home/lab/deep/where && fail "the agent reached forbidden resources: $(cat $home/lab/deep/where)"
@@ -84,7 +84,7 @@ for try in 1 2 3 4 5 6 7 8; do
   [ "${late:-0}" -ge "$try" ] || fail "dispatch $id: expected 4 audited paths or $try recorded gaps, found ${audited:-0} and ${late:-0}: $(cat $audit)"
 done
 [ "$audited" -ge 4 ] || fail "none of $try dispatches has 4 audited paths; svc-hook starts in $start_ms ms: $(cat $audit)"
-as_svc sh -c "echo x >>$home/system/logs/audit.jsonl" 2>/dev/null && fail "svc may write the audit"
+as_svc sh -c "echo x >>$home/system/logs/audit.jsonl" 2>/dev/null && fail "svc may write the audit log"
 failed=$(systemctl --failed --plain --no-legend | grep svc- || true)
 [ -z "$failed" ] || fail "failed units: $failed"
 echo "one dispatch as svc in its own unit, \$0.125, $audited paths audited in dispatch $try, no process left; svc-hook starts in $start_ms ms"

@@ -1,4 +1,4 @@
-# Attacks found in a security review, as the owner's user on a machine: attack.sh runs as a process of the editor's unit
+# Attacks found in a security review, as the owner's user on a machine: attack.sh runs as a process in the editor's unit
 # and as a dispatched agent. Then the gateway and root's commands encounter the planted files. Prints a summary; exits
 # at the first violation.
 set -eu
@@ -12,7 +12,7 @@ secret=$(sed -n 's/^UPGRADE_TOKEN=//p' /opt/svc/env/host.env | tr -d '"')
 [ -s $home/lab-attack.sh ] || fail "there is no lab-attack.sh"
 call_gateway() { curl -sS --max-time 90 --unix-socket /run/svc/gateway/gateway.sock -H 'content-type: application/json' "$@"; }
 
-# Runs attack.sh as a process of this unit: with its view of the file system, its control group and its user.
+# Runs attack.sh as a process in this unit: with its view of the file system, its control group and its user.
 attack_in() {
   pid=$(systemctl show -P MainPID "$1")
   group=/sys/fs/cgroup$(systemctl show -P ControlGroup "$1")
@@ -40,7 +40,7 @@ echo '{"agents": {"lab": {"adapter": "json-lines", "command": ["sh", "lab-attack
 chown svc-gateway:svc $home/system/config.json
 rm -f $home/lab-attack.out
 response=$(call_gateway -d '{"id": "lab-attack", "prompt": "attack"}' http://localhost/api/dispatch)
-echo "$response" | grep -q '"text":"attacked"' || fail "unexpected result of the dispatch: $response"
+echo "$response" | grep -q '"text":"attacked"' || fail "unexpected dispatch result: $response"
 check_outcome "a dispatched agent"
 grep -q '/svcagents.slice/svc-agent@' $home/lab-attack.out || fail "the agent ran in $(cat $home/lab-attack.out)"
 for _ in 1 2 3 4 5 6 7 8 9 10; do
@@ -48,7 +48,7 @@ for _ in 1 2 3 4 5 6 7 8 9 10; do
   [ "${forged:-0}" -ge 1 ] && break
   sleep 1
 done
-[ "${forged:-0}" -ge 1 ] || fail "a forged end of a dispatch left no gap in the audit"
+[ "${forged:-0}" -ge 1 ] || fail "a forged dispatch end left no gap in the audit log"
 
 # The gateway encounters the planted files.
 for path in /apps/lab-linked/ /apps/lab-linked/host.env /apps/lab-linked/update.env /icons/lab-linked /apps/lab-fifo/; do
@@ -62,23 +62,23 @@ setsid setpriv --reuid=svc --regid=svc --init-groups sh -c "cd $home && mkdir -p
 swapper=$!
 mkdir -p -m 0700 /var/backups/lab
 timeout 400 svc-db-backup export --output /var/backups/lab/ada.tar >/var/tmp/lab-export.log 2>&1 || fail "the export failed: $(tail -n 3 /var/tmp/lab-export.log)"
-[ -d /proc/$swapper ] || fail "the folders were not swapped while the export ran"
+[ -d /proc/$swapper ] || fail "the folders were not swapped while the export was running"
 kill -- -$swapper
 swapper=
-grep -qF "$secret" /var/backups/lab/ada.tar && fail "the export has a secret of the machine"
-tar -tf /var/backups/lab/ada.tar | grep -q 'lab-export/fifo' && fail "the export has a FIFO"
+grep -qF "$secret" /var/backups/lab/ada.tar && fail "the export contains a machine secret"
+tar -tf /var/backups/lab/ada.tar | grep -q 'lab-export/fifo' && fail "the export contains a FIFO"
 
 # Root must not run programs named in svc-gateway's settings.
 mkdir -p $home/lab-bin && printf '#!/bin/sh\nid -un >>/var/tmp/lab-ran-as\nexit 1\n' >$home/lab-bin/pg_dump
 for tool in pg_restore psql pg_dumpall; do cp $home/lab-bin/pg_dump $home/lab-bin/$tool; done
 chmod -R a+rx $home/lab-bin && chown -R svc:svc $home/lab-bin
 rm -f /var/tmp/lab-ran-as && install -m 0666 /dev/null /var/tmp/lab-ran-as
-# The planted programs work, and commands run them if root's own environment names them. So the next check can fail.
+# The planted programs work, and commands run them if root's own environment names them, so the next check can fail.
 $home/lab-bin/pg_dump || true
 grep -qx root /var/tmp/lab-ran-as || fail "the planted programs do not work"
 : >/var/tmp/lab-ran-as
 SVC_PG_BIN_DIR=$home/lab-bin timeout 300 svc-db-backup export --output /var/backups/lab/own.tar >/dev/null 2>&1 || true
-[ -s /var/tmp/lab-ran-as ] || fail "an export runs no program of SVC_PG_BIN_DIR"
+[ -s /var/tmp/lab-ran-as ] || fail "an export runs no program from SVC_PG_BIN_DIR"
 : >/var/tmp/lab-ran-as
 cp -p /opt/svc/env/host.env /var/tmp/lab-host.env
 printf 'SVC_PG_BIN_DIR=%s\n' $home/lab-bin >>/opt/svc/env/host.env

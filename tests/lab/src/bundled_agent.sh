@@ -1,6 +1,6 @@
-# Dispatches to the coding agents of a full release, against a stub of their model's API at $MODEL on the lab's host.
-# Each agent writes a file with one of its own tools; the records must have the tool, the tokens and the cost. Prints a
-# summary; exits at the first violation.
+# Dispatches to the coding agents in a full release, against a stub for their model's API at $MODEL on the lab's host.
+# Each agent writes a file with one of its own tools; the records must contain the tool, the tokens and the cost. Prints
+# a summary; exits at the first violation.
 set -eu
 home=/home/svc/home
 fail() {
@@ -47,7 +47,7 @@ chown -R svc:svc /home/svc/.codex-lab
 for agent in claude codex; do
   rm -f $home/lab-from-$agent
   response=$(call_gateway -d "{\"id\": \"bundled-$agent\", \"agentName\": \"$agent\", \"prompt\": \"[[$agent]] do it\"}" http://localhost/api/dispatch)
-  echo "$response" | grep -q '"text":"All done."' || fail "unexpected result of $agent: $response"
+  echo "$response" | grep -q '"text":"All done."' || fail "unexpected result from $agent: $response"
   [ "$(stat -c %U $home/lab-from-$agent)" = svc ] || fail "$agent did not write its file"
   recorded=
   for _ in 1 2 3 4 5 6 7 8 9 10; do
@@ -57,10 +57,10 @@ for agent in claude codex; do
   done
   case $recorded in
     *'"status":"success"'*) ;;
-    *) fail "the record of $agent is $recorded" ;;
+    *) fail "$agent's record is $recorded" ;;
   esac
   echo "$recorded" | grep -q '"cost":0\.0*[1-9]' || fail "$agent cost nothing: $recorded"
-  echo "$recorded" | grep -q '"tools":\[{' || fail "$agent has no tool: $recorded"
+  echo "$recorded" | grep -q '"tools":\[{' || fail "$agent's record has no tool: $recorded"
 done
 versions="Claude Code $(/opt/svc/runtime/agents/bin/claude --version), $(/opt/svc/runtime/agents/bin/codex --version)"
 rm -rf $home/lab-from-* /home/svc/.codex-lab $home/system/config.json

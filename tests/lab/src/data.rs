@@ -63,8 +63,8 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     Ok(((), format!("{detail}; {refused} requests refused; the next backup succeeded")))
 }
 
-/// Returns a command that sets whether the hourly unit, while the store is unreachable, retries for most of an hour or
-/// fails immediately.
+/// Returns a command that sets whether the hourly unit retries for most of an hour or fails immediately while the store
+/// is unreachable.
 fn set_retries(are_allowed: bool) -> String {
     const DIR: &str = "/run/systemd/system/svc-db-backup.service.d";
     let change = if are_allowed {
@@ -133,7 +133,7 @@ async fn wait_for_status(stack: &Stack, status: &str) -> Result<Value> {
     .await
 }
 
-/// Exports everything as one archive and imports it on the same machine after a loss, as root on the machine.
+/// Exports everything as one archive and imports it on the same machine after a loss, as root.
 pub async fn export_and_import(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let rows = wait_until_served(stack).await?;

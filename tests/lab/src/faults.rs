@@ -1,5 +1,5 @@
-//! Faults of machines: a killed database, a full disk, a wrong clock, a power cut at a critical moment. After each
-//! fault, acknowledged data is intact, and the machine recovers without intervention.
+//! Machine faults: a killed database, a full disk, a wrong clock, a power cut at a critical moment. After each fault,
+//! acknowledged data is intact, and the machine recovers without intervention.
 
 use std::time::{Duration, Instant};
 
@@ -40,7 +40,7 @@ pub async fn kill_database(stack: &Stack, machine: &MachineRecord) -> Result<(()
     Ok(((), format!("served after {seconds:.0} s by the same gateway; {} rows", after.len())))
 }
 
-/// Fills the disk: the gateway refuses writes and keeps running, and no acknowledged row is lost.
+/// Fills the disk: the gateway rejects writes but keeps running, and no acknowledged row is lost.
 pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
@@ -88,7 +88,7 @@ pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     ))
 }
 
-/// Inserts a note of 100 kB; returns the gateway's problem code if it refuses the note.
+/// Inserts a 100 kB note; returns the gateway's problem code if it rejects the note.
 async fn insert_large(stack: &Stack, title: &str) -> Result<Option<String>> {
     let data = json!({"title": title, "body": "x".repeat(100_000), "pinned": false, "rank": 1});
     let call = json!({"action": "insert", "app": "notes", "table": "notes", "data": data});
@@ -186,7 +186,7 @@ pub(super) fn verified_pointer(stack: &Stack) -> Result<Value> {
     Ok(pointer)
 }
 
-/// Waits until the machine serves its owner; returns the titles of all notes.
+/// Waits until the machine is serving its owner; returns the titles of all notes.
 pub async fn wait_until_served(stack: &Stack) -> Result<Vec<String>> {
     let owner = stack.owner_token();
     eventually("the owner is served", BOOT_TIMEOUT, || stack.web.titles(&owner)).await

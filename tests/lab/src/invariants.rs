@@ -1,4 +1,4 @@
-//! Invariants of every running machine, and its journal.
+//! Invariants for every running machine, and its journal.
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ use kit::story::{MachineRecord, Stack};
 const CHECKS: &str = include_str!("invariants.sh");
 const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Runs all checks of `invariants.sh`.
+/// Runs all checks in `invariants.sh`.
 pub async fn check_machine(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let output = vm.run(CHECKS, TIMEOUT).await?;
@@ -26,12 +26,12 @@ pub async fn check_machine(stack: &Stack, machine: &MachineRecord) -> Result<(()
     Ok(((), format!("{} checks: {}", passed.len(), passed.join(", ").replace("ok ", ""))))
 }
 
-/// Saves the journal of a machine before it is deleted.
+/// Saves a machine's journal before the machine is deleted.
 pub async fn save_journal(stack: &Stack, machine: &MachineRecord) {
     if let Ok(vm) = stack.provider.machine(&machine.server)
         && let Err(error) = vm.save_journal().await
     {
-        println!("      (no journal of {}: {error:#})", machine.server);
+        println!("      (no journal for {}: {error:#})", machine.server);
     }
 }
 

@@ -1,4 +1,4 @@
-# Invariants of a running machine. Each check prints a line; nothing is changed permanently.
+# Invariants for a running machine. Each check prints a line; nothing is changed permanently.
 set -u
 check() {
   name=$1; shift
@@ -15,7 +15,7 @@ no_unit_failed() {
 only_expected_ports() {
   unexpected=$(ss -Hltn | awk '{print $4}' | grep -vE '^(0\.0\.0\.0|\*|\[::\]):(443|22)$' | grep -vE '^127\.|^\[::1\]' || true)
   [ -z "$unexpected" ] || { echo "also listening on $unexpected"; return 1; }
-  for port in 443 22; do ss -Hltn | awk '{print $4}' | grep -q ":$port\$" || { echo "nothing listens on port $port"; return 1; }; done
+  for port in 443 22; do ss -Hltn | awk '{print $4}' | grep -q ":$port\$" || { echo "nothing is listening on port $port"; return 1; }; done
   udp=$(ss -Hlun | awk '{print $4}' | grep -vE '^127\.|^\[::1\]|:(68|123)$' || true)
   [ -z "$udp" ] || { echo "also listening on UDP $udp"; return 1; }
 }
@@ -58,7 +58,7 @@ searches_work() {
   [ ${#password} -ge 32 ] && [ "$(wc -l <"$list")" -ge 3 ] && grep -qF -f "$list" /opt/svc/env/host.env || return 1
   files_readable_by svc-gateway | xargs -0 grep -lF -f "$list" -- 2>/dev/null | grep -q '^/opt/svc/env/host.env$' || { echo "host.env was not found by its owner"; return 1; }
 }
-# Lists the files that a user may read, except those of Debian.
+# Lists the files that a user may read, except Debian's.
 files_readable_by() {
   run_as "$1" find / /run /dev/shm -xdev \( -path /proc -o -path /sys -o -path /usr -o -path /var/lib/dpkg -o -path '/opt/svc/releases/*/bin' \) -prune -o -type f -readable -size -4096k -print0 2>/dev/null
 }
@@ -78,7 +78,7 @@ svc_cannot_read_secrets() {
 # `nobody` can read world-readable files.
 no_secret_is_exposed() {
   seen=$(cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' '\n' | grep -cF -f "$list")
-  [ "$seen" = 0 ] || { echo "$seen secrets in arguments of processes"; return 1; }
+  [ "$seen" = 0 ] || { echo "$seen secrets in process arguments"; return 1; }
   journalctl --no-pager -o cat --all 2>/dev/null | grep -aqF -f "$list" && { echo "the journal contains a secret"; return 1; }
   # cloud-init's copies of user-data are readable by root only; its logs must not contain secrets.
   grep -lF -f "$list" /var/log/cloud-init*.log 2>/dev/null && return 1

@@ -1,8 +1,8 @@
 //! The lab: the main scenario on virtual machines, and checks that need them. The machines run Debian in QEMU, are
 //! provisioned by cloud-init, and run the host's units under systemd and the database in a container.
 //!
-//! It uses the interfaces of an operator: `svcctl`, HTTP, the provider's console, and SSH for inspection. Consoles and
-//! journals are stored below `target/lab`, in a directory per machine.
+//! It uses an operator's interfaces: `svcctl`, HTTP, the provider's console, and SSH for inspection. Consoles and
+//! journals are stored under `target/lab`, in one directory per machine.
 
 mod agent;
 mod data;
@@ -79,7 +79,7 @@ async fn run(svc: &Path, steps: &StepSelection) -> Result<Report> {
     let mut report = Report::with_timeout("lab", STEP_TIMEOUT);
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
+    // In `/tmp`, because a Unix socket path is limited to 107 bytes.
     let sockets = tempfile::Builder::new().prefix("svc-lab-").tempdir_in("/tmp")?;
     child::remove_on_exit(sockets.path());
     let dir = target_dir().join("lab");
@@ -88,7 +88,7 @@ async fn run(svc: &Path, steps: &StepSelection) -> Result<Report> {
     let lock = fs::File::create(dir.join("lock"))?;
     lock.try_lock().context("another lab is running in this target directory")?;
     let machines = dir.join("machines");
-    // Deletes the disks, which are large, and the logs of an earlier run.
+    // Deletes the disks, which are large, and the logs from an earlier run.
     fs::remove_dir_all(&machines).ok();
     fs::create_dir_all(&machines).with_context(|| format!("create {}", machines.display()))?;
     let outcome = tokio::select! {

@@ -27,7 +27,7 @@ const REMOVE_RELEASE_AND_UNITS: &str = "systemctl disable --now svc.target; syst
                     find /etc/systemd/system -maxdepth 1 -type f -name 'svc*' ! -name svc-first-boot.service -delete && \
                     systemctl daemon-reload";
 
-/// Installs the platform's package as in docs/operating/install.md, as a second process of the lab's platform: it
+/// Installs the platform package as in docs/operating/install.md, as a second process of the lab's platform, which
 /// becomes ready, passes its doctor, restarts after a kill, stops and is purged.
 pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
@@ -79,7 +79,7 @@ pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> R
     Ok((
         (),
         format!(
-            "ready as svc-platform under its unit, {lines} checks of doctor ok, restarted after a kill, purged; {in_container}"
+            "ready as svc-platform under its unit, {lines} doctor checks ok, restarted after a kill, purged; {in_container}"
         ),
     ))
 }
@@ -120,8 +120,8 @@ async fn check_container(vm: &Machine) -> Result<String> {
     Ok("the same in a container, read-only and without capabilities".to_owned())
 }
 
-/// Installs the host's package on a provisioned machine that has neither a release nor units. The package installs
-/// both; its removal stops everything that it started, and keeps the owner's data.
+/// Installs the host package on a provisioned machine that has neither a release nor units. The package installs both;
+/// its removal stops everything that it started, and keeps the owner's data.
 pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner_token()).await?;
@@ -152,7 +152,7 @@ pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Resul
         .context("reinstall the package")?;
     ensure!(
         vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway,
-        "an upgrade of the package restarted the gateway"
+        "upgrading the package restarted the gateway"
     );
     let files = "find /home/svc /var/lib/svc/tls /opt/svc/env -type f | wc -l; podman volume ls -q";
     let before_purge = vm.run(files, SHORT_TIMEOUT).await?.success()?;

@@ -1,5 +1,5 @@
-//! Bundles of the lab: a small one with the binary, the units, the kit's apps and PostgreSQL's client tools, and a
-//! full one with every part of a release.
+//! The lab's bundles: a small one with the binary, the units, the kit's apps and PostgreSQL's client tools, and a full
+//! one with every part of a release.
 
 use std::path::Path;
 use std::process::Command;
@@ -32,7 +32,7 @@ pub fn full_options(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path
     Ok(options)
 }
 
-/// Options of a bundle that boots on a machine; its parts are assembled in `dir`.
+/// Returns options for a bundle that boots on a machine; its parts are assembled in `dir`.
 pub fn small_options(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
     let mut options = Options::new(svc, version, &dir.join("out"))?;
     options.runtime.push(runtime::copy_client_tools(postgres, &dir.join("postgres"))?);

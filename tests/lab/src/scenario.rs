@@ -31,7 +31,7 @@ pub async fn publish(stack: &Stack) -> Result<((), String)> {
 /// A function that selects the parts of a bundle.
 type BundleParts = fn(&Path, &PgBinaries, &str, &Path) -> Result<bundle::Options>;
 
-/// Builds and publishes a bundle of these parts; returns its size in MiB.
+/// Builds and publishes a bundle with these parts; returns its size in MiB.
 pub async fn publish_as(stack: &Stack, version: &str, svc: &Path, parts: BundleParts) -> Result<u64> {
     let (svc, pg, dir) = (svc.to_owned(), stack.pg.clone(), stack.dir.join(format!("bundle-{version}")));
     let (build_version, key) = (version.to_owned(), stack.signing_key.clone());
@@ -148,7 +148,7 @@ pub async fn run_drill(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     .await?;
     let leftover =
         vm.run(&format!("set -e\n{LIST_SIDE_DATABASES}\nls /var/lib/svc/drill"), timeout).await?.success()?;
-    ensure!(leftover.trim() == "lock", "leftover of a drill: {leftover}");
+    ensure!(leftover.trim() == "lock", "left over from a drill: {leftover}");
     Ok(((), format!("{} restored in a drill; {}", checks["drill"]["key"], output.trim())))
 }
 
@@ -171,7 +171,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     let large = vm.run(size, timeout).await?.success()?;
     ensure!(
         vm.run(&identity, timeout).await?.success()? == same,
-        "the machine has another disk, or was restored again"
+        "the machine has a different disk, or was restored again"
     );
     ensure!(large != small, "the size is still {small}");
     let describe = |text: String| text.split_whitespace().collect::<Vec<_>>().join(" cores, ") + " MiB";
@@ -186,8 +186,8 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     ))
 }
 
-/// The store returns corrupted snapshots: the gate stays closed, and the platform reports the failed stage. With a
-/// healthy store, the next recovery works.
+/// Starts a recovery while the store returns corrupted snapshots: the gate stays closed, and the platform reports the
+/// failed stage. With a healthy store, the next recovery works.
 pub async fn refuse_corrupted_snapshot(stack: &Stack) -> Result<((), String)> {
     stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_ending(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=800"]).await?;

@@ -1,4 +1,4 @@
-//! Durations of a boot's stages, from the platform's record and the machine's clock.
+//! Boot stage durations, from the platform's record and the machine's clock.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use kit::story::{HANDLE, MachineRecord, Stack};
 /// Stages that the machine reports to the platform, in order.
 const REPORTED_STAGES: [&str; 5] = ["bundle", "database", "restore", "gateway", "register"];
 
-/// Measures the stages of the machine's first boot.
+/// Measures the machine's first-boot stages.
 pub async fn measure_boot(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let power_on = vm.on_since().context("the machine was never on")?;

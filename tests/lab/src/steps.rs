@@ -1,4 +1,4 @@
-//! The list of the lab's steps, in order.
+//! The lab's steps, in order.
 
 use anyhow::{Result, bail};
 use futures_util::future::LocalBoxFuture;
@@ -13,11 +13,11 @@ pub enum StepSelection {
     Quick,
     /// All steps, including those that are not part of the main scenario.
     Full,
-    /// Only these steps, in the order of the list.
+    /// Only these steps, in list order.
     Only(Vec<String>),
 }
 
-/// The machines of the slot.
+/// The slot's machines.
 pub(super) struct SlotMachines {
     pub(super) first: MachineRecord,
     /// The serving machine; equal to `first` until a recovery.
@@ -117,7 +117,7 @@ impl StepSelection {
     /// Selects steps by name.
     ///
     /// # Errors
-    /// Fails for an unknown name.
+    /// Fails if a name is unknown.
     pub fn only(names: Vec<String>) -> Result<Self> {
         if let Some(unknown) = names.iter().find(|name| STEPS.iter().all(|step| step.name != **name)) {
             let known: Vec<&str> = STEPS.iter().map(|step| step.name).collect();

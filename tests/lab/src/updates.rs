@@ -31,7 +31,7 @@ pub async fn deploy_update(stack: &Stack, machine: &MachineRecord) -> Result<(()
     ensure!(rollout["state"] == "succeeded" && rollout["totals"]["updated"] == 1, "the rollout is {rollout}");
     ensure!(
         current_release(stack, machine).await? == SECOND_VERSION,
-        "the machine runs {}",
+        "the machine is running {}",
         current_release(stack, machine).await?
     );
     let after = wait_until_served(stack).await?;
@@ -39,7 +39,7 @@ pub async fn deploy_update(stack: &Stack, machine: &MachineRecord) -> Result<(()
     Ok(((), format!("{SECOND_VERSION} deployed by a rollout in {seconds:.0} s, {} rows", after.len())))
 }
 
-/// Cuts the power while the services of the new release start: the next boot completes the update.
+/// Cuts the power while the new release's services are starting: the next boot completes the update.
 pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner_token()).await?;
@@ -68,7 +68,7 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     let release = current_release(stack, machine).await?;
     ensure!(
         release == if state == "succeeded" { CUT_VERSION } else { &previous },
-        "the rollout {state}, the machine runs {release}"
+        "the rollout {state}, the machine is running {release}"
     );
     let journal = "journalctl -b -u svc-update.service -o cat --no-pager";
     let journal = vm.run(journal, SHORT_TIMEOUT).await?.success()?;
@@ -82,7 +82,7 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     Ok((
         (),
         format!(
-            "cut while {CUT_VERSION} started; after power-on the machine runs {release}, rollout {state}"
+            "cut while {CUT_VERSION} started; after power-on the machine is on {release}, rollout {state}"
         ),
     ))
 }
@@ -114,7 +114,7 @@ pub async fn roll_back_broken_update(stack: &Stack, machine: &MachineRecord) -> 
     ensure!(fleet["attention"].to_string().contains("update_rolled_back"), "the fleet is {fleet}");
     ensure!(
         current_release(stack, machine).await? == before,
-        "the machine runs {}",
+        "the machine is running {}",
         current_release(stack, machine).await?
     );
     let after = wait_until_served(stack).await?;
@@ -128,7 +128,7 @@ pub async fn roll_back_broken_update(stack: &Stack, machine: &MachineRecord) -> 
     ))
 }
 
-/// Deploys a release with all parts: only the owner reaches the shell and code-server.
+/// Deploys a release with all parts: only the owner can reach the shell and code-server.
 pub async fn deploy_full_release(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let mib = publish_as(stack, FULL_VERSION, &stack.svc, release::full_options).await?;

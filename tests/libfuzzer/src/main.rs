@@ -1,9 +1,9 @@
-//! Runs the targets of tests/fuzz with libFuzzer: the same rules, with coverage-guided inputs. An environment variable
+//! Runs the tests/fuzz targets with libFuzzer: the same rules, with coverage-guided inputs. An environment variable
 //! names the target, because libFuzzer parses the arguments.
 
 #![no_main]
 
-// The number of cases of a short run is unused here.
+// The number of cases in a short run is unused here.
 #[allow(dead_code)]
 #[path = "../../fuzz/parsers/mod.rs"]
 mod parsers;
@@ -25,7 +25,7 @@ const LIST_VAR: &str = "SVC_FUZZ_LIST";
 /// Environment variable that names the directory for the samples.
 const SAMPLES_DIR_VAR: &str = "SVC_FUZZ_SAMPLES";
 
-/// Name of the target, and the rule that must hold for any input.
+/// The target's name, and the rule that must hold for any input.
 type Rule = (&'static str, fn(&[u8]) -> Result<(), String>);
 
 static RULE: OnceLock<Rule> = OnceLock::new();
@@ -53,7 +53,7 @@ fuzz_target!(
 fn named_target() -> Target {
     let name = std::env::var(TARGET_VAR).unwrap_or_else(|error| panic!("{TARGET_VAR}: {error}"));
     let target = parsers::targets().into_iter().find(|target| target.name == name);
-    target.unwrap_or_else(|| panic!("{name} is not a target of tests/fuzz/parsers"))
+    target.unwrap_or_else(|| panic!("{name} is not a target in tests/fuzz/parsers"))
 }
 
 fn write_samples(target: &Target, dir: &Path) {

@@ -12,7 +12,7 @@ use super::super::stack::{BUCKET, Process, SECRET, Stack, provision_body};
 use super::{TestPlatform, assert_rejects_invalid_ids, operations};
 use crate::contract::{ApiUnderTest, assert_rejects_invalid_requests, valid_call};
 
-/// Codes that are not provoked here, with the test that covers them or the reason why none does.
+/// Codes that are not provoked here, with the test that covers them or the reason that none does.
 const NOT_PROVOKED: [(&str, &str); 3] = [
     // Every operator may query their own identity.
     ("whoAmI", "forbidden"),
@@ -29,12 +29,12 @@ const RACE_DEPENDENT: [(&str, &str); 6] = [
     ("recover", "unavailable"),
     ("resize", "unavailable"),
     ("resume", "unavailable"),
-    // A host that registers before the response to its own creation: see platform::registration.
+    // A host that registers before its own create call has returned: see platform::registration.
     ("register", "unavailable"),
     ("register", "invalid_state"),
 ];
 
-/// Sends requests that the platform must refuse.
+/// Sends requests that the platform must reject.
 struct RefusalTester<'a> {
     platform: &'a TestPlatform,
 }
@@ -331,7 +331,7 @@ async fn provoke_rate_limits(tester: &mut RefusalTester<'_>, settings: &[(&str, 
     };
     for operation in operations().filter(|operation| !operation.credentials.is_empty()) {
         let path = platform.path(operation);
-        // For each second for which this process is stalled, one more token is admitted.
+        // For each second that this process is stalled, one more token is admitted.
         for attempt in 1.. {
             for _ in 0..12 {
                 platform.send(with_wrong_token(&Method::GET, "/vps/fleet")).await;
@@ -363,10 +363,10 @@ async fn provoke_bundle_errors(tester: &mut RefusalTester<'_>) {
     tester.send(backup(super::DUMP).header("range", "bytes=100-"), 416, "range_not_satisfiable").await;
 }
 
-/// Keeps the replaced server, so that another replacement in a full project is refused.
+/// Keeps the replaced server, so that another replacement in a full project is rejected.
 const KEEP_PREDECESSORS: (&str, &str) = ("PREDECESSOR_KEEP_SECONDS", "3600");
 
-/// Sends recoveries that are refused, and requests that become invalid when the machine is replaced.
+/// Sends recoveries that are rejected, and requests that become invalid when the machine is replaced.
 async fn provoke_replaced_machine_errors(tester: &mut RefusalTester<'_>) {
     let platform = tester.platform;
     let (stack, machine) = (&platform.stack, &platform.running.machine);

@@ -19,7 +19,7 @@ use crate::contract::{
     self, ApiUnderTest, Contract, WrongCredential, assert_rejects_invalid_requests, valid_call,
 };
 
-/// A platform with a running machine and one that waits for its registration.
+/// A platform with a running machine and one that is waiting for its registration.
 struct TestPlatform {
     stack: Stack,
     process: Process,
@@ -67,7 +67,7 @@ impl TestPlatform {
         Self { stack, process, running, booting, operation, rollout, operators }
     }
 
-    /// The machine that a valid request for the operation names.
+    /// Returns the machine that a valid request for the operation names.
     fn guest(&self, operation: &Operation) -> &Guest {
         if accepts_credential(operation, "registration") { &self.booting } else { &self.running }
     }
@@ -91,7 +91,7 @@ impl TestPlatform {
         self.stack.send(request).await
     }
 
-    /// A request by an operator.
+    /// Builds a request from an operator.
     fn operator_call(&self, method: Method, path: &str, body: &Value) -> RequestBuilder {
         self.stack.request(&self.process, method, path).bearer_auth(SECRET).json(body)
     }
@@ -295,7 +295,7 @@ async fn assert_reports_database_outage(platform: &TestPlatform) {
         match operation.id {
             // An operator's bundle download needs only the store.
             "getBundle" => assert_eq!(response.status, 200),
-            // PLATFORM_SECRET is checked without the database, and the metrics of the process do not need it.
+            // PLATFORM_SECRET is checked without the database, and the process metrics do not need it.
             "metrics" => assert_eq!(response.status, 200),
             // PLATFORM_SECRET's identity does not need the database; a named operator is looked up there.
             "whoAmI" => assert_eq!(response.status, 200),

@@ -12,7 +12,7 @@ use super::super::gate::{SHORT_DEADLINE, assert_untouched, is_restored, old_and_
 use super::super::machine::{self, BUCKET, Machine, RunResult, Running, wait_until};
 use super::snapshot_checker::SnapshotChecker;
 
-/// A table larger than one part of an upload.
+/// A table larger than one upload part.
 const CONTENT: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
      FROM generate_series(1, 360) n, generate_series(1, 1000) m GROUP BY n";
 
@@ -32,7 +32,7 @@ async fn wait_until_snapshot_is_open(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// Asserts that the last run failed at one of these stages with this message.
+/// Asserts that the last run failed at one of the given stages with the given message.
 fn assert_failed(machine: &Machine, stages: &[&str], expected_error: &str) -> Result<()> {
     let line = machine.backup_records()?.pop().context("no record")?;
     let at = line["stage"].as_str().unwrap_or_default();
@@ -112,7 +112,7 @@ async fn database_restart_during_restore_leaves_complete_database() -> Result<()
 
 const CONNECTIONS: usize = 8;
 
-/// A server with few connections.
+/// Creates a machine whose database server allows few connections.
 async fn machine_with_few_connections(store: &kit::s3::S3Server, epoch: u32) -> Result<Machine> {
     let setting = |name: &str, value: &str| (name.to_owned(), value.to_owned());
     let settings = vec![
@@ -187,10 +187,10 @@ async fn exhausted_connections_fail_the_run_with_a_message() -> Result<()> {
     Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::new("databases without room") }.record()
 }
 
-/// For example, `VACUUM FULL` or a migration locks a table for longer than the minute that a backup waits.
+/// For example, `VACUUM FULL` or a migration may lock a table for longer than the minute that a backup waits.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: a backup waits a minute for a lock"]
-async fn backup_of_long_locked_table_fails_with_record() -> Result<()> {
+async fn backup_of_a_long_locked_table_fails_and_is_recorded() -> Result<()> {
     let store = machine::store()?;
     let machine = Machine::in_use(&store, 1).await?;
     let client = machine.client().await?;

@@ -1,5 +1,5 @@
-//! A full disk at each write: a small file system is mounted there. The run ends with a clear error, no switch is
-//! incomplete, and once there is free space, the next run succeeds.
+//! A full disk for each kind of write: a small file system is mounted at the written path. The run ends with a clear
+//! error, no switch is incomplete, and once there is free space, the next run succeeds.
 
 use std::fs;
 use std::time::Duration;
@@ -63,7 +63,7 @@ async fn backup_succeeds_but_reports_that_it_is_not_recorded() -> Result<()> {
     .record()
 }
 
-/// Fills the disk while the restore is at a point that its databases reveal, and waits for its end.
+/// Fills the disk while the restore is at a point that its databases reveal, and waits for the restore to end.
 async fn fill_disk_at(machine: &Machine, disk: &SmallDisk, point: &str, database: &str) -> Result<RunResult> {
     let slow = format!("{point}=sleep(2500)");
     let running = machine.spawn(&["svc-restore"], &[("FAILPOINTS", &slow)])?;
@@ -79,7 +79,7 @@ async fn fill_disk_at(machine: &Machine, disk: &SmallDisk, point: &str, database
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
     let (_store, _old, new) = old_and_new_machines().await?;
-    // As on a machine: root's directory contains only a link to the directory of the marker.
+    // As on a real machine, root's directory contains only a link to the marker in another directory.
     let marker = new.path("var/lib/svc/restore-complete");
     std::os::unix::fs::symlink(&marker, new.path("opt/svc/restore-complete"))?;
     let Some(disk) = SmallDisk::mount(new.path("var/lib/svc"), DISK_MIB)? else { return Ok(()) };
@@ -208,7 +208,7 @@ async fn full_disk_for_units_rolls_the_update_back() -> Result<()> {
     fixture.apply(NEW_VERSION).await?.expect(65);
     let last = fixture.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"rolled_back".into(), &"units".into()), "{last}");
-    assert!(last["error"].as_str().is_some_and(|why| why.contains("No space left")), "{last}");
+    assert!(last["error"].as_str().is_some_and(|error| error.contains("No space left")), "{last}");
     disk.delete_filler()?;
     fixture.run(&["resume"], None).await?.expect(0);
     let current = fs::read_link(fixture.machine.path("opt/svc/current"))?;

@@ -28,19 +28,18 @@ impl<'a> SnapshotChecker<'a> {
         Self { store, complete: BTreeMap::new(), seq: 0 }
     }
 
-    /// The number of complete snapshots, that is, dumps with side records.
+    /// Returns the number of complete snapshots, that is, dumps with side records.
     pub fn complete_count(&self) -> u64 {
         self.complete.len() as u64
     }
 
-    /// The pointer's highest `seq` so far.
+    /// Returns the pointer's highest `seq` so far.
     pub fn seq(&self) -> u64 {
         self.seq
     }
 
     /// # Errors
-    ///
-    /// The violated invariant.
+    /// Returns the violated invariant.
     pub fn check(&mut self) -> anyhow::Result<()> {
         self.check_snapshots().map_err(anyhow::Error::msg)
     }
@@ -73,7 +72,7 @@ impl<'a> SnapshotChecker<'a> {
         self.check_pointer(&root)
     }
 
-    /// Reads the side record of a dump, and checks the dump against it.
+    /// Reads a dump's side record, and checks the dump against it.
     fn read_side_record(&self, root: &str, key: &str) -> Result<SideRecord, String> {
         let read = |key: &str| self.store.read(BUCKET, &format!("{root}{key}")).unwrap_or_default();
         let side: SideRecord = serde_json::from_slice(&read(&format!("{key}.json")))
@@ -101,7 +100,7 @@ impl<'a> SnapshotChecker<'a> {
             return Err(format!("the pointer names {}, which is not complete", named.key));
         };
         if (named.size_bytes, &named.sha256) != (seen.side.size_bytes, &seen.side.sha256) {
-            return Err(format!("the pointer says {named:?}, but the record is {:?}", seen.side));
+            return Err(format!("the pointer states {named:?}, but the record is {:?}", seen.side));
         }
         Ok(())
     }
@@ -120,7 +119,7 @@ mod tests {
         format!("{USER}/primary/{key}")
     }
 
-    /// Writes the objects of a successful backup.
+    /// Writes a successful backup's objects.
     fn write_snapshot(store: &S3Server, number: u32, current: Option<&Pointer>) -> Pointer {
         let key = format!("system/db/snapshots/2026-01-02T03-04-0{number}.000Z-1.dump");
         let dump = format!("dump {number}").into_bytes();
@@ -190,7 +189,7 @@ mod tests {
                     pointer.snapshot.as_mut().expect("the pointer should name a snapshot").key.push('x');
                 });
             }),
-            ("the pointer says", |store, pointer| {
+            ("the pointer states", |store, pointer| {
                 tamper(store, pointer, |pointer| {
                     pointer.snapshot.as_mut().expect("the pointer should name a snapshot").size_bytes += 1;
                 });

@@ -1,4 +1,4 @@
-//! Tampered objects of each kind: the restore refuses inconsistent ones and leaves the machine unchanged, and a backup
+//! Tampered objects of every kind: the restore rejects inconsistent ones and leaves the machine unchanged, and a backup
 //! loses nothing. `gate` covers damaged, missing and truncated objects.
 
 use anyhow::{Context, Result, ensure};
@@ -39,7 +39,7 @@ impl<'a> Objects<'a> {
     fn put(&self, pointer: &Value, side: &Value, dump: &[u8]) {
         let log = format!("{USER}/primary/system/db/pointer-log");
         let entry = |seq: u64| format!("{log}/{seq:016}.json");
-        // A later entry of the log would take precedence over this pointer.
+        // A later entry in the log would take precedence over this pointer.
         let seq = pointer["seq"].as_u64().unwrap_or_default();
         for key in self
             .store
@@ -76,7 +76,7 @@ impl<'a> Objects<'a> {
         self.put(&self.pointer, &side, &self.dump);
     }
 
-    /// Stores another dump with a matching record and pointer, so that only its content reveals it.
+    /// Stores a different dump with a matching record and pointer, so that only its content reveals the change.
     fn with_dump(&self, dump: &[u8]) {
         self.put_forged(dump, &hex::encode(Sha256::digest(dump)));
     }
@@ -97,7 +97,7 @@ fn pointer_key() -> String {
 
 type Tamper = fn(&Objects<'_>);
 
-/// The name of each manipulation, part of the resulting message, and the manipulation.
+/// Returns each manipulation's name, part of the resulting message, and the manipulation itself.
 fn table() -> Vec<(&'static str, &'static str, Tamper)> {
     vec![
         ("the pointer names another slot's snapshot", "not a snapshot's", |objects| {
@@ -109,10 +109,10 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("the pointer names a missing object", "the object is missing", |objects| {
             objects.with_pointer(|pointer| pointer["snapshot"]["key"] = "system/db/snapshots/x.dump".into());
         }),
-        ("another size in the pointer", "does not match", |objects| {
+        ("a different size in the pointer", "does not match", |objects| {
             objects.with_pointer(|pointer| pointer["snapshot"]["sizeBytes"] = 7.into());
         }),
-        ("another digest in the pointer", "does not match", |objects| {
+        ("a different digest in the pointer", "does not match", |objects| {
             objects.with_pointer(|pointer| pointer["snapshot"]["sha256"] = "ab".repeat(32).into());
         }),
         ("a sequence that cannot increase", "is above the maximum", |objects| {
@@ -130,10 +130,10 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("a side record of another snapshot", "another format or key", |objects| {
             objects.with_side(|side| side["key"] = "system/db/snapshots/x.dump".into());
         }),
-        ("a side record of another size", "bytes instead of", |objects| {
+        ("a side record with a different size", "bytes instead of", |objects| {
             objects.with_side(|side| side["sizeBytes"] = 1.into());
         }),
-        ("a table is missing in the record", "public.noise: 200 rows restored", |objects| {
+        ("a table is missing from the record", "public.noise: 200 rows restored", |objects| {
             objects.with_side(|side| {
                 let tables = side["tables"].as_array_mut().expect("tables is a list");
                 tables.retain(|table| table["name"] != "public.noise");
@@ -148,7 +148,7 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("a role whose name no server accepts", "role", |objects| {
             objects.with_side(|side| side["roles"] = json!(["a\0b"]));
         }),
-        ("the bytes of another snapshot of the same size", "the SHA-256 of", |objects| {
+        ("the bytes of another snapshot with the same size", "the SHA-256 of", |objects| {
             let mut other = objects.dump.clone();
             other.rotate_left(4096);
             objects.store.write(BUCKET, &objects.path(""), other);
@@ -156,7 +156,7 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("an empty dump, with a matching record", "pg_restore exited with", |objects| {
             objects.with_dump(b"");
         }),
-        ("a text instead of a dump, with a matching record", "pg_restore exited with", |objects| {
+        ("text instead of a dump, with a matching record", "pg_restore exited with", |objects| {
             objects.with_dump(b"DROP DATABASE svc;\n");
         }),
         ("only the header of a dump, with a matching record", "pg_restore exited with", |objects| {
@@ -182,7 +182,7 @@ async fn every_tampered_object_is_refused() -> Result<()> {
     let rows = table.len() as u64;
     for (name, expected_error, tamper) in table {
         tamper(&objects);
-        // A complete download of an earlier run would not need the store.
+        // A complete download from an earlier run would not need the store.
         let fetched = find(&new.path("var/lib/svc/restore"), "").unwrap_or_default();
         fetched.iter().try_for_each(|path| svc::fsx::remove_if_exists(path))?;
         let result = new.run(&["svc-restore"]).context(name)?;
@@ -198,7 +198,7 @@ async fn every_tampered_object_is_refused() -> Result<()> {
     Figures { faults_tried: rows, ..Figures::new("tampered objects") }.record()
 }
 
-/// Returns the files below a directory whose names have this prefix.
+/// Returns the files below a directory whose names have the given prefix.
 fn find(dir: &std::path::Path, prefix: &str) -> Result<Vec<std::path::PathBuf>> {
     let (mut found, mut pending_dirs) = (Vec::new(), vec![dir.to_owned()]);
     while let Some(dir) = pending_dirs.pop() {
@@ -213,7 +213,7 @@ fn find(dir: &std::path::Path, prefix: &str) -> Result<Vec<std::path::PathBuf>> 
     Ok(found)
 }
 
-/// Names and values that would be statements if they were not quoted.
+/// Names and values that would be SQL statements if they were not quoted.
 #[tokio::test]
 async fn record_text_is_never_executed_as_sql() -> Result<()> {
     let (store, _old, new) = old_and_new_machines().await?;
@@ -240,7 +240,7 @@ async fn record_text_is_never_executed_as_sql() -> Result<()> {
             let result = new.run(&["svc-restore"])?;
             let admin = new.postgres().connect("postgres").await?;
             let roles = admin.query("SELECT FROM pg_roles WHERE rolname = 'intruder'", &[]).await?;
-            assert!(roles.is_empty(), "{name}: {text} was run");
+            assert!(roles.is_empty(), "{name}: {text} was executed");
             match result.code {
                 Some(0) => {
                     assert!(new.has_marker() && is_restored(&new).await?, "{name}: {}", result.stderr);
@@ -274,8 +274,8 @@ async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
     Ok(())
 }
 
-/// A backup checks pointer and record first: it never overwrites an unreadable pointer, and it replaces a snapshot that
-/// cannot be restored.
+/// A backup checks the pointer and the record first: it never overwrites an unreadable pointer, and it replaces a
+/// snapshot that cannot be restored.
 #[tokio::test]
 async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
     let (store, old, _new) = old_and_new_machines().await?;

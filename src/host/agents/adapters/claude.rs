@@ -4,9 +4,9 @@
 //! `total_cost_usd` and `modelUsage` accumulate over results and over resumed conversations. The usage of a run is
 //! therefore the sum of `model_usage_since_last_result` over its results; background work causes several results.
 //!
-//! Earlier releases, such as 2.1.197, do not print that field. For them, the last `modelUsage` counts, which includes
-//! subagents. In a resumed conversation, the part of earlier runs in it is unknown, so the tokens in `usage` count,
-//! which omit subagents.
+//! Earlier releases, such as 2.1.197, do not print that field. For those, the last `modelUsage`, which includes
+//! subagents, is used. In a resumed conversation, the share of earlier runs in it is unknown, so the tokens in `usage`,
+//! which omit subagents, are used instead.
 
 use std::collections::BTreeMap;
 
@@ -141,7 +141,7 @@ enum Block {
     Other,
 }
 
-/// A run of Claude Code.
+/// A Claude Code run.
 #[derive(Default)]
 pub struct Claude {
     /// Includes the tokens and cost of the results so far.
@@ -154,7 +154,7 @@ pub struct Claude {
     turn_end: Option<TurnEnd>,
     has_result: bool,
     /// Input tokens per model message since the last result. For an interrupted run, no other usage is known: output
-    /// tokens are only reported at the end.
+    /// tokens are reported only at the end.
     input_tokens: BTreeMap<String, u64>,
 }
 
@@ -305,7 +305,7 @@ fn result_text(content: &Value) -> String {
     }
 }
 
-/// Converts an amount; an invalid one counts as zero.
+/// Converts an amount; invalid amounts count as zero.
 fn dollars(number: f64) -> Dollars {
     Dollars::from_f64(number).unwrap_or_default()
 }
@@ -398,7 +398,7 @@ mod tests {
         let (_, outcome) = replay("sigterm");
         let error = outcome.error.unwrap();
         assert_eq!((error.tool.as_deref(), error.turn), (Some("Bash"), Some(1)));
-        // A result that reports the interrupt has no tool of its own.
+        // A result that reports the interruption names no tool itself.
         let error = replay("sigint").1.error.unwrap();
         assert_eq!((error.tool.as_deref(), error.turn), (Some("Bash"), Some(3)));
         assert!(outcome.tokens_in > 0 && outcome.cost.is_none(), "{} {:?}", outcome.tokens_in, outcome.cost);
@@ -460,7 +460,7 @@ mod tests {
             let cost = outcome.cost.unwrap_or_default().nanos();
             (outcome.tokens_in, outcome.tokens_out, cost, outcome.has_unreported_usage)
         };
-        // Five calls of the model, three of them by a subagent.
+        // Five model calls, three of them by a subagent.
         assert_eq!(usage("agent_fg_2_1_197"), (45_000, 1000, 156_250_000, false));
         assert_eq!(usage("sigint_2_1_197"), (9000, 200, 31_250_000, false));
     }

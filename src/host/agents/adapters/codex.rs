@@ -1,11 +1,11 @@
 //! Codex: parses the output of `codex exec --json`. Its format is documented in `tests/agents/README.md`, with the
 //! recordings that test this adapter.
 //!
-//! The output has neither model nor price, its usage covers all earlier runs of the thread, and it omits the usage of
-//! subagents and interrupted runs. [`super::codex_sessions`] therefore reads model and usage from the session files. A
-//! conversation ID that is a known thread is resumed; with any other ID, each run starts a new thread.
+//! The output reports neither model nor price; its usage covers all earlier runs of the thread, but not subagents or
+//! interrupted runs. [`super::codex_sessions`] therefore reads model and usage from the session files. If a
+//! conversation ID is that of a known thread, the thread is resumed; otherwise, each run starts a new thread.
 //!
-//! If the session files cannot be read, the printed usage counts, which is too high for a resumed thread.
+//! If the session files cannot be read, the printed usage is used, which is too high for a resumed thread.
 
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -82,7 +82,7 @@ struct Message {
     message: String,
 }
 
-/// A run of Codex.
+/// A Codex run.
 #[derive(Default)]
 pub struct Codex {
     run: RunState,
@@ -171,7 +171,7 @@ impl Codex {
                 Some(Event::Text { text })
             }
             ItemKind::CommandExecution { status, aggregated_output, exit_code, .. } => {
-                // The same format as in Claude Code's output.
+                // The same format as Claude Code's output.
                 let code = exit_code.map(|code| format!("Exit code {code}\n")).unwrap_or_default();
                 self.end_tool(at_ms, &item.id, &status, Some(&(code + &aggregated_output)))
             }

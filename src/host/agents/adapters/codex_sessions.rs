@@ -1,8 +1,8 @@
 //! Reads Codex's session files: `sessions/YYYY/MM/DD/rollout-TIME-THREAD.jsonl` in its home directory, as of release
 //! 0.169 (`tests/agents/README.md`).
 //!
-//! The output of Codex reports a thread's usage only when a turn succeeds, without its model or its subagents. The
-//! session files have the usage of each model call, including those of interrupted runs.
+//! Codex's output reports a thread's usage only when a turn succeeds, without its model or its subagents. The session
+//! files have the usage of each model call, including those of interrupted runs.
 
 use std::fs::{DirEntry, File};
 use std::io::{BufRead, BufReader, Read};
@@ -13,7 +13,7 @@ use jiff::Timestamp;
 use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
 
-/// Maximum number of session files that are considered.
+/// Maximum number of session files considered.
 const MAX_FILES: usize = 100_000;
 /// Maximum bytes read from a file.
 const MAX_FILE_BYTES: u64 = 256 << 20;
@@ -78,7 +78,7 @@ impl SessionUsage {
 pub fn read_usage(sessions: &Path, thread: &str, since: Timestamp) -> Option<SessionUsage> {
     let (mut total, mut has_usage) = (SessionUsage::default(), false);
     for file in session_files(sessions) {
-        let is_own_file = is_file_of_thread(&file, thread);
+        let is_own_file = is_file_for_thread(&file, thread);
         let modified = || Timestamp::try_from(file.metadata().ok()?.modified().ok()?).ok();
         if is_own_file || modified().is_some_and(|modified| modified >= since) {
             has_usage |= add_usage(&file.path(), thread, since, &mut total) == Some(true);
@@ -90,10 +90,10 @@ pub fn read_usage(sessions: &Path, thread: &str, since: Timestamp) -> Option<Ses
 /// Whether the thread exists and can be resumed.
 pub fn has_thread(sessions: &Path, thread: &str) -> bool {
     uuid::Uuid::try_parse(thread).is_ok()
-        && session_files(sessions).any(|file| is_file_of_thread(&file, thread))
+        && session_files(sessions).any(|file| is_file_for_thread(&file, thread))
 }
 
-fn is_file_of_thread(file: &DirEntry, thread: &str) -> bool {
+fn is_file_for_thread(file: &DirEntry, thread: &str) -> bool {
     file.file_name().to_str().is_some_and(|name| {
         name.strip_suffix(".jsonl")
             .and_then(|name| name.strip_suffix(thread))
@@ -111,7 +111,7 @@ fn session_files(sessions: &Path) -> impl Iterator<Item = DirEntry> {
 }
 
 /// Adds the usage in one file since `since`. Returns whether there is any; `None` if the file is unreadable or belongs
-/// to another thread.
+/// to a different thread.
 fn add_usage(path: &Path, thread: &str, since: Timestamp, total: &mut SessionUsage) -> Option<bool> {
     let mut lines = BufReader::new(open_regular(path)?.take(MAX_FILE_BYTES));
     let mut line = Vec::new();
@@ -148,7 +148,7 @@ fn open_regular(path: &Path) -> Option<File> {
     file.metadata().ok()?.is_file().then_some(file)
 }
 
-/// Reads the next line, up to [`MAX_LINE_BYTES`]; a longer line is truncated, so that it is invalid JSON. Returns
+/// Reads the next line, up to [`MAX_LINE_BYTES`]; a longer line is truncated, which makes it invalid JSON. Returns
 /// `false` at the end.
 fn read_line(lines: &mut impl BufRead, line: &mut Vec<u8>) -> std::io::Result<bool> {
     line.clear();

@@ -22,7 +22,7 @@ use super::{
 use crate::records::entry::{DispatchError, Status};
 use crate::records::money::Dollars;
 
-/// Maximum characters of the name of an error or a tool.
+/// Maximum characters in an error or tool name.
 const MAX_NAME_CHARS: usize = 100;
 
 #[derive(Deserialize)]
@@ -81,7 +81,7 @@ impl From<ErrorFields> for DispatchError {
     }
 }
 
-/// A run of an agent with this protocol.
+/// A run of an agent that uses this protocol.
 #[derive(Default)]
 pub struct JsonLines {
     run: RunState,

@@ -36,8 +36,8 @@ impl AdapterKind {
         }
     }
 
-    /// Where the transcript of a conversation is: a directory, and the file's name in one of its subdirectories; `None`
-    /// if the program has no transcripts.
+    /// The location of a conversation's transcript: a directory, and the file name in one of its subdirectories; `None`
+    /// if the program keeps no transcripts.
     pub fn transcript_location(
         self,
         location: &StateLocation<'_>,
@@ -52,7 +52,7 @@ impl AdapterKind {
         }
     }
 
-    /// The directory of Codex's session files (see [`super::codex_sessions`]).
+    /// The directory with Codex's session files (see [`super::codex_sessions`]).
     pub fn sessions_dir(self, location: &StateLocation<'_>) -> Option<PathBuf> {
         (self == Self::Codex).then(|| location.resolve("CODEX_HOME", ".codex").join("sessions"))
     }
@@ -69,11 +69,11 @@ pub struct StateLocation<'a> {
 }
 
 impl StateLocation<'_> {
-    /// Returns the directory that a variable names, or else the directory `below_home` in the home.
+    /// Returns the directory that a variable names, or else `below_home` in the home directory.
     fn resolve(&self, variable: &str, below_home: &str) -> PathBuf {
         let directory = |name: &str| {
             let value = self.environment.get(name).filter(|value| !value.is_empty())?;
-            // Relative paths start at the program's working directory.
+            // Relative paths are relative to the program's working directory.
             Some(self.working_dir.join(value))
         };
         directory(variable)
@@ -100,7 +100,7 @@ fn build_claude_launch(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
 }
 
 fn build_codex_launch(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
-    // The hooks are trusted: this machine or the owner installed them.
+    // The hooks are trusted: they were installed by this machine or by the owner.
     let mut arguments: Vec<String> =
         ["--json", "--skip-git-repo-check", "--dangerously-bypass-hook-trust"].map(str::to_owned).into();
     if let Some(model) = request.model {

@@ -1,8 +1,8 @@
-//! Adapters, which parse the output of coding agents' programs. Only [`codex_sessions`] performs I/O: it reads files.
+//! Adapters that parse the output of coding agents' programs. Only [`codex_sessions`] performs I/O: it reads files.
 //!
 //! An [`Adapter`] receives each line of a run's output and finally its exit status. It returns events during the run,
-//! and the outcome at the end: tools, tokens, cost and error. Unknown lines are ignored, because new releases of the
-//! programs add more.
+//! and the outcome at the end: tools, tokens, cost and error. Unknown lines are ignored, because new program releases
+//! add more.
 
 mod claude;
 pub mod codex;
@@ -27,7 +27,7 @@ use crate::records::money::Dollars;
 /// Longer messages and stacks are truncated.
 const MAX_MESSAGE_CHARS: usize = 2000;
 const MAX_STACK_CHARS: usize = 4000;
-/// Maximum characters of a model's name or a conversation ID.
+/// Maximum characters in a model name or a conversation ID.
 const MAX_ID_CHARS: usize = 200;
 
 /// An event that a run reports to its listeners.
@@ -66,8 +66,8 @@ pub enum Exit {
 }
 
 impl Exit {
-    /// Whether a signal ended the process. By convention, a program that handles a signal exits with 128 plus its
-    /// number.
+    /// Whether a signal ended the process. By convention, a program that handles a signal exits with 128 plus the
+    /// signal's number.
     pub fn is_caused_by_signal(self) -> bool {
         match self {
             Self::Code(code) => code > 128,
@@ -121,7 +121,7 @@ pub enum AdapterKind {
     ClaudeCode,
     /// Codex: `codex exec --json`.
     Codex,
-    /// The project's own protocol of JSON lines: see [`JsonLines`].
+    /// The project's own JSON Lines protocol: see [`JsonLines`].
     JsonLines,
 }
 
@@ -145,7 +145,7 @@ fn scrub_and_truncate(text: &str, max: usize) -> String {
     preview::flatten_and_truncate(&preview::scrub(text), max)
 }
 
-/// The error of a run that reported none itself. [`run::RunState::finish`] adds the tool and the turn.
+/// The error for a run that reported none itself. [`run::RunState::finish`] adds the tool and the turn.
 fn exit_failure(exit: Exit, stderr_tail: &str) -> DispatchError {
     let (name, message) = match exit {
         Exit::Code(0) => ("NoResult", "the agent exited without a result".to_owned()),

@@ -10,14 +10,14 @@ use std::sync::LazyLock;
 use regex_lite::Regex;
 use serde_json::Value;
 
-/// Maximum characters of a preview.
+/// Maximum characters in a preview.
 pub const MAX_PREVIEW_CHARS: usize = 200;
-/// Maximum characters of an input or error that are scanned.
+/// Maximum characters scanned in an input or error.
 const MAX_SCANNED_CHARS: usize = 4000;
 
 const REDACTED: &str = "***";
 
-/// Patterns of secrets, and their replacements.
+/// Secret patterns and their replacements.
 static PATTERNS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
     [
         (r"-----BEGIN [A-Z0-9 ]+-----[\s\S]*?(-----END [A-Z0-9 ]+-----|$)", REDACTED),
@@ -54,7 +54,7 @@ pub fn scrub(text: &str) -> String {
     text
 }
 
-/// Names of variables that hold a secret.
+/// Names of variables that hold secrets.
 static SECRET_NAMES: LazyLock<Regex> = LazyLock::new(|| {
     Regex::new(
         "(?i)passw|passphrase|pwd|secret|token($|_)|key(s?$|_|[0-9])|credential|(^|_)auth($|_)|dsn$|cookie",
@@ -144,8 +144,8 @@ pub fn preview_error(error: &str, max_bytes: usize) -> String {
     text
 }
 
-/// The start of a tool's input, on one line and without secrets: of its most informative field, such as a command, path
-/// or query, or else of the whole input as JSON.
+/// The start of a tool's most informative input field, such as a command, path or query, or else of the whole input as
+/// JSON; on one line and without secrets.
 pub fn preview_input(input: &Value) -> String {
     const PREVIEWED_FIELDS: [&str; 9] =
         ["command", "file_path", "notebook_path", "path", "pattern", "url", "query", "description", "prompt"];

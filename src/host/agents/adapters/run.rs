@@ -1,4 +1,4 @@
-//! The state of a run that every adapter collects.
+//! The run state that every adapter collects.
 
 use super::tools::ToolCalls;
 use super::{MAX_ID_CHARS, Outcome, scrub_and_truncate};

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use super::{AdapterKind, Outcome};
 use crate::records::money::Dollars;
 
-/// The agent if the settings name none: the release's Claude Code, which may edit the owner's files without
+/// The agent used if the settings name none: the release's Claude Code, which may edit the owner's files without
 /// confirmation and has no other permissions.
 const DEFAULT_NAME: &str = "claude";
 const DEFAULT_COMMAND: [&str; 3] = ["claude", "--permission-mode", "acceptEdits"];
@@ -16,7 +16,7 @@ const DEFAULT_CONCURRENCY: usize = 4;
 const MAX_CONCURRENCY: usize = 64;
 pub const DEFAULT_DEADLINE_SECONDS: u64 = 3600;
 pub const MAX_DEADLINE_SECONDS: u64 = 86_400;
-/// Maximum characters of an agent's name.
+/// Maximum characters in an agent name.
 pub const MAX_AGENT_NAME_CHARS: usize = 64;
 
 /// Maximum apps per agent.
@@ -52,7 +52,7 @@ impl fmt::Debug for Agent {
 pub struct Price {
     pub input: Dollars,
     pub output: Dollars,
-    /// Price of input that the model's service had cached; the price of other input by default.
+    /// Price of input that the model's service had cached; defaults to the price of other input.
     #[serde(default)]
     pub cached_input: Option<Dollars>,
 }
@@ -106,7 +106,7 @@ impl AgentSettings {
     /// Checks the agents and applies the defaults.
     ///
     /// # Errors
-    /// A description of the mistake in the file, which quotes no value.
+    /// A description of the error in the file, which quotes no values.
     pub fn validate(
         agents: BTreeMap<String, AgentEntry>,
         dispatch: DispatchSection,
@@ -129,9 +129,9 @@ impl AgentSettings {
         Ok(Self { agents, default_agent, concurrency, prices })
     }
 
-    /// The cost of a run. Its sources, in order: the cost that the program reported; the price of the model that it
-    /// reported; the price of the requested model, which may be an alias. `None` if no price is known. The price of a
-    /// free requested model is not used if the program reported a model.
+    /// A run's cost. Its sources, in order of precedence: the cost that the program reported; the price of the model
+    /// that it reported; the price of the requested model, which may be an alias. `None` if no price is known. The
+    /// price of a free requested model is not used if the program reported a model.
     pub fn cost(&self, outcome: &Outcome, requested: Option<&str>) -> Option<Dollars> {
         let price = |model: Option<&str>| self.prices.get(model?);
         let requested_price = || price(requested).filter(|price| outcome.model.is_none() || !price.is_free());
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_agents_are_refused() {
+    fn invalid_agents_are_rejected() {
         let agent = |overrides: Value| {
             let mut agent = json!({"adapter": "json-lines", "command": ["x"]});
             agent.as_object_mut().unwrap().extend(overrides.as_object().unwrap().clone());
@@ -290,7 +290,7 @@ mod tests {
         assert_eq!(
             settings.cost(&outcome, Some("free")),
             None,
-            "a free model was requested, but another one ran"
+            "a free model was requested, but a different one ran"
         );
         outcome.model = None;
         assert_eq!(settings.cost(&outcome, Some("free")), Some(Dollars::ZERO));

@@ -1,4 +1,4 @@
-//! The tool calls of a run.
+//! A run's tool calls.
 
 use serde_json::Value;
 
@@ -12,7 +12,7 @@ const MAX_NAME_CHARS: usize = 100;
 /// Claude Code and Codex use IDs of about 30 characters. Longer IDs are compared by their start.
 const MAX_ID_CHARS: usize = 200;
 
-/// Maximum bytes of a call's error, and of all errors of a run.
+/// Maximum bytes in a call's error, and in all of a run's errors together.
 const MAX_ERROR_BYTES: usize = 1024;
 const MAX_ERRORS_BYTES: usize = 256 << 10;
 
@@ -23,7 +23,7 @@ pub struct ToolCalls {
     running: Vec<RunningCall>,
     error_bytes: usize,
     turns: u64,
-    /// A tool has ended since the last output of the model, so the next output begins a turn.
+    /// A tool has ended since the model's last output, so the next output begins a turn.
     has_results: bool,
 }
 
@@ -47,7 +47,7 @@ impl ToolCalls {
         let event =
             Event::ToolStarted { id: id.clone(), name: name.clone(), input_preview: input_preview.clone() };
         self.running.push(RunningCall { id, index: self.all.len(), started_ms: at_ms });
-        // The status of a tool that never ends is an error.
+        // A tool that never ends keeps the status `Error`.
         let tool = ToolCall { name, duration_ms: 0, input_preview, status: Status::Error, error: None };
         self.all.push(tool);
         Some(event)
@@ -83,7 +83,7 @@ impl ToolCalls {
         interrupted.map(|index| self.all[index].name.clone())
     }
 
-    /// Records that the model has produced output. Output after the results of tools begins a new turn.
+    /// Records that the model has produced output. Output after tool results begins a new turn.
     pub fn record_model_output(&mut self) {
         self.turns += u64::from(self.turns == 0 || self.has_results);
         self.has_results = false;

@@ -17,9 +17,9 @@ use svc_http::problem::{Code, Problem};
 
 /// Maximum queued dispatches.
 const MAX_QUEUED: usize = 500;
-/// Maximum queued dispatches of one sender.
+/// Maximum queued dispatches per sender.
 const MAX_QUEUED_PER_SENDER: usize = 200;
-/// Maximum bytes of the prompts of all queued dispatches.
+/// Maximum bytes in the prompts of all queued dispatches.
 const MAX_QUEUED_BYTES: usize = 64 << 20;
 
 impl Dispatcher {
@@ -27,7 +27,7 @@ impl Dispatcher {
     ///
     /// # Errors
     /// 503 while the records are being read, while dispatches are paused for a final backup, and at shutdown; 429 when
-    /// a limit is reached or the queue is full; 422 when the ID belongs to another request.
+    /// a limit is reached or the queue is full; 422 when the ID belongs to a different request.
     pub async fn accept(self: &Arc<Self>, request: DispatchRequest) -> Result<DispatchTarget, Problem> {
         self.wait_until_ready().await?;
         if let Some(id) = &request.id
@@ -145,7 +145,7 @@ fn build_dispatches(
     (DispatchTarget::Batch(batch), all)
 }
 
-/// Builds the problem for a request that a cost limit refuses; logs and counts the refusal.
+/// Builds the problem for a request rejected by a cost limit; logs and counts the rejection.
 fn cost_limit_problem(sender: &str, reached: &LimitReached) -> Problem {
     tracing::info!(sender, period = reached.period.as_str(), "dispatch refused: cost limit reached");
     DISPATCHES.add_one(["limited"]);
@@ -160,7 +160,7 @@ async fn resolve_repeated_request(
     found: DispatchTarget,
     request: &DispatchRequest,
 ) -> Result<DispatchTarget, Problem> {
-    // Records of earlier releases have no fingerprint.
+    // Records from earlier releases have no fingerprint.
     if !found.fingerprint().is_empty() && found.fingerprint() != request.fingerprint {
         let detail = "This id belongs to another dispatch; use a new one.";
         return Err(Problem::new(Code::IdempotencyMismatch, detail));

@@ -1,4 +1,4 @@
-//! The table of dispatches: looks dispatches up, starts the next ones, and ends them at shutdown.
+//! The dispatch table: looks up dispatches, starts the next ones, and ends them at shutdown.
 //!
 //! Invariants: an accepted dispatch is in the journal until its record is durable, unless the journal could not be
 //! written; an ID names one dispatch or batch; at most the configured number run concurrently; an amount is reserved
@@ -35,7 +35,7 @@ use svc_http::problem::{Code, Problem};
 /// Maximum ended dispatches kept in memory with their text and events.
 const MAX_ENDED: usize = 1000;
 const MAX_ENDED_BYTES: usize = 32 << 20;
-/// Multiplies both limits while a full disk prevents recording: a dispatch must stay findable by its ID until its
+/// Multiplies both limits while a full disk prevents recording: a dispatch must remain findable by its ID until its
 /// record is durable.
 const MAX_NOT_DURABLE_FACTOR: usize = 8;
 /// Interval at which the journal is pruned and the start of queued dispatches is retried.
@@ -91,7 +91,7 @@ pub(super) struct DispatchTable {
     /// Dispatches that are being written to the journal, and will then be queued.
     pub(super) unjournaled: Vec<Arc<Dispatch>>,
     pub(super) queue: Queue<Arc<Dispatch>>,
-    /// At most one dispatch per conversation runs: two would both start or resume it.
+    /// At most one dispatch per conversation runs at once: two would both start or resume it.
     running: Vec<Arc<Dispatch>>,
     /// Cancelled while writers are stopped: nothing starts, and running dispatches are ended.
     pause: CancellationToken,
@@ -108,9 +108,9 @@ pub struct Dispatcher {
     /// The bridge socket for agents.
     bridge_socket: PathBuf,
     pub(super) journal: Journal,
-    /// The socket of svc-agent.
+    /// The svc-agent socket.
     agent_socket: PathBuf,
-    /// The socket of svc-watch.
+    /// The svc-watch socket.
     pub(super) watcher_socket: PathBuf,
     table: Mutex<DispatchTable>,
     pub(super) runs: TaskTracker,
@@ -118,7 +118,7 @@ pub struct Dispatcher {
     stop: CancellationToken,
     /// Cancelled when all runs have ended: event streams end.
     pub closed: CancellationToken,
-    /// Cancelled when the dispatches of the previous process have been restored.
+    /// Cancelled when the previous process's dispatches have been restored.
     pub(super) recovered: CancellationToken,
 }
 
@@ -158,10 +158,10 @@ impl Dispatcher {
         Ok(())
     }
 
-    /// Looks up an ID, in memory and then in the records of the last days.
+    /// Looks up an ID, in memory and then in the records of the last few days.
     ///
     /// # Errors
-    /// The records cannot be read; logged.
+    /// The records cannot be read; the failure is logged.
     pub async fn find(&self, id: &DispatchId) -> Result<Option<DispatchTarget>, Problem> {
         if let Some(found) = self.lock().targets.get(id.as_str()).cloned() {
             return Ok(Some(found));
@@ -250,7 +250,7 @@ impl Dispatcher {
                     let interaction = run::interrupted_interaction(
                         &dispatch,
                         "Internal",
-                        "internal error of the gateway",
+                        "internal gateway error",
                         reserved,
                     );
                     dispatcher.end(&dispatch, interaction, None).await;
@@ -348,8 +348,8 @@ impl Dispatcher {
         self.end(dispatch, interaction, text).await;
     }
 
-    /// Reports the end to svc-watch, which closes the tool calls that the agent left open. Does nothing without
-    /// svc-watch.
+    /// Reports the end to svc-watch, which closes the tool calls that the agent left open. Does nothing if svc-watch is
+    /// not running.
     async fn report_end_to_watcher(&self, dispatch: &Dispatch) {
         let message = Message::dispatch_end(dispatch.id(), dispatch.take_seen_calls());
         audit_protocol::send_from_dispatcher(&self.watcher_socket, message).await;
@@ -358,11 +358,11 @@ impl Dispatcher {
     /// Ends a dispatch whose cost limit was reached before its turn. Like any refused dispatch, it has no interaction.
     async fn refuse(&self, dispatch: &Arc<Dispatch>, reached: &LimitReached) {
         DISPATCHES.add_one(["limited"]);
-        // Its batch stays in the journal until all entries have ended: a crash must not queue this one again.
+        // Its batch stays in the journal until all entries have ended, and a crash must not queue this one again.
         let refused = JournalEntry { refused: Some(reached.period), ..dispatch.accepted.clone() };
         if !self.write_journal(vec![refused]).await {
             let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());
-            // After a crash, the dispatch is then recorded as interrupted. That is wrong, but it does not run.
+            // After a crash, a dispatch marked as started is recorded as interrupted: wrong, but it does not run.
             let _ = tokio::task::spawn_blocking(move || journal.mark_started(&accepted)).await;
         }
         self.end_refused(dispatch, reached.period);
@@ -392,7 +392,7 @@ impl Dispatcher {
                 warnings.iter().for_each(|warning| dispatch.publish("warning", &warning.to_json()));
                 self.lock().recorded.push(JournalFile::One(dispatch.id().to_owned()));
             }
-            // The dispatch is recorded at the next start.
+            // The dispatch will be recorded at the next start.
             None => {
                 tracing::warn!(id = dispatch.id(), "a dispatch stays in the journal: its record was dropped");
             }
@@ -403,7 +403,7 @@ impl Dispatcher {
         self.retain_ended(dispatch);
     }
 
-    /// Keeps an ended dispatch for later requests, and evicts the oldest ones above the limits.
+    /// Keeps an ended dispatch for later requests, and evicts the oldest ones beyond the limits.
     pub(super) fn retain_ended(&self, dispatch: &Arc<Dispatch>) {
         let mut table = self.lock();
         if let Some(batch) = dispatch.batch.as_ref().filter(|batch| batch.is_over()) {
@@ -447,7 +447,7 @@ impl Dispatcher {
         let journal = self.journal.clone();
         let written = run_blocking(move || journal.write(&all)).await;
         if written.is_err() {
-            tracing::warn!("cannot write a dispatch to the journal; a crash of the gateway would lose it");
+            tracing::warn!("cannot write a dispatch to the journal; a gateway crash would lose it");
         }
         written.is_ok()
     }
@@ -492,7 +492,7 @@ impl Dispatcher {
         self.stop.cancel();
         self.runs.close();
         if tokio::time::timeout(SHUTDOWN_TIMEOUT, self.runs.wait()).await.is_err() {
-            tracing::warn!("dispatches did not end in time; they are recorded at the next start");
+            tracing::warn!("dispatches did not end in time; they will be recorded at the next start");
         }
         self.closed.cancel();
         self.prune_journal().await;

@@ -1,4 +1,4 @@
-//! The events of a dispatch, in order and bounded, for current and later listeners.
+//! A dispatch's events, in order and bounded in size, for current and later listeners.
 
 use std::collections::VecDeque;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
@@ -8,15 +8,15 @@ use jiff::Timestamp;
 use serde_json::Value;
 use tokio::sync::watch;
 
-/// Maximum bytes of the events kept; the oldest are dropped first.
+/// Maximum bytes of events kept; the oldest are dropped first.
 const MAX_BYTES: usize = 1 << 20;
 
-/// The first event number of this process: its start in microseconds, so that it is above all numbers of earlier
+/// The first event number of this process: its start in microseconds, so that it exceeds all numbers from earlier
 /// processes.
 static FIRST_NUMBER: LazyLock<u64> =
     LazyLock::new(|| u64::try_from(Timestamp::now().as_millisecond()).unwrap_or_default() * 1000);
 
-/// The events of a dispatch, or of a batch.
+/// The events of a dispatch or a batch.
 pub struct EventLog {
     buffer: Mutex<Buffer>,
     latest: watch::Sender<u64>,
@@ -73,8 +73,8 @@ impl EventLog {
         self.latest.send_replace(number + 1);
     }
 
-    /// Reads the events from number `from` on. A number outside this process's range is from an earlier process: then
-    /// all events are read.
+    /// Reads the events starting with number `from`. A number outside this process's range is from an earlier process;
+    /// in that case, all events are read.
     pub fn read(&self, from: u64) -> ReadEvents {
         let buffer = self.lock();
         let next = buffer.first + buffer.events.len() as u64;

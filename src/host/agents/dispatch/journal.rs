@@ -1,5 +1,5 @@
-//! The journal of dispatches that are accepted and not yet recorded. After a crash, queued ones are queued again and
-//! running ones are recorded as interrupted, so that no accepted dispatch is lost.
+//! The journal of dispatches that have been accepted but not yet recorded. After a crash, queued ones are queued again
+//! and running ones are recorded as interrupted, so that no accepted dispatch is lost.
 //!
 //! Each dispatch has its own file, `ID.json`. A batch is accepted atomically in one file, `ID.batch`; entries that have
 //! started or were refused also have a separate file. On a full disk, an empty `ID.begun` marks a dispatch as started.
@@ -48,7 +48,7 @@ pub struct JournalEntry {
     /// The result, until its record is durable.
     #[serde(default)]
     pub ended: Option<Interaction>,
-    /// The limit that refused this entry of a batch; kept until the batch is removed from the journal.
+    /// The limit that caused this batch entry to be refused; kept until the batch is removed from the journal.
     #[serde(default)]
     pub refused: Option<Period>,
 }
@@ -57,7 +57,7 @@ impl JournalEntry {
     pub const VERSION: u32 = 1;
 }
 
-/// A file of the journal.
+/// A journal file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum JournalFile {
     One(String),
@@ -123,11 +123,11 @@ impl Journal {
         }
     }
 
-    /// Reads all entries, in the order of acceptance. Other files stay in place; unreadable and invalid ones are
-    /// logged. Must run before anything is written.
+    /// Reads all entries, in order of acceptance. Other files stay in place; unreadable and invalid ones are logged.
+    /// Must run before anything is written.
     ///
     /// # Errors
-    /// [`FileError`] if the journal exists and cannot be read.
+    /// [`FileError`] if the journal exists but cannot be read.
     pub fn read(&self) -> Result<Vec<JournalEntry>, FileError> {
         let entries = match std::fs::read_dir(&self.0) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -140,7 +140,7 @@ impl Journal {
         for entry in entries {
             let path = entry.map_err(FileError::wrap("read", &self.0))?.path();
             match path.extension().and_then(OsStr::to_str) {
-                // The file of an entry is newer than its batch.
+                // An entry's own file is newer than its batch's file.
                 Some("json") => {
                     found.extend(read_entry::<JournalEntry>(&path).map(|entry| (entry.id.clone(), entry)));
                 }
@@ -194,7 +194,7 @@ fn read_entry<T: DeserializeOwned>(path: &Path) -> Option<T> {
     })?;
     let entry = serde_json::from_slice(&text);
     if entry.is_err() {
-        tracing::warn!(path = %path.display(), "invalid file in the journal of dispatches; leaving it in place");
+        tracing::warn!(path = %path.display(), "invalid file in the dispatch journal; leaving it in place");
     }
     entry.ok()
 }

@@ -1,9 +1,9 @@
-//! The queue of dispatches. Performs no I/O. Each sender has its own queue, and senders take turns, so that no sender
+//! The dispatch queue. Performs no I/O. Each sender has its own queue, and senders take turns, so that no sender
 //! starves the others.
 
 use std::collections::{BTreeMap, VecDeque};
 
-/// The decision about the first dispatch of a sender.
+/// The decision about a sender's first dispatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QueueDecision {
     Take,
@@ -131,7 +131,7 @@ mod tests {
     }
 
     proptest! {
-        /// A new sender waits for at most one dispatch of each other sender.
+        /// A new sender waits for at most one dispatch from each other sender.
         #[test]
         fn senders_are_served_round_robin(many in 1_usize..50, others in 1_usize..10) {
             let mut queue = Queue::default();

@@ -1,5 +1,5 @@
-//! Restores the dispatches of the previous process: queues those that waited, records those that ran, and prunes the
-//! journal.
+//! Restores the dispatches of the previous process: queues those that were waiting, records those that were running,
+//! and prunes the journal.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
@@ -47,13 +47,13 @@ impl Dispatcher {
                 tokio::spawn(report_ends_to_watcher(self.watcher_socket.clone(), started_ids(&unfinished)));
                 self.restore(unfinished, &recorded_interactions);
             }
-            // It is unknown which of the dispatches are recorded. All stay in the journal until the next start, so that
-            // none is recorded twice.
+            // It is unknown which of the dispatches have been recorded. All stay in the journal until the next start,
+            // so that none is recorded twice.
             Ok((unfinished, Err(error))) => {
                 tracing::error!(unfinished = unfinished.len(), error = %format_chain(&error),
                     "cannot restore dispatches; they stay in the journal");
             }
-            Err(_) => tracing::error!("cannot read the journal of dispatches; its files stay in place"),
+            Err(_) => tracing::error!("cannot read the dispatch journal; its files stay in place"),
         }
         self.recovered.cancel();
         self.start_ready();
@@ -106,15 +106,13 @@ impl Dispatcher {
                     Interaction { duration_ms, ..interrupted }
                 }
                 (None, None) => {
-                    self.kernel.note(&format!(
-                        "dispatch {}: queued again after a restart of the gateway",
-                        dispatch.id()
-                    ));
+                    self.kernel
+                        .note(&format!("dispatch {}: queued again after a gateway restart", dispatch.id()));
                     self.lock().queue.push(&dispatch.accepted.sender_id, Arc::clone(&dispatch));
                     continue;
                 }
             };
-            self.kernel.note(&format!("dispatch {}: recorded after a restart of the gateway", dispatch.id()));
+            self.kernel.note(&format!("dispatch {}: recorded after a gateway restart", dispatch.id()));
             if self.kernel.record(&interaction).is_some() {
                 self.lock().recorded.push(JournalFile::One(dispatch.id().to_owned()));
             }

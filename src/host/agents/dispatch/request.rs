@@ -1,4 +1,4 @@
-//! Parses, validates and fingerprints requests for dispatches. The fingerprint detects reused IDs.
+//! Parses, validates and fingerprints dispatch requests. The fingerprint detects reused IDs.
 
 use std::fmt;
 use std::str::FromStr;
@@ -25,7 +25,7 @@ pub struct DispatchId(String);
 impl DispatchId {
     pub const PATTERN: &str = "^[A-Za-z0-9][A-Za-z0-9._-]{0,103}$";
     const MAX_CHARS: usize = 104;
-    /// Maximum characters of an ID that a caller chooses; leaves room for the index of an entry.
+    /// Maximum characters in an ID chosen by a caller; leaves room for an entry's index.
     const MAX_CALLER_ID_CHARS: usize = 100;
 
     pub fn generate() -> Self {

@@ -1,4 +1,4 @@
-//! The gateway's side of a run: sends the order, follows the agent's output, and builds the interaction.
+//! The gateway's side of a run: sends the request, follows the agent's output, and builds the interaction.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -19,7 +19,7 @@ use crate::agents::adapters::{Adapter, Event, Exit, Outcome};
 use crate::agents::bridge_tokens::{AgentToken, AgentTokens};
 use crate::agents::kernel::Kernel;
 use crate::agents::protocol::{
-    GatewayFrame, INTERRUPT_GRACE, Order, RunResult, RunnerFrame, TERMINATE_GRACE,
+    GatewayFrame, INTERRUPT_GRACE, RunRequest, RunResult, RunnerFrame, TERMINATE_GRACE,
 };
 use crate::audit::protocol::{self, COMMAND_TOOLS, Message, Process, WRITER_TOOLS};
 use crate::records::entry::{DispatchError, Interaction, Status};
@@ -30,12 +30,12 @@ use svc_base::clock;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time that the runner has to end a cancelled run, in addition to the agent's grace periods.
 const END_TIMEOUT: Duration = Duration::from_secs(15);
-/// The recorded model if none is known.
+/// The model that is recorded if none is known.
 const UNKNOWN_MODEL: &str = "unknown";
 /// Tools that start subagents.
 const SPAWN_TOOLS: [&str; 4] = ["Agent", "Task", "spawn_agent", "task"];
 
-/// The reason why a run was ended early_end.
+/// The reason for ending a run early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum EndReason {
     Cancelled,
@@ -47,12 +47,12 @@ enum EndReason {
 /// The gateway's resources that a run uses.
 pub struct RunContext<'a> {
     pub kernel: &'a Kernel,
-    /// The socket of svc-agent.
+    /// The svc-agent socket.
     pub agent_socket: &'a Path,
     pub agent_tokens: &'a Arc<AgentTokens>,
     /// The bridge socket for agents.
     pub bridge_socket: &'a Path,
-    /// The socket of svc-watch.
+    /// The svc-watch socket.
     pub watcher_socket: &'a Path,
     /// Cancelled at shutdown.
     pub stop: &'a CancellationToken,
@@ -121,15 +121,15 @@ fn estimate_cost(
     }
 }
 
-/// Builds the interaction of a dispatch that ended without a run.
+/// Builds the interaction for a dispatch that ended without a run.
 pub fn interaction_without_run(dispatch: &Dispatch, name: &str, message: &str) -> Interaction {
     let outcome = failed_outcome(name, message);
     let model = dispatch.accepted.entry.model.clone();
     build_interaction(dispatch, outcome, model, Dollars::ZERO, Duration::ZERO)
 }
 
-/// Builds the interaction of a dispatch whose run was interrupted without an outcome. Its cost is unknown, so the
-/// reservation counts.
+/// Builds the interaction for a dispatch whose run was interrupted without an outcome. Its cost is unknown, so the
+/// reservation is recorded.
 pub fn interrupted_interaction(
     dispatch: &Dispatch,
     name: &str,
@@ -147,7 +147,7 @@ struct RunEnd {
 }
 
 impl From<Outcome> for RunEnd {
-    /// No agent was running, or it ended by itself.
+    /// No agent was running, or it ended on its own.
     fn from(outcome: Outcome) -> Self {
         Self { outcome, is_cut_off: false }
     }
@@ -261,10 +261,10 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn build_order(&self, agent: &Agent) -> GatewayFrame {
+    fn build_request(&self, agent: &Agent) -> GatewayFrame {
         let accepted = &self.dispatch.accepted;
-        GatewayFrame::Order(Box::new(Order {
-            version: Order::VERSION,
+        GatewayFrame::Run(Box::new(RunRequest {
+            version: RunRequest::VERSION,
             id: accepted.id.clone(),
             agent_name: accepted.entry.agent_name.clone(),
             adapter: agent.adapter,
@@ -288,11 +288,11 @@ impl<'a> Run<'a> {
             let error = Some(self.early_end_error(why));
             return Outcome { error, ..failed_outcome("", String::new()) }.into();
         }
-        let order = self.build_order(agent);
+        let request = self.build_request(agent);
         let timeout = CONNECT_TIMEOUT.min(self.deadline.saturating_duration_since(Instant::now()));
         let connected = async {
             let mut connection = UnixStream::connect(self.context.agent_socket).await?;
-            order.write(&mut connection).await?;
+            request.write(&mut connection).await?;
             Ok::<_, std::io::Error>(connection.into_split())
         };
         let (from, to) = match tokio::time::timeout(timeout, connected).await {
@@ -305,7 +305,7 @@ impl<'a> Run<'a> {
                 )
                 .into();
             }
-            Err(_) => return failed_outcome("NoRunner", "svc-agent did not accept the order in time").into(),
+            Err(_) => return failed_outcome("NoRunner", "svc-agent did not accept the run in time").into(),
         };
         let ended = self.follow(from, to).await;
         let at = self.elapsed_ms();
@@ -424,7 +424,7 @@ impl<'a> Run<'a> {
                 self.is_started = true;
                 let entry = &self.dispatch.accepted.entry;
                 self.context.kernel.note(&format!(
-                    "dispatch {}: {} runs for {} as process {pid}",
+                    "dispatch {}: {} is running for {} as process {pid}",
                     self.dispatch.id(),
                     entry.agent_name,
                     self.dispatch.accepted.sender_id
@@ -489,7 +489,7 @@ mod tests {
         let estimate = |outcome: &Outcome, cost, is_cut_off| {
             estimate_cost(&settings, outcome, outcome.cost.or(cost), is_cut_off, reserved)
         };
-        // The agent ended by itself and may have chosen any exit code.
+        // The agent ended on its own and may have chosen any exit code.
         assert_eq!(estimate(&outcome(true, None), None, false), Some(reserved));
         assert_eq!(estimate(&outcome(true, None), Some(dollars(300)), false), Some(dollars(300)));
         assert_eq!(estimate(&outcome(true, Some(1)), None, false), Some(dollars(201)));

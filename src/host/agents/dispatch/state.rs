@@ -1,4 +1,4 @@
-//! The state of a dispatch and of a batch, in memory.
+//! The in-memory state of dispatches and batches.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -24,7 +24,7 @@ pub enum Phase {
     Running,
     Success,
     Error,
-    /// An entry of a batch that never ran, because a cost limit was reached before its turn.
+    /// A batch entry that never ran, because a cost limit was reached before its turn.
     Refused,
 }
 
@@ -85,7 +85,7 @@ pub struct Dispatch {
     is_durable: AtomicBool,
 }
 
-/// Dispatches of one request.
+/// The dispatches from one request.
 pub struct Batch {
     pub id: String,
     pub fingerprint: String,
@@ -128,7 +128,7 @@ impl Dispatch {
     pub fn from_record(interaction: Interaction, batch: Option<Arc<Batch>>) -> Arc<Self> {
         let position = interaction.batch_id.clone().map(|id| {
             let index = parse_entry_index(&interaction.id);
-            // The record does not have the size of the batch.
+            // The record does not contain the batch size.
             BatchPosition { id, index, size: 0 }
         });
         let accepted = JournalEntry {
@@ -251,7 +251,7 @@ impl Dispatch {
         }
     }
 
-    /// The JSON form in the API.
+    /// The JSON representation in the API.
     pub fn to_json(&self) -> Value {
         let state = self.lock();
         let end = state.end.as_ref();

@@ -1,4 +1,4 @@
-//! The output of an agent: its lines, within bounds, and the tail of its standard error.
+//! An agent's output: its lines, limited in length, and the tail of its standard error.
 
 use std::collections::VecDeque;
 use std::io;
@@ -17,7 +17,7 @@ pub enum Line {
     TooLong,
 }
 
-/// Reads line by line. A partly read line is kept when a read is cancelled.
+/// Reads line by line. A partially read line is kept when a read is cancelled.
 #[derive(Default)]
 pub struct Lines {
     line: Vec<u8>,

@@ -75,7 +75,7 @@ pub async fn kill_descendants() {
             }
         }
         if tokio::time::Instant::now() >= deadline {
-            tracing::warn!("a process of the run does not end after SIGKILL");
+            tracing::warn!("a process of the run has not ended after SIGKILL");
             return;
         }
         tokio::time::sleep(CHECK_INTERVAL).await;

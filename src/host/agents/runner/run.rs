@@ -1,8 +1,8 @@
-//! One run: reads an order, forwards the agent's output, and reports its exit.
+//! One run: reads a request, forwards the agent's output, and reports its exit.
 //!
 //! A run ends when the agent exits, when the gateway cancels or disconnects, or when this process is stopped. The agent
 //! first gets SIGINT, so that it can still report its cost, and then SIGTERM, because its tools may run in their own
-//! sessions, which only the agent ends. Then all remaining processes are killed.
+//! sessions, which only the agent can end. Then all remaining processes are killed.
 
 use std::io;
 use std::os::unix::process::ExitStatusExt;
@@ -26,13 +26,13 @@ use crate::agents::adapters::codex_sessions::SessionUsage;
 use crate::agents::adapters::launch::{LaunchRequest, StateLocation};
 use crate::agents::adapters::{AdapterKind, Exit, codex};
 use crate::agents::protocol::{
-    GatewayFrame, INTERRUPT_GRACE, Order, RunResult, RunnerFrame, TERMINATE_GRACE,
+    GatewayFrame, INTERRUPT_GRACE, RunRequest, RunResult, RunnerFrame, TERMINATE_GRACE,
 };
 use crate::system::layout::Layout;
 use svc_base::chain::format_chain;
 
-/// Timeout for reading the order, and then for reading the go-ahead.
-const ORDER_TIMEOUT: Duration = Duration::from_secs(10);
+/// Timeout for reading the request, and then for reading the go-ahead.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time that the output may stay open after the agent has exited: a child may have inherited it.
 const OUTPUT_CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Timeout for one write to the gateway, after which the run is cancelled.
@@ -41,43 +41,44 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 const USAGE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval at which the agent's orphans are reaped.
 const REAP_INTERVAL: Duration = Duration::from_secs(1);
-/// The search path of an agent, after the release's own directories.
+/// An agent's search path, after the release's own directories.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// Environment variables that a run inherits from this process.
 const INHERITED_VARIABLES: [&str; 5] = ["HOME", "USER", "LOGNAME", "LANG", "TZ"];
 
-/// Serves one connection of the gateway.
+/// Serves one connection from the gateway.
 ///
 /// # Errors
 /// The connection failed before the agent started.
 pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationToken) -> io::Result<()> {
     let (mut from, mut to) = connection.into_split();
-    let order = tokio::time::timeout(ORDER_TIMEOUT, GatewayFrame::read(&mut from)).await;
-    let Some(GatewayFrame::Order(order)) = order.map_err(|_| io::ErrorKind::TimedOut)?? else {
+    let request = tokio::time::timeout(REQUEST_TIMEOUT, GatewayFrame::read(&mut from)).await;
+    let Some(GatewayFrame::Run(request)) = request.map_err(|_| io::ErrorKind::TimedOut)?? else {
         return Ok(());
     };
-    if ![Order::VERSION_WITHOUT_READY, Order::VERSION].contains(&order.version) {
-        let why = format!("svc-agent does not support orders of version {}", order.version);
+    if ![RunRequest::VERSION_WITHOUT_READY, RunRequest::VERSION].contains(&request.version) {
+        let why = format!("svc-agent does not support requests of version {}", request.version);
         return RunnerFrame::Refused(why).write(&mut to).await;
     }
     if let Err(error) = process_tree::adopt_orphans() {
         tracing::warn!(%error, "cannot adopt orphans; systemd will kill them");
     }
-    if order.version != Order::VERSION_WITHOUT_READY && !wait_for_go(&mut from, &mut to).await? {
+    if request.version != RunRequest::VERSION_WITHOUT_READY && !wait_for_go(&mut from, &mut to).await? {
         let why = "the dispatch was cancelled before the agent started";
         return RunnerFrame::Refused(why.to_owned()).write(&mut to).await;
     }
-    let (child, is_resumed) = match start_agent(layout, &order) {
+    let (child, is_resumed) = match start_agent(layout, &request) {
         Ok(started) => started,
         Err(error) => {
-            let program = order.command.first().map_or("", String::as_str);
+            let program = request.command.first().map_or("", String::as_str);
             let why = format!("the agent's program {program:?} cannot be started: {}", format_chain(&error));
             return RunnerFrame::Refused(why).write(&mut to).await;
         }
     };
     let (home, working_dir) = (user_home(layout), layout.home());
-    let location = StateLocation { home: &home, working_dir: &working_dir, environment: &order.environment };
-    let session = order.adapter.sessions_dir(&location).map(SessionFiles::new);
+    let location =
+        StateLocation { home: &home, working_dir: &working_dir, environment: &request.environment };
+    let session = request.adapter.sessions_dir(&location).map(SessionFiles::new);
     let run = Run { to, stop, cancelled: watch_cancellation(from), is_ending: false, is_resumed, session };
     run.drive(child).await;
     Ok(())
@@ -86,24 +87,25 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
 /// Reports this process's ID and waits for the gateway's go-ahead.
 async fn wait_for_go(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf) -> io::Result<bool> {
     RunnerFrame::Ready { pid: std::process::id() }.write(to).await?;
-    let go = tokio::time::timeout(ORDER_TIMEOUT, GatewayFrame::read(from)).await;
+    let go = tokio::time::timeout(REQUEST_TIMEOUT, GatewayFrame::read(from)).await;
     Ok(matches!(go.map_err(|_| io::ErrorKind::TimedOut)??, Some(GatewayFrame::Go)))
 }
 
 /// Starts the agent. Also returns whether the program resumes the conversation.
-fn start_agent(layout: &Layout, order: &Order) -> io::Result<(Child, bool)> {
+fn start_agent(layout: &Layout, request: &RunRequest) -> io::Result<(Child, bool)> {
     let (home, working_dir) = (user_home(layout), layout.home());
-    let location = StateLocation { home: &home, working_dir: &working_dir, environment: &order.environment };
-    let request = LaunchRequest {
-        agent_name: &order.agent_name,
-        prompt: &order.prompt,
-        model: order.model.as_deref(),
-        conversation_id: order.conversation_id.as_deref(),
+    let location =
+        StateLocation { home: &home, working_dir: &working_dir, environment: &request.environment };
+    let launch_request = LaunchRequest {
+        agent_name: &request.agent_name,
+        prompt: &request.prompt,
+        model: request.model.as_deref(),
+        conversation_id: request.conversation_id.as_deref(),
     };
-    let conversation_id = order.conversation_id.as_deref();
-    let has_conversation = conversation_id.is_some_and(|id| has_conversation(order.adapter, &location, id));
-    let launch = order.adapter.build_launch(&request, has_conversation);
-    let (program, first) = order.command.split_first().ok_or(io::ErrorKind::InvalidInput)?;
+    let conversation_id = request.conversation_id.as_deref();
+    let has_conversation = conversation_id.is_some_and(|id| has_conversation(request.adapter, &location, id));
+    let launch = request.adapter.build_launch(&launch_request, has_conversation);
+    let (program, first) = request.command.split_first().ok_or(io::ErrorKind::InvalidInput)?;
     let runtime = layout.runtime();
     let path =
         format!("{}:{}:{PATH}", runtime.join("agents/bin").display(), runtime.join("node/bin").display());
@@ -111,8 +113,8 @@ fn start_agent(layout: &Layout, order: &Order) -> io::Result<(Child, bool)> {
     command.args(first).args(&launch.arguments).current_dir(layout.home());
     command.env_clear().env("PATH", path).env("SHELL", "/bin/bash").env("TERM", "dumb");
     command.envs(INHERITED_VARIABLES.iter().filter_map(|name| Some((name, std::env::var_os(name)?))));
-    command.envs(launch.environment).envs(&order.environment);
-    command.env("SVC_DISPATCH_ID", &order.id).env("SVC_AGENT_NAME", &order.agent_name);
+    command.envs(launch.environment).envs(&request.environment);
+    command.env("SVC_DISPATCH_ID", &request.id).env("SVC_AGENT_NAME", &request.agent_name);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.process_group(0).kill_on_drop(true).spawn()?;
     if let Some(stdin) = child.stdin.take() {
@@ -138,11 +140,11 @@ fn has_conversation(adapter: AdapterKind, location: &StateLocation<'_>, conversa
 }
 
 async fn write_prompt(mut stdin: ChildStdin, prompt: Vec<u8>) {
-    // The exit of an agent that does not read its prompt reports the reason.
+    // If the agent does not read its prompt, its exit reports the reason.
     let _ = stdin.write_all(&prompt).await;
 }
 
-/// The session files that a program writes about its runs.
+/// The session files that a program writes for its runs.
 struct SessionFiles {
     sessions: PathBuf,
     since: Timestamp,

@@ -1,4 +1,4 @@
-//! The fields of a hook's input that are used; `tests/agents/README.md` documents the input.
+//! The hook input fields that are used; `tests/agents/README.md` documents the input.
 //!
 //! File contents and tool results are skipped while parsing and never leave the process.
 
@@ -9,7 +9,7 @@ use serde::de::IgnoredAny;
 
 use crate::audit::protocol::{COMMAND_TOOLS, Message, Phase, WRITER_TOOLS};
 
-/// Maximum bytes of a hook's input.
+/// Maximum bytes in a hook's input.
 const MAX_INPUT_BYTES: u64 = 4 << 20;
 
 #[derive(Debug, Deserialize)]
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn read_ignores_irrelevant_and_refuses_invalid_input() {
+    fn read_ignores_irrelevant_and_rejects_invalid_input() {
         assert!(parse(r#"{"hook_event_name":"PreToolUse","tool_name":"Read","tool_input":{}}"#).is_none());
         assert!(parse(r#"{"hook_event_name":"SessionStart"}"#).is_none());
         let unexpected = parse(

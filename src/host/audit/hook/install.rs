@@ -21,7 +21,7 @@ const fn without_matcher(event: &'static str) -> HookSpec {
     HookSpec { event, matcher: None }
 }
 
-/// An agent's program, and its settings file below the home.
+/// An agent's program, and its settings file below the home directory.
 struct Program {
     actor: &'static str,
     file: &'static str,
@@ -90,7 +90,7 @@ pub fn install(home: &Path, bin: &Path) -> Result<(), InstallError> {
 /// Removes the hook from all programs.
 ///
 /// # Errors
-/// As [`install`].
+/// See [`install`].
 pub fn uninstall(home: &Path) -> Result<(), InstallError> {
     change_all(home, |_, settings| settings::uninstall(settings))
 }

@@ -1,6 +1,6 @@
-//! `svc-hook`: reports the tool calls of agents to the watcher, and installs itself as a hook of their programs.
+//! `svc-hook`: reports agents' tool calls to the watcher, and installs itself as a hook in their programs.
 //!
-//! As a hook, it prints nothing, exits within `HOOK_TIMEOUT`, and always exits with 0, so that it never disturbs an
+//! As a hook, it prints nothing, exits within `HOOK_TIMEOUT`, and always exits with 0, so that it never disrupts an
 //! agent. A message that cannot be delivered is saved to a file for the watcher.
 
 mod input;

@@ -14,7 +14,7 @@ pub struct HookSpec {
     pub matcher: Option<&'static str>,
 }
 
-/// Settings whose structure does not allow hooks.
+/// An error in the structure of the settings.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0} must be {1}")]
 pub struct SettingsError(pub String, pub &'static str);
@@ -43,7 +43,7 @@ pub fn install(settings: &mut Value, specs: &[HookSpec], command: &str) -> Resul
 /// Removes our hook; `true` if there was one.
 ///
 /// # Errors
-/// As [`install`].
+/// See [`install`].
 pub fn uninstall(settings: &mut Value) -> Result<bool, SettingsError> {
     check_structure(settings)?;
     if settings.get("hooks").is_none() {

@@ -22,7 +22,7 @@ pub struct Agent {
     pub dispatch: Option<String>,
 }
 
-/// The time window of a running tool call. The call may have made any change in it.
+/// The time window of a running tool call. Any change in it may have been made by the call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CallWindow {

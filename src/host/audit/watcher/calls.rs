@@ -4,7 +4,7 @@ use super::call_windows::CallWindow;
 use super::peer::Peer;
 use crate::audit::protocol::{Message, Process};
 
-/// Maximum bytes of agent names and IDs; longer ones are truncated.
+/// Maximum bytes in agent names and IDs; longer ones are truncated.
 const MAX_NAME_BYTES: usize = 200;
 
 /// A tool call. Its process is part of its identity, because any program can send any ID.
@@ -26,13 +26,13 @@ pub struct EndedCall {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Authority {
     Proven,
-    /// The peer has ended since. Its report is accepted, and recorded as a gap.
+    /// The peer has since ended. Its report is accepted, and recorded as a gap.
     Unproven,
-    /// The call belongs to another process.
+    /// The call belongs to a different process.
     None,
 }
 
-/// Determines the authority of a peer over a call.
+/// Determines a peer's authority over a call.
 pub fn determine_authority(window: &CallWindow, peer: &Peer) -> Authority {
     match (window.process, peer.caller()) {
         (None, _) => Authority::Proven,

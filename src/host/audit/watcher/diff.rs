@@ -1,4 +1,4 @@
-//! Computes the changes since the last check: the net difference of the tree. Only names with events are read.
+//! Computes the changes since the last check: the net difference in the tree. Only names with events are read.
 //!
 //! A replaced name or a moved folder is compared by path with everything that was below it before. A file that was
 //! created and deleted, or moved away and back, is not a change.
@@ -20,7 +20,7 @@ pub trait FsProbe {
     fn list(&mut self, path: &[u8], folder: Inode) -> Vec<(Name, FileState)>;
 }
 
-/// The events of a name since the last check.
+/// The events for a name since the last check.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Marks {
     /// The name was created, deleted or moved.
@@ -252,8 +252,8 @@ impl<S: FsProbe> TreeWalk<'_, S> {
     }
 }
 
-/// Files with several names (hard links), and whether they were written and touched: an event of one name applies to
-/// all names.
+/// Files with several names (hard links), and whether they were written and touched: an event for one name applies to
+/// all of them.
 struct SharedFiles(HashMap<FileId, (bool, bool)>);
 
 impl SharedFiles {
@@ -306,7 +306,7 @@ fn compare_paths(
     changes
 }
 
-/// Returns the change of an existing path, if there is any.
+/// Returns the change to an existing path, if any.
 fn compare_states(old: Option<FileState>, new: FileState, marks: Marks, path: &[u8]) -> Option<Change> {
     let is_new = old.is_none_or(|old| old.kind != new.kind);
     if new.kind == Kind::Folder {
@@ -321,7 +321,7 @@ fn is_written_or_replaced(old: FileState, new: FileState, marks: Marks) -> bool 
         return true;
     }
     if marks.has_name_change && (old.size, old.mtime) == (new.size, new.mtime) {
-        // The file was moved and came back, or was linked again; the write events belong to another file.
+        // The file was moved and came back, or was linked again; the write events belong to a different file.
         return false;
     }
     if marks.is_created {
@@ -353,7 +353,7 @@ fn compare_other_names(
             continue;
         }
         let new = probe.probe(&path, folder, std::slice::from_ref(&name)).pop().flatten();
-        // If the name belongs to another file now, the events of that file report the change.
+        // If the name now belongs to a different file, that file's events report the change.
         let Some(new) = new.filter(|new| new.id() == old.id()) else { continue };
         let (is_written, is_touched) = shared.0.get(&new.id()).copied().unwrap_or_default();
         let marks = Marks { is_written, is_touched, ..Marks::default() };

@@ -1,4 +1,4 @@
-//! Running dispatches, their processes, and their tool calls that hooks reported. Performs no I/O.
+//! Running dispatches, their processes, and the tool calls that hooks have reported for them. Performs no I/O.
 
 use std::collections::BTreeSet;
 
@@ -9,7 +9,7 @@ use crate::audit::protocol::{Process, SeenCalls};
 
 /// Maximum concurrent dispatches, far above the configurable limit.
 const MAX_DISPATCHES: usize = 256;
-/// Maximum IDs of tool calls stored per dispatch; further calls are only counted.
+/// Maximum tool call IDs stored per dispatch; further calls are only counted.
 const MAX_IDS: usize = 1024;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

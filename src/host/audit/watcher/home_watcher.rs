@@ -1,11 +1,11 @@
-//! Watches the home: opens its folders, and reads their events with inotify(7).
+//! Watches the home directory: opens its folders, and reads their events with inotify(7).
 //!
 //! The kernel queues an event before the system call that caused it returns. Draining the queue therefore yields all
-//! changes before that moment, which separates one tool call from the next. The crate `notify` is unsuitable: it also
-//! watches for opened files, so that a search through the home fills the queue, and it identifies folders by path,
-//! which rename(2) changes.
+//! changes before that moment, which separates one tool call from the next. The `notify` crate is unsuitable: it also
+//! watches for opened files, so that a search through the home directory fills the queue, and it identifies folders by
+//! path, which rename(2) changes.
 //!
-//! Folders are opened below the home without following links and without crossing mounts.
+//! Folders are opened below the home directory without following links and without crossing mounts.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -22,7 +22,7 @@ use super::diff::{DirtySet, FsProbe, Marks};
 use super::tree::{FileState, Inode, Kind, Name};
 use svc_base::fsx::FileError;
 
-/// The folder of records and settings, whose writers record their own changes.
+/// The folder with records and settings, whose writers record their own changes.
 const SYSTEM_FOLDER: &[u8] = b"system";
 /// Maximum events per drain: a program that writes endlessly must not block the watcher.
 const MAX_EVENTS: usize = 200_000;
@@ -47,10 +47,10 @@ pub struct HomeWatcher {
 }
 
 impl HomeWatcher {
-    /// Opens the home.
+    /// Opens the home directory.
     ///
     /// # Errors
-    /// The home does not exist, or cannot be watched.
+    /// The home directory does not exist or cannot be watched.
     pub fn open(home: &Path) -> Result<Self, FileError> {
         let at = |action: &'static str| move |errno: Errno| FileError::wrap(action, home)(errno.into());
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
@@ -59,7 +59,7 @@ impl HomeWatcher {
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).map_err(at("watch"))?;
         let (folders, watches) = (HashMap::new(), HashMap::new());
         let watcher = Self { home: folder, root, inotify, folders, watches, is_at_watch_limit: false };
-        // Check now that `openat2` is permitted: if a seccomp filter refused it, the audit would silently miss all
+        // Check now that `openat2` is permitted: if a seccomp filter denied it, the audit would silently miss all
         // changes.
         watcher.open_below(b".").map_err(at("open folders of"))?;
         Ok(watcher)
@@ -120,12 +120,12 @@ impl HomeWatcher {
         }
     }
 
-    /// Stops watching folders that have left the home.
+    /// Stops watching folders that are no longer in the home directory.
     pub fn unwatch(&mut self, folders: &[Inode]) {
         for folder in folders {
             if let Some(watch) = self.watches.remove(folder) {
                 self.folders.remove(&watch);
-                // The kernel has already removed the watch of a deleted folder.
+                // The kernel has already removed a deleted folder's watch.
                 let _ = self.inotify.rm_watch(watch);
             }
         }

@@ -1,4 +1,5 @@
-//! `svc-watch`: the audit of the home's files. It records the changes that agents' tools make in `audit.jsonl`.
+//! `svc-watch`: audits the files in the home directory. Changes made by agents' tools are recorded
+//! in `audit.jsonl`.
 //!
 //! This module contains the command line, the socket for hooks, and the service lifecycle. The watcher runs as a user
 //! whose processes the owner's programs can neither kill nor impersonate. It reads names and sizes, never contents.
@@ -46,10 +47,10 @@ use svc_base::applet::{self, Exit, Failure, OrExit};
 const MAX_CONNECTIONS: usize = 128;
 /// Timeout for one hook connection; longer than the hook itself waits.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(1);
-/// Maximum time between two rounds of the thread; a full check of a million names takes several seconds.
+/// Maximum time between two iterations of the watcher thread; a full check of a million names takes several seconds.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Fail points of the watcher.
+/// The watcher's fail points.
 pub const FAILPOINTS: &[&str] = &["watch.check"];
 
 #[derive(clap::Parser)]
@@ -105,7 +106,7 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
     // After the timeout, the thread ends with the process.
     let _ = tokio::time::timeout(CONNECTION_TIMEOUT * 2, ended).await;
     drop(writer);
-    is_stopped.then_some(()).ok_or_else(|| anyhow::anyhow!("the watcher's thread ended unexpectedly").into())
+    is_stopped.then_some(()).ok_or_else(|| anyhow::anyhow!("the watcher thread ended unexpectedly").into())
 }
 
 /// Feeds the watchdog while the thread makes progress.
@@ -125,7 +126,7 @@ async fn feed_watchdog(has_progressed: Arc<AtomicBool>) -> Infallible {
     std::future::pending().await
 }
 
-/// Sends messages to the watcher's thread.
+/// Sends messages to the watcher thread.
 #[derive(Clone)]
 struct WatcherHandle {
     requests: Sender<HookRequest>,
@@ -134,7 +135,7 @@ struct WatcherHandle {
 
 struct WatcherThread {
     handle: WatcherHandle,
-    /// Set in each round of the thread.
+    /// Set in each iteration of the thread.
     has_progressed: Arc<AtomicBool>,
     thread: std::thread::JoinHandle<()>,
     /// Resolves when the thread ends.

@@ -1,7 +1,7 @@
-//! The watcher's thread: processes the home's events and the hooks' messages, in that order.
+//! The watcher thread: processes file events in the home directory and then hook messages.
 //!
 //! Before a tool call starts and after it ends, all changes so far are collected. Each change therefore belongs to the
-//! calls that ran since the last check. Where this is impossible, a gap is recorded.
+//! calls that have run since the last check. Where this is impossible, a gap is recorded.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
@@ -35,9 +35,9 @@ use svc_base::fsx::FileError;
 
 /// Interval between checks for ended processes and saved messages.
 const TICK_INTERVAL: Duration = Duration::from_secs(2);
-/// Interval between checks while only background calls run.
+/// Interval between checks while only background calls are running.
 const BACKGROUND_INTERVAL: Duration = Duration::from_secs(10);
-/// Number of dirty names that triggers a check while no tool runs.
+/// Number of dirty names that triggers a check while no tool is running.
 const MAX_IDLE_DIRTY_NAMES: usize = 5_000;
 /// Maximum remembered tool calls with a gap, and maximum remembered ended calls.
 const MAX_REMEMBERED_CALLS: usize = 512;
@@ -59,7 +59,7 @@ pub struct Watcher {
     dirty: DirtySet,
     windows: CallWindows,
     dispatches: Dispatches,
-    /// Tool calls whose gap is already recorded.
+    /// Tool calls whose gap has already been recorded.
     calls_with_gap: VecDeque<String>,
     /// Tool calls that have ended. A call whose hook disconnected may be reported twice: live, and by its saved
     /// message.
@@ -69,10 +69,10 @@ pub struct Watcher {
 }
 
 impl Watcher {
-    /// Scans the whole home, and records the calls that ran during a restart as a gap.
+    /// Scans the whole home directory, and records the calls that were running during a restart as a gap.
     ///
     /// # Errors
-    /// The home cannot be watched.
+    /// The home directory cannot be watched.
     pub fn start(layout: &Layout, records: Records) -> Result<Self, FileError> {
         let home = layout.home();
         let home = std::fs::canonicalize(&home).map_err(FileError::wrap("resolve", &home))?;
@@ -157,10 +157,10 @@ impl Watcher {
             PollFd::new(waker.as_fd(), PollFlags::POLLIN),
         ];
         let timeout = PollTimeout::try_from(timeout).unwrap_or(PollTimeout::ZERO);
-        // An interruption is harmless: the caller reads the available events in any case.
+        // An interruption is harmless: the caller reads the available events anyway.
         let _ = poll(&mut ends, timeout);
         if ends[0].any() == Some(true) && ends[1].any() == Some(false) {
-            // Batch events of a busy writer: the kernel queues them.
+            // Batch events from a busy writer: the kernel queues them.
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -276,7 +276,7 @@ impl Watcher {
         if !peer.is_known()
             && let Some(window) = self.windows.get(&message.session_id, tool_use)
         {
-            // The call is known, but the process that reported it has ended: use the data of the call's start.
+            // The call is known, but the process that reported it has ended: use the data from the call's start.
             message.process = window.process;
             message.dispatch_id.clone_from(&window.agent.dispatch);
             message.agent_name.clone_from(&window.agent.name);
@@ -291,7 +291,7 @@ impl Watcher {
         message
     }
 
-    /// Whether this peer may report on this call. Refused and unproven reports are recorded as gaps.
+    /// Whether this peer may report on this call. Rejected and unproven reports are recorded as gaps.
     fn has_authority(&self, message: &Message, session: &str, tool_use: &str, peer: &Peer) -> bool {
         let Some(window) = self.windows.get(session, tool_use) else { return true };
         let authority = determine_authority(window, peer);
@@ -377,12 +377,12 @@ impl Watcher {
     }
 
     /// Returns the write that a tool reports. It is used if the tree shows no change, because the content was the same
-    /// or the check of another call has already seen the change.
+    /// or a check for another call has already seen the change.
     fn reported_write(&self, cwd: Option<&str>, path: &str) -> Option<Change> {
         let paths = tool_paths::resolve_written_paths(&self.home, cwd, path);
         let path = paths.last()?;
         let meta = std::fs::symlink_metadata(self.home.join(path)).ok();
-        // The link leads out of the home, so the write was outside too.
+        // The link leads out of the home directory, so the write was outside too.
         if meta.as_ref().is_some_and(std::fs::Metadata::is_symlink) {
             return None;
         }
@@ -466,7 +466,7 @@ impl Watcher {
         for UndeliveredHook { why, message, .. } in saved {
             let Some(message) = message.filter(|message| message.phase != Phase::Pre) else { continue };
             let tool_use = message.tool_use_id.as_deref().unwrap_or_default();
-            // The message of a hook that timed out may have been processed nevertheless.
+            // A message from a hook that timed out may still have been processed.
             if why == GapReason::Unheard || self.windows.contains(&message.session_id, tool_use) {
                 // The hook's process has ended.
                 self.process_message(message, &Peer::default());
@@ -484,7 +484,7 @@ impl Watcher {
             std::fs::rename(new, &self.state_file)
         });
         if let Err(error) = saved {
-            tracing::error!(%error, path = %self.state_file.display(), "cannot save the state of the watcher");
+            tracing::error!(%error, path = %self.state_file.display(), "cannot save the watcher's state");
         }
     }
 }

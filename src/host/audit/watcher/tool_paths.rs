@@ -1,9 +1,9 @@
-//! Resolves the path given to a tool to a file in the home.
+//! Resolves the path given to a tool to a file in the home directory.
 
 use std::path::{Component, Path, PathBuf};
 
-/// Lists the paths below the home that a tool may have written: the name in its real folder and, if that is a link, its
-/// target. Empty for paths outside the home or in the records' folder.
+/// Lists the paths below the home directory that a tool may have written: the name in its real folder and, if that is a
+/// link, its target. Empty for paths outside the home directory or in the records folder.
 pub fn resolve_written_paths(home: &Path, cwd: Option<&str>, path: &str) -> Vec<String> {
     let path = Path::new(cwd.unwrap_or("/")).join(path);
     let mut found = Vec::new();

@@ -1,4 +1,4 @@
-//! The last known state of the home's files: the names in each folder, and the file behind each name.
+//! The last known state of the files in the home directory: the names in each folder, and the file behind each name.
 //!
 //! The tree is only in memory, and performs no I/O. Folders are identified by inode, so that they keep their identity
 //! when they are moved.
@@ -33,7 +33,7 @@ pub struct FileState {
 }
 
 impl FileState {
-    /// The file's identity. The inode does not suffice, because inodes are reused.
+    /// The file's identity. The inode alone is not enough, because inodes are reused.
     pub fn id(&self) -> FileId {
         FileId { inode: self.inode, birth_time: self.birth_time }
     }
@@ -114,7 +114,7 @@ impl Tree {
         Some(path)
     }
 
-    /// The parent of a folder, and its name there.
+    /// A folder's parent, and its name there.
     pub fn parent(&self, folder: Inode) -> Option<(Inode, Name)> {
         self.folders.get(&folder)?.parent.clone()
     }
@@ -174,7 +174,7 @@ impl Tree {
         }
     }
 
-    /// Whether the folder is still at this path: it may have been found elsewhere since.
+    /// Whether the folder is still at this path: it may since have been found elsewhere.
     fn is_at(&self, inode: Inode, expected_parent: Inode, path: &[u8]) -> bool {
         let parent = self.folders.get(&inode).and_then(|folder| folder.parent.as_ref());
         parent.is_some_and(|(parent, name)| *parent == expected_parent && last_component(path) == &name[..])

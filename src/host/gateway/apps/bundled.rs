@@ -1,8 +1,8 @@
 //! Copies the release's bundled apps into the owner's apps folder. Apps that the owner changed, created or removed are
 //! not touched.
 //!
-//! A record in the home lists the copied files. An app is replaced as a whole, by rename, and only if its files are
-//! exactly those that were copied.
+//! A record in the home directory lists the copied files. An app is replaced as a whole, by rename, and only if its
+//! files are exactly those that were copied.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -35,7 +35,7 @@ impl Default for InstallRecord {
     }
 }
 
-/// A bundled app that was not copied, and why.
+/// A bundled app that was not copied, and the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SkippedApp {
     Changed(String),
@@ -76,7 +76,7 @@ pub fn can_install(layout: &Layout) -> bool {
     existing.is_some_and(|dir| nix::unistd::access(dir, nix::unistd::AccessFlags::W_OK).is_ok())
 }
 
-/// Updates the bundled apps in the apps folder to those of the release. Blocks.
+/// Updates the bundled apps in the apps folder to the release's versions. Blocks.
 ///
 /// # Errors
 /// Files cannot be read or written.
@@ -114,8 +114,8 @@ pub fn install(layout: &Layout) -> Result<Vec<SkippedApp>, BundledError> {
     Ok(skipped)
 }
 
-/// An invalid record counts as empty: every app that differs is then treated as the owner's, and an app that the owner
-/// removed is copied again.
+/// An invalid record counts as empty. In that case, every app that differs is treated as the owner's, and an app that
+/// the owner removed is copied again.
 fn read_record(path: &Path) -> Result<InstallRecord, BundledError> {
     let Some(text) = fsx::read_if_exists(path)? else { return Ok(InstallRecord::default()) };
     Ok(serde_json::from_slice(&text).unwrap_or_else(|error| {

@@ -1,8 +1,8 @@
-//! Columns and their types: the eleven type names of manifests, and their PostgreSQL types.
+//! Columns and their types: the eleven type names in manifests, and their PostgreSQL types.
 
 use crate::gateway::name::SqlIdentifier;
 
-/// A column type of `svc.json`.
+/// A column type in `svc.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ColumnType {
     Text,
@@ -93,7 +93,7 @@ impl Column {
         Self { name, kind, origin: ColumnOrigin::Declared }
     }
 
-    /// The built-in column of this name.
+    /// The built-in column with this name.
     pub fn built_in(name: &str) -> Option<Self> {
         let kind = match name {
             "id" => ColumnType::Uuid,

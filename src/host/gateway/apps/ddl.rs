@@ -11,7 +11,7 @@ use super::column::{Column, ColumnOrigin, ColumnType};
 use super::manifest::Table;
 use crate::gateway::name::SqlIdentifier;
 
-/// The existing contents of a schema: its tables with their columns' catalog types, and the names of its indexes.
+/// The existing contents of a schema: its tables with their columns' catalog types, and its index names.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct ExistingSchema {
     pub tables: BTreeMap<String, BTreeMap<String, String>>,
@@ -33,12 +33,12 @@ pub struct RegistrationPlan {
     pub changes: Vec<SchemaChange>,
     /// Parts of the manifest that the registration does not apply, as text.
     pub unapplied_changes: Vec<String>,
-    /// The resulting tables: a column that already has another type keeps it, and is left out if manifests have no such
-    /// type.
+    /// The resulting tables: a column that already has a different type keeps it, and is left out if manifests have no
+    /// such type.
     pub tables: Vec<Table>,
 }
 
-/// Plans the registration of `wanted` in `schema`; the role has the name of the schema.
+/// Plans the registration of `wanted` in `schema`; the role has the same name as the schema.
 pub fn plan_registration(
     schema: &SqlIdentifier,
     wanted: &[Table],

@@ -1,4 +1,4 @@
-//! Scans the apps folder: which folders contain a `svc.json`, and their manifests.
+//! Scans the apps folder for folders that contain a `svc.json`, and reads their manifests.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ pub struct AppFolder {
     pub manifest: Result<Manifest, String>,
 }
 
-/// Reads all app folders in name order. Without an apps folder there are no apps; an invalid manifest affects only its
+/// Reads all app folders in name order. Without an apps folder, there are no apps; an invalid manifest affects only its
 /// app.
 ///
 /// # Errors

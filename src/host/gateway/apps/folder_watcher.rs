@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 const DEBOUNCE_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_DEBOUNCE: Duration = Duration::from_secs(2);
 
-/// A watcher of the apps folder. If file watching is unavailable, only periodic rescans find changes.
+/// Watches the apps folder. If file watching is unavailable, only periodic rescans find changes.
 pub struct FolderWatcher {
     watcher: Option<RecommendedWatcher>,
     watched: BTreeSet<PathBuf>,
@@ -43,7 +43,7 @@ impl FolderWatcher {
             wanted.extend(entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| path.is_dir()));
         }
         for removed in self.watched.difference(&wanted) {
-            // The watch of a deleted folder is already removed.
+            // The watch of a deleted folder has already been removed.
             let _ = watcher.unwatch(removed);
         }
         let active = wanted.into_iter().filter(|path| {

@@ -45,7 +45,7 @@ fn read_icon(home: &Path, icon: &Path) -> Option<StaticFile> {
     if !kind.starts_with("image/") {
         return None;
     }
-    // Opened relative to the icon's folder: `Folder` opens a file of another user than the folder's owner only if
+    // Opened relative to the icon's folder: `Folder` opens a file that does not belong to the folder's owner only if
     // everyone can read it.
     let app = Folder::open(home).ok()?.open_folder(icon.parent()?).ok()?;
     let content = app.read(Path::new(icon.file_name()?), MAX_ICON_BYTES).ok()?;

@@ -11,7 +11,7 @@ use crate::gateway::name::{Slug, SqlIdentifier};
 const MAX_TABLES: usize = 100;
 const MAX_COLUMNS: usize = 200;
 const MAX_ORIGINS: usize = 20;
-/// PostgreSQL's limit on the columns of an index.
+/// PostgreSQL's limit on the columns in an index.
 const MAX_INDEX_COLUMNS: usize = 32;
 
 /// How an app's pages are built or served.
@@ -77,7 +77,7 @@ impl Manifest {
     }
 
     /// # Errors
-    /// As [`Self::parse`].
+    /// See [`Self::parse`].
     pub fn from_value(value: &Value) -> Result<Self, ManifestError> {
         let mut reader = ManifestReader::default();
         let manifest = reader.read_manifest(value);
@@ -122,7 +122,7 @@ struct ManifestReader {
 }
 
 impl ManifestReader {
-    /// Reports a mistake; always returns `None`.
+    /// Records an error; always returns `None`.
     fn reject<T>(&mut self, path: &str, message: impl std::fmt::Display) -> Option<T> {
         self.mistakes.push(format!("{path}: {message}"));
         None
@@ -268,7 +268,7 @@ impl ManifestReader {
     }
 
     fn read_type(&mut self, path: &str, value: &Value) -> Option<ColumnType> {
-        let Some(name) = value.as_str() else { return self.reject(path, "must be the name of a type") };
+        let Some(name) = value.as_str() else { return self.reject(path, "must be a type name") };
         ColumnType::from_name(name).or_else(|| {
             let names = ColumnType::ALL.map(ColumnType::name).join(", ");
             self.reject(path, format!("unknown type {name:?}; the types are {names}"))

@@ -31,7 +31,7 @@ const MAX_GZIP_BYTES: u64 = 8 << 20;
 /// Maximum bytes of compressed files in memory.
 const GZIP_CACHE_BYTES: u64 = 16 << 20;
 
-/// The files of the apps' folders.
+/// The files in the apps' folders.
 pub struct AppFiles {
     pub(super) registry: Arc<Registry>,
     pub(super) home: PathBuf,
@@ -89,7 +89,7 @@ enum PageTarget {
     File(Box<AppFile>, HeaderValue),
 }
 
-/// A file of an app, and its compressed form where there is one.
+/// An app's file, and its compressed form, if there is one.
 struct AppFile {
     plain: StaticFile,
     gzip: Option<StaticFile>,
@@ -108,7 +108,7 @@ async fn find_page(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> R
     let (folder, manifest) = snapshot.folders.get(slug).ok_or_else(not_found)?;
     let Some(path) = path else { return Ok(PageTarget::Redirect(format!("/apps/{slug}/"))) };
     if manifest.runtime == Runtime::Node {
-        return Err(Problem::new(Code::Unavailable, "Apps with the runtime node are not served yet."));
+        return Err(Problem::new(Code::Unavailable, "Apps with the `node` runtime are not served yet."));
     }
     let path = parse_path(path).ok_or_else(not_found)?;
     let output = folder.join(&manifest.output);

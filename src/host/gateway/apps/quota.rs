@@ -1,6 +1,6 @@
-//! The storage quotas of the apps' tables.
+//! Storage quotas for the apps' tables.
 //!
-//! The sizes of the apps' schemas are measured while apps write. Between measurements, each write is counted by an
+//! The sizes of the apps' schemas are measured while apps write. Between measurements, each write is counted with an
 //! estimate when it is sent, even if it fails: PostgreSQL frees no space when a transaction rolls back. When the
 //! estimates reach a tenth of the quota, a measurement is requested. Once the quota is reached, an app, an agent or a
 //! process of the owner's user cannot add or change rows; the owner and administrators can. Rows can always be deleted.
@@ -34,14 +34,14 @@ const RETRY_DELAY: Duration = Duration::from_secs(5);
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Maximum age of cached settings when a write is admitted; a refusal always uses current settings.
 const MAX_SETTINGS_AGE: Duration = Duration::from_secs(1);
-/// The divisor of the disk size for the default quota.
+/// The default quota is the disk size divided by this.
 const DEFAULT_DISK_DIVISOR: u64 = 5;
 const MIN_DEFAULT_QUOTA_BYTES: u64 = 1 << 30;
 /// Estimated ratio of stored bytes to request bytes, for indexes and row headers.
 const STORAGE_FACTOR: u64 = 2;
 /// Estimated bytes of a row's header and index entries.
 const ROW_OVERHEAD_BYTES: u64 = 64;
-/// Bounds of the estimated size of a changed row: an update does not rewrite large values, and a PostgreSQL page is
+/// Bounds on the estimated size of a changed row: an update does not rewrite large values, and a PostgreSQL page is
 /// 8 KiB.
 const MIN_ROW_BYTES: u64 = 256;
 const MAX_ROW_BYTES: u64 = 8 << 10;
@@ -138,12 +138,12 @@ impl Quotas {
         }
     }
 
-    /// The quota of an app in bytes.
+    /// An app's quota, in bytes.
     pub fn quota_bytes(&self, settings: &StorageQuotas, slug: &str) -> u64 {
         settings.quota_for(slug).unwrap_or(self.default_quota_bytes)
     }
 
-    /// The last measured bytes of an app's tables and indexes; `None` before the first measurement.
+    /// The last measured size of an app's tables and indexes, in bytes; `None` before the first measurement.
     pub fn measured_bytes(&self, slug: &str) -> Option<u64> {
         self.size(slug).map(|size| size.bytes)
     }
@@ -235,7 +235,8 @@ impl Quotas {
     }
 
     async fn measure(&self, database: &Database) -> Result<(), DatabaseError> {
-        // Writes from here on may already be in the measured sizes; they count twice until the next measurement.
+        // Writes from this point on may already be included in the measured sizes; they are counted twice until the
+        // next measurement.
         let before = std::mem::take(&mut *self.written());
         let sizes = tokio::time::timeout(MEASURE_TIMEOUT, measure_sizes(database)).await;
         match sizes.unwrap_or(Err(DatabaseError::Deadline)) {

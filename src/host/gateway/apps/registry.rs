@@ -1,4 +1,4 @@
-//! The registry of apps, used by the bridge, the pages and `/api/apps`.
+//! The app registry, used by the bridge, the pages and `/api/apps`.
 //!
 //! Readers get an immutable snapshot; only the supervisor publishes a new one.
 
@@ -22,7 +22,7 @@ pub struct App {
     pub unapplied_changes: Vec<String>,
 }
 
-/// Why the current manifest of an app is not registered.
+/// The reason that an app's current manifest is not registered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AppError {
     pub slug: Option<String>,
@@ -36,7 +36,8 @@ pub struct AppsSnapshot {
     /// Whether the registered apps have been loaded from the database since the gateway started.
     pub is_loaded: bool,
     pub apps: BTreeMap<String, Arc<App>>,
-    /// Folders with a valid manifest, by slug, with their paths relative to the home. Pages are served from these.
+    /// Folders with a valid manifest, by slug, with their paths relative to the home directory. Pages are served from
+    /// these.
     pub folders: BTreeMap<String, (PathBuf, Manifest)>,
     /// Errors by folder name, or by slug for a stored manifest that is invalid and for a rejected registration.
     pub errors: BTreeMap<String, AppError>,

@@ -1,6 +1,6 @@
-//! Keeps the registry up to date: copies bundled apps, reads folders, registers manifests, and enables the logins of
-//! their roles. A single task does all of this, so registrations never run concurrently. It retries for as long as the
-//! gateway runs.
+//! Keeps the registry up to date: copies bundled apps, reads folders, registers manifests, and enables their roles'
+//! logins. A single task does all of this, so registrations never run concurrently. It retries for as long as the
+//! gateway is running.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -43,7 +43,7 @@ pub struct SupervisorContext {
     pub writers: Arc<Writers>,
     pub kernel: Arc<Kernel>,
     pub epoch: Epoch,
-    /// Timeout of one statement of an app.
+    /// Timeout for a single app statement.
     pub statement_timeout: Duration,
 }
 
@@ -83,8 +83,8 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
     }
 }
 
-/// Copies the bundled apps. Where a unit of the owner's user installs them, the gateway has no write access and skips
-/// this.
+/// Copies the bundled apps. Where a unit running as the owner's user installs them, the gateway has no write access and
+/// skips this.
 async fn install_bundled(layout: Layout) {
     let installed = tokio::task::spawn_blocking(move || {
         bundled::can_install(&layout).then(|| bundled::install(&layout)).transpose()
@@ -142,7 +142,7 @@ impl Supervisor {
         let mut new_manifests: Vec<Manifest> =
             manifests.into_iter().filter(|m| !self.is_registered(m)).collect();
         if self.context.writers.is_quiesced() {
-            // Creating a table is a write: the first scan after the resume registers these manifests.
+            // Creating a table is a write: the first scan after writers resume registers these manifests.
             new_manifests.clear();
         }
         if self.snapshot.is_loaded && new_manifests.is_empty() {

@@ -29,7 +29,7 @@ pub async fn admit(credentials: &[Credential], mut request: Request, next: Next)
         }
         Err(failure) => failure.into_response(),
     };
-    // A client that is still sending would not read the refusal.
+    // A client that is still sending would not read the response.
     body::LIMITS.drain(request.into_body()).await;
     refusal
 }
@@ -61,7 +61,7 @@ impl IntoResponse for AuthFailure {
             Self::AppsNotLoaded => {
                 Problem::new(Code::Unavailable, "The apps are not loaded yet.").retry_after(1)
             }
-            Self::RequestMismatch => Problem::new(Code::Forbidden, "The proof is for another request."),
+            Self::RequestMismatch => Problem::new(Code::Forbidden, "The proof is for a different request."),
             Self::ReplayCacheFull => {
                 Problem::new(Code::Unavailable, "Too many concurrent internal calls.").retry_after(30)
             }

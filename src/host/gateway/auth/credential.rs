@@ -48,7 +48,7 @@ pub const VIEWERS: &[Credential] = &[OWNER, OWNER_PROCESS, APP, ADMIN];
 pub const ALL_EXCEPT_PLATFORM: &[Credential] = &[OWNER, OWNER_PROCESS, AGENT, APP, ADMIN];
 
 impl Principal {
-    /// The credential of this principal.
+    /// This principal's credential.
     pub fn credential(&self) -> Credential {
         match self {
             Self::Owner { .. } => OWNER,

@@ -50,14 +50,14 @@ pub enum Ingress {
     Agents,
 }
 
-/// The principal of a request, and the route of its proof, if it has one.
+/// A request's principal, and its proof's route, if it has a proof.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Authentication {
     pub principal: Principal,
     pub route: Option<Route>,
 }
 
-/// Why a request could not be authenticated.
+/// The reason that a request could not be authenticated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum AuthFailure {
     #[error("no credential")]
@@ -74,7 +74,7 @@ pub enum AuthFailure {
     AppNotInstalled,
     #[error("the apps are not loaded yet")]
     AppsNotLoaded,
-    #[error("the proof is for another request")]
+    #[error("the proof is for a different request")]
     RequestMismatch,
     #[error("the proof was used before")]
     Replayed,

@@ -8,7 +8,7 @@ use nix::unistd::geteuid;
 
 use crate::system::unix_socket::PeerCredentials;
 
-/// The slice of the units that run agents (`systemd/system/svc-agent@.service`).
+/// The slice for the units that run agents (`systemd/system/svc-agent@.service`).
 const AGENTS_SLICE: &str = "svcagents.slice";
 
 /// The trust class of a local process.
@@ -78,7 +78,7 @@ mod tests {
             fs::create_dir(dir.path().join(pid.to_string())).unwrap();
             fs::write(dir.path().join(format!("{pid}/cgroup")), format!("{group}\n")).unwrap();
         }
-        // The directory's owner stands in for the owner's user; the gateway is another user.
+        // The directory's owner stands in for the owner's user; the gateway is a different user.
         let peers = PeerClassifier {
             gateway_uid: owner + 1,
             owners_dir: dir.path().to_owned(),

@@ -44,7 +44,7 @@ enum Owner {
     Development { sub: IdpUserId },
 }
 
-/// Claims of verified proofs by token; cleared when the keys change or the cache is full.
+/// Claims from verified proofs, by token; cleared when the keys change or the cache is full.
 #[derive(Default)]
 struct VerifiedProofs {
     generation: u64,
@@ -213,7 +213,7 @@ impl PrincipalResolver {
         }
     }
 
-    /// A bearer token is the admin token or a token of the issuer; anything else is rejected, regardless of other
+    /// A bearer token is the admin token or a token from the issuer; anything else is rejected, regardless of other
     /// credentials. On the public port, the admin token requires a proof as well.
     async fn authenticate_bearer(
         &self,

@@ -42,16 +42,16 @@ impl Cursor {
     }
 
     /// # Errors
-    /// The text is not a cursor, or belongs to another order or filter.
+    /// The text is not a cursor, or belongs to a different order or filter.
     pub fn decode(text: &str, order: &Order<'_>, filter: &str) -> Result<Self, &'static str> {
-        let invalid = "is not a cursor of this server";
+        let invalid = "is not a cursor from this server";
         let bytes = if text.len() <= MAX_ENCODED_BYTES { URL_SAFE_NO_PAD.decode(text).ok() } else { None };
         let cursor: Self = serde_json::from_slice(&bytes.ok_or(invalid)?).map_err(|_| invalid)?;
         if cursor.order != order.fingerprint() {
-            return Err("belongs to another orderBy");
+            return Err("belongs to a different orderBy");
         }
         if cursor.filter != filter {
-            return Err("belongs to another filter");
+            return Err("belongs to a different filter");
         }
         let is_valid = cursor.keys.len() == order.keys.len()
             && cursor.keys.iter().zip(&order.keys).all(|(value, (column, _))| {
@@ -62,7 +62,7 @@ impl Cursor {
 }
 
 /// A hash that is equal for equal filters with equal values, regardless of their notation; empty for no filter. It only
-/// guards against mistakes, so another version may hash differently.
+/// guards against mistakes, so a different version may hash differently.
 pub fn fingerprint(filter: &Filter<'_>) -> String {
     if filter.is_empty() {
         return String::new();

@@ -1,8 +1,8 @@
 //! The filter grammar: `{col: value}`, `{col: {op: value}}`, `and`, `or`, `not`.
 //!
-//! NULL follows SQL: a comparison with a NULL column is never true, so `ne` and `not` exclude such rows; `isNull`
-//! selects them. A `null` value means `isNull`. `in []` matches no row. `contains` on text is a case-sensitive
-//! substring test, on jsonb it is containment (`@>`).
+//! NULL semantics are those of SQL: a comparison with a NULL column is never true, so `ne` and `not` exclude such rows;
+//! `isNull` selects them. A `null` value means `isNull`. `in []` matches no row. `contains` is a case-sensitive
+//! substring test on text, and containment (`@>`) on jsonb.
 
 use serde_json::value::RawValue;
 
@@ -280,7 +280,7 @@ fn field_error(pointer: &str, message: impl Into<String>) -> FieldError {
     FieldError { pointer: pointer.to_owned(), detail: message.into() }
 }
 
-/// A name as a segment of a JSON pointer (RFC 6901), truncated to 64 characters.
+/// A name as a JSON pointer segment (RFC 6901), truncated to 64 characters.
 pub fn escape_segment(name: &str) -> String {
     let mut name: String = name.chars().take(64).collect();
     name = name.replace('~', "~0").replace('/', "~1");

@@ -59,7 +59,7 @@ pub fn columns() -> Vec<String> {
 pub struct AcceptedRequest {
     pub action: &'static str,
     pub operations: usize,
-    /// The statements of the operations that match the table.
+    /// The statements for the operations that match the table.
     pub statements: Vec<Statement>,
 }
 
@@ -104,12 +104,12 @@ fn with_order<T>(index: usize, work: impl FnOnce(&Order<'_>) -> T) -> T {
     work(&Order::parse(&TABLE, Some(raw)).expect("each order names columns of the table"))
 }
 
-/// Creates a cursor for an order of [`ORDERS`] and a filter's fingerprint.
+/// Creates a cursor for an order from [`ORDERS`] and a filter's fingerprint.
 pub fn write_cursor(order: usize, filter: &str, keys: Vec<Option<String>>) -> Option<String> {
     with_order(order, |order| Cursor::new(order, filter, keys).encode())
 }
 
-/// The cursor's keys, and the condition of the page after it.
+/// The cursor's keys, and the condition for the page after it.
 ///
 /// # Errors
 /// The message for the client.
@@ -126,7 +126,7 @@ pub fn read_cursor(
     })
 }
 
-fn id_form(app: Option<&str>) -> EventIdFormat {
+fn id_format(app: Option<&str>) -> EventIdFormat {
     app.map_or(EventIdFormat::Plain, |app| {
         EventIdFormat::for_app(&EventIdSecret::derive(b"of a machine"), app)
     })
@@ -134,12 +134,12 @@ fn id_form(app: Option<&str>) -> EventIdFormat {
 
 /// The id of a change event, for an app or the owner.
 pub fn write_event_id(app: Option<&str>, epoch: u32, position: i64) -> String {
-    id_form(app).format(EventId { epoch: Epoch(epoch), position })
+    id_format(app).format(EventId { epoch: Epoch(epoch), position })
 }
 
 /// The epoch and position of an id.
 pub fn read_event_id(app: Option<&str>, text: &str, current: u32) -> Option<(u32, i64)> {
-    id_form(app).parse(text, Epoch(current)).ok().map(|id| (id.epoch.0, id.position))
+    id_format(app).parse(text, Epoch(current)).ok().map(|id| (id.epoch.0, id.position))
 }
 
 /// An app's manifest in its normalized form, and the SQL that registers it in an empty schema.

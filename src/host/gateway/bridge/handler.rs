@@ -61,7 +61,7 @@ async fn handle_query(
     };
     let slug = app.unwrap_or_default();
     require_access(principal, slug)?;
-    // While writers are stopped, the bridge refuses reads as well.
+    // While writers are stopped, the bridge rejects reads as well.
     let _permit = bridge.writers.admit()?;
     let app = bridge.find_app(slug)?;
     let is_transaction = matches!(action, Action::Transaction(_));
@@ -157,7 +157,8 @@ pub(super) fn default_app(principal: &Principal) -> Result<Option<&str>, Problem
     }
 }
 
-/// Returns the schema of `app`, by default those of all apps; an app, or an agent with a single app, gets only its own.
+/// Returns the schema of `app` or, by default, the schemas of all apps; an app, or an agent with a single app, gets
+/// only its own.
 fn schemas_response(bridge: &Bridge, principal: &Principal, app: Option<&str>) -> Result<Response, Problem> {
     let requested = match app {
         Some(app) => Some(app),

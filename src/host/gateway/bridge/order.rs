@@ -83,7 +83,7 @@ impl<'t> Order<'t> {
         }
     }
 
-    /// Whether all keys have the same direction and none is nullable: an index then supports the comparison of whole
+    /// Whether all keys have the same direction and none is nullable. In that case, an index supports comparing whole
     /// rows.
     fn is_row_comparable(&self) -> bool {
         let first = self.keys.first().map(|(_, direction)| *direction);

@@ -102,7 +102,7 @@ impl ToSql for Param {
             Self::Date(value) => value.to_sql(ty, out),
             Self::Timestamp(value) => value.to_sql(ty, out),
             Self::Jsonb(text) => {
-                // The binary form of jsonb is a version byte and the text.
+                // The binary format of jsonb is a version byte and the text.
                 out.put_u8(1);
                 out.put_slice(text.as_bytes());
                 Ok(IsNull::No)

@@ -1,4 +1,4 @@
-//! Plans a request: from an operation and a table to SQL with typed parameters. Pure; the only place that builds
+//! Plans a request: turns an operation and a table into SQL with typed parameters. Pure; the only place that builds
 //! statements.
 
 mod write;
@@ -123,7 +123,7 @@ impl Plan<'_> {
 
 type FieldErrors = Vec<FieldError>;
 
-/// Plans an operation on `table` of `schema`.
+/// Plans an operation on `table` in `schema`.
 ///
 /// # Errors
 /// The fields that do not match the table.

@@ -1,7 +1,7 @@
 //! Translates PostgreSQL errors and other failures into problems for the caller.
 //!
-//! PostgreSQL's messages quote row values, so their text is never passed on. The response has the name of the
-//! constraint or column, and the log line has the SQLSTATE.
+//! PostgreSQL's messages quote row values, so their text is never passed on. The response contains the constraint or
+//! column name, and the log line contains the SQLSTATE.
 
 use serde_json::{Value, json};
 use tokio_postgres::error::{DbError, SqlState};
@@ -76,13 +76,13 @@ pub fn missing_row() -> Problem {
     bridge_defect("statement returned no row")
 }
 
-/// A failure that only a defect of the bridge can cause.
+/// A failure that only a bug in the bridge can cause.
 pub fn bridge_defect(what: &'static str) -> Problem {
     tracing::error!("{what}");
     Problem::new(Code::Internal, "The failure is logged under this request id.")
 }
 
-/// Adds the index of the failed operation of a transaction, and makes the pointers of its errors absolute.
+/// Adds the index of a transaction's failed operation, and makes the pointers in its errors absolute.
 pub fn with_operation_index(mut problem: Problem, index: usize) -> Problem {
     if let Some(Value::Array(errors)) = problem.members.get("errors") {
         let errors: Vec<FieldError> = errors
@@ -129,7 +129,7 @@ pub fn from_database_error(error: &tokio_postgres::Error, context: ErrorContext)
         "42P10" => {
             Problem::field("/onConflict", "must be the columns of the primary key or of a unique index")
         }
-        "21000" => Problem::field(context.data_pointer, "contains the same row twice"),
+        "21000" => Problem::field(context.data_pointer, "contains the same row more than once"),
         "57014" => statement_timed_out(),
         text if text.starts_with("23") || text.starts_with("22") || text.starts_with("54") => {
             invalid(db_error, context)

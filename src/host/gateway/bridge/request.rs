@@ -143,7 +143,7 @@ const fn shape(
     ActionShape { action, required, optional }
 }
 
-/// Every action of the bridge.
+/// Every bridge action.
 pub const ACTIONS: [ActionShape; 10] = [
     shape("insert", &["data"], &[]),
     shape("insertMany", &["rows"], &[]),
@@ -174,7 +174,7 @@ impl<'a> BridgeRequest<'a> {
     }
 }
 
-/// Reads one object; the errors of all objects of a request are collected in one list.
+/// Reads one object; the errors of all objects in a request are collected in one list.
 struct ObjectReader<'a, 'w> {
     fields: Fields<'a>,
     pointer: String,

@@ -22,13 +22,13 @@ use crate::gateway::apps::ChangedRows;
 use crate::gateway::database::Connection;
 use svc_http::problem::{Code, Problem};
 
-/// A page that reaches this size ends early, which bounds the memory of one response. The responses of a transaction
-/// share it.
+/// A page that reaches this size ends early, which bounds the memory of one response. A transaction's responses share
+/// it.
 const MAX_RESPONSE_BYTES: usize = 8 * 1024 * 1024;
-/// Maximum attempts of an upsert whose row is inserted and deleted concurrently.
+/// Maximum attempts for an upsert whose row is inserted and deleted concurrently.
 const MAX_UPSERT_ATTEMPTS: usize = 3;
 
-/// The response of one operation: a complete JSON object.
+/// The response to one operation: a complete JSON object.
 #[derive(Debug)]
 pub struct BridgeResponse {
     pub status: StatusCode,
@@ -46,7 +46,7 @@ impl BridgeResponse {
         Self { status: StatusCode::CREATED, ..Self::ok(body) }
     }
 
-    /// Combines the responses of a transaction.
+    /// Combines a transaction's responses.
     pub fn combine(responses: &[Self]) -> Bytes {
         let size: usize = responses.iter().map(|response| response.body.len() + 1).sum();
         let mut body = BytesMut::with_capacity(size + 16);
@@ -57,8 +57,8 @@ impl BridgeResponse {
     }
 }
 
-/// The number of bytes that the response may still use, and the counter of changed rows. The operations of a
-/// transaction share one budget.
+/// The number of bytes that the response may still use, and the counter of changed rows. A transaction's operations
+/// share one budget.
 #[derive(Debug)]
 pub struct ResponseBudget<'c> {
     bytes: AtomicUsize,
@@ -124,7 +124,7 @@ struct Executor<'c> {
     context: ErrorContext,
 }
 
-/// Executes a prepared plan. In a transaction all statements are sent by the first poll.
+/// Executes a prepared plan. In a transaction, all statements are sent on the first poll.
 ///
 /// # Errors
 /// The problem to return to the caller.
@@ -173,7 +173,7 @@ pub async fn execute(
 }
 
 impl Executor<'_> {
-    /// Returns the rows in the order of the request.
+    /// Returns the rows in request order.
     async fn insert_many(
         self,
         groups: &[InsertGroup],
@@ -194,7 +194,7 @@ impl Executor<'_> {
         Ok(BridgeResponse::created(body))
     }
 
-    /// In a transaction the first statement locks the row, so the second finds it.
+    /// In a transaction, the first statement locks the row, so the second one finds it.
     async fn upsert(
         self,
         write: (&Sql, &Statement),
@@ -267,8 +267,8 @@ impl Executor<'_> {
         })
     }
 
-    /// Reads rows until the page has reached its limit or the byte budget is used up; the cursor continues in both
-    /// cases.
+    /// Reads rows until the page has reached its limit or the byte budget is used up; in either case, the cursor
+    /// continues from there.
     async fn fill_page(
         self,
         page: &FindPlan<'_>,
@@ -376,7 +376,7 @@ impl Executor<'_> {
         rows.await.map_err(|error| refusal::from_database_error(&error, self.context))
     }
 
-    /// The statement is sent by the first poll.
+    /// The statement is sent on the first poll.
     async fn send_query(self, statement: &Statement, sql: &Sql) -> Result<RowStream, tokio_postgres::Error> {
         self.connection.client.query_raw(statement, &sql.params).await
     }

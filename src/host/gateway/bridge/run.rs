@@ -18,7 +18,7 @@ use svc_http::problem::{Code, Problem};
 /// Extra time after `statement_timeout` before the connection is abandoned.
 const TIMEOUT_GRACE: Duration = Duration::from_secs(5);
 
-/// Why a transaction failed, and the index of the failed plan, if one failed.
+/// The reason that a transaction failed, and the index of the failed plan, if one failed.
 #[derive(Debug)]
 pub struct ExecutionError {
     pub index: Option<usize>,

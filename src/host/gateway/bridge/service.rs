@@ -25,7 +25,7 @@ pub struct Bridge {
     pub changes: Arc<ChangeFeed>,
     pub change_ids: EventIdSecret,
     pub epoch: Epoch,
-    /// Timeout of one statement of an app.
+    /// Timeout for a single app statement.
     pub statement_timeout: Duration,
 }
 

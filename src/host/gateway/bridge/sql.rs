@@ -86,7 +86,7 @@ impl Sql {
         self
     }
 
-    /// Adds a column's value in its wire form.
+    /// Adds a column's value in its wire format.
     pub fn push_wire_value(&mut self, column: &Column) -> &mut Self {
         match column.kind {
             // Beyond 2^53 a number loses digits in JavaScript.
@@ -101,7 +101,7 @@ impl Sql {
                 self.push("translate(encode(").push_column(column).push(", 'base64'), E'\\n', '')")
             }
             ColumnType::Timestamptz => {
-                // Infinity has no RFC 3339 form; it is sent as PostgreSQL prints it.
+                // Infinity has no RFC 3339 representation; it is sent as PostgreSQL prints it.
                 self.push("coalesce(to_char(").push_column(column);
                 self.push(" AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.MS\"Z\"'), ");
                 self.push_column(column).push("::text)")
@@ -141,8 +141,8 @@ impl Sql {
         self
     }
 
-    /// Adds a row source with the columns in wire form as one JSON value. `"#"` cannot be a column name, so it always
-    /// means the whole row. Without `OFFSET 0` the planner would merge the levels and build the JSON twice.
+    /// Adds a row source with the columns in wire format as one JSON value. `"#"` cannot be a column name, so it always
+    /// means the whole row. Without `OFFSET 0`, the planner would merge the levels and build the JSON twice.
     pub fn push_row_source<'c>(&mut self, columns: impl IntoIterator<Item = &'c Column>) -> &mut Self {
         self.push("(SELECT row_to_json(\"#\") AS \"json\" FROM (SELECT ");
         self.push_list(columns, ", ", |sql, column| {

@@ -9,7 +9,7 @@ use super::fields::{is_null, string_value};
 use super::param::Param;
 use crate::gateway::apps::ColumnType;
 
-/// Maximum digits of a number, before and after the decimal point. PostgreSQL allows 131,072, so a few bytes with an
+/// Maximum digits in a number, before and after the decimal point. PostgreSQL allows 131,072, so a few bytes with an
 /// exponent could make every response with that number large.
 const MAX_DIGITS: i64 = 1000;
 const TOO_MANY_DIGITS: &str = "must have at most 1000 digits before the decimal point and 1000 after it";
@@ -19,7 +19,7 @@ const YEAR_ONE_SECONDS: i64 = -62_135_596_800;
 /// Converts a value to the parameter for a column of type `kind`.
 ///
 /// # Errors
-/// A message that says what the value must be.
+/// A message that states what the value must be.
 pub fn bind(kind: ColumnType, raw: &RawValue) -> Result<Param, &'static str> {
     if is_null(raw) {
         return Ok(Param::Null(kind));
@@ -176,7 +176,7 @@ fn bind_double(raw: &RawValue) -> Result<Param, &'static str> {
 /// away, so that it never equals a stored time that differs from it.
 ///
 /// # Errors
-/// A message that says what the value must be.
+/// A message that states what the value must be.
 pub fn bind_range_operand(kind: ColumnType, operator: &str, raw: &RawValue) -> Result<Param, &'static str> {
     if kind != ColumnType::Timestamptz || is_null(raw) {
         return bind(kind, raw);

@@ -33,10 +33,10 @@ const DEADLINES: Deadlines = Deadlines {
     idle: Duration::from_secs(30),
 };
 const MAX_RESPONSE_BYTES: usize = 256 << 10;
-/// Timeout of a whole request for a certificate.
+/// Timeout for a whole certificate request.
 const ISSUE_TIMEOUT: Duration = Duration::from_secs(300);
 const POLL_POLICY: RetryPolicy = RetryPolicy::new().timeout(Duration::from_secs(90));
-/// Cap on the authority's `Retry-After`: longer than any request for a certificate takes.
+/// Cap on the authority's `Retry-After`: longer than any certificate request takes.
 const MAX_RETRY_AFTER_SECONDS: u64 = 3600;
 /// The error types for an account that the authority no longer has, or that was deactivated.
 const ACCOUNT_ERRORS: [&str; 2] =
@@ -55,7 +55,7 @@ impl CertificateIssuance<'_> {
     /// Returns the chain in PEM, unchecked.
     ///
     /// # Errors
-    /// Why no certificate was issued. The error contains no secrets.
+    /// The reason that no certificate was issued. The error contains no secrets.
     pub async fn issue(&self) -> anyhow::Result<String> {
         let issuing = tokio::time::timeout(ISSUE_TIMEOUT, self.complete_order());
         issuing.await.map_err(|_| anyhow!("the authority did not issue a certificate within 5 minutes"))?
@@ -108,8 +108,8 @@ impl CertificateIssuance<'_> {
         Ok(guards)
     }
 
-    /// Returns an error with the authority's reason, which it reads from the failed challenge: the order's own error
-    /// has no detail.
+    /// Returns an error with the authority's reason, read from the failed challenge: the order's own error has no
+    /// detail.
     async fn explain_refusal(&self, order: &mut Order, error: Option<Error>) -> anyhow::Error {
         let mut authorizations = order.authorizations();
         while let Some(Ok(mut authorization)) = authorizations.next().await {

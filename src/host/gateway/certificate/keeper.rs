@@ -29,7 +29,7 @@ use svc_wire::host::{CertificateSource, HostCertificate};
 
 /// How often the settings, the operator's file and the schedule are checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
-/// How often the presented chain is verified again: it expires, and the machine's clock may be corrected.
+/// How often the presented chain is verified again: it may expire, and the machine's clock may be corrected.
 const VERIFY_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The inputs of a [`CertificateKeeper`].
@@ -59,7 +59,7 @@ pub struct CertificateKeeper {
     unstored_chain: Option<String>,
 }
 
-/// A verification of the presented chain with this machine's roots.
+/// A verification of the presented chain against this machine's roots.
 struct Verification {
     at: Instant,
     name: Option<String>,
@@ -79,12 +79,12 @@ const DIRECTORY_LINE: &str = "Directory: ";
 
 const NOT_TRUSTED: &str = "is not trusted by this machine's roots, but the presented certificate is";
 
-/// The schedule of requests under the same settings.
+/// The request schedule under the same settings.
 struct RequestSchedule {
     /// The settings as JSON; a change resets the backoff.
     settings: Option<String>,
     delays: backon::ExponentialBackoff,
-    /// The earliest time of the next request. Set by each attempt, and by a change of the settings.
+    /// The earliest time of the next request. Set by each attempt, and by a settings change.
     retry_at: Option<Timestamp>,
 }
 
@@ -185,7 +185,7 @@ impl CertificateKeeper {
                     std::str::from_utf8(first).ok().and_then(|line| line.strip_prefix(DIRECTORY_LINE));
                 self.presented.directory = directory.map(str::to_owned);
             }
-            Err(error) => tracing::warn!("the stored certificate chain {error}; requesting another one"),
+            Err(error) => tracing::warn!("the stored certificate chain {error}; requesting a new one"),
         }
     }
 
@@ -255,7 +255,8 @@ impl CertificateKeeper {
         }
     }
 
-    /// Whether the presented chain is trusted and this one is not, as with a wrong directory or missing intermediates.
+    /// Whether the presented chain is trusted but this one is not, for instance because of a wrong directory or missing
+    /// intermediates.
     fn loses_trust(&self, chain: &Chain, name: &str) -> bool {
         let is_trusted = |chain: &Chain| chain.verify(&self.verifier, name).is_ok();
         is_trusted(&self.presented.chain) && !is_trusted(chain)
@@ -270,7 +271,8 @@ impl CertificateKeeper {
         if registration::read_accepted(&self.config.layout, machine).is_none() {
             return;
         }
-        // Record the attempt first: a gateway that is killed during the request must not order again at its next start.
+        // Record the attempt first: a gateway that is killed during the request must not place another order at its
+        // next start.
         let delay = self.attempts.next_delay();
         self.attempts.schedule_retry(delay);
         self.publish_status(settings);
@@ -280,7 +282,7 @@ impl CertificateKeeper {
                 self.present(CertificateSource::Acme, chain);
                 self.presented.directory = Some(acme.directory_url.clone());
                 self.attempts.reset(self.config.first_retry);
-                // If the renewal of the new certificate is already due, it must not be ordered in a loop.
+                // If the new certificate is already due for renewal, it must not be ordered in a loop.
                 let delay = self.attempts.next_delay();
                 self.attempts.schedule_retry(delay);
                 self.error = None;
@@ -296,8 +298,8 @@ impl CertificateKeeper {
         }
     }
 
-    /// Stores an issued chain, which is already presented. If it is not stored, the gateway requests another one after
-    /// a restart.
+    /// Stores an issued chain, which is already presented. If it is not stored, the gateway requests a new one after a
+    /// restart.
     fn store_chain(&mut self) {
         let Some(text) = &self.unstored_chain else { return };
         match fsx::write_atomic(&self.config.layout.tls_chain(), text.as_bytes(), 0o600) {
@@ -345,7 +347,7 @@ impl CertificateKeeper {
         Ok((chain, pem))
     }
 
-    /// Updates the metrics and the recorded state of the certificate.
+    /// Updates the metrics and the certificate's recorded state.
     fn publish_status(&mut self, settings: &CertificateSettings) {
         let name = settings.host_name.as_deref();
         let is_trusted = match &self.last_verification {
@@ -406,7 +408,7 @@ fn error_chain(error: &anyhow::Error) -> String {
     chain::format_chain(AsRef::<dyn std::error::Error>::as_ref(error))
 }
 
-/// Reads the operator's file up to the maximum size of a chain. The error says why it cannot be read.
+/// Reads the operator's file up to the maximum size of a chain. The error states why it cannot be read.
 fn read_limited(file: &Path) -> Result<Vec<u8>, String> {
     use std::io::Read;
     let mut content = Vec::new();
@@ -421,7 +423,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn start_ignores_stored_chain_for_another_key() {
+    fn start_ignores_stored_chain_for_a_different_key() {
         svc_http::tls::install_provider();
         let root = tempfile::tempdir().unwrap();
         let layout = Layout::new(root.path());

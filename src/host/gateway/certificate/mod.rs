@@ -1,5 +1,5 @@
 //! The machine's TLS key and self-signed certificate, created once; the platform pins the key at registration.
-//! Certificate chains from an authority are for the same key: see [`keeper`].
+//! Certificate chains from an authority use the same key: see [`keeper`].
 //!
 //! The key is written before the certificate, and the pair is used only when both exist: a crash between the two writes
 //! leaves a key that was never used.

@@ -14,8 +14,8 @@ const NEW_MACHINE_AGE: SignedDuration = SignedDuration::from_hours(1);
 const FIRST_REQUEST_SPREAD: Duration = Duration::from_secs(600);
 const MAX_BASE_DELAY: Duration = Duration::from_secs(6 * 3600);
 
-/// When a certificate is renewed. To spread the requests of machines that were created together, the time between
-/// renewal and expiry is longer by up to a tenth, depending on the machine's id.
+/// Returns the time at which a certificate is renewed. To spread the requests from machines that were created together,
+/// the time between renewal and expiry is longer by up to a tenth, depending on the machine's id.
 pub fn renewal_time(not_before: Timestamp, not_after: Timestamp, machine: Uuid) -> Timestamp {
     let lifetime = not_after.duration_since(not_before);
     let before = (lifetime / 3).min(RENEW_BEFORE);
@@ -26,8 +26,8 @@ pub fn renewal_time(not_before: Timestamp, not_after: Timestamp, machine: Uuid) 
     not_after - before - earlier
 }
 
-/// When the first certificate under new settings is requested. If a whole fleet gets the settings at the same time, its
-/// machines are spread over ten minutes by their ids; a new machine does not wait.
+/// Returns the time at which the first certificate under new settings is requested. If a whole fleet gets the settings
+/// at the same time, its machines are spread over ten minutes by their ids; a new machine does not wait.
 pub fn first_request_time(now: Timestamp, machine: Uuid) -> Timestamp {
     let created = machine.get_timestamp().map(|time| time.to_unix().0);
     let age = created
@@ -39,7 +39,7 @@ pub fn first_request_time(now: Timestamp, machine: Uuid) -> Timestamp {
     now + SignedDuration::try_from(FIRST_REQUEST_SPREAD * share / 1000).unwrap_or_default()
 }
 
-/// Delays after failed requests: `first`, doubled each time up to [`MAX_BASE_DELAY`], plus up to 100 % jitter.
+/// Delays after failed requests: `first`, doubled each time up to [`MAX_BASE_DELAY`], plus up to 100% jitter.
 pub fn retry_delays(first: Duration) -> ExponentialBackoff {
     ExponentialBuilder::new()
         .with_min_delay(first.min(MAX_BASE_DELAY))
@@ -50,7 +50,7 @@ pub fn retry_delays(first: Duration) -> ExponentialBackoff {
         .build()
 }
 
-/// Maximum delay of [`retry_delays`], with jitter.
+/// Maximum delay from [`retry_delays`], with jitter.
 pub const MAX_RETRY_DELAY: SignedDuration = SignedDuration::from_secs(2 * 6 * 3600);
 
 #[cfg(test)]

@@ -35,7 +35,7 @@ impl Budget {
     }
 
     /// Waits for a permit; when none is available, the pool with the most spare connections closes one. Never `None`
-    /// while the gateway runs.
+    /// while the gateway is running.
     pub async fn acquire(&self) -> Option<ConnectionPermit> {
         if let Some(permit) = self.try_acquire() {
             return Some(permit);

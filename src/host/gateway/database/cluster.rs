@@ -1,4 +1,4 @@
-//! Prepares the database for apps: creates the `svc` schema, and revokes privileges of PUBLIC.
+//! Prepares the database for apps: creates the `svc` schema, and revokes privileges from PUBLIC.
 //!
 //! Every statement is idempotent: all run at each start and after each restore.
 
@@ -11,7 +11,7 @@ use svc_machine::epoch::Epoch;
 
 /// Connections reserved for the owner's tools, backups and the gateway itself.
 const RESERVED_CONNECTIONS: usize = 16;
-/// Maximum connections of all apps; more connections do not help on any machine size.
+/// Maximum connections for all apps; more connections do not help on any machine size.
 const MAX_CONNECTIONS: usize = 64;
 
 const SCHEMA_SQL: &str = "
@@ -63,7 +63,7 @@ pub async fn prepare(client: &mut Client, epoch: Epoch) -> Result<(), DatabaseEr
     Ok(())
 }
 
-/// Maximum number of connections of all apps together.
+/// Returns the maximum number of connections for all apps together.
 ///
 /// # Errors
 /// The database is unreachable.

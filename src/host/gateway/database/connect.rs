@@ -30,7 +30,7 @@ pub enum DatabaseError {
 /// The administrator's access to the database.
 pub struct Database {
     config: tokio_postgres::Config,
-    /// For short statements, which are pipelined, such as those of health checks and the change feed.
+    /// For short statements, which are pipelined, such as those from health checks and the change feed.
     shared: Mutex<Option<Arc<Client>>>,
     /// Notified when a role's login is rejected: the supervisor then sets up the login again.
     pub login_rejected: Notify,

@@ -1,4 +1,4 @@
-//! A connection of an app's role, and its prepared statements.
+//! A connection for an app's role, and its prepared statements.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -24,7 +24,7 @@ pub struct Connection {
     occupancy: Occupancy,
     /// Set when a request did not finish its work; the connection is never leased again.
     is_abandoned: AtomicBool,
-    /// When a statement last started on the idle connection, or last ended.
+    /// The time at which a statement last started on the idle connection, or last ended.
     last_activity_ms: AtomicU64,
     opened_ms: u64,
     _permit: ConnectionPermit,
@@ -81,7 +81,7 @@ impl Connection {
         usize::try_from(self.occupancy.count()).unwrap_or(usize::MAX)
     }
 
-    /// Counts another request as in flight; `false` if a transaction has reserved the connection.
+    /// Counts one more request as in flight; `false` if a transaction has reserved the connection.
     pub(super) fn enter(&self) -> bool {
         let previous = self.occupancy.enter();
         if previous == Some(0) {

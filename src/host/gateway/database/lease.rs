@@ -15,7 +15,7 @@ use super::connect::DatabaseError;
 use super::connection::Connection;
 use super::pool::Pool;
 
-/// Timeout of one cancellation.
+/// Timeout for one cancellation.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time for a cancelled statement to end before the next cancellation.
 const CANCEL_RETRY_INTERVAL: Duration = Duration::from_millis(50);

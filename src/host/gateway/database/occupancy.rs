@@ -19,8 +19,8 @@ impl Occupancy {
         Self(AtomicU32::new(1))
     }
 
-    /// Counts another request as in flight and returns the previous number; `None`, without a change, if the connection
-    /// is reserved.
+    /// Counts one more request as in flight and returns the previous number; `None`, without a change, if the
+    /// connection is reserved.
     pub fn enter(&self) -> Option<u32> {
         let increment = |state| (state & RESERVED == 0).then_some(state + 1);
         self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, increment).ok()

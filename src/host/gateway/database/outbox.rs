@@ -1,11 +1,11 @@
-//! The outbox of changes: a table that triggers fill with one row for each statement that changed an app's table, in
-//! any session.
+//! The change outbox: a table that triggers fill with one row for each statement that changed an app's table, in any
+//! session.
 //!
-//! Triggers cost time in each write, so an app's tables get them when a client first listens, and lose them after a
-//! long time without listeners. The triggers notify only for sessions other than the app's own role: NOTIFY serializes
+//! Triggers slow down each write, so an app's tables get them when a client first listens, and lose them after a long
+//! time without listeners. The triggers notify only for sessions of roles other than the app's: NOTIFY serializes
 //! commits, and the bridge recognizes its own writes.
 //!
-//! Invariant: after a position at or above the floors of the feed and of the app, the outbox is complete.
+//! Invariant: after a position at or above the floors of both the feed and the app, the outbox is complete.
 
 use tokio_postgres::{Client, GenericClient, Transaction};
 
@@ -17,7 +17,7 @@ use svc_machine::epoch::Epoch;
 /// The notification channel for changes by other sessions.
 pub const CHANNEL: &str = "svc_changes";
 
-/// The position of an event is its transaction id. Arrays of more than 1000 ids are stored as NULL: the reader then
+/// An event's position is its transaction id. Arrays of more than 1000 ids are stored as NULL, in which case the reader
 /// reloads the table.
 pub const SCHEMA_SQL: &str = "
     CREATE TABLE IF NOT EXISTS svc.watched (
@@ -84,7 +84,7 @@ const DROP_TRIGGERS: &str = "
       FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid JOIN pg_namespace n ON n.oid = c.relnamespace
      WHERE n.nspname = $1 AND starts_with(t.tgname, 'svc_changes_')";
 
-/// Adopts the feed for this machine: deletes the events of another machine, which the outbox contains after a restore.
+/// Adopts the feed for this machine: deletes another machine's events, which the outbox contains after a restore.
 ///
 /// # Errors
 /// A database error.
@@ -114,7 +114,7 @@ pub async fn adopt_feed(transaction: &Transaction<'_>, epoch: Epoch) -> Result<(
     Ok(())
 }
 
-/// Whether the tables of `schema` are watched.
+/// Whether the tables in `schema` are watched.
 ///
 /// # Errors
 /// A database error.
@@ -126,7 +126,7 @@ pub async fn is_watched(
     Ok(client.query_one(sql, &[&schema.as_str()]).await?.get(0))
 }
 
-/// Creates the missing triggers of all tables of `schema`.
+/// Creates the missing triggers on all tables in `schema`.
 ///
 /// # Errors
 /// A database error.
@@ -140,7 +140,7 @@ pub async fn create_triggers(
     Ok(())
 }
 
-/// Drops the triggers of a schema.
+/// Drops a schema's triggers.
 ///
 /// # Errors
 /// A database error.
@@ -151,7 +151,7 @@ async fn drop_triggers(client: &impl GenericClient, schema: &str) -> Result<(), 
     Ok(())
 }
 
-/// Starts watching an app. Its changes are complete from this point on.
+/// Starts watching an app. From this point on, its changes are complete.
 ///
 /// # Errors
 /// The database is unreachable, or a long write holds a table lock.
@@ -171,7 +171,7 @@ pub async fn start_watching(client: &mut Client, schema: &SqlIdentifier) -> Resu
     Ok(())
 }
 
-/// Retention limits of the outbox.
+/// The outbox's retention limits.
 #[derive(Debug, Clone, Copy)]
 pub struct Retention {
     pub max_age_seconds: f64,

@@ -1,5 +1,5 @@
 //! An app's connections. When all are busy, requests share them: PostgreSQL's protocol allows pipelining, so the next
-//! statement can be sent before the previous one has finished. A transaction has a connection exclusively.
+//! statement can be sent before the previous one has finished. A transaction has exclusive use of a connection.
 //!
 //! Invariants: all pools together never exceed the shared connection budget; a connection with unfinished work is never
 //! leased again.
@@ -17,7 +17,7 @@ use super::connection::{Connection, now_ms};
 use super::lease::Lease;
 use svc_base::metrics::BRIDGE_WAITS;
 
-/// Maximum connections of one app.
+/// Maximum connections per app.
 const MAX_CONNECTIONS: usize = 16;
 /// Maximum statements in flight per connection, at the maximum number of connections.
 const MAX_PIPELINED: usize = 8;
@@ -77,7 +77,7 @@ impl std::fmt::Debug for Pool {
     }
 }
 
-/// How many connections of a pool can be closed, and when the pool was last used.
+/// How many of a pool's connections can be closed, and when the pool was last used.
 pub(super) struct PoolUsage {
     /// Number of connections that the pool could close.
     pub spare: usize,
@@ -114,7 +114,7 @@ impl Pool {
     /// Leases a connection exclusively, for a transaction.
     ///
     /// # Errors
-    /// As [`Self::lease`].
+    /// See [`Self::lease`].
     pub async fn lease_exclusive(self: &Arc<Self>) -> Result<Lease, PoolError> {
         let waited = tokio::time::timeout(LEASE_TIMEOUT, async {
             loop {
@@ -135,7 +135,7 @@ impl Pool {
         waited.await.unwrap_or(Err(PoolError::Timeout))
     }
 
-    /// The numbers of open and of busy connections.
+    /// The numbers of open and busy connections.
     pub fn connection_counts(&self) -> (usize, usize) {
         let open = &self.lock().connections;
         (open.len(), open.iter().filter(|connection| connection.requests_in_flight() > 0).count())
@@ -174,7 +174,7 @@ impl Pool {
         connection.abandon()
     }
 
-    /// Terminates a backend of this pool's role.
+    /// Terminates a backend that belongs to this pool's role.
     ///
     /// # Errors
     /// The database is unreachable.
@@ -185,7 +185,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Wakes the requests that wait for a connection.
+    /// Wakes the requests that are waiting for a connection.
     pub(super) fn notify_freed(&self) {
         self.freed.notify_waiters();
     }

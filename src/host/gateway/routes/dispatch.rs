@@ -64,7 +64,7 @@ pub async fn submit(
     Ok(stream_events(&dispatcher, target, 0))
 }
 
-/// Whether the client accepts JSON but no events; it then polls for the result.
+/// Whether the client accepts JSON but not events; such a client polls for the result.
 fn wants_json(headers: &HeaderMap) -> bool {
     let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
     let accepted: String = accepted.collect::<Vec<_>>().join(",");
@@ -173,14 +173,14 @@ fn stream_events(dispatcher: &Arc<Dispatcher>, target: DispatchTarget, from: u64
     events::stream_response(first.chain(rest))
 }
 
-/// Returns the existing events from number `from` on, and ends the stream.
+/// Returns the existing events starting with number `from`, and ends the stream.
 fn remaining_events(log: &EventLog, from: u64) -> Option<(Bytes, Option<u64>)> {
     let events = log.read(from).events.concat();
     (!events.is_empty()).then(|| (Bytes::from(events), None))
 }
 
-/// Waits for the events from number `from` on, at most until the next heartbeat. Returns a chunk and the number to
-/// continue with, which is `None` after the last event; returns `None` at `end` and when no event can follow.
+/// Waits for the events starting with number `from`, at most until the next heartbeat. Returns a chunk and the number
+/// to continue with, which is `None` after the last event; returns `None` at `end` and when no event can follow.
 async fn next_events(log: &EventLog, from: u64, end: Instant) -> Option<(Bytes, Option<u64>)> {
     let mut updates = log.subscribe();
     updates.mark_unchanged();

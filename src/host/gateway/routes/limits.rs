@@ -32,7 +32,7 @@ use svc_http::openapi::{
 use svc_http::problem::{Code, Problem};
 use svc_http::usage::MAX_SENDER_CHARS;
 
-/// Maximum length of a time zone's name.
+/// Maximum length of a time zone name.
 const MAX_ZONE_CHARS: usize = 64;
 
 /// `GET /api/limits`.
@@ -48,7 +48,7 @@ pub async fn show(
     Ok(Json(limits_json(&kernel, &user.unwrap_or_else(|| default_sender_id(&resolver, &caller))).await?))
 }
 
-/// The default sender id of a caller's dispatches.
+/// Returns the default sender id for a caller's dispatches.
 pub fn default_sender_id(resolver: &PrincipalResolver, caller: &Principal) -> String {
     match caller {
         Principal::Owner { sub } | Principal::OwnerProcess { sub } => sub.as_str().to_owned(),
@@ -86,7 +86,7 @@ fn period_json(settings: &Settings, spent: &Spending, period: Period, now: Times
         "spent": used,
         "reserved": spent.reserved,
         "remaining": is_limited.then(|| limit.saturating_sub(used + spent.reserved)),
-        // From 80 % of the limit.
+        // At 80% of the limit or more.
         "warning": is_limited && used >= limit.scaled(4, 5),
         "reached": is_limited && used + spent.reserved >= limit,
         "resetsAt": rfc3339_ms(resets_at),
@@ -101,7 +101,7 @@ struct LimitsChange {
     time_zone: Option<String>,
 }
 
-/// `PUT /api/limits`: changes `system/config.json`, and records the change in the audit.
+/// `PUT /api/limits`: changes `system/config.json`, and records the change in the audit log.
 pub async fn set(
     State(kernel): State<Arc<Kernel>>,
     State(resolver): State<Arc<PrincipalResolver>>,
@@ -125,7 +125,7 @@ pub async fn set(
         let _guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
         let written = write_limits(&file, &change)?;
         if let Some(size_bytes) = written {
-            // The records' writer reports a line that it could not write.
+            // The record writer reports lines that it cannot write.
             let _ = records.append(Record::Audit, &audit_entry(size_bytes));
         }
         Ok::<_, FileError>(written.is_some())
@@ -152,7 +152,7 @@ fn read_time_zone(fields: &mut Fields) -> Option<String> {
     Some(zone)
 }
 
-/// The audit entry of a change by the gateway itself, which the file watcher does not see.
+/// Returns the audit entry for a change by the gateway itself, which the file watcher does not see.
 fn audit_entry(size_bytes: u64) -> AuditEntry {
     AuditEntry {
         version: AuditEntry::VERSION,

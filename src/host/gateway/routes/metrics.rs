@@ -1,4 +1,4 @@
-//! `/metrics` of a host, only on its unix socket: the gateway's counters, and gauges measured on request.
+//! A host's `/metrics`, only on its unix socket: the gateway's counters, and gauges measured on request.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -56,7 +56,7 @@ pub async fn render_metrics(
     }
 }
 
-/// Sets the metrics of backups, if there has been a backup.
+/// Sets the backup metrics if any backup has been run.
 fn set_backup_metrics(logs: &Path) {
     #[derive(Deserialize)]
     struct Run {
@@ -76,7 +76,7 @@ fn set_backup_metrics(logs: &Path) {
     }
 }
 
-/// Sets the metrics of each kind of check that has been run.
+/// Sets the metrics for each kind of check that has been run.
 fn set_check_metrics(layout: &Layout) {
     for &kind in CheckKind::ALL {
         if let Ok(Some(check)) = CheckRecord::last(layout, kind) {
@@ -86,5 +86,5 @@ fn set_check_metrics(layout: &Layout) {
     }
 }
 
-/// Maximum number of runs searched for a successful one: ten days of hourly backups.
+/// Maximum number of backup runs searched for a successful one: ten days of hourly backups.
 const MAX_SEARCHED_RUNS: usize = 240;

@@ -25,9 +25,9 @@ use svc_http::problem::{Code, Problem};
 
 pub const DEFAULT_LIMIT: usize = 50;
 pub const MAX_LIMIT: usize = 1000;
-/// Maximum length of a filter's text.
+/// Maximum length of a filter value.
 pub const MAX_FILTER_CHARS: usize = 1024;
-/// Poll interval of a stream.
+/// Poll interval for a stream.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Lines may be out of order by up to this many hours: clocks can be set back, and time zones differ by up to 26 hours.
 const MAX_DISORDER_HOURS: i64 = 50;
@@ -35,17 +35,17 @@ const MAX_DISORDER_HOURS: i64 = 50;
 /// A record and its filters.
 pub struct RecordView {
     pub kind: RecordKind,
-    /// The member of a response that contains the lines.
+    /// The response member that contains the lines.
     pub member: &'static str,
-    /// Members of a line that must equal the filter of the same name.
+    /// Line members that must equal the filter with the same name.
     pub exact_members: &'static [&'static str],
-    /// A member that is a path: the filter of the same name selects that path and everything below it.
+    /// A member that is a path: the filter with the same name selects that path and everything below it.
     pub path_member: Option<&'static str>,
     /// Whether lines are text, filtered by a substring with `contains`.
     pub is_text: bool,
 }
 
-/// The filters of a request.
+/// The filters in a request.
 #[derive(Default)]
 struct RecordFilter {
     exact: Vec<(&'static str, String)>,
@@ -96,7 +96,7 @@ impl RecordFilter {
     }
 }
 
-/// Parses a line; `None` if it is not a line of this record.
+/// Parses a line; `None` if it does not belong to this record.
 fn parse_line(view: &RecordView, line: &str) -> Option<Map<String, Value>> {
     if !view.is_text {
         return match serde_json::from_str(line) {
@@ -109,7 +109,7 @@ fn parse_line(view: &RecordView, line: &str) -> Option<Map<String, Value>> {
     Some(Map::from_iter([("timestamp".to_owned(), at.into()), ("text".to_owned(), text.into())]))
 }
 
-/// Returns a page of a record.
+/// Returns a page from a record.
 ///
 /// # Errors
 /// An invalid filter; 410 for a cursor whose lines no longer exist.
@@ -148,7 +148,7 @@ pub async fn list(
     Ok(bridge::json_response(StatusCode::OK, Bytes::from(response.to_string())).into_response())
 }
 
-/// Streams new lines of a record.
+/// Streams a record's new lines.
 ///
 /// # Errors
 /// An invalid filter; 410 if the lines after `Last-Event-ID` no longer exist; too many listeners.

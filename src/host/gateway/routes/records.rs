@@ -1,4 +1,4 @@
-//! The routes of the records and their descriptions.
+//! The record routes and their descriptions.
 
 use axum::extract::{RawQuery, State};
 use axum::response::Response;
@@ -68,7 +68,7 @@ const EVENTS: DocumentedResponse = DocumentedResponse {
     content: Content::Other("text/event-stream"),
 };
 
-/// The two routes of a record: its pages and its stream.
+/// Defines the two routes for a record: its pages and its stream.
 macro_rules! record {
     ($list:ident, $list_handler:ident, $follow:ident, $follow_handler:ident, $view:expr, $id:literal, $follow_id:literal, $path:literal, $summary:literal,
      [$($filter:expr),*], $member:literal, $line_schema:literal) => {
@@ -241,7 +241,7 @@ record!(
     "Backup"
 );
 
-/// Describes a line, which may have further members: later releases may add them.
+/// Describes a line, which may have additional members: later releases may add them.
 fn line_schema(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
     let mut line_schema = object(required, optional);
     line_schema["additionalProperties"] = true.into();
@@ -328,7 +328,7 @@ pub fn storage_schema() -> Value {
             ("logsBytes", count()),
             ("databaseBytes", count()),
         ],
-        // Lines of earlier releases lack these.
+        // Lines from earlier releases lack these.
         &[
             ("diskBytes", count()),
             ("diskFreeBytes", count()),
@@ -344,7 +344,7 @@ pub fn storage_schema() -> Value {
     )
 }
 
-/// A line of `backup.jsonl`.
+/// Returns the schema for a line in `backup.jsonl`.
 pub fn backup_schema() -> Value {
     line_schema(
         &[("timestamp", time()), ("status", one_of(&["success", "error"])), ("stage", text())],

@@ -33,7 +33,7 @@ pub async fn show(State(layout): State<Layout>) -> Result<Json<Value>, Problem> 
     Ok(Json(state))
 }
 
-/// The state, and the pending request.
+/// Describes the state and the pending request.
 fn describe_state(layout: &Layout) -> Result<Value, FileError> {
     // Read the request first: it is removed after the state reflects it.
     let request = SideRequest::read(layout)?.and_then(Result::ok);
@@ -73,7 +73,7 @@ pub async fn open(State(layout): State<Layout>, headers: HeaderMap, body: Body) 
     submit(layout, SideAction::Open(chosen)).await
 }
 
-/// `POST /api/side-database/copy`: requests that rows of the side database be copied back.
+/// `POST /api/side-database/copy`: requests that rows be copied back from the side database.
 pub async fn copy(State(layout): State<Layout>, headers: HeaderMap, body: Body) -> Result<Response, Problem> {
     let mut fields = body::read_fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let has_tables = fields.has("tables");
@@ -194,7 +194,7 @@ pub static CLOSE: Endpoint = Endpoint {
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
 };
 
-/// The JSON schema of the side database's state.
+/// Returns the JSON schema for the side database's state.
 pub fn side_database_schema() -> Value {
     let copied = object(
         &[

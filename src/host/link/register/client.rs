@@ -17,12 +17,12 @@ use svc_http::request_id;
 use svc_machine::id::MachineId;
 use svc_wire::registration::{BootFailureReport, BootStageReport, RegistrationResponse};
 
-/// The reason why a call failed.
+/// The reason a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RegistrationError {
     #[error("could not create the HTTP client")]
     Client(#[source] anyhow::Error),
-    /// 401: the token is wrong, expired, or was used with another body.
+    /// 401: the token is wrong, expired, or was used with a different body.
     #[error("the platform rejected this machine's registration token: {detail}")]
     TokenRejected { detail: String },
     #[error("the platform responded with {status}: {detail}")]
@@ -75,7 +75,7 @@ impl<'a> RegistrationClient<'a> {
         self.post(url, &to_json(report), timeout).await.map(drop)
     }
 
-    /// Reports a stage of the boot.
+    /// Reports a boot stage.
     pub async fn report_boot_stage(
         &self,
         machine: MachineId,
@@ -143,7 +143,7 @@ fn to_json(report: &impl Serialize) -> String {
     serde_json::to_string(report).expect("plain fields are JSON")
 }
 
-/// The `detail` of a problem, if any.
+/// Returns the problem's `detail`, or "no detail" if it is empty.
 fn problem_detail(body: &[u8]) -> String {
     let detail = ProblemBody::parse(body).detail;
     if detail.is_empty() { "no detail".to_owned() } else { detail }

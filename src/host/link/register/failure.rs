@@ -37,7 +37,7 @@ pub async fn report(layout: &Layout, stage: BootStageName, message: &str) -> Res
     platform.report_boot_failure(identity.machine, &report, REPORT_TIMEOUT).await.map_err(super::to_failure)
 }
 
-/// Reads the secrets in the env files of the machine's services.
+/// Reads the secrets from the env files of the machine's services.
 fn read_secrets(env: &mut Env) -> Vec<SecretString> {
     const VARIABLES: [&Variable; 6] = [
         &vars::REGISTRATION_TOKEN,

@@ -1,7 +1,7 @@
 //! `svc-register`: registers this machine once, and reports the progress or failure of its boot.
 //!
-//! This module contains the command line, the configuration and the order of steps. A retry after a lost response or a
-//! restart sends the identical bytes, which `state` stores.
+//! This module contains the command line, the configuration and the sequence of steps. A retry after a lost response or
+//! a restart sends the identical bytes, which `state` stores.
 
 mod client;
 mod failure;
@@ -34,7 +34,7 @@ use svc_machine::name::ImageVersion;
 use svc_store::bundle;
 use svc_wire::registration::{BootStageName, Registration};
 
-/// Fail points of a registration.
+/// The fail points in a registration.
 pub const FAILPOINTS: &[&str] =
     &["register.begin", "register.ready", "register.written", "register.accepted"];
 
@@ -75,7 +75,7 @@ fn stage_parser() -> impl TypedValueParser<Value = BootStageName> {
         .try_map(|name| name.parse::<BootStageName>())
 }
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
@@ -125,7 +125,7 @@ impl RegisterConfig {
         let version = config::image_version(env);
         let gateway_timeout = Duration::from_secs(env.or_default(&vars::REGISTER_GATEWAY_DEADLINE_SECONDS));
         let platform_timeout = Duration::from_secs(env.or_default(&vars::REGISTER_PLATFORM_DEADLINE_SECONDS));
-        // The installed release is registered, even if user-data names another one.
+        // The installed release is registered, even if user-data names a different one.
         let version = release::current_version(layout).or(version);
         let installed =
             version.as_ref().and_then(|version| release::read_digest(&layout.release(version)).ok()?);
@@ -134,7 +134,7 @@ impl RegisterConfig {
         if bundle_sha256.is_none() {
             env.add_mistake(
                 &vars::SVC_BUNDLE_SHA256,
-                "must be 64 hexadecimal digits where no release is installed",
+                "must be 64 hexadecimal digits if no release is installed",
             );
         }
         Some(Self {
@@ -158,7 +158,7 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
     let state = RegistrationState::read(layout).or_exit(Exit::Internal)?;
     if let Some(registered) = state.as_ref().filter(|state| state.is_registered(config.identity.machine)) {
         tracing::info!(epoch = %config.identity.epoch, "already registered");
-        warn_of_changed_key(layout, registered);
+        warn_if_key_changed(layout, registered);
         return Ok(());
     }
     let pin = wait_for_gateway(layout, &config).await?;
@@ -215,8 +215,8 @@ fn measure_boot_ms(layout: &Layout) -> Option<u64> {
     u64::try_from(written.elapsed().ok()?.as_millis()).ok()
 }
 
-/// Warns of a changed key: the platform accepts only the registered key, so it refuses this machine's certificate.
-fn warn_of_changed_key(layout: &Layout, registered: &RegistrationState) {
+/// Warns if the key has changed: the platform accepts only the registered key and rejects this machine's certificate.
+fn warn_if_key_changed(layout: &Layout, registered: &RegistrationState) {
     if let Ok(Some(pin)) = probe::read_pin(layout)
         && !registered.has_pin(pin)
     {

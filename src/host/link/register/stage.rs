@@ -1,4 +1,4 @@
-//! Reports a stage of the boot. The report is informational: a failure is logged and does not stop the boot.
+//! Reports a boot stage. The report is informational: a failure is logged and does not stop the boot.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_wire::registration::{BootStageName, BootStageReport};
 
-/// Maximum time by which one report delays the boot.
+/// Maximum delay that one report adds to the boot.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(3);
 
 pub async fn report(layout: &Layout, stage: BootStageName) {

@@ -12,7 +12,7 @@ use svc_http::tls::SpkiPin;
 use svc_machine::id::MachineId;
 use svc_wire::registration::Registration;
 
-/// Whether both describe the same machine; the boot time is ignored.
+/// Returns whether both registrations describe the same machine, ignoring the boot time.
 fn describe_same_machine(a: &Registration, b: &Registration) -> bool {
     let without_time = |registration: &Registration| Registration { boot_ms: None, ..registration.clone() };
     without_time(a) == without_time(b)
@@ -23,7 +23,7 @@ fn describe_same_machine(a: &Registration, b: &Registration) -> bool {
 pub struct RegistrationState {
     version: u32,
     machine_id: MachineId,
-    /// The exact text of the request.
+    /// The request's exact text.
     sent: String,
     registered_at: Option<String>,
 }
@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reuse_or_create_keeps_text_of_same_machine() {
+    fn reuse_or_create_keeps_text_for_same_machine() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let body = Registration {

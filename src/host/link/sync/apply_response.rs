@@ -23,7 +23,7 @@ use svc_machine::id::MachineId;
 use svc_machine::name::ImageVersion;
 use svc_wire::heartbeat as wire;
 
-/// The record that another machine has replaced this one. The gateway, the backup and the agent stop when the file
+/// Records that another machine has replaced this one. The gateway, the backup and the agent stop once the file
 /// exists.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -74,7 +74,7 @@ pub fn apply_response(
     }
     // The current token remains valid, so an error does not stop the rest of the response.
     if let Err(error) = store_next_token(config, response.next_token.as_ref(), accepted.as_ref()) {
-        tracing::error!(error = %format_chain(&error), "could not store the next token of this machine");
+        tracing::error!(error = %format_chain(&error), "could not store this machine's next token");
     }
     if let Some(desired) = response.desired_image_version {
         // The updater would drop an invalid id, and the request could not be recognised later.
@@ -85,7 +85,7 @@ pub fn apply_response(
 }
 
 /// Resumes the writers if `quiesce`, as read before the heartbeat, stopped them for an operation that the response does
-/// not name: then the operation has ended without a call to resume them.
+/// not name: that operation has ended without a call to resume them.
 pub async fn resume_writers(
     config: &SyncConfig,
     quiesce: &Quiesce,
@@ -102,9 +102,9 @@ pub async fn resume_writers(
 }
 
 /// Requests the release that the platform names, unless it is current, an update is requested or in progress, or the
-/// release has failed on this machine for the same request: a release that was refused or rolled back would fail again.
-/// For a new request, the release is tried again. The updater stores the request's id with the outcome, whether the
-/// sync agent or the gateway wrote the request, so no clock is needed.
+/// release has failed on this machine for the same request, because a release that was rejected or rolled back would
+/// fail again. For a new request, the release is tried again. The updater stores the request's id with the outcome,
+/// whether the sync agent or the gateway wrote the request, so no clock is needed.
 fn request_update(
     config: &SyncConfig,
     desired: ImageVersion,
@@ -118,11 +118,12 @@ fn request_update(
     {
         return Ok(());
     }
-    tracing::info!(%desired, "the platform requests another release");
+    tracing::info!(%desired, "the platform requested a different release");
     UpdateRequest::with_request_id(request.unwrap_or_else(request_id::generate), desired).write(layout)
 }
 
-/// Without a request id, every request for the release counts as the same one.
+/// Returns whether the last update failed for the same request. Without a request id, every request for the release
+/// counts as the same one.
 fn has_failed(last: &LastUpdate, desired: &ImageVersion, request: Option<&str>) -> bool {
     let is_same_request = request.is_none_or(|request| last.request_id.as_deref() == Some(request));
     last.outcome.version == *desired && last.outcome.outcome != UpdateResult::Updated && is_same_request
@@ -130,7 +131,7 @@ fn has_failed(last: &LastUpdate, desired: &ImageVersion, request: Option<&str>) 
 
 /// Stores the next token. If there is none and the platform accepted only the previous token, that becomes the current
 /// one again. No token is stored during an update, because the updater has written the current one for
-/// the release that it switches to.
+/// the release that it is switching to.
 fn store_next_token(
     config: &SyncConfig,
     next: Option<&SecretString>,
@@ -144,7 +145,7 @@ fn store_next_token(
     match (next, rejected) {
         (Some(next), _) if next.expose_secret() != upgrade_token.current().expose_secret() => {
             upgrade_token.store(next, token)?;
-            tracing::info!("received the next token of this machine");
+            tracing::info!("received this machine's next token");
             Ok(())
         }
         (None, Some(rejected)) => upgrade_token.store(token, rejected),

@@ -1,4 +1,4 @@
-//! The settings of the sync agent, and its connections.
+//! The sync agent's settings and connections.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use svc_machine::name::ImageVersion;
 use svc_store::Bucket;
 use svc_store::key::SlotPrefix;
 
-/// Configuration of the agent.
+/// The sync agent's configuration.
 pub struct SyncConfig {
     pub layout: Layout,
     pub identity: Identity,
@@ -31,7 +31,7 @@ pub struct SyncConfig {
     pub credentials: Option<Arc<RenewingCredentials>>,
     pub server: PostgresServer,
     pub listen: SocketAddr,
-    /// The release that user-data names, used while none is installed.
+    /// The release that user-data names, used while no release is installed.
     pub image_version: ImageVersion,
     pub heartbeat_interval: Duration,
     pub meta_interval: Duration,
@@ -70,7 +70,7 @@ impl SyncConfig {
         })
     }
 
-    /// The current epoch; a heartbeat may have raised it.
+    /// Returns the current epoch, which a heartbeat may have raised.
     pub fn epoch(&self) -> Epoch {
         epoch::current(&self.layout, self.identity.epoch)
     }

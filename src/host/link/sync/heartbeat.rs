@@ -33,7 +33,7 @@ pub struct AcceptedToken {
     pub rejected: Option<SecretString>,
 }
 
-/// The reason why a heartbeat failed.
+/// The reason a heartbeat failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HeartbeatError {
     #[error("cannot send the heartbeat")]
@@ -123,7 +123,7 @@ impl<'a> HeartbeatClient<'a> {
     }
 }
 
-/// The version of the current release, or the version in user-data while none is installed.
+/// Returns the version of the current release, or the version in user-data while no release is installed.
 pub fn current_image_version(config: &SyncConfig) -> ImageVersion {
     release::current_version(&config.layout).unwrap_or_else(|| config.image_version.clone())
 }

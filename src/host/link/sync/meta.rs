@@ -12,7 +12,7 @@ use svc_store::StoreError;
 use svc_store::meta::{self, MetaError, VpsMeta};
 use svc_store::pointer_io;
 
-/// Timeout of a write, shorter than the interval between two writes.
+/// Timeout for a write; shorter than the interval between two writes.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(Debug, thiserror::Error)]
@@ -41,7 +41,7 @@ impl LastWrite {
 /// count as a change: 288 writes a day for each machine would cost more than its database.
 ///
 /// # Errors
-/// [`MetaWriteError`]; `Fenced` if a later machine of the slot has written.
+/// [`MetaWriteError`]; `Fenced` if a later machine in the slot has written.
 pub async fn write_if_due(config: &SyncConfig, last_write: &mut LastWrite) -> Result<(), MetaWriteError> {
     let mut meta = build_meta(config);
     if !last_write.is_due(&meta, config.meta_refresh_interval) {

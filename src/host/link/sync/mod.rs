@@ -36,7 +36,7 @@ use svc_http::request_id;
 )]
 struct Args {}
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
@@ -72,7 +72,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     })
 }
 
-/// Maximum delay of the first heartbeat while the host starts.
+/// Maximum delay before the first heartbeat while the host is starting.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Sends heartbeats until the platform reports that this machine has been replaced. A failed heartbeat is not
@@ -105,7 +105,7 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
     }
 }
 
-/// Waits for a gateway that has just started, because the platform keeps the first heartbeat's health until the
+/// Waits for a gateway that is still starting, because the platform keeps the health from the first heartbeat until the
 /// second.
 async fn wait_until_healthy(config: &SyncConfig) {
     let healthy = async {

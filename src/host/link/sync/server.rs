@@ -9,7 +9,7 @@ use crate::system::layout::Layout;
 use svc_base::fsx;
 
 /// The server as the provider's metadata service described it at boot. A field is `None` without cloud-init, or if the
-/// provider's data has another format.
+/// provider's data has an unexpected format.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CloudServer {
     pub id: Option<String>,

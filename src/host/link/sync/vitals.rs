@@ -1,4 +1,4 @@
-//! The health of the machine: gateway, database, disk, last backup, and accepted proof keys.
+//! The machine's health: gateway, database, disk, last backup, and accepted proof keys.
 
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ use svc_wire::text::Text;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Reads the last check of each kind; `None` if no check has run.
+/// Reads the last check of each kind; `None` if no check has been run.
 pub fn read_checks(config: &SyncConfig) -> Option<SnapshotChecks> {
     let last = |kind: CheckKind| {
         let CheckRecord { status, timestamp, key, mut damaged, error, .. } =
@@ -58,7 +58,7 @@ pub fn read_last_update(config: &SyncConfig) -> Option<LastUpdate> {
     Some(LastUpdate { version: version.into(), outcome: outcome.into(), stage, at: at.into(), error })
 }
 
-/// Creates an item for the fleet's list of problems.
+/// Creates an item for the fleet's problem list.
 fn attention_item(code: &str, detail: impl Into<String>) -> Attention {
     Attention { code: code.to_owned(), detail: detail.into() }
 }
@@ -81,13 +81,13 @@ fn to_status(is_ok: bool) -> ComponentStatus {
     if is_ok { ComponentStatus::Ok } else { ComponentStatus::Failing }
 }
 
-/// The item for a snapshot that did not become the latest.
+/// Returns the item for a snapshot that did not become the latest.
 fn held_snapshot_item(config: &SyncConfig) -> Option<Attention> {
     let held = HeldSnapshot::read(&config.layout).ok()??;
     Some(attention_item("snapshot_held", held.to_string()))
 }
 
-/// The item for an update that is waiting for a snapshot.
+/// Returns the item for an update that is waiting for a snapshot.
 fn waiting_update_item(config: &SyncConfig) -> Option<Attention> {
     let (version, wait) = SnapshotWait::read(&config.layout).ok()??;
     if wait.why.is_empty() {

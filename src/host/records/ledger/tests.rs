@@ -1,4 +1,4 @@
-//! Tests of the ledger: its groups, its lines, and random histories with crashes.
+//! Tests the ledger: its groups, its lines, and random histories with crashes.
 
 use proptest::prelude::*;
 
@@ -85,7 +85,7 @@ fn line_is_written_once_and_reads_back() {
     assert_eq!(ledger.day_lines(date("2026-11-22")).next(), Some(read));
 }
 
-/// An event of a history.
+/// An event in a history.
 #[derive(Debug, Clone)]
 enum Event {
     /// A dispatch ends.

@@ -1,4 +1,4 @@
-//! Tests of the book and its files: after reopening, after a crash, and with invalid lines.
+//! Tests the book and its files: after reopening, after a crash, and with invalid lines.
 
 use std::fs;
 
@@ -78,7 +78,7 @@ fn reopened_book_recounts_only_unsealed_days() {
     let usage = test.read("usage.jsonl");
     assert_eq!(usage.lines().count(), 12);
 
-    // A sealed day is not read: replacing its lines with others of the same length has no effect.
+    // A sealed day is not read: replacing its lines with garbage of the same length has no effect.
     let path = test.logs().join("interactions-2026-11-21.jsonl");
     let length = fs::metadata(&path).unwrap().len();
     fs::write(&path, "x".repeat(usize::try_from(length).unwrap())).unwrap();
@@ -125,7 +125,7 @@ fn crashed_book_is_recounted_from_interactions() {
         21,
         "the torn line was not removed"
     );
-    // Lost lines reduce the totals, also in usage.jsonl.
+    // Lost lines reduce the totals, including those in usage.jsonl.
     let kept: String = test.read("interactions-2026-11-22.jsonl").split_inclusive('\n').take(5).collect();
     fs::write(&path, kept).unwrap();
     let (writer, book) = test.open();
@@ -186,7 +186,7 @@ fn compaction_keeps_totals() {
     book.seal();
     assert_eq!(test.read("usage.jsonl").lines().count(), 7);
     drop((book, writer));
-    // The leftover of an interrupted compaction is ignored.
+    // What an interrupted compaction left behind is ignored.
     fs::write(test.logs().join(NEW_USAGE_FILE), "{\"version\":1,\"da").unwrap();
     fs::remove_file(test.logs().join("interactions-2026-11-22.jsonl")).unwrap();
     let (_writer, book) = test.open();

@@ -13,7 +13,7 @@ use super::sync::UnsyncedFile;
 use crate::records::jsonl;
 use svc_base::fsx::FileError;
 
-/// The format of lines, which determines how a torn one is repaired.
+/// The line format, which determines how a torn line is repaired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LineFormat {
     Json,
@@ -27,13 +27,13 @@ pub struct AppendFile {
     buffers: VecDeque<Vec<u8>>,
     finished: Vec<Vec<u8>>,
     pending_bytes: usize,
-    /// Bytes of the first buffer that are already written.
+    /// Number of bytes in the first buffer that have already been written.
     written_bytes: usize,
     /// The last written file and its extent after that write. If either has changed, the file's tail is repaired.
     last: Option<LastWrite>,
-    /// `last` has unsynced writes.
+    /// Whether `last` has unsynced writes.
     is_dirty: bool,
-    /// Earlier files of this name with unsynced writes.
+    /// Earlier files with this name that have unsynced writes.
     earlier_files: Vec<UnsyncedFile>,
 }
 
@@ -50,7 +50,7 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// Reads the extent.
+    /// Reads the file's extent.
     ///
     /// # Errors
     /// The file's metadata cannot be read.
@@ -86,12 +86,12 @@ impl AppendFile {
         self.buffers.push_back(lines);
     }
 
-    /// Bytes that are not yet written.
+    /// Returns the number of bytes not yet written.
     pub fn unwritten_bytes(&self) -> usize {
         self.pending_bytes
     }
 
-    /// Whether there are writes that [`AppendFile::take_unsynced`] has not returned.
+    /// Returns whether there are writes that [`AppendFile::take_unsynced`] has not returned.
     pub fn is_dirty(&self) -> bool {
         self.is_dirty || !self.earlier_files.is_empty()
     }
@@ -131,7 +131,7 @@ impl AppendFile {
         result
     }
 
-    /// Opens the file of this name and repairs its tail.
+    /// Opens the file with this name and repairs its tail.
     fn open(&mut self) -> io::Result<LastWrite> {
         if let Some(dir) = self.path.parent() {
             std::fs::create_dir_all(dir)?;
@@ -147,7 +147,7 @@ impl AppendFile {
             // Sync the earlier file, even if it was renamed or deleted.
             self.retire(last);
         }
-        // A line that is partly in another file is written again in full.
+        // A line that is partly in a different file is written again in full.
         self.rewind_to_line();
         let missing = match self.format {
             LineFormat::Json => jsonl::repair_tail(&mut file)?,
@@ -185,7 +185,7 @@ impl AppendFile {
     }
 }
 
-/// Replaces a file if it is unchanged; otherwise returns `false`.
+/// Replaces a file if it has not changed; otherwise returns `false`.
 ///
 /// # Errors
 /// The files cannot be read or renamed.
@@ -197,7 +197,7 @@ pub fn replace_if_unchanged(path: &Path, replacement: &Path, expected: Extent) -
     Ok(true)
 }
 
-/// Returns the newline that the file lacks, or an empty slice.
+/// Returns a newline if the file does not end with one; otherwise an empty slice.
 fn missing_newline(file: &File, length: u64) -> io::Result<&'static [u8]> {
     let mut last_byte = [b'\n'];
     if length > 0 {

@@ -1,5 +1,5 @@
-//! The queue of accepted lines that are not yet written. It is bounded, keeps the order of each record's lines, and
-//! reuses its buffers.
+//! The queue of accepted lines that have not yet been written. It is bounded, preserves the order of each record's
+//! lines, and reuses its buffers.
 
 use std::path::PathBuf;
 use std::sync::mpsc::SyncSender;
@@ -13,7 +13,7 @@ use svc_base::clock;
 
 /// The size of a buffer. A line is copied into a buffer once, and written from there.
 const BUFFER_BYTES: usize = BATCH_BYTES;
-/// Maximum free buffers kept for reuse.
+/// Maximum number of free buffers kept for reuse.
 const MAX_SPARE_BUFFERS: usize = 8;
 
 /// The queued lines of one record.
@@ -22,24 +22,24 @@ struct LineQueue {
     buffers: Vec<Vec<u8>>,
     bytes: usize,
     lost: u64,
-    /// The time at which the first lost line was refused.
+    /// The time at which the first lost line was rejected.
     lost_since: Option<Timestamp>,
 }
 
 /// The state of the writing thread.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum ThreadState {
-    /// The thread sleeps until it is woken.
+    /// The thread is asleep until woken.
     #[default]
     Asleep,
-    /// The thread checks the queue at the next interval; it must only be woken for [`BATCH_BYTES`].
+    /// The thread checks the queue at the next interval; it need only be woken for [`BATCH_BYTES`].
     Polling,
     Writing,
-    /// The thread has ended: nothing is written.
+    /// The thread has ended: nothing more is written.
     Ended,
 }
 
-/// A replacement of a record's file.
+/// A replacement for a record's file.
 pub struct Replacement {
     pub record: Record,
     pub new: PathBuf,
@@ -53,16 +53,16 @@ pub struct RecordQueue {
     /// There are few records, so a linear search suffices.
     queues: Vec<(Record, LineQueue)>,
     bytes: usize,
-    /// Bytes that the thread has taken and not yet written.
+    /// Number of bytes that the thread has taken but not yet written.
     taken_bytes: usize,
-    /// Bytes that the thread could not write, by record.
+    /// Number of bytes that the thread could not write, by record.
     unwritten_bytes: Vec<(Record, usize)>,
     spare_buffers: Vec<Vec<u8>>,
     pub replacement: Option<Replacement>,
     pub thread: ThreadState,
     pub is_stopping: bool,
     pub flushes_requested: u64,
-    /// All lines before this flush are written; the sync is pending.
+    /// All lines before this flush have been written; the sync is pending.
     pub flushes_written: u64,
     pub flushes_done: u64,
 }
@@ -109,12 +109,12 @@ impl RecordQueue {
         self.bytes >= BATCH_BYTES
     }
 
-    /// Whether a caller waits for the thread.
+    /// Returns whether a caller is waiting for the thread.
     pub fn has_request(&self) -> bool {
         self.is_stopping || self.replacement.is_some() || self.flushes_requested > self.flushes_written
     }
 
-    /// Whether the thread has work.
+    /// Returns whether the thread has work.
     pub fn has_work(&self) -> bool {
         let has_gap = || self.queues.iter().any(|(_, queue)| queue.lost_since.is_some());
         self.bytes > 0 || self.taken_bytes > 0 || self.has_request() || has_gap()
@@ -123,7 +123,7 @@ impl RecordQueue {
     /// Takes all lines, by record.
     pub fn take_lines(&mut self) -> Vec<(Record, Vec<Vec<u8>>)> {
         if self.taken_bytes == 0 {
-            // The disk accepts writes again: report gaps even without further lines.
+            // The disk is accepting writes again: report gaps even without further lines.
             for (record, queue) in &mut self.queues {
                 if let Some(gap) = queue.take_gap_line(*record) {
                     queue.push(&gap, &mut self.spare_buffers);
@@ -135,7 +135,7 @@ impl RecordQueue {
         self.bytes = 0;
         let queues = self.queues.iter_mut().filter(|(_, queue)| queue.bytes > 0);
         let taken = queues.map(|(record, queue)| (*record, queue.take_buffers())).collect();
-        // Drop empty queues: those of past days are never needed again.
+        // Drop empty queues: those for past days are never needed again.
         self.queues.retain(|(_, queue)| queue.lost_since.is_some());
         taken
     }
@@ -152,7 +152,7 @@ impl RecordQueue {
         }
     }
 
-    /// The number of bytes that are accepted and not yet written.
+    /// Returns the number of bytes that have been accepted but not yet written.
     pub fn bytes(&self) -> usize {
         self.bytes + self.taken_bytes
     }
@@ -177,7 +177,7 @@ impl LineQueue {
         std::mem::take(&mut self.buffers)
     }
 
-    /// Takes the line that reports refused lines, if any.
+    /// Takes the line that reports rejected lines, if any.
     fn take_gap_line(&mut self, record: Record) -> Option<Vec<u8>> {
         let since = self.lost_since.take()?;
         let lost = std::mem::take(&mut self.lost);

@@ -5,12 +5,12 @@ use jiff::civil::Date;
 use super::file::LineFormat;
 use crate::records::names::{ACTIVITY, AUDIT, INTERACTIONS};
 
-/// Number of queued bytes that are written immediately, without waiting for the next interval.
+/// Number of queued bytes at which they are written immediately, without waiting for the next interval.
 pub const BATCH_BYTES: usize = 256 << 10;
-/// Maximum bytes that are accepted and not yet written.
+/// Maximum number of bytes that have been accepted but not yet written.
 pub const MAX_QUEUED_BYTES: usize = 16 << 20;
 
-/// A record of this writer.
+/// A record that this writer writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Record {
     /// The interactions that count for a day.
@@ -23,7 +23,8 @@ pub enum Record {
 }
 
 impl Record {
-    /// Maximum queued bytes of this record. Records that any program can flood leave room for those that are billed.
+    /// Returns the maximum number of queued bytes for this record. Records that any program can flood leave room for
+    /// those that are billed.
     pub fn max_queued_bytes(self) -> usize {
         match self {
             Self::Audit | Self::Activity => MAX_QUEUED_BYTES / 4,
@@ -45,7 +46,7 @@ impl Record {
     }
 }
 
-/// The line was refused. A gap before the next line reports it.
+/// The line was rejected. A gap before the next line reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("record queue full: the disk accepts no writes")]
 pub struct QueueFull;

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Syncs a file.
+/// A function that syncs a file.
 pub type SyncFn = Box<dyn Fn(&File) -> io::Result<()> + Send>;
 
 /// Retry interval after a failed sync.
@@ -17,7 +17,7 @@ pub struct UnsyncedFile {
     path: PathBuf,
     inode: u64,
     file: Arc<File>,
-    /// The failure was logged.
+    /// Whether a failure has been logged.
     is_logged: bool,
 }
 
@@ -38,13 +38,13 @@ impl UnsyncedFile {
 #[derive(Default)]
 struct SyncRequest {
     files: Vec<UnsyncedFile>,
-    /// The flush that is complete once all earlier files are synced.
+    /// The flush that is complete once all earlier files have been synced.
     flush: Option<u64>,
     is_stopping: bool,
 }
 
 impl SyncRequest {
-    /// Keeps the oldest handle of each file, because a handle only reports errors since it was opened.
+    /// Keeps the oldest handle to each file, because a handle only reports errors since it was opened.
     fn add(&mut self, files: Vec<UnsyncedFile>) {
         for file in files {
             if self.files.iter().all(|known| known.inode != file.inode) {
@@ -74,13 +74,13 @@ impl Syncer {
         self.wake.notify_one();
     }
 
-    /// Stops the thread after a last attempt.
+    /// Stops the thread after a final attempt.
     pub fn stop(&self) {
         self.lock().is_stopping = true;
         self.wake.notify_one();
     }
 
-    /// Runs the loop of the syncing thread. Calls `on_durable` for each flush that is durable.
+    /// Runs the syncing thread's loop. Calls `on_durable` once a flush is durable.
     pub fn run(&self, sync: &SyncFn, on_durable: impl Fn(u64)) {
         let mut failed = SyncRequest::default();
         loop {

@@ -1,4 +1,4 @@
-//! Tests of the writer with renamed, deleted, torn and unwritable files.
+//! Tests the writer with renamed, deleted, torn and unwritable files.
 
 use std::fs;
 use std::path::Path;
@@ -72,7 +72,7 @@ fn renamed_or_deleted_file_loses_no_later_line() {
     write(2);
     fs::remove_file(&path).unwrap();
     write(3);
-    // A torn line of another program.
+    // A torn line from another program.
     fs::write(&path, "{\"n\":4}\n{\"n\":").unwrap();
     write(5);
     fs::write(&path, "").unwrap();
@@ -94,9 +94,9 @@ fn torn_text_is_kept_and_terminated() {
     assert!(text.starts_with("2026-11-22T00:00:00.000Z half a li\n2"), "{text}");
 }
 
-/// A directory blocks the record: as on a full disk, lines are queued, then refused.
+/// A directory blocks the record: as on a full disk, lines are queued, then rejected.
 #[test]
-fn refused_lines_are_counted_and_reported_by_a_gap() {
+fn rejected_lines_are_counted_and_reported_by_a_gap() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("audit.jsonl");
     fs::create_dir(&path).unwrap();
@@ -158,7 +158,7 @@ fn blocked_record_delays_only_the_usage_that_counts_it() {
     assert_eq!(numbers(&dir.path().join("usage.jsonl")), [1]);
 }
 
-/// A disk whose syncs block until they are released.
+/// Returns a writer to a disk whose syncs block until they are released.
 fn slow_disk(logs: &Path) -> (Writer, mpsc::Sender<bool>, mpsc::Receiver<()>) {
     let (release, released) = mpsc::channel();
     let (started, starts) = mpsc::channel();
@@ -185,11 +185,11 @@ fn lines_are_written_while_a_sync_hangs() {
         let accepted = Instant::now();
         append(n);
         while numbers(&path).len() as u64 <= n {
-            assert!(accepted.elapsed() < TIMEOUT, "line {n} waits for the sync");
+            assert!(accepted.elapsed() < TIMEOUT, "line {n} is waiting for the sync");
             std::thread::sleep(Duration::from_millis(1));
         }
     }
-    assert!(!records.flush(Duration::from_millis(20)), "the sync still hangs");
+    assert!(!records.flush(Duration::from_millis(20)), "the sync is still hanging");
     assert!(!records.is_stuck());
     drop(release);
     assert!(records.flush(TIMEOUT));
@@ -279,5 +279,5 @@ fn full_disk_resumes_where_it_stopped_and_reports_the_gap() {
     drop(writer);
     let gaps: Vec<u64> = lines(&path).iter().filter_map(|line| line["gap"]["lost"].as_u64()).collect();
     assert_eq!(gaps.iter().sum::<u64>(), lost);
-    assert!(numbers(&path).into_iter().eq(0..=accepted), "not each line once, in order");
+    assert!(numbers(&path).into_iter().eq(0..=accepted), "lines are missing, repeated or out of order");
 }

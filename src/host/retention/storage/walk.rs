@@ -64,7 +64,7 @@ pub fn measure_home(
     Ok((sizes, folders))
 }
 
-/// Marks a file as counted; returns `false` for a hard link to one that already was.
+/// Marks a file as counted; returns `false` for a hard link to a file that has already been counted.
 fn mark_counted(meta: &Metadata, counted: &mut HashSet<u64>) -> bool {
     meta.is_dir() || meta.nlink() == 1 || counted.insert(meta.ino())
 }

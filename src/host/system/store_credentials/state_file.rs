@@ -1,4 +1,4 @@
-//! `store-credentials.json`: the sessions that the platform issued last, for the next applet and the next boot.
+//! `store-credentials.json`: the sessions that the platform last issued, for the next applet and the next boot.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use svc_machine::id::MachineId;
 
 const FORMAT: u32 = 1;
 
-/// The file's content. It holds secrets and has no Debug.
+/// The file's content. It holds secrets, so it does not implement `Debug`.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct StoredSessions {
@@ -23,7 +23,7 @@ pub struct StoredSessions {
     pub session: StoredSession,
     #[serde(rename = "lifeSeconds")]
     lifetime_seconds: i64,
-    /// Time of the renewal, by this machine's clock. Older releases do not write it.
+    /// Time of the renewal, according to this machine's clock. Older releases do not write it.
     #[serde(default, with = "clock::wire_option", skip_serializing_if = "Option::is_none")]
     pub renewed_at: Option<Timestamp>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -36,7 +36,7 @@ pub struct StoredSession {
     pub access_key_id: String,
     pub secret_access_key: String,
     pub session_token: Option<String>,
-    /// The expiry by this machine's clock.
+    /// The expiry according to this machine's clock.
     #[serde(with = "clock::wire")]
     pub expires_at: Timestamp,
 }
@@ -66,7 +66,7 @@ impl StoredSessions {
         SignedDuration::from_secs(self.lifetime_seconds)
     }
 
-    /// Reads the stored sessions of this machine; `None` for a file of another format or machine.
+    /// Reads this machine's stored sessions; `None` if the file has a different format or is for a different machine.
     pub fn read(file: &Path, machine: MachineId) -> Result<Option<Self>, FileError> {
         let Some(text) = fsx::read_if_exists(file)? else { return Ok(None) };
         let stored = serde_json::from_slice::<Self>(&text).ok();

@@ -1,4 +1,4 @@
-//! Tests with archives that claim more than they contain, and with ambiguous names.
+//! Tests the reader with archives that claim more than they contain, and with ambiguous names.
 
 use super::*;
 
@@ -10,7 +10,7 @@ const LIMITS: TarLimits = TarLimits {
     max_total_file_bytes: 15_000,
 };
 
-/// Builds an entry from a header and a body, which need not match.
+/// Builds an entry from a header and a body, which need not agree.
 fn entry(kind: u8, path: &[u8], size: u64, body: &[u8]) -> Vec<u8> {
     let mut header = tar::Header::new_gnu();
     header.as_old_mut().name[..path.len()].copy_from_slice(path);
@@ -59,7 +59,7 @@ fn next_entry_reads_long_names() {
 }
 
 #[test]
-fn next_entry_refuses_special_entries() {
+fn next_entry_rejects_special_entries() {
     let file = || entry_with_body(b'0', "f", b"");
     let long = "n".repeat(1001);
     let mut cases = vec![
@@ -68,7 +68,7 @@ fn next_entry_refuses_special_entries() {
         ("a pipe", entry(b'6', b"f", 0, b"")),
         ("an unknown kind", entry(b'Z', b"f", 0, b"")),
         ("a directory with content", entry_with_body(b'5', "d", b"x")),
-        ("two entries of one name", [file(), file()].concat()),
+        ("two entries with one name", [file(), file()].concat()),
         ("two spellings of a name", [file(), entry_with_body(b'0', "./f", b"")].concat()),
         ("a name without an entry", entry_with_body(b'L', "l", b"name")),
         (
@@ -77,7 +77,7 @@ fn next_entry_refuses_special_entries() {
         ),
         ("a file with a link target", [entry_with_body(b'K', "l", b"a"), file()].concat()),
         ("a name that is too long", [entry_with_body(b'x', "l", &pax("path", &long)), file()].concat()),
-        ("a name with NUL", [entry_with_body(b'x', "l", &pax("path", "a\0b")), file()].concat()),
+        ("a name with a NUL byte", [entry_with_body(b'x', "l", &pax("path", "a\0b")), file()].concat()),
         ("a size in an attribute", [entry_with_body(b'x', "l", &pax("size", "0")), file()].concat()),
         ("a sparse map", [entry_with_body(b'x', "l", &pax("GNU.sparse.map", "0,1")), file()].concat()),
         ("a name for all entries", [entry_with_body(b'g', "l", &pax("path", "a")), file()].concat()),
@@ -105,7 +105,7 @@ fn next_entry_refuses_special_entries() {
     assert_eq!(read_all(many(20).as_slice()).unwrap().len(), 20);
 }
 
-/// A record is not read if its header claims more than a name can have.
+/// A record is not read if its header claims more bytes than a name can have.
 #[test]
 fn next_entry_does_not_read_oversized_record() {
     struct CountingReader<'a>(&'a [u8], &'a std::cell::Cell<u64>);

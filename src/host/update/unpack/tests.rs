@@ -1,4 +1,4 @@
-//! Tests with valid, hostile and damaged archives: nothing outside the directory is ever touched.
+//! Tests the unpacker with valid, hostile and damaged archives: nothing outside the directory is ever touched.
 
 use std::io::Write;
 
@@ -8,7 +8,7 @@ use tar::{Builder, EntryType, Header};
 
 use super::*;
 
-/// One raw entry, which bypasses all checks of the `tar` crate's builder.
+/// A raw entry, which bypasses all checks in the `tar` crate's builder.
 struct RawEntry<'a> {
     path: &'a [u8],
     kind: EntryType,
@@ -47,7 +47,7 @@ fn archive(entries: &[RawEntry<'_>]) -> Vec<u8> {
     builder.into_inner().unwrap().finish().unwrap()
 }
 
-/// Unpacks an archive beside a file that must not change.
+/// Unpacks an archive next to a file that must not change.
 fn try_unpack(bytes: &[u8]) -> (tempfile::TempDir, Result<(), UnpackError>) {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("outside"), "untouched").unwrap();
@@ -80,7 +80,7 @@ fn unpack_restores_bundle() {
 }
 
 #[test]
-fn unpack_refuses_hostile_entries() {
+fn unpack_rejects_hostile_entries() {
     let kind = |kind| RawEntry { path: b"x", kind, mode: 0o644, link: b"outside", body: b"" };
     let setuid = RawEntry { mode: 0o4755, ..file("bin/x", b"") };
     let setgid = RawEntry { mode: 0o2755, ..file("bin/x", b"") };
@@ -119,7 +119,7 @@ fn unpack_refuses_hostile_entries() {
     }
 }
 
-/// `len key=value\n`, where `len` counts itself.
+/// Formats `len key=value\n`, where `len` includes its own digits.
 fn pax(key: &str, value: &str) -> Vec<u8> {
     let rest = format!(" {key}={value}\n");
     let len = (1..).map(|digits| rest.len() + digits).find(|len| len.to_string().len() + rest.len() == *len);
@@ -161,7 +161,7 @@ fn unpack_checks_long_names() {
 }
 
 #[test]
-fn unpack_refuses_damaged_archive() {
+fn unpack_rejects_damaged_archive() {
     let whole = archive(&[file("bin/svc", &[7; 50_000]), file("release.json", b"{}")]);
     assert!(try_unpack(&whole).1.is_ok());
     for cut in [0, 5, whole.len() / 2, whole.len() - 1] {
@@ -187,7 +187,7 @@ fn unpack_stops_bomb_at_limit() {
     let mut trailing = GzEncoder::new(Vec::new(), Compression::best());
     trailing.write_all(&[0; 1024]).unwrap();
     trailing.write_all(&vec![0; 8 << 20]).unwrap();
-    // Padding after the end mark is read up to the limit and written nowhere.
+    // Padding after the end marker is read up to the limit and discarded.
     assert!(try_unpack(&trailing.finish().unwrap()).1.is_ok());
 }
 

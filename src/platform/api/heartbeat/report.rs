@@ -1,4 +1,4 @@
-//! Parses the body of a heartbeat field by field, so that a refusal names every error.
+//! Parses the body of a heartbeat field by field, so that a rejection lists every error.
 
 use jiff::Timestamp;
 use serde_json::{Value, json};
@@ -20,7 +20,7 @@ use svc_wire::host::{
 };
 use svc_wire::machine::{Disk, Health};
 
-// A host trusts the keys of one set of bundle keys.
+// A host trusts the keys in one set of bundle keys.
 const _: () = assert!(MAX_TRUSTED_KEYS == MAX_KEYS);
 
 /// A valid heartbeat, whose texts are bounded and printable.
@@ -33,7 +33,7 @@ pub struct HeartbeatReport {
 }
 
 impl HeartbeatReport {
-    /// The columns that the platform stores.
+    /// Returns the columns that the platform stores.
     pub fn columns(&self) -> machine_changes::Heartbeat<'_> {
         let sent = &self.sent;
         machine_changes::Heartbeat {
@@ -60,7 +60,7 @@ impl HeartbeatReport {
 /// Parses a heartbeat's body.
 ///
 /// # Errors
-/// A problem that names every error.
+/// A problem that lists every error.
 pub fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
     let mut fields = call.host_fields()?;
     let image_version = fields.required("imageVersion");
@@ -98,7 +98,7 @@ pub fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
     fields.finish(report)
 }
 
-/// The ids of the keys whose signatures on releases the host accepts.
+/// Reads the ids of the keys whose release signatures the host accepts.
 fn read_trusted_keys(fields: &mut Fields) -> Option<TrustedKeyIds> {
     let mut inner = fields.optional_nested("trustedKeys")?;
     let sequence = inner.required_number("sequence").map(u32::try_from);
@@ -117,7 +117,7 @@ fn read_trusted_keys(fields: &mut Fields) -> Option<TrustedKeyIds> {
     Some(TrustedKeyIds { sequence: sequence?.ok()?, ids })
 }
 
-/// The certificate that the host presents.
+/// Reads the certificate that the host presents.
 fn read_certificate(fields: &mut Fields) -> Option<HostCertificate> {
     let mut inner = fields.optional_nested("certificate")?;
     let host_name = inner.reported_text("hostName");
@@ -138,7 +138,7 @@ fn read_certificate(fields: &mut Fields) -> Option<HostCertificate> {
     })
 }
 
-/// The registration that the host repeats.
+/// Reads the registration that the host repeats.
 fn read_registration(fields: &mut Fields) -> Option<HostRegistration> {
     let mut inner = fields.optional_nested("registration")?;
     let registration = HostRegistration::read(&mut inner);
@@ -163,7 +163,7 @@ fn read_disk(fields: &mut Fields) -> Option<Disk> {
     Some(Disk { total_bytes: total?, free_bytes: free? })
 }
 
-/// The report of the last backup, and when its snapshot was taken if it succeeded.
+/// Reads the report on the last backup and, if it succeeded, when its snapshot was taken.
 fn read_last_backup(fields: &mut Fields) -> Option<(LastBackup, Option<Timestamp>)> {
     let mut inner = fields.optional_nested("lastBackup")?;
     let status: Option<Outcome> = inner.required("status");
@@ -184,7 +184,7 @@ fn read_last_backup(fields: &mut Fields) -> Option<(LastBackup, Option<Timestamp
     Some((report, taken_at.filter(|_| status == Outcome::Success)))
 }
 
-/// The report of the last update.
+/// Reads the report on the last update.
 fn read_last_update(fields: &mut Fields) -> Option<LastUpdate> {
     let mut inner = fields.optional_nested("lastUpdate")?;
     let version: Option<ImageVersion> = inner.required("version");
@@ -202,7 +202,7 @@ fn read_last_update(fields: &mut Fields) -> Option<LastUpdate> {
     })
 }
 
-/// The report of the last snapshot checks, by kind.
+/// Reads the report on the last snapshot checks, by kind.
 fn read_checks(fields: &mut Fields) -> Option<SnapshotChecks> {
     let mut inner = fields.optional_nested("checks")?;
     let checks =
@@ -254,7 +254,7 @@ mod tests {
         Time::from_stored("2026-11-21T11:05:00.000Z")
     }
 
-    /// A heartbeat with every field.
+    /// Returns a heartbeat with every field.
     fn full_heartbeat() -> Heartbeat {
         let check = |status: Outcome| SnapshotCheck {
             status: status.into(),
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn parse_report_names_every_wrong_field() {
+    async fn parse_report_lists_every_invalid_field() {
         let mut wrong = json!(full_heartbeat());
         wrong["epoch"] = json!(u64::from(u32::MAX));
         wrong["disk"] = json!({ "totalBytes": 9 });

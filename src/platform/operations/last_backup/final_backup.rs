@@ -1,7 +1,7 @@
 //! Checks whether an outgoing machine has taken its final backup.
 //!
-//! The pointer alone is not sufficient proof, because every store session of the slot can write it, including that of a
-//! replaced machine. The snapshot must be complete, its side record must match the pointer, and the machine,
+//! The pointer alone is not sufficient proof, because every store session for the slot can write it, including a
+//! replaced machine's. The snapshot must be complete, its side record must match the pointer, and the machine,
 //! authenticated by its registered key, must report the snapshot as its own. The last condition does not apply to hosts
 //! whose release does not report backups.
 
@@ -27,12 +27,12 @@ pub enum HostReport {
     Unsupported,
 }
 
-/// The time range in which a final backup of the machine could have been taken, by its host's clock.
+/// The time range, by the host's clock, in which the machine's final backup could have been taken.
 #[derive(Debug, Clone, Copy)]
 pub struct SnapshotWindow {
     /// The writers had stopped by this time, so every later snapshot contains all data.
     pub since: Timestamp,
-    /// The host's clock now.
+    /// The current time by the host's clock.
     pub now: Timestamp,
 }
 
@@ -43,8 +43,8 @@ impl SnapshotWindow {
     }
 }
 
-/// The time of the final backup, if the store and the machine agree on one. The store is queried only if the host reports
-/// a recent backup, or does not report backups at all.
+/// Returns the time of the final backup, if the store and the machine agree on one. The store is queried only if the
+/// host reports a recent backup, or does not report backups at all.
 pub async fn find_final_backup(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
@@ -81,7 +81,7 @@ fn reported_backup(report: &HostReport) -> Option<&BackupOutcome> {
     host.last.as_ref().filter(|last| last.status == "success")
 }
 
-/// Whether the report leaves a final backup possible, so that the store must be read.
+/// Returns whether the report leaves a final backup possible, so that the store must be read.
 fn may_have_final_backup(report: &HostReport, window: SnapshotWindow) -> bool {
     let key = reported_backup(report).and_then(|last| last.key.as_deref());
     let is_recent = || key.and_then(key::taken_at).is_some_and(|at| window.contains(at));

@@ -1,4 +1,4 @@
-//! The progress of the step `last_backup`, stored in the operation's facts between attempts.
+//! Progress in the step `last_backup`, stored in the operation's facts between attempts.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::operations::step::StepOutcome;
 use svc_base::clock;
 use svc_base::untrusted_text::truncate_printable;
 
-/// Key in an operation's facts: the progress of this step.
+/// Key in an operation's facts for the progress of this step.
 const FACTS: &str = "lastBackup";
 /// Minimum number of additional bytes that counts as progress.
 const MIN_PROGRESS_BYTES: u64 = 1 << 20;
@@ -31,7 +31,7 @@ pub struct LastBackupProgress {
     pub unreachable_since: Option<Timestamp>,
     #[serde(rename = "hasStopped")]
     pub has_stopped_writers: bool,
-    /// When the host started to stop its writers.
+    /// When the host started stopping its writers.
     #[serde(with = "clock::wire_option")]
     stopping_since: Option<Timestamp>,
     /// The lowest count of running dispatches that the host has reported.
@@ -53,7 +53,7 @@ pub struct LastBackupProgress {
     bytes: u64,
     #[serde(with = "clock::wire_option")]
     pub progress_at: Option<Timestamp>,
-    /// The problem about which an operator must decide.
+    /// The problem on which an operator must decide.
     #[serde(rename = "trouble")]
     pub problem: Option<String>,
     /// The last logged wait for another operation, so that each wait is logged only once.
@@ -74,7 +74,7 @@ impl LastBackupProgress {
         facts
     }
 
-    /// Delay before the next call to a host that is stopping its writers or making its backup.
+    /// Returns the delay before the next call to a host that is stopping its writers or making its backup.
     pub fn next_poll(&self, now: Timestamp) -> Duration {
         poll_interval(now.duration_since(self.started_at.unwrap_or(now)), MAX_POLL_INTERVAL)
     }
@@ -92,7 +92,7 @@ impl LastBackupProgress {
         self.progress_at = Some(now);
     }
 
-    /// The window in which a final snapshot can have been taken; `None` before the first request.
+    /// Returns the window in which a final snapshot could have been taken; `None` before the first request.
     pub fn snapshot_window(&self, now: Timestamp) -> Option<SnapshotWindow> {
         let since = self.first_requested_at()?;
         let reading = self.host_clock_at.zip(self.host_clock_noted_at);
@@ -101,12 +101,12 @@ impl LastBackupProgress {
         Some(SnapshotWindow { since, now: host_now.unwrap_or(now) })
     }
 
-    /// Start of the snapshot window. An earlier release recorded only the latest request.
+    /// Returns the start of the snapshot window. An earlier release recorded only the latest request.
     fn first_requested_at(&self) -> Option<Timestamp> {
         self.first_requested_at.or(self.requested_at)
     }
 
-    /// Resets the progress after an operator has restarted the step. Snapshots of earlier requests still count.
+    /// Resets the progress after an operator has restarted the step. Snapshots from earlier requests still count.
     pub fn into_restarted(self) -> Self {
         Self {
             first_requested_at: self.first_requested_at(),
@@ -116,8 +116,8 @@ impl LastBackupProgress {
         }
     }
 
-    /// Records the host's report. A new stage, fewer bytes (a new run), or enough additional bytes count as progress.
-    /// [`Self::is_overdue`] limits a host that reports false progress.
+    /// Records the host's report. A new stage, fewer bytes (a new backup attempt) or enough additional bytes count as
+    /// progress. [`Self::is_overdue`] limits a host that reports false progress.
     pub fn record_report(&mut self, host: &BackupProgress, now: Timestamp) {
         let bytes = host.dumped_bytes.unwrap_or(0).saturating_add(host.uploaded_bytes.unwrap_or(0));
         let stage = host.stage.as_deref().map(truncate_printable);
@@ -127,8 +127,8 @@ impl LastBackupProgress {
         }
     }
 
-    /// Records the count of running dispatches. Only a new minimum is progress: a host could report rising counts
-    /// forever.
+    /// Records the count of running dispatches. Only a new minimum counts as progress: a host could report rising
+    /// counts forever.
     pub fn record_running_dispatches(&mut self, count: u64, now: Timestamp) {
         self.stopping_since.get_or_insert(now);
         if self.running_dispatches.is_none_or(|lowest| count < lowest) {
@@ -137,19 +137,19 @@ impl LastBackupProgress {
         }
     }
 
-    /// Whether the deadline for stopping the writers has passed. The host's reports do not extend it.
+    /// Returns whether the deadline for stopping the writers has passed. The host's reports do not extend it.
     pub fn is_stop_overdue(&self, leased: &LeasedOperation<'_>, now: Timestamp) -> bool {
         let limit = signed_duration(leased.platform.config.timing.last_backup_stall);
         self.stopping_since.is_some_and(|since| now.duration_since(since) >= limit)
     }
 
-    /// Whether the time limit of a final backup has passed. The host's reports do not extend it.
+    /// Returns whether the time limit for a final backup has passed. The host's reports do not extend it.
     pub fn is_overdue(&mut self, leased: &LeasedOperation<'_>, now: Timestamp) -> bool {
         let since = *self.started_at.get_or_insert(now);
         now.duration_since(since) >= signed_duration(leased.platform.config.timing.last_backup_limit)
     }
 
-    /// Whether there has been no progress for the stall timeout.
+    /// Returns whether there has been no progress for the stall timeout.
     pub fn is_stalled(&mut self, leased: &LeasedOperation<'_>, now: Timestamp) -> bool {
         let since = *self.progress_at.get_or_insert(now);
         now.duration_since(since) >= signed_duration(leased.platform.config.timing.last_backup_stall)
@@ -189,9 +189,9 @@ mod tests {
         progress.record_report(&host("dump", 1 + MIN_PROGRESS_BYTES), time_at(1000));
         assert_eq!(progress.progress_at, Some(time_at(1000)));
         progress.record_report(&host("verify", 1 + MIN_PROGRESS_BYTES), time_at(1001));
-        assert_eq!(progress.progress_at, Some(time_at(1001)), "another stage");
+        assert_eq!(progress.progress_at, Some(time_at(1001)), "a new stage");
         progress.record_report(&host("verify", 5), time_at(1002));
-        assert_eq!(progress.progress_at, Some(time_at(1002)), "another run");
+        assert_eq!(progress.progress_at, Some(time_at(1002)), "a new run");
     }
 
     #[test]

@@ -1,7 +1,7 @@
-//! Skips a host that cannot take a final backup. Such a host may have stored a snapshot that the pointer does not
-//! name, for example with an outage session: an operator decides whether to restore the new machine from it.
+//! Skips a host that cannot take a final backup. Such a host may have stored a snapshot that the pointer does not name,
+//! for example using an outage session; an operator decides whether to restore it to the new machine.
 //!
-//! The invariant: the pointer is unchanged, and a machine is never silently restored from a snapshot older than the
+//! Invariant: the pointer is unchanged, and a machine is never silently restored from a snapshot older than the
 //! newest one.
 
 use std::time::Duration;
@@ -18,14 +18,14 @@ use svc_store::key::SlotPrefix;
 use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
 use svc_store::{StoreError, newer_snapshot, pointer_io};
 
-/// Code of the question: which snapshot is restored to the new machine?
+/// The code of the question that asks which snapshot to restore to the new machine.
 pub const NEWER_SNAPSHOT: &str = "newer_snapshot";
 /// Key in an operation's facts, set when an operator has answered the question.
 pub const SNAPSHOT_CHOSEN: &str = "newerSnapshotAnswered";
-/// Timeout for all store requests of one search.
+/// Timeout for all store requests in one search.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Why the host is skipped.
+/// The reason the host is skipped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SkipReason {
     ServerGone,
@@ -47,7 +47,7 @@ impl SkipReason {
     }
 }
 
-/// Whether an operator has chosen the snapshot. If so, the host is not called again.
+/// Returns whether an operator has chosen the snapshot. If so, the host is not called again.
 pub fn is_snapshot_chosen(leased: &LeasedOperation<'_>) -> bool {
     leased.facts().contains_key(SNAPSHOT_CHOSEN)
 }
@@ -67,7 +67,7 @@ pub async fn skip_host(
     let Some(newer) = Box::pin(find_newer_snapshot(leased, machine)).await? else {
         return Ok(finish_without_backup(leased, machine, reason, &latest, ""));
     };
-    let stored = format!("{} of {}", newer.key, rfc3339_ms(newer.taken_at));
+    let stored = format!("{} (taken at {})", newer.key, rfc3339_ms(newer.taken_at));
     let saved = NewestCopy::Snapshot(newer.taken_at);
     if leased.kind == OperationKind::Delete {
         let suffix = format!("; that copy is {}, which is stored but not the latest", newer.key);
@@ -97,14 +97,14 @@ pub async fn skip_host(
     Ok(finish_without_backup(leased, machine, reason, &saved, &suffix))
 }
 
-/// Records a newer snapshot after an operator accepted that a reachable host makes no final backup. Returns a suffix
-/// for the note in the log.
+/// Records a newer snapshot after an operator has accepted that a reachable host will make no final backup. Returns a
+/// suffix for the note in the log.
 pub async fn record_unrestored(leased: &LeasedOperation<'_>, machine: &MachineRow) -> String {
     let Ok(Some(newer)) = Box::pin(find_newer_snapshot(leased, machine)).await else { return String::new() };
     if leased.kind != OperationKind::Delete && leased.record_unrestored(newer.key.clone()).await.is_err() {
         tracing::warn!(key = newer.key, "cannot record a newer snapshot that is not restored");
     }
-    format!("; {} of {} is stored but not the latest", newer.key, rfc3339_ms(newer.taken_at))
+    format!("; {} (taken at {}) is stored but not the latest", newer.key, rfc3339_ms(newer.taken_at))
 }
 
 fn question(
@@ -116,7 +116,7 @@ fn question(
 ) -> String {
     let (operation, key) = (leased.operation.id, &newer.key);
     format!(
-        "No final backup of {}: {}. The store has a newer snapshot, of {}, that was not made the latest ({key}); the latest is \
+        "No final backup of {}: {}. The store has a newer snapshot, taken at {}, that was not made the latest ({key}); the latest is \
          {latest}. `svcctl operation continue {operation} --snapshot {key}` restores the newer snapshot to the new machine; \
          with `--accept-loss`, the command restores the latest, and the newer snapshot stays in the store. `svcctl operation \
          abandon {operation}` abandons the operation.",
@@ -156,7 +156,7 @@ fn finish_without_backup(
 /// machine's that was not restored to it.
 ///
 /// Also returns `None` if the pointer names no snapshot, if it is unreadable (which the next step reports), or if the
-/// search fails for a deletion, which restores nothing.
+/// search fails during a deletion, which restores nothing.
 async fn find_newer_snapshot(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,

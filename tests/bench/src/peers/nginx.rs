@@ -16,13 +16,13 @@ const NGINX: DebProgram = DebProgram {
     path: "usr/sbin/nginx",
     debs: &[Deb {
         name: "nginx",
-        // From the Debian release: the archive of security updates keeps only the latest version.
+        // From the Debian release: the security-update archive keeps only the latest version.
         version: "1.22.1-9+deb12u9",
         sha256: "4e7b52f8b31f26d77ffb5c427c41e36223e81b047242ecfa8dc1d7f939734885",
     }],
 };
 
-/// Files of a certificate and its key.
+/// A certificate file and its key file.
 #[derive(Debug, Clone)]
 pub struct Pem {
     pub cert: PathBuf,
@@ -51,10 +51,10 @@ pub struct RunningPeer {
     pub started_in: Duration,
 }
 
-/// Targets of a router. Their certificates are verified, as the product verifies its pins.
+/// A router's targets. Their certificates are verified, as the product verifies its pins.
 pub struct Upstreams<'a> {
     pub upstream: SocketAddr,
-    /// Target of upgrades.
+    /// The target for upgrades.
     pub websocket: SocketAddr,
     pub trusted: &'a Path,
 }
@@ -108,7 +108,7 @@ impl Nginx {
             .iter()
             .map(|what| format!("{what}_temp_path {}/{what};\n", server_dir.display()))
             .collect();
-        // Workers of a root process would otherwise run as a user who cannot read these files.
+        // A root process's workers would otherwise run as a user who cannot read these files.
         let user = if nix::unistd::geteuid().is_root() { "user root root;" } else { "" };
         let conf = format!(
             "daemon off;\n{user}\npid {server_dir}/pid;\nerror_log stderr error;\nworker_processes auto;\n\

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use kit::child;
 use kit::pg::PgServer;
 
-/// Transactions per second of one statement.
+/// Returns the transactions per second for one statement.
 pub fn load(server: &PgServer, database: &str, sql: &str, clients: u32, seconds: u32) -> Result<f64> {
     let dir = tempfile::tempdir()?;
     let script = dir.path().join("statement.sql");

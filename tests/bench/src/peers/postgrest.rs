@@ -43,7 +43,7 @@ impl Postgrest {
         Ok(Self { program })
     }
 
-    /// Serves `schema` of the database at `url`, whose user is [`LOGIN`]. The schema's role has the schema's name.
+    /// Serves `schema` in the database at `url`, whose user is [`LOGIN`]. The schema's role has the schema's name.
     pub async fn serve(
         &self,
         dir: &Path,
@@ -87,7 +87,7 @@ impl RunningPostgrest {
         Ok(())
     }
 
-    /// A JWT for `role`, valid for one hour.
+    /// Returns a JWT for `role`, valid for one hour.
     pub fn token(&self, role: &str) -> String {
         let exp = jiff::Timestamp::now().as_second() + 3600;
         let encode = |value: serde_json::Value| B64.encode(value.to_string());

@@ -1,4 +1,4 @@
-//! s5cmd: parallel uploads and downloads, without verification of the data.
+//! s5cmd: parallel uploads and downloads, without verifying the data.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -35,7 +35,7 @@ impl S5cmd {
         Ok(Self { program })
     }
 
-    /// Environment for a script that calls `"$S5CMD"` on the store.
+    /// Returns the environment for a script that calls `"$S5CMD"` on the store.
     pub fn env(&self, store: &S3Server) -> [(&'static str, String); 5] {
         [
             ("S5CMD", self.program.display().to_string()),

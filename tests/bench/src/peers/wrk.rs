@@ -40,7 +40,7 @@ pub struct Request {
     pub body: Option<String>,
 }
 
-/// Results of a load.
+/// The results of a load.
 #[derive(Debug, Clone, Copy, Deserialize)]
 pub struct LoadResult {
     pub requests: u64,
@@ -96,7 +96,7 @@ impl LoadResult {
         self.bytes as f64 / f64::from(1 << 20) / (self.micros as f64 / 1e6)
     }
 
-    /// Server CPU time per request, in microseconds.
+    /// Returns the server CPU time per request, in microseconds.
     pub fn cpu_micros(&self, cpu: Duration) -> f64 {
         cpu.as_secs_f64() * 1e6 / self.requests as f64
     }

@@ -20,7 +20,7 @@ pub const PLACEHOLDER_HOSTS: [&str; 2] = ["placeholder-idp.invalid", "idp.exampl
 
 const TIMEOUT: Duration = Duration::from_secs(1200);
 
-/// A publishable key in the format of the identity provider, for the provider at `host`.
+/// Returns a publishable key in the identity provider's format, for the provider at `host`.
 pub fn test_key(host: &str) -> String {
     format!("pk_test_{}", STANDARD.encode(format!("{host}$")))
 }
@@ -65,7 +65,7 @@ pub fn read_package_version(manifest: &Path) -> Result<Option<String>> {
     Ok(json["version"].as_str().map(str::to_owned))
 }
 
-/// Refuses built files that contain a placeholder host, in plain text or inside a publishable key.
+/// Rejects built files that contain a placeholder host, in plain text or inside a publishable key.
 pub fn check_placeholders(dir: &Path) -> Result<()> {
     let encodings: Vec<(&str, Vec<u8>)> = PLACEHOLDER_HOSTS.into_iter().flat_map(encodings).collect();
     let mut pending = vec![dir.to_owned()];
@@ -90,7 +90,7 @@ pub fn check_placeholders(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A host name in plain text, and the base64 prefix of all texts that start with it.
+/// Returns a host name in plain text, and the base64 prefix of every text that starts with it.
 fn encodings(host: &str) -> [(&str, Vec<u8>); 2] {
     let whole = host.len() / 3 * 3;
     [(host, host.as_bytes().to_vec()), (host, STANDARD.encode(&host[..whole]).into_bytes())]
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn build_refuses_shell_without_key() {
+    fn build_rejects_shell_without_key() {
         let dir = tempfile::tempdir().unwrap();
         let mut options = Options::new(Path::new("svc"), "v1", dir.path()).unwrap();
         let error = build(&mut options, dir.path(), Some("")).unwrap_err().to_string();

@@ -1,7 +1,7 @@
 //! A parallel gzip writer whose output does not depend on the number of threads.
 //!
-//! The content is split into blocks of fixed size. Each is deflated independently up to a byte boundary, and the
-//! results form a single gzip member, which every reader supports. A few blocks per core are in memory at a time.
+//! The content is split into fixed-size blocks. Each is deflated independently up to a byte boundary, and the results
+//! form a single gzip member, which every reader supports. A few blocks per core are in memory at once.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};

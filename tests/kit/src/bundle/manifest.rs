@@ -1,4 +1,4 @@
-//! The signed manifest of a bundle: `….tar.gz.json`, and `….tar.gz.json.sig` with Ed25519 signatures.
+//! A bundle's signed manifest: `….tar.gz.json`, and `….tar.gz.json.sig` with Ed25519 signatures.
 
 use std::fs;
 use std::path::Path;
@@ -66,7 +66,7 @@ pub struct SigningKey {
 }
 
 impl SigningKey {
-    /// Reads a key file from `openssl genpkey -algorithm ed25519`.
+    /// Reads a key file created by `openssl genpkey -algorithm ed25519`.
     pub fn read(path: &Path) -> Result<Self> {
         let text = fs::read(path).with_context(|| format!("read {}", path.display()))?;
         Self::from_pem(&text)
@@ -85,17 +85,17 @@ impl SigningKey {
         self.pair.public_key().as_ref()
     }
 
-    /// The public key, in the format of `BUNDLE_PUBLIC_KEYS`.
+    /// Returns the public key in the format that `BUNDLE_PUBLIC_KEYS` uses.
     pub fn public_key_base64(&self) -> String {
         STANDARD.encode(self.public_key())
     }
 
-    /// The first 16 hexadecimal digits of the public key's SHA-256.
+    /// Returns the first 16 hexadecimal digits of the public key's SHA-256.
     pub fn id(&self) -> String {
         hex::encode(Sha256::digest(self.public_key()))[..16].to_owned()
     }
 
-    /// The line of the `.sig` file for a manifest.
+    /// Returns the `.sig` file's line for a manifest.
     pub fn signature_line(&self, manifest: &[u8]) -> String {
         let signature = self.pair.sign(&[CONTEXT, manifest].concat());
         format!("{} {}\n", self.id(), STANDARD.encode(signature.as_ref()))
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn from_pem_refuses_malformed_keys() {
+    fn from_pem_rejects_malformed_keys() {
         assert!(
             SigningKey::from_pem(b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n").is_err()
         );

@@ -28,7 +28,7 @@ use release::Component;
 use tree::Tree;
 
 pub const ARCHIVE: &str = "svc-host-bundle.tar.gz";
-/// Default validity of a signed manifest.
+/// Default validity period of a signed manifest.
 pub const DEFAULT_VALID_DAYS: u32 = 365;
 
 const KIT_APPS: [(&str, &str); 5] = [
@@ -39,7 +39,7 @@ const KIT_APPS: [(&str, &str); 5] = [
     ("app/apps/tasks/dist/index.html", include_str!("../../apps/tasks/dist/index.html")),
 ];
 
-/// The default apps of a bundle.
+/// A bundle's default apps.
 #[derive(Debug, Clone)]
 pub enum Apps {
     /// The kit's two small apps, which need no build.
@@ -56,13 +56,13 @@ pub struct Part {
     pub dir: PathBuf,
 }
 
-/// The inputs of a build.
+/// The inputs for a build.
 #[derive(Debug, Clone)]
 pub struct Options {
     pub svc: PathBuf,
     pub image_version: String,
     pub out: PathBuf,
-    /// The directory of units; if it does not exist, the bundle has no units.
+    /// The unit directory; if it does not exist, the bundle has no units.
     pub systemd: PathBuf,
     pub apps: Apps,
     /// The shell's static build.
@@ -83,7 +83,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// Options for the smallest bundle that boots.
+    /// Returns options for the smallest bundle that boots.
     pub fn new(svc: &Path, image_version: &str, out: &Path) -> Result<Self> {
         Ok(Self {
             svc: svc.to_owned(),
@@ -113,7 +113,7 @@ pub struct Bundle {
     pub size_bytes: u64,
 }
 
-/// Parts that no release may remove: hosts refuse an update from a release with these parts to one without them.
+/// Parts that no release may remove: hosts reject an update from a release with these parts to one without them.
 const REQUIRED_PARTS: [&str; 2] = ["postgres", "shell"];
 
 /// Builds the smallest bundle that boots, with the kit's apps and the project's units.
@@ -169,24 +169,24 @@ pub fn build(options: &Options) -> Result<Bundle> {
     if !lines.is_empty() {
         fs::write(&signature, lines)?;
     } else if signature.exists() {
-        // The signature of an earlier build belongs to another manifest.
+        // An earlier build's signature belongs to a different manifest.
         fs::remove_file(&signature)?;
     }
     Ok(Bundle { dir: out.clone(), sha256, size_bytes: written.size })
 }
 
-/// Refuses a key set that hosts would refuse: one of its keys must sign the bundle.
+/// Rejects a key set that hosts would reject: one of its keys must sign the bundle.
 fn check_key_set(set: &KeySet, signing: &[SigningKey]) -> Result<()> {
     ensure!(set.sequence > 0, "the sequence number of the trusted keys must be at least 1");
     ensure!(
         signing.iter().any(|key| set.keys.contains(&key.public_key_base64())),
-        "none of the trusted keys signs this bundle: hosts would refuse the set\n  \
-         next: sign with a key of the set as well (repeat --signing-key)"
+        "none of the trusted keys signs this bundle: hosts would reject the set\n  \
+         next: sign with a key from the set as well (repeat --signing-key)"
     );
     Ok(())
 }
 
-/// Refuses to declare the removal of a part that the bundle has, or that hosts never let a release remove.
+/// Rejects the declared removal of a part that the bundle contains, or that hosts never let a release remove.
 fn check_removals(removes: &[String], components: &[Component]) -> Result<()> {
     for part in removes {
         ensure!(
@@ -195,7 +195,7 @@ fn check_removals(removes: &[String], components: &[Component]) -> Result<()> {
         );
         ensure!(
             !REQUIRED_PARTS.contains(&part.as_str()),
-            "hosts refuse an update that drops {part}: it cannot be removed"
+            "hosts reject an update that drops {part}: it cannot be removed"
         );
     }
     Ok(())
@@ -264,13 +264,13 @@ fn assemble_tree(options: &Options, program: PathBuf) -> Result<Tree> {
     Ok(tree)
 }
 
-/// The root directory of the project.
+/// Returns the project's root directory.
 fn project_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap_or(Path::new(".")).to_owned()
 }
 
-/// The time of the sources, so that the build time does not affect the output: `SOURCE_DATE_EPOCH`, otherwise the
-/// commit's time, otherwise 1970.
+/// Returns the time of the sources, so that the build time does not affect the output: `SOURCE_DATE_EPOCH`, otherwise
+/// the commit's time, otherwise 1970.
 fn source_date() -> i64 {
     let epoch = std::env::var("SOURCE_DATE_EPOCH").ok();
     let commit = || {

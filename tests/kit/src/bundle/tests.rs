@@ -1,4 +1,4 @@
-//! Tests of bundles from small inputs: their content and reproducibility.
+//! Tests bundles built from small inputs: their content and reproducibility.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -67,7 +67,7 @@ fn build_full(dir: &Path, names: [&str; 3]) -> Bundle {
 }
 
 #[test]
-fn build_refuses_expired_manifest() {
+fn build_rejects_expired_manifest() {
     let dir = tempfile::tempdir().unwrap();
     let mut options = Options::new(&fake_svc(dir.path()), "v1", &dir.path().join("out")).unwrap();
     options.created_at = Timestamp::UNIX_EPOCH;
@@ -133,7 +133,7 @@ fn manifest_describes_archive_and_is_signed() {
     assert_eq!(read(".json.sig"), key.signature_line(read(".json").as_bytes()));
     assert_eq!(read(".sha256"), format!("{}  {ARCHIVE}\n", bundle.sha256));
 
-    // Without a key, the signature of an earlier build is removed.
+    // Without a key, an earlier build's signature is removed.
     let rebuilt = build_minimal(&dir.path().join("fake"), "v2", &bundle.dir).unwrap();
     assert!(!rebuilt.dir.join(format!("{ARCHIVE}.json.sig")).exists());
 }
@@ -147,14 +147,14 @@ fn removed_parts_are_listed_and_must_not_be_bundled() {
     let manifest = fs::read(options.out.join(format!("{ARCHIVE}.json"))).unwrap();
     let manifest: serde_json::Value = serde_json::from_slice(&manifest).unwrap();
     assert_eq!(manifest["removes"], serde_json::json!(["code-server", "agents/claude"]));
-    for (part, why) in [
+    for (part, reason) in [
         ("notes", "the bundle contains notes"),
         ("shell", "cannot be removed"),
         ("postgres", "cannot be removed"),
     ] {
         options.removes = vec![part.to_owned()];
         let refused = build(&options).unwrap_err().to_string();
-        assert!(refused.contains(why), "{part}: {refused}");
+        assert!(refused.contains(reason), "{part}: {refused}");
     }
 }
 

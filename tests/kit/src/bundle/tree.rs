@@ -1,7 +1,7 @@
-//! The content of a bundle: sorted entries whose content stays on disk until it is written.
+//! A bundle's content: sorted entries whose content stays on disk until it is written.
 //!
-//! Entries that a host would refuse to unpack are rejected with their names: links that are absolute, dangling or lead
-//! out of the bundle, and anything but files, directories and links.
+//! Entries that a host would refuse to unpack are rejected by name: links that are absolute, dangling or lead out of
+//! the bundle, and anything but files, directories and links.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -12,7 +12,7 @@ use std::path::{Component, Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use tar::{EntryType, Header};
 
-/// A host refuses an archive with more entries.
+/// A host rejects an archive with more entries.
 const MAX_ENTRIES: usize = 200_000;
 
 enum Entry {
@@ -22,7 +22,7 @@ enum Entry {
     Link(String),
 }
 
-/// The entries of a bundle by path.
+/// A bundle's entries, by path.
 #[derive(Default)]
 pub struct Tree {
     entries: BTreeMap<String, Entry>,
@@ -45,7 +45,7 @@ impl Tree {
         self.entries.insert(path.into(), Entry::Link(target.into()));
     }
 
-    /// Adds everything below `source` as `path/…`.
+    /// Adds everything under `source` as `path/…`.
     pub fn add_tree(&mut self, path: &str, source: &Path) -> Result<()> {
         self.add_directory(path);
         let read = fs::read_dir(source).with_context(|| format!("read {}", source.display()))?;
@@ -75,7 +75,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Writes a tar archive with sorted entries, without times and owners.
+    /// Writes a tar archive with sorted entries, without times or owners.
     pub fn write(mut self, out: impl Write) -> Result<()> {
         let parents: Vec<String> = self.entries.keys().flat_map(|path| parents(path)).collect();
         for parent in parents {
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn pack_refuses_dangling_absolute_and_cyclic_links() {
+    fn pack_rejects_dangling_absolute_and_cyclic_links() {
         for target in ["nothing", "/etc/passwd", "../../../../etc/passwd", "loop"] {
             let dir = tempfile::tempdir().unwrap();
             symlink(target, dir.path().join("loop")).unwrap();

@@ -35,7 +35,7 @@ impl OwnedChild {
         kill(Pid::from_raw(i32::try_from(self.pid())?), signal).with_context(|| format!("send {signal}"))
     }
 
-    /// The child's standard output, if it is piped and has not been taken.
+    /// Returns the child's standard output, if it is piped and has not been taken.
     pub fn stdout(&mut self) -> Option<&mut ChildStdout> {
         self.0.stdout.as_mut()
     }
@@ -48,12 +48,12 @@ impl OwnedChild {
         self.0.stdout.take()
     }
 
-    /// The exit status, if the child has exited.
+    /// Returns the exit status, if the child has exited.
     pub fn status(&mut self) -> Option<ExitStatus> {
         self.0.try_wait().ok().flatten()
     }
 
-    /// Waits until the child exits; `None` after the timeout.
+    /// Waits until the child exits; returns `None` after the timeout.
     pub fn wait(&mut self, timeout: Duration) -> Option<ExitStatus> {
         wait_until(&mut self.0, Instant::now() + timeout)
     }

@@ -23,8 +23,8 @@ const SERVICE_USER: &str = "svc-platform:svc-platform";
 const SETTINGS: &str = "/etc/svc/platform.env";
 const EXAMPLE: &str = "/etc/svc/platform.env.example";
 const PROGRAM: &str = "/usr/lib/svc/svc";
-/// Tags that lintian reports for every statically linked binary and for a package outside the archive; and for a
-/// development build, which is dynamic and declares no dependency on libc.
+/// Tags that lintian reports for every statically linked binary, for a package outside the Debian archive, and for a
+/// development build, which is dynamically linked and declares no dependency on libc.
 const EXPECTED_TAGS: [&str; 7] = [
     "statically-linked-binary",
     "missing-dependency-on-libc",
@@ -157,7 +157,7 @@ async fn check_platform_package(
     stack.stop().await;
     upgraded?;
 
-    // The example is a conffile: an upgrade keeps an operator's changes, a purge removes them.
+    // The example is a conffile: an upgrade keeps an operator's changes, and a purge removes them.
     let example = chroot.path(EXAMPLE);
     ensure!(!example.exists(), "an upgrade restored the deleted example");
     let changed = "# changed by an operator\n";
@@ -206,7 +206,7 @@ fn write_settings(chroot: &Chroot, source: &Path, stack: &Stack, url: &str) -> R
     Ok(fs::write(chroot.path(SETTINGS), text)?)
 }
 
-/// Returns the report of `svcctl doctor` on the installed platform; it may contain problems.
+/// Returns `svcctl doctor`'s report on the installed platform; it may contain problems.
 fn run_doctor(chroot: &Chroot) -> Result<String> {
     chroot.run(&["sh", "-c", "svcctl doctor platform --json 2>&1 || true"])
 }
@@ -242,7 +242,7 @@ async fn wait_until_ready(chroot: &Chroot, process: &mut Child, url: &str, stack
     let environ = String::from_utf8_lossy(&fs::read(format!("/proc/{}/environ", process.id()))?).into_owned();
     ensure!(!environ.contains(&stack.secret), "the secret is in the process's environment");
     let owner = fs::metadata(format!("/proc/{}", process.id()))?.uid();
-    ensure!(owner != 0, "the platform runs as root");
+    ensure!(owner != 0, "the platform is running as root");
     chroot.run_as(SERVICE_USER, &[PROGRAM, "svc-platform", "probe", "--env-file", SETTINGS])?;
     // The configured version has not been published here; all other checks pass.
     let report = run_doctor(chroot)?;
@@ -325,7 +325,7 @@ fn check_host_package(chroot: &Chroot, packages: &[PathBuf; 2]) -> Result<()> {
 fn check_documentation(chroot: &Chroot, package: &str, page: &str) -> Result<()> {
     let (name, section) = page.split_once('.').context("the page has no section")?;
     for (section, name) in [(section, name), ("1", "svcctl"), ("1", "svcctl-doctor")] {
-        // dpkg of a minimal chroot excludes pages from unpacking, but still lists them.
+        // In a minimal chroot, dpkg does not unpack the pages, but still lists them.
         let listed = chroot.run(&["dpkg", "-L", package])?;
         let path = format!("/usr/share/man/man{section}/{name}.{section}.gz");
         ensure!(listed.lines().any(|line| line == path), "{path} is missing");
@@ -369,7 +369,7 @@ fn check_removed(chroot: &Chroot, package: &str) -> Result<()> {
     Ok(())
 }
 
-/// The group id of a system user.
+/// Returns a system user's group id.
 fn group_id(chroot: &Chroot, name: &str) -> Result<u32> {
     let groups = fs::read_to_string(chroot.path("etc/group"))?;
     let line = groups.lines().find(|line| line.split(':').next() == Some(name));

@@ -1,4 +1,4 @@
-//! A Debian chroot in which packages are installed; created once by mmdebstrap, and unpacked for each use.
+//! A Debian chroot in which packages are installed; created once with mmdebstrap, and unpacked for each use.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -57,7 +57,7 @@ impl Chroot {
         command
     }
 
-    /// Runs a command as the root user in the chroot; returns its output.
+    /// Runs a command as the root user in the chroot and returns its output.
     pub fn run<A: AsRef<OsStr>>(&self, args: &[A]) -> Result<String> {
         self.run_as("root:root", args)
     }
@@ -80,7 +80,7 @@ impl Chroot {
         Ok(child)
     }
 
-    /// Copies a file to `/root` in the chroot; returns its path there.
+    /// Copies a file to `/root` in the chroot and returns its path there.
     pub fn copy_in(&self, file: &Path) -> Result<String> {
         let name = file.file_name().context("the path has no file name")?.to_string_lossy().into_owned();
         std::fs::copy(file, self.path("root").join(&name))?;

@@ -17,7 +17,7 @@ use crate::child;
 pub const PACKAGES: [&str; 2] = ["svc-platform", "svc-host"];
 const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// The inputs of a build.
+/// The inputs for a build.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// The packaged binary.
@@ -29,7 +29,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// Options with the version of this workspace.
+    /// Returns options with this workspace's version.
     pub fn new(svc: PathBuf, source: PathBuf, out: PathBuf) -> Self {
         Self { svc, source, version: env!("CARGO_PKG_VERSION").to_owned(), out }
     }
@@ -38,7 +38,7 @@ impl Options {
 /// Builds both packages and the bill of materials.
 ///
 /// # Errors
-/// Fails if a file of `packaging/` is missing or dpkg-deb fails.
+/// Fails if a file in `packaging/` is missing or dpkg-deb fails.
 pub fn build(options: &Options) -> Result<Vec<PathBuf>> {
     ensure!(is_in_path("dpkg-deb"), "dpkg-deb is missing: run `apt-get install dpkg`");
     std::fs::create_dir_all(&options.out)?;
@@ -54,7 +54,7 @@ fn build_package(options: &Options, name: &str, bill: &str, epoch: &str) -> Resu
     let arch = architecture()?;
     let deb = options.out.join(format!("{name}_{}_{arch}.deb", options.version));
     let mut build = Command::new("dpkg-deb");
-    // Single-threaded gzip: the output of xz depends on the number of threads.
+    // Single-threaded gzip: xz's output depends on the number of threads.
     build.args(["--build", "--root-owner-group", "-Zgzip", "-z9"]).arg(stage.path()).arg(&deb);
     build.env("SOURCE_DATE_EPOCH", epoch);
     child::run(build, TIMEOUT).with_context(|| format!("build {name}"))?;
@@ -67,7 +67,7 @@ fn architecture() -> Result<String> {
     Ok(child::run(dpkg, TIMEOUT)?.trim().to_owned())
 }
 
-/// Timestamp of all packaged files: `SOURCE_DATE_EPOCH`, otherwise the commit's time.
+/// Returns the timestamp for all packaged files: `SOURCE_DATE_EPOCH`, otherwise the commit's time, otherwise 1970.
 fn source_date_epoch(source: &Path) -> Result<String> {
     if let Ok(epoch) = std::env::var("SOURCE_DATE_EPOCH") {
         return Ok(epoch);

@@ -19,10 +19,10 @@ const TARGET: &str = "x86_64-unknown-linux-gnu";
 #[cfg(target_arch = "aarch64")]
 const TARGET: &str = "aarch64-unknown-linux-gnu";
 
-/// Name and version.
+/// A crate's name and version.
 type Crate = (String, String);
 
-/// Generates the bill of materials of `svc`, built from `source`, as JSON.
+/// Generates the bill of materials for `svc`, built from `source`, as JSON.
 ///
 /// # Errors
 /// Fails if cargo fails, or if its outputs contradict each other.
@@ -43,7 +43,7 @@ pub fn generate(source: &Path, svc: &Path) -> Result<String> {
             svc_version = Some(id.1.clone());
         }
         if package["source"].is_null() {
-            // Packages of this workspace are part of `svc`.
+            // This workspace's packages are part of `svc`.
             workspace_crates += usize::from(linked_crates.contains(&id));
         } else if linked_crates.contains(&id) {
             components.push(component(&id, package, checksums.get(&id)));
@@ -119,7 +119,7 @@ fn component((name, version): &Crate, package: &Value, checksum: Option<&String>
     component
 }
 
-/// The compiler's standard library, and the C library of the build machine.
+/// Returns the compiler's standard library, and the build machine's C library.
 fn system_libraries() -> Vec<Value> {
     let output_of = |program: &str, args: &[&str]| {
         let mut command = Command::new(program);

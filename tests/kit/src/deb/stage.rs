@@ -1,4 +1,4 @@
-//! The staging directory of a package: files of `packaging/`, the binary, its manual pages and completions.
+//! A package's staging directory: files from `packaging/`, the binary, and its manual pages and completions.
 
 use std::fs;
 use std::io::Write;
@@ -16,7 +16,7 @@ use crate::child;
 const TIMEOUT: Duration = Duration::from_secs(60);
 const MAINTAINER: &str = "svc developers <svc@localhost.invalid>";
 const PROGRAM: &str = "usr/lib/svc/svc";
-/// The completion file of each shell.
+/// The completion file for each shell.
 const COMPLETIONS: [(&str, &str); 3] = [
     ("bash", "usr/share/bash-completion/completions/svcctl"),
     ("zsh", "usr/share/zsh/vendor-completions/_svcctl"),
@@ -55,7 +55,7 @@ fn copy_units(from: &Path, stage: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Writes manual pages of this package's applets, and completions.
+/// Writes manual pages for this package's applets, and completions.
 fn write_pages_and_completions(program: &Path, name: &str, stage: &Path) -> Result<()> {
     let pages = tempfile::tempdir()?;
     let mut list = Command::new(program);
@@ -67,7 +67,7 @@ fn write_pages_and_completions(program: &Path, name: &str, stage: &Path) -> Resu
         }
         let mut write = Command::new(program);
         write.args([applet, "--write-man"]).arg(pages.path()).env_clear();
-        child::run(write, TIMEOUT).with_context(|| format!("write the manual pages of {applet}"))?;
+        child::run(write, TIMEOUT).with_context(|| format!("write the manual pages for {applet}"))?;
     }
     for entry in fs::read_dir(pages.path())? {
         let page = entry?.path();
@@ -125,7 +125,7 @@ fn compress_pages(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Writes `content` to a gzip file without a name and time in its header.
+/// Writes `content` to a gzip file without a name or time in its header.
 fn gzip(content: &[u8], to: &Path) -> Result<()> {
     let mut packed = GzBuilder::new().write(fs::File::create(to)?, Compression::best());
     packed.write_all(content)?;
@@ -187,12 +187,12 @@ fn copy_tree(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Lists all files and links below `dir`, sorted.
+/// Lists all files and links under `dir`, sorted.
 fn list_files(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(walk(dir)?.into_iter().filter(|path| path.is_symlink() || !path.is_dir()).collect())
 }
 
-/// Lists all directories below `dir` and `dir` itself, children first.
+/// Lists all directories under `dir` and `dir` itself, children first.
 fn list_directories(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut found: Vec<_> =
         walk(dir)?.into_iter().filter(|path| path.is_dir() && !path.is_symlink()).collect();

@@ -1,4 +1,4 @@
-//! The text that is printed once all services run: addresses, and commands that can be pasted.
+//! The text that is printed once all services are running: addresses, and commands that can be pasted.
 
 use std::path::Path;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use super::instance_dir::{PublishedFiles, psql_command, shell_quote};
 use super::service_info::ServiceInfo;
 use crate::story::stack::Stack;
 
-/// The lifetime of the session: one day, so that a developer need not mint a session for each request.
+/// The session lifetime: one day, so that a developer need not mint a session for each request.
 const SESSION_SECONDS: u32 = 86_400;
 
 pub(super) fn render(stack: &Stack, info: &ServiceInfo, files: &PublishedFiles, elapsed: Duration) -> String {
@@ -60,8 +60,8 @@ The databases:
     )
 }
 
-/// The path relative to the current directory. It always contains a slash, because the shell's `.` searches `PATH` for
-/// a bare name.
+/// Returns the path relative to the current directory. It always contains a slash, because the shell's `.` searches
+/// `PATH` for a bare name.
 fn display_path(path: &Path) -> String {
     let here = std::env::current_dir().ok();
     let short = here.and_then(|here| Some(path.strip_prefix(here).ok()?.to_owned()));

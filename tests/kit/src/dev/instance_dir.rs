@@ -1,4 +1,4 @@
-//! The directory of a running instance: `dev.json`, the operator's credential, a link to `svcctl`.
+//! A running instance's directory: `dev.json`, the operator's credential, a link to `svcctl`.
 //!
 //! A file lock determines which instance owns the directory. A killed instance releases the lock, and its files are
 //! replaced. Only files that were created here are removed.
@@ -25,11 +25,11 @@ pub struct DevLock {
     _lock: File,
 }
 
-/// The error if another instance owns the directory.
+/// The error returned when another instance owns the directory.
 #[derive(Debug)]
 pub struct AlreadyRunning {
     pid: Option<u32>,
-    /// The platform's and the router's URL of the other instance; `None` while it starts.
+    /// The other instance's platform and router URLs; `None` while it is starting.
     urls: Option<(String, String)>,
     info: PathBuf,
 }
@@ -153,7 +153,7 @@ pub(super) fn shell_quote(text: &str) -> String {
     format!("'{}'", text.replace('\'', r"'\''"))
 }
 
-/// The path of the running PostgreSQL's own `psql`, otherwise `psql`, to be found in `PATH`.
+/// Returns the path of the running PostgreSQL's own `psql`, or `psql`, to be found in `PATH`.
 pub(super) fn psql_command(stack: &Stack) -> String {
     let bundled = stack.pg.dir().join("psql");
     if bundled.exists() { shell_quote(&bundled.display().to_string()) } else { "psql".to_owned() }

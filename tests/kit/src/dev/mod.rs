@@ -1,4 +1,4 @@
-//! `cargo xtask dev`: the services of the demo, kept running for a developer.
+//! `cargo xtask dev`: the demo services, kept running for a developer.
 //!
 //! It starts all services, provisions an owner's machine with two apps, and runs until a signal stops it.
 //! Invariants: there is at most one instance per directory; however it ends, no process remains.
@@ -29,7 +29,7 @@ const ROUTE_TIMEOUT: Duration = Duration::from_secs(20);
 pub async fn run(lock: DevLock, svc: &Path, bundle: Option<&Path>) -> Result<()> {
     let started = Instant::now();
     let mut stop = StopSignals::listen()?;
-    // In `/tmp`, because the path of a Unix socket is limited to 107 bytes.
+    // In `/tmp`, because a Unix socket's path is limited to 107 bytes.
     let dir = tempfile::Builder::new()
         .prefix("svc-dev-")
         .tempdir_in("/tmp")
@@ -60,7 +60,7 @@ async fn provision_and_wait(
     bundle: Option<&Path>,
     started: Instant,
 ) -> Result<()> {
-    println!("dev: provisioning the machine of {USER}");
+    println!("dev: provisioning {USER}'s machine");
     let machine = provision(stack, bundle).await?;
     let info = service_info::ServiceInfo::collect(stack, &machine)?;
     let files = lock.publish(&info, stack.operator_env(), svc)?;
@@ -95,7 +95,7 @@ pub(crate) async fn provision(stack: &Stack, bundle: Option<&Path>) -> Result<Ma
     Ok(machine)
 }
 
-/// The default directory, `target/dev`.
+/// Returns the default directory, `target/dev`.
 pub fn default_dir() -> PathBuf {
     crate::fetch::target_dir().join("dev")
 }

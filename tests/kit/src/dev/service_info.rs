@@ -21,12 +21,12 @@ pub(crate) struct ServiceInfo {
     pub(crate) operator_token: String,
     pub(crate) idp: IdentityProvider,
     pub(crate) s3: Store,
-    /// The provider's API; the control API of the simulator is at `/_sim`.
+    /// The provider's API; the simulator's control API is at `/_sim`.
     pub(crate) provider_url: String,
     pub(crate) provider_token: String,
     pub(crate) platform_database_url: String,
     pub(crate) owner: Owner,
-    /// Directory of disks and logs.
+    /// The directory with the disks and logs.
     pub(crate) dir: String,
     pub(crate) pid: u32,
 }
@@ -95,7 +95,7 @@ fn home(provider: &Simulator, machine: &MachineRecord) -> Result<String> {
     Ok(provider.disk(&machine.server)?.join("home/svc/home").display().to_string())
 }
 
-/// The database URL that the machine's first boot wrote.
+/// Returns the database URL that the machine's first boot wrote.
 fn database_url(provider: &Simulator, machine: &MachineRecord) -> Result<String> {
     let env = provider.disk(&machine.server)?.join("opt/svc/env/host.env");
     let text = std::fs::read_to_string(&env).with_context(|| format!("read {}", env.display()))?;

@@ -25,7 +25,7 @@ pub(super) async fn serve(state: Arc<State>, stream: TcpStream) {
         .route("/mint", get(mint_by_query))
         .with_state(state);
     let service = TowerToHyperService::new(router);
-    // A connection's errors concern only its client.
+    // A connection's errors affect only its client.
     hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service).await.ok();
 }
 

@@ -10,7 +10,7 @@ use ring::signature::{
 };
 use serde_json::{Value, json};
 
-/// A signature algorithm of the issuer.
+/// One of the issuer's signature algorithms.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Alg {
     EdDsa,
@@ -23,7 +23,7 @@ pub enum Alg {
 impl Alg {
     pub const ALL: [Self; 3] = [Self::EdDsa, Self::Es256, Self::Rs256];
 
-    /// The name in a token's header.
+    /// Returns the name used in a token's header.
     pub fn name(self) -> &'static str {
         match self {
             Self::EdDsa => "EdDSA",
@@ -64,10 +64,10 @@ impl KeySet {
     }
 
     pub(super) fn current(&self, alg: Alg) -> &Key {
-        self.0.iter().find(|key| key.alg == alg).expect("a set has a key of each algorithm")
+        self.0.iter().find(|key| key.alg == alg).expect("a set has a key for each algorithm")
     }
 
-    /// The JWKS (RFC 7517).
+    /// Returns the JWKS (RFC 7517).
     pub(super) fn jwks(&self) -> Value {
         json!({ "keys": self.0.iter().map(Key::jwk).collect::<Vec<_>>() })
     }
@@ -114,7 +114,7 @@ impl Key {
         }
     }
 
-    /// The bytes of the public key, which a faulty verifier could use as an HMAC secret.
+    /// Returns the public key's bytes, which a faulty verifier could use as an HMAC secret.
     pub(super) fn public_bytes(&self) -> &[u8] {
         match &self.signer {
             Signer::Ed25519(key) => key.public_key().as_ref(),

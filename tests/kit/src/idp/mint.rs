@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use super::Idp;
 use super::keys::{Alg, KeySet};
 
-/// The content of a token; the default is a valid session of five minutes.
+/// The content of a token; the default is a valid five-minute session.
 #[derive(Clone, Debug)]
 pub struct MintOptions {
     /// Seconds from now to `exp`; negative for an expired token.
@@ -44,7 +44,7 @@ impl Default for MintOptions {
     }
 }
 
-/// A flaw that a verifier must refuse regardless of the claims.
+/// A flaw for which a verifier must reject a token regardless of its claims.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flaw {
     /// One bit of the signature is flipped.

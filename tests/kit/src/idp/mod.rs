@@ -30,10 +30,10 @@ use anyhow::Result;
 use crate::net::ReopenableListener;
 use keys::KeySet;
 
-/// The treatment of the previous keys in a rotation.
+/// What happens to the previous keys in a rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OldKeys {
-    /// They stay in the JWKS: their tokens still verify.
+    /// They stay in the JWKS, so their tokens still verify.
     Published,
     Withdrawn,
 }
@@ -51,7 +51,7 @@ struct State {
 }
 
 impl Idp {
-    /// Default audience of tokens.
+    /// The default token audience.
     pub const AUDIENCE: &str = "svc-test";
 
     pub fn start() -> Result<Self> {
@@ -62,7 +62,7 @@ impl Idp {
         Ok(Self { listener, state })
     }
 
-    /// The issuer's name and address, `http://127.0.0.1:<port>`.
+    /// Returns the issuer's name and address, `http://127.0.0.1:<port>`.
     pub fn issuer(&self) -> String {
         format!("http://{}", self.listener.addr())
     }
@@ -71,7 +71,7 @@ impl Idp {
         format!("{}{}", self.issuer(), http::JWKS_PATH)
     }
 
-    /// The product's settings for this issuer.
+    /// Returns the product's settings for this issuer.
     pub fn env(&self) -> Vec<(String, String)> {
         let pairs = [
             ("IDP_ISSUER", self.issuer()),
@@ -98,17 +98,17 @@ impl Idp {
         Ok(())
     }
 
-    /// The id of the key that signs with this algorithm.
+    /// Returns the id of the key that signs with this algorithm.
     pub fn kid(&self, alg: Alg) -> String {
         self.state.keys().current(alg).kid.clone()
     }
 
-    /// Number of JWKS requests, regardless of their response.
+    /// Returns the number of JWKS requests, regardless of their responses.
     pub fn jwks_fetches(&self) -> usize {
         self.state.jwks_fetches.load(Ordering::SeqCst)
     }
 
-    /// Sets the status of JWKS responses. They contain keys only if it is 200.
+    /// Sets the status of JWKS responses. Responses contain keys only if the status is 200.
     pub fn set_jwks_status(&self, status: u16) {
         *self.state.jwks_status.lock().unwrap_or_else(PoisonError::into_inner) = status;
     }

@@ -23,7 +23,7 @@ async fn get(url: &str) -> Result<String> {
     Ok(reqwest::get(url).await?.error_for_status()?.text().await?)
 }
 
-/// Returns the claims of a token if a published key has signed it with the algorithm of that key.
+/// Returns a token's claims if a published key has signed it with that key's algorithm.
 async fn verify(idp: &Idp, token: &str) -> Result<Value> {
     let jwks: Value = serde_json::from_str(&get(&idp.jwks_url()).await?)?;
     let (signed, signature) = token.rsplit_once('.').context("the token has no signature")?;

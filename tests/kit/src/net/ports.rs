@@ -14,7 +14,7 @@ const MAX_ATTEMPTS: usize = 2000;
 ///
 /// The port lies below the ephemeral range, so that outgoing connections cannot occupy it while a server is down.
 pub fn free_port() -> io::Result<u16> {
-    /// Locked files of this process's ports.
+    /// Locked files for this process's ports.
     static RESERVED: Mutex<Vec<File>> = Mutex::new(Vec::new());
     let folder = reservation_folder()?;
     let range = range_below_ephemeral();
@@ -30,14 +30,15 @@ pub fn free_port() -> io::Result<u16> {
     Err(io::Error::new(io::ErrorKind::AddrInUse, format!("no free port found in {range:?}")))
 }
 
-/// The folder with an empty file for each port that this user has ever reserved.
+/// Returns the folder with an empty file for each port that this user has ever reserved.
 fn reservation_folder() -> io::Result<PathBuf> {
     let folder = std::env::temp_dir().join(format!("svc-kit-ports-{}", nix::unistd::geteuid()));
     std::fs::create_dir_all(&folder)?;
     Ok(folder)
 }
 
-/// Locks the file of `port`; `None` if another caller, in any process, holds the lock. The lock ends with its process.
+/// Locks the file for `port`; returns `None` if another caller, in any process, holds the lock. The lock ends with its
+/// process.
 ///
 /// Programs started by a test do not inherit the file descriptor, so they hold no lock.
 fn reserve(folder: &Path, port: u16) -> io::Result<Option<File>> {

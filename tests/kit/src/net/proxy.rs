@@ -40,12 +40,12 @@ impl Proxy {
         Ok(Self { listener, shared })
     }
 
-    /// Address for clients.
+    /// Returns the address for clients.
     pub fn addr(&self) -> SocketAddr {
         self.listener.addr()
     }
 
-    /// Number of connections accepted so far.
+    /// Returns the number of connections accepted so far.
     pub fn connections(&self) -> usize {
         self.shared.connections.load(Ordering::SeqCst)
     }
@@ -140,7 +140,7 @@ async fn copy(
 }
 
 /// The receiving side of one direction. If it is dropped before `finish`, the connection is reset, because an orderly
-/// close would hide the loss of data.
+/// close would hide the data loss.
 struct Sink(Option<OwnedWriteHalf>);
 
 impl Sink {

@@ -37,7 +37,7 @@ struct Tasks {
 }
 
 impl ReopenableListener {
-    /// Opens on a free loopback port.
+    /// Opens a listener on a free loopback port.
     pub(crate) fn open<F, Fut>(serve: F) -> io::Result<Self>
     where
         F: Fn(TcpStream) -> Fut + Send + Sync + 'static,
@@ -139,7 +139,7 @@ impl Tasks {
         });
     }
 
-    /// The number of running tasks.
+    /// Returns the number of running tasks.
     fn count(&self) -> usize {
         Arc::strong_count(&self.counter) - 1
     }

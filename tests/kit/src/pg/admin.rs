@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, NoTls};
 
-/// The port and the superuser's password of a running server on loopback.
+/// The port and superuser password of a running server on loopback.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PgConnectionInfo {
     pub port: u16,
@@ -14,7 +14,7 @@ pub struct PgConnectionInfo {
 }
 
 impl PgConnectionInfo {
-    /// `postgres://postgres:<password>@127.0.0.1:<port>/<database>`.
+    /// Returns `postgres://postgres:<password>@127.0.0.1:<port>/<database>`.
     pub fn url(&self, database: &str) -> String {
         format!("postgres://postgres:{}@127.0.0.1:{}/{database}", self.password, self.port)
     }
@@ -35,7 +35,7 @@ impl PgConnectionInfo {
 
     /// Creates a database as a copy of `template`, which must have no connections.
     pub async fn create_database_from_template(&self, template: &str, name: &str) -> Result<()> {
-        // Copying files takes 9 ms, logging each page takes 22 ms.
+        // Copying files takes 9 ms; logging each page takes 22 ms.
         let (target, source) = (quote_identifier(name), quote_identifier(template));
         let sql = format!("CREATE DATABASE {target} TEMPLATE {source} STRATEGY FILE_COPY");
         self.execute_when_unused(&sql)

@@ -1,4 +1,4 @@
-//! Locates the programs of PostgreSQL 16, and runs them even if this process is root.
+//! Locates the PostgreSQL 16 programs, and runs them even if this process is root.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::{child, fetch};
 
-/// A directory with the programs of PostgreSQL 16: `postgres`, `initdb`, `psql`, `pg_dump`, `pg_restore`, `pgbench`.
+/// A directory with the PostgreSQL 16 programs: `postgres`, `initdb`, `psql`, `pg_dump`, `pg_restore`, `pgbench`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PgBinaries {
     dir: PathBuf,
@@ -36,7 +36,7 @@ impl PgBinaries {
             return Self::from_dir(DEBIAN_DIR.into());
         }
         Self::fetch(target_dir).context(
-            "fetch PostgreSQL 16 (or install it, or set SVC_PG_BIN_DIR to the directory of its programs)",
+            "fetch PostgreSQL 16 (or install it, or set SVC_PG_BIN_DIR to the directory with its programs)",
         )
     }
 
@@ -76,24 +76,24 @@ impl PgBinaries {
     /// Always fails on this processor.
     ///
     /// # Errors
-    /// No build is pinned for this processor.
+    /// Always fails, because no build is pinned for this processor.
     #[cfg(not(target_arch = "x86_64"))]
     pub fn fetch(_target_dir: &Path) -> Result<Self> {
-        bail!("no build of PostgreSQL is pinned for this processor")
+        bail!("no PostgreSQL build is pinned for this processor")
     }
 
-    /// The directory of the programs, suitable for `SVC_PG_BIN_DIR`.
+    /// Returns the directory with the programs, suitable for `SVC_PG_BIN_DIR`.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// A client program (`psql`, `pg_dump`, …), run as the current user.
+    /// Returns a command for a client program (`psql`, `pg_dump`, …), run as the current user.
     pub fn client(&self, program: &str) -> Command {
         Command::new(self.dir.join(program))
     }
 
-    /// A server program. PostgreSQL refuses to run as root, so root runs it in a user namespace, in which root's files
-    /// belong to another user id.
+    /// Returns a command for a server program. PostgreSQL refuses to run as root, so root runs it in a user namespace,
+    /// in which root's files belong to another user id.
     pub(super) fn server(&self, program: &str) -> Command {
         let mut command = if nix::unistd::geteuid().is_root() {
             let mut unshare = Command::new("unshare");
@@ -109,7 +109,7 @@ impl PgBinaries {
     }
 }
 
-/// Checks that user namespaces work, so that a refused `unshare` is not reported as a failure of PostgreSQL.
+/// Checks that user namespaces work, so that a failed `unshare` is not reported as a PostgreSQL failure.
 pub(super) fn check_user_namespace() -> Result<()> {
     if !nix::unistd::geteuid().is_root() {
         return Ok(());

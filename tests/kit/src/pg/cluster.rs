@@ -18,7 +18,7 @@ use crate::{child, fetch};
 const CONTROL_FILE: &str = "global/pg_control";
 const WAL_DIR: &str = "pg_wal";
 const PASSWORD_FILE: &str = "password";
-/// Offset of the system identifier in a WAL segment: after the standard header of its first page.
+/// Offset of the system identifier in a WAL segment: after its first page's standard header.
 const WAL_IDENTIFIER_OFFSET: u64 = 24;
 
 /// Creates a cluster in the existing, empty directory `data`.
@@ -41,18 +41,18 @@ const INITDB_OPTIONS: [&str; 6] = [
     "--no-sync",
     "--no-instructions",
 ];
-/// Options of the prepared cluster. The superuser's password is verified with one iteration, because the tests open
+/// Options for the prepared cluster. The superuser's password is verified with one iteration, because the tests open
 /// thousands of connections.
 const PREPARED_OPTIONS: [&str; 1] = ["--set=scram_iterations=1"];
 
-/// A cluster below `target/tools`; servers start from copies of it.
+/// A cluster under `target/tools`; servers start from copies of it.
 pub(super) struct PreparedCluster {
     dir: PathBuf,
     pub password: String,
 }
 
 impl PreparedCluster {
-    /// Returns the prepared cluster for these programs, which is created on first use.
+    /// Returns the prepared cluster for these programs, creating it on first use.
     pub fn locate_or_create(binaries: &PgBinaries) -> Result<Self> {
         let inputs = format!("{:?} {INITDB_OPTIONS:?} {PREPARED_OPTIONS:?}", binaries.dir());
         let name = format!("pg-cluster-{}", &hex::encode(Sha256::digest(inputs))[..12]);
@@ -112,14 +112,14 @@ fn set_system_identifier(data: &Path, identifier: u64) -> Result<()> {
     Ok(())
 }
 
-/// The position of the checksum, which covers everything before it and is followed by zeros only.
+/// Returns the position of the checksum, which covers everything before it and is followed by zeros only.
 fn checksum_position(control: &[u8]) -> Option<usize> {
     let length = control.iter().rposition(|byte| *byte != 0)? + 1;
     let candidates = (length.saturating_sub(4)..=length).filter(|at| at % 4 == 0 && at + 4 <= control.len());
     candidates.into_iter().find(|at| crc32c(&control[..*at]).to_ne_bytes() == control[*at..*at + 4])
 }
 
-/// CRC-32C, as PostgreSQL computes it.
+/// Computes a CRC-32C as PostgreSQL does.
 fn crc32c(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(!0, |crc, byte| {
         (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0x82f6_3b78 & 0_u32.wrapping_sub(crc & 1)))

@@ -1,4 +1,4 @@
-//! Copies the platform's tables inside their own database, which is equivalent to a dump and its restore. The signing
+//! Copies the platform's tables within their own database, which is equivalent to a dump and its restore. The signing
 //! keys and the installation's record are excluded.
 
 use anyhow::Result;

@@ -11,8 +11,8 @@ use tokio_postgres::Client;
 use super::{PgBinaries, PgConnectionInfo, PgOptions, PgServer, run_server};
 use crate::fetch;
 
-/// The server of this process, with the databases of [`test_database`]. It is started on first use, and stopped when
-/// the process ends.
+/// Returns this process's server, which has the databases from [`test_database`]. It is started on first use, and
+/// stopped when the process ends.
 ///
 /// # Errors
 /// Fails if it cannot be started.
@@ -26,7 +26,7 @@ pub async fn process_server() -> Result<&'static PgServer> {
     server.await
 }
 
-/// The server with the databases of [`test_database_from`].
+/// Returns the server that has the databases from [`test_database_from`].
 ///
 /// # Errors
 /// Fails if it cannot be started.
@@ -44,14 +44,14 @@ pub struct TestDatabase {
     name: String,
 }
 
-/// Creates an empty database on the server of this process. Roles belong to a server, so the roles of this test's apps
-/// cannot collide with those of another process.
+/// Creates an empty database on this process's server. Roles belong to a server, so this test's app roles cannot
+/// collide with those of another process.
 pub async fn test_database() -> Result<TestDatabase> {
     create_from(process_server().await?.connection_info(), "template1").await
 }
 
 /// Creates a copy of a prepared database. `prepare` runs once per `key` and server, with the URL of an empty database.
-/// It must close its connections, and must create the same content in each process of a run.
+/// It must close its connections, and must create the same content in all of a run's processes.
 pub async fn test_database_from<F, Fut>(key: &str, prepare: F) -> Result<TestDatabase>
 where
     F: FnOnce(String) -> Fut,
@@ -85,7 +85,7 @@ async fn create_from(server: &PgConnectionInfo, template: &str) -> Result<TestDa
 // `Drop` cannot await the server, so the next request for a database drops these databases.
 static PENDING_DROPS: Mutex<Vec<(PgConnectionInfo, String)>> = Mutex::new(Vec::new());
 
-/// Generates a name that is unique among the processes of a run.
+/// Generates a name that is unique among the processes in a run.
 fn generate_name() -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     format!("test_{}_{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed))

@@ -1,4 +1,4 @@
-//! One server for all tests of a run that copy a prepared database: nextest runs each test in its own process, and
+//! One server for all tests in a run that copy a prepared database. nextest runs each test in its own process, and
 //! starting a server with a migrated schema for each process would take longer than most of these tests.
 
 use std::path::Path;
@@ -14,7 +14,7 @@ pub const CONNECTION_VARIABLE: &str = "SVC_TEST_POSTGRES";
 /// Enough for the processes of all tests that run concurrently.
 const MAX_CONNECTIONS: &str = "400";
 
-/// A server for the tests of a run, stopped on drop.
+/// A server for the tests in a run, stopped on drop.
 #[derive(Debug)]
 pub struct RunServer(PgServer);
 
@@ -30,14 +30,14 @@ impl RunServer {
         Ok(Self(PgServer::start(&binaries, PgOptions { settings, ..PgOptions::default() }).await?))
     }
 
-    /// The variable that passes the server's port and password to the tests.
+    /// Returns the variable that passes the server's port and password to the tests.
     pub fn variable(&self) -> (&'static str, String) {
         let PgConnectionInfo { port, password } = self.0.connection_info();
         (CONNECTION_VARIABLE, format!("{port} {password}"))
     }
 }
 
-/// How to connect to the run's server, if there is one.
+/// Returns how to connect to the run's server, if there is one.
 pub(super) fn connection_info() -> Result<Option<PgConnectionInfo>> {
     let Ok(text) = std::env::var(CONNECTION_VARIABLE) else { return Ok(None) };
     let (port, password) =
@@ -62,7 +62,7 @@ where
     // The lock is held until the session ends.
     session.execute("SELECT pg_advisory_lock($1)", &[&lock]).await?;
     if !server.list_databases().await?.contains(&name) {
-        // Renamed only when it is complete.
+        // Renamed only once it is complete.
         let unfinished = format!("unfinished_{name}");
         server.drop_database(&unfinished).await?;
         server.create_database(&unfinished).await?;

@@ -23,10 +23,10 @@ use crate::net;
 
 pub(super) const START_TIMEOUT: Duration = Duration::from_secs(60);
 const STOP_TIMEOUT: Duration = Duration::from_secs(20);
-/// Free memory that a server's temporary data may use, in bytes.
+/// Free memory, in bytes, required to keep a server's temporary data in memory.
 const MIN_FREE_MEMORY: u64 = 2 << 30;
 
-/// Options of a server; the default is a temporary server on a free port.
+/// Options for a server; the default is a temporary server on a free port.
 #[derive(Clone, Debug, Default)]
 pub struct PgOptions {
     /// Persistent data directory; by default a temporary one.
@@ -59,7 +59,7 @@ pub struct PgServer {
     connection_info: PgConnectionInfo,
     settings: Vec<(String, String)>,
     process: Mutex<Option<Child>>,
-    /// Directory of log, socket, and temporary data; removed last.
+    /// The directory with the log, socket and temporary data; removed last.
     temp_dir: TempDir,
 }
 
@@ -106,7 +106,7 @@ impl PgServer {
         Self::open_with(binaries, options).await
     }
 
-    /// Like [`Self::open`], with the data directory and password of the options; the password must match the data.
+    /// Like [`Self::open`], with the data directory and password from the options; the password must match the data.
     pub async fn open_with(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
         let data_dir = options.data_dir.as_ref().filter(|dir| dir.join("PG_VERSION").exists());
         ensure!(data_dir.is_some(), "{:?} is not a PostgreSQL cluster", options.data_dir);
@@ -124,7 +124,7 @@ impl PgServer {
             ("shared_buffers".to_owned(), "32MB".to_owned()),
             ("max_connections".to_owned(), "200".to_owned()),
             ("jit".to_owned(), "off".to_owned()),
-            // The prepared cluster sets another value, for the superuser's password only.
+            // The prepared cluster sets a different value, for the superuser's password only.
             ("scram_iterations".to_owned(), "4096".to_owned()),
         ];
         if options.durability == Durability::FsyncOff {
@@ -200,7 +200,7 @@ impl PgServer {
         &self.connection_info
     }
 
-    /// `postgres://postgres:<password>@127.0.0.1:<port>/<database>`.
+    /// Returns `postgres://postgres:<password>@127.0.0.1:<port>/<database>`.
     pub fn url(&self, database: &str) -> String {
         self.connection_info.url(database)
     }
@@ -215,7 +215,7 @@ impl PgServer {
         self.connection_info.create_database(name).await
     }
 
-    /// The password of the superuser `postgres`.
+    /// Returns the password of the superuser `postgres`.
     pub fn password(&self) -> &str {
         &self.connection_info.password
     }
@@ -224,7 +224,7 @@ impl PgServer {
         &self.data_dir
     }
 
-    /// The directory of the Unix socket, as `host` in a connection string.
+    /// Returns the Unix socket's directory, for `host` in a connection string.
     pub fn socket_dir(&self) -> &Path {
         self.temp_dir.path()
     }
@@ -233,7 +233,7 @@ impl PgServer {
         &self.binaries
     }
 
-    /// The server's log.
+    /// Returns the server's log.
     pub fn log(&self) -> String {
         fs::read(self.log_file()).map(|log| String::from_utf8_lossy(&log).into_owned()).unwrap_or_default()
     }
@@ -280,7 +280,7 @@ impl PgServer {
         has_exited
     }
 
-    /// Releases the System V shared memory of a killed server, which otherwise only its next start would release.
+    /// Releases a killed server's System V shared memory, which otherwise would be released only by its next start.
     fn release_shared_memory(&self) {
         let pid_file = fs::read_to_string(self.data_dir.join("postmaster.pid")).unwrap_or_default();
         let segment = pid_file.lines().nth(6).and_then(|line| line.split_whitespace().nth(1));

@@ -32,7 +32,7 @@ async fn server_is_version_16_and_requires_password() -> Result<()> {
         };
         assert_eq!(connect_with(server.password())?, "1\n");
         assert!(
-            format!("{:#}", connect_with("wrong").expect_err("a wrong password is refused"))
+            format!("{:#}", connect_with("wrong").expect_err("a wrong password is rejected"))
                 .contains("password authentication failed")
         );
     }
@@ -68,7 +68,7 @@ async fn kill9_kills_all_processes() -> Result<()> {
     let server = start_server(PgOptions::default()).await?;
     let client = server.connect("postgres").await?;
     let backend: i32 = client.query_one("SELECT pg_backend_pid()", &[]).await?.get(0);
-    // A busy backend does not notice the death of its postmaster.
+    // A busy backend does not notice that its postmaster has died.
     tokio::spawn(
         async move { client.batch_execute("SELECT count(*) FROM generate_series(1, 300000000)").await },
     );

@@ -1,4 +1,4 @@
-//! Public addresses of the simulated servers: loopback addresses of a random network per simulator.
+//! Public addresses for the simulated servers: loopback addresses in a random network per simulator.
 //!
 //! An address is used only once, so that a replaced server can be restarted on its own address.
 
@@ -7,7 +7,7 @@ use std::net::{Ipv4Addr, TcpListener};
 use anyhow::{Context, Result};
 use uuid::Uuid;
 
-/// Allocates addresses; chooses the HTTPS port of all hosts of the simulator.
+/// Allocates addresses, and chooses the HTTPS port for all the simulator's hosts.
 pub(super) struct Addresses {
     network: [u8; 2],
     next_index: u16,

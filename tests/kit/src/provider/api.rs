@@ -1,4 +1,4 @@
-//! The routes of servers and actions of API v1.
+//! The server and action routes of API v1.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! The catalogue of the simulated provider: server types, locations and system images.
+//! The simulated provider's catalogue: server types, locations and system images.
 
 use serde_json::{Value, json};
 
@@ -23,7 +23,7 @@ const fn server_type(
     CatalogType { id, name, cores, memory_gb, disk_gb, monthly_cents }
 }
 
-/// `cpx12` has a smaller disk than the type of any plan, so that a resize to it is refused.
+/// `cpx12` has a smaller disk than any plan's type, so that a resize to it is rejected.
 pub const TYPES: [CatalogType; 5] = [
     server_type(107, "cpx12", (1, 2, 40), 450),
     server_type(108, "cpx22", (2, 4, 80), 799),
@@ -103,11 +103,11 @@ pub(super) const IMAGES: [Image; 3] = [
     },
 ];
 
-/// An entry of the catalogue, which requests name by id or by name.
+/// A catalogue entry, which requests refer to by id or name.
 pub(super) trait Entry: 'static {
-    /// The key of a list in responses.
+    /// The key for a list in responses.
     const LIST: &'static str;
-    /// The key of a single entry in responses.
+    /// The key for a single entry in responses.
     const ONE: &'static str;
     fn all() -> &'static [Self]
     where
@@ -166,15 +166,14 @@ impl Entry for CatalogType {
 const VAT_PERCENT: u32 = 19;
 const IPV4_CENTS: u32 = 50;
 
-/// A price in the provider's format.
+/// Returns a price in the provider's format.
 fn price(cents: u32) -> Value {
     let decimal = |micros: u64| format!("{}.{:010}", micros / 1_000_000, micros % 1_000_000 * 10_000);
     let net = u64::from(cents) * 10_000;
     json!({"net": decimal(net), "gross": decimal(net * u64::from(100 + VAT_PERCENT) / 100)})
 }
 
-/// The prices in each location of an item that costs `european_cents` per month in Europe; it costs a fifth more
-/// elsewhere.
+/// Returns an item's price in each location: `european_cents` per month in Europe, and a fifth more elsewhere.
 fn prices(european_cents: u32) -> Vec<Value> {
     let price_in = |location: &Location| {
         let cents =
@@ -184,7 +183,7 @@ fn prices(european_cents: u32) -> Vec<Value> {
     LOCATIONS.iter().map(price_in).collect()
 }
 
-/// The price list, with the prices of servers at `percent` of the usual ones.
+/// Returns the price list, with server prices at `percent` of the usual ones.
 pub(super) fn pricing(percent: u32) -> Value {
     let types: Vec<Value> = TYPES
         .iter()

@@ -1,5 +1,5 @@
-//! The routes of the catalogue: server types, locations and images. Data centres were removed from the API in October
-//! 2026, and their routes return the error for removed functionality.
+//! The catalogue routes: server types, locations and images. Data centres were removed from the API in October 2026,
+//! and their routes return the error for removed functionality.
 
 use axum::extract::{Path, RawQuery};
 use axum::response::Response;

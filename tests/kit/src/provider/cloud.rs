@@ -148,7 +148,7 @@ impl Cloud {
                 return refuse("invalid_server_type", "server already has this type");
             }
             if to.disk_gb < record.disk_gb {
-                return refuse("invalid_server_type", "the disk of the type is smaller than the server's");
+                return refuse("invalid_server_type", "the type's disk is smaller than the server's");
             }
             Ok(())
         })?;

@@ -1,4 +1,4 @@
-//! The control API below `/_sim/`, for other processes: JSON requests and responses, without a token.
+//! The control API under `/_sim/`, for other processes: JSON requests and responses, no token required.
 
 use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
@@ -42,7 +42,7 @@ pub(super) fn routes(cloud: Arc<Cloud>) -> Router {
         .with_state(cloud)
 }
 
-/// The error of a control request. The response is 409 with the whole error chain.
+/// An error from a control request. The response is 409 with the full error chain.
 pub(super) struct ControlError(anyhow::Error);
 
 impl From<anyhow::Error> for ControlError {
@@ -108,7 +108,7 @@ async fn start_database(State(cloud): Shared, Path(name): Path<String>) -> Contr
     Ok(Json(json!({"databaseUrl": cloud.start_database_only(&name).await?})))
 }
 
-/// Arguments and environment of a run; both are optional.
+/// Arguments and environment for a unit run; both are optional.
 #[derive(Deserialize, Default)]
 #[serde(default)]
 struct UnitRun {
@@ -116,7 +116,7 @@ struct UnitRun {
     env: BTreeMap<String, String>,
 }
 
-/// `code` is null if a signal terminated the process.
+/// Runs a unit. In the response, `code` is null if a signal terminated the process.
 async fn run_unit(
     State(cloud): Shared,
     Path((name, unit)): Path<(String, String)>,

@@ -1,12 +1,12 @@
-//! Scripted faults of the provider, and the log of its calls.
+//! Scripted provider faults and the provider's call log.
 
 use serde::{Deserialize, Serialize};
 
-/// A fault in the handling of a call.
+/// A fault injected into a call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", rename_all_fields = "camelCase", tag = "kind")]
 pub enum Fault {
-    /// The call is refused with this status and code. With `reset_in_seconds`, the headers report an exhausted limit.
+    /// The call is rejected with this status and code. With `reset_in_seconds`, the headers report an exhausted limit.
     Status {
         status: u16,
         code: String,
@@ -19,7 +19,7 @@ pub enum Fault {
     LostRequest,
     /// The call is executed, and its response is delayed.
     SlowReply { ms: u64 },
-    /// The call is accepted; its action ends as an error, without effect.
+    /// The call is accepted, but its action ends in an error and has no effect.
     ActionError,
     /// The call is neither executed nor answered: the caller times out.
     Timeout,
@@ -84,7 +84,7 @@ impl Script {
         self.rules.clear();
     }
 
-    /// Rules with remaining faults.
+    /// Returns the rules with remaining faults.
     pub(super) fn pending(&self) -> Vec<FaultRule> {
         self.rules.clone()
     }

@@ -1,4 +1,4 @@
-//! The guest of a simulated server: nothing, the processes of a host, or a virtual machine.
+//! A simulated server's guest: nothing, a host's processes, or a virtual machine.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::inventory::ServerRecord;
 use super::machines::Machines;
 use crate::vm::Machine;
 
-/// The guests of all servers of a simulator.
+/// The guests of all servers in a simulator.
 pub(super) enum Guests {
     /// Servers exist only in the inventory.
     None,

@@ -1,5 +1,4 @@
-//! The provider's inventory: servers, actions, and the log of all creations. The rules of the API are implemented here,
-//! without I/O.
+//! The provider's inventory: servers, actions, and the creation log. Implements the API's rules, without I/O.
 //!
 //! Invariants: names are unique, a server has at most one running action, and a disk never shrinks.
 
@@ -16,7 +15,7 @@ use super::refusal::Refusal;
 
 const MAX_USER_DATA_BYTES: usize = 32 * 1024;
 
-/// The power state of a server, as the API names it.
+/// A server's power state, as the API names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Power {
@@ -39,7 +38,7 @@ impl Power {
     }
 }
 
-/// A server of the inventory.
+/// A server in the inventory.
 #[derive(Debug, Clone)]
 pub(super) struct ServerRecord {
     pub(super) id: i64,
@@ -55,7 +54,7 @@ pub(super) struct ServerRecord {
     pub(super) ipv4: Ipv4Addr,
     pub(super) public_net: PublicNet,
     pub(super) created: Timestamp,
-    /// Whether deletion and rebuild are refused.
+    /// Whether deletion and rebuild are rejected.
     pub(super) is_protected: bool,
     /// Whether the operating system reacts to the power button.
     pub(super) obeys_shutdown: bool,
@@ -68,7 +67,7 @@ pub(super) struct PublicNet {
     pub(super) ipv6_id: Option<i64>,
 }
 
-/// An action of the inventory.
+/// An action in the inventory.
 #[derive(Debug, Clone)]
 pub(super) struct ActionRecord {
     pub(super) id: i64,
@@ -95,7 +94,7 @@ impl ActionRecord {
     }
 }
 
-/// A server that was created, with the time of its end. The log of creations reveals orphans and duplicates.
+/// A created server, with the time at which it ended. The creation log reveals orphans and duplicates.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Creation {
@@ -134,7 +133,7 @@ impl CreateRequest {
     }
 }
 
-/// A request's reference to an entry of the catalogue.
+/// A request's reference to a catalogue entry.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum IdOrName {
@@ -164,7 +163,7 @@ impl Default for PublicNetRequest {
     }
 }
 
-/// The fields of `PUT /servers/{id}`; absent ones are not changed.
+/// The fields of `PUT /servers/{id}`; absent fields are left unchanged.
 #[derive(Debug, Deserialize)]
 pub(super) struct UpdateRequest {
     #[serde(default)]
@@ -177,8 +176,8 @@ fn default_true() -> bool {
     true
 }
 
-/// The catalogue entries that an order names.
-struct OrderedEntries {
+/// The catalogue entries that a request names.
+struct RequestedEntries {
     server_type: &'static CatalogType,
     image: &'static Image,
     location: &'static Location,
@@ -186,13 +185,13 @@ struct OrderedEntries {
 
 pub(super) struct Inventory {
     pub(super) servers: BTreeMap<i64, ServerRecord>,
-    /// Running servers that reads hide, both in listings and by id.
+    /// Running servers that are hidden from reads, both in listings and by id.
     pub(super) hidden: BTreeSet<String>,
     actions: BTreeMap<i64, ActionRecord>,
     creations: Vec<Creation>,
     addresses: Addresses,
     server_limit: usize,
-    /// Prices of servers, as a percentage of the usual ones.
+    /// Server prices, as a percentage of the usual ones.
     pub(super) price_percent: u32,
     next_id: i64,
 }
@@ -215,7 +214,7 @@ impl Inventory {
         &mut self,
         request: CreateRequest,
     ) -> Result<(ServerRecord, Vec<ActionRecord>), Refusal> {
-        let OrderedEntries { server_type, image, location } = self.validate(&request)?;
+        let RequestedEntries { server_type, image, location } = self.validate(&request)?;
         let starts = request.start_after_create;
         let ipv4_id = request.public_net.enable_ipv4.then(|| self.next_id());
         let ipv6_id = request.public_net.enable_ipv6.then(|| self.next_id());
@@ -250,7 +249,7 @@ impl Inventory {
         Ok((record, actions))
     }
 
-    fn validate(&self, request: &CreateRequest) -> Result<OrderedEntries, Refusal> {
+    fn validate(&self, request: &CreateRequest) -> Result<RequestedEntries, Refusal> {
         check_name(&request.name)?;
         let Some(server_type) = request.server_type.find() else {
             return Err(Refusal::invalid("server_type", "server type not found"));
@@ -271,14 +270,14 @@ impl Inventory {
         if self.servers.len() >= self.server_limit {
             return Err(Refusal::server_limit());
         }
-        Ok(OrderedEntries { server_type, image, location })
+        Ok(RequestedEntries { server_type, image, location })
     }
 
     fn has_name(&self, name: &str) -> bool {
         self.servers.values().any(|server| server.name == name)
     }
 
-    /// Changes the labels of a server. Guests are registered by name, so no other name is accepted.
+    /// Changes a server's labels. Guests are registered by name, so a different name is rejected.
     pub(super) fn update(&mut self, id: i64, request: UpdateRequest) -> Result<&ServerRecord, Refusal> {
         let name = &self.server(id)?.name;
         if let Some(other) = request.name.as_ref().filter(|new| *new != name) {

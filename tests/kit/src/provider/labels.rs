@@ -1,4 +1,4 @@
-//! The syntax of server labels, and label selectors.
+//! Server label syntax and label selectors.
 
 use std::collections::BTreeMap;
 
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn validate_refuses_invalid_labels() {
+    fn validate_rejects_invalid_labels() {
         assert!(validate(&labels(&[("machine", "0190-x"), ("svc.example/slot", "a_b.c")])).is_ok());
         for (key, value) in [
             ("hetzner.cloud/a", "x"),

@@ -1,4 +1,4 @@
-//! Simulated servers as virtual machines: one per record, with the power state of the inventory.
+//! Simulated servers as virtual machines: one per record, with the inventory's power state.
 //!
 //! A machine outlives its server's record: its disk is kept until the simulator ends.
 
@@ -12,14 +12,14 @@ use super::catalog::CatalogType;
 use super::inventory::ServerRecord;
 use crate::vm::{Accel, Image, Machine, MachineSpec, Size};
 
-/// Settings shared by all machines of a simulator.
+/// Settings shared by all machines in a simulator.
 #[derive(Debug, Clone)]
 pub struct MachineSettings {
     pub image: Image,
     pub accel: Accel,
     /// Parent of the machines' directories.
     pub dir: PathBuf,
-    /// Directory of the sockets; its path must be short.
+    /// Socket directory; its path must be short.
     pub sockets: PathBuf,
 }
 

@@ -1,4 +1,4 @@
-//! A simulator of the cloud provider: the Hetzner Cloud API v1 over HTTP on loopback.
+//! A cloud provider simulator: the Hetzner Cloud API v1 over HTTP on loopback.
 //!
 //! It implements the API's rules (unique names, one action at a time, power and disk rules, rate limit, pagination) and
 //! scripted faults. [`SimulatorKind`] selects what a server is beyond its record.
@@ -13,14 +13,14 @@
 //! # Ok(()) }
 //! ```
 //!
-//! With [`SimulatorKind::Process`], a server is a host: the files of its user-data are written below a directory that
-//! serves as its `/`, and the applets start in the order of the real units, with their own PostgreSQL. Such a server
-//! can be killed, can vanish, and can be restarted from its disk; single units can be run on it, like an operator's
-//! `systemctl start`.
+//! With [`SimulatorKind::Process`], a server is a host: its user-data files are written under a directory that serves
+//! as its `/`, and the applets start in the same order as the real units, with their own PostgreSQL. Such a server can
+//! be killed, can vanish, and can be restarted from its disk; individual units can be run on it, as an operator would
+//! with `systemctl start`.
 //!
 //! With [`SimulatorKind::Machine`], a server is a virtual machine that boots a real Debian with its user-data.
 //!
-//! Everything is also available over HTTP, below [`Simulator::control_url`].
+//! Everything is also available over HTTP, under [`Simulator::control_url`].
 
 mod address;
 mod api;

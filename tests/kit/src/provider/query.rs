@@ -1,4 +1,4 @@
-//! Parses the API's query strings, and renders the pages of its lists.
+//! Parses the API's query strings and renders list pages.
 
 use axum::Json;
 use axum::response::{IntoResponse, Response};
@@ -12,7 +12,7 @@ use super::refusal::Refusal;
 const DEFAULT_PAGE_SIZE: usize = 25;
 const MAX_PAGE_SIZE: usize = 50;
 
-/// The parameters of a query; some can have several values.
+/// Query parameters; some can have several values.
 pub(super) struct Query {
     pairs: Vec<(String, String)>,
 }
@@ -31,7 +31,7 @@ impl Query {
         self.pairs.iter().filter(move |(found, _)| found == name).map(|(_, value)| value.as_str())
     }
 
-    /// Whether the parameter is absent, or one of its values is this one.
+    /// Whether the parameter is absent or has this value among its values.
     pub(super) fn allows(&self, name: &str, value: &str) -> bool {
         self.first(name).is_none() || self.all(name).any(|allowed| allowed == value)
     }

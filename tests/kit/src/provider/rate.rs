@@ -4,7 +4,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use http::HeaderMap;
 
-/// Size of the bucket, and its refill rate.
+/// The bucket's size and refill rate.
 #[derive(Debug, Clone, Copy)]
 pub struct RateLimit {
     pub limit: u32,

@@ -1,11 +1,11 @@
-//! Error responses of the provider: `{"error": {"code", "message", "details"}}` with their status.
+//! The provider's error responses: `{"error": {"code", "message", "details"}}` with a status.
 
 use axum::Json;
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use serde_json::{Value, json};
 
-/// A call that the provider refuses.
+/// An error response from the provider.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Refusal {
     pub(super) status: StatusCode,

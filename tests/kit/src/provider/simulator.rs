@@ -1,4 +1,4 @@
-//! The public interface of the simulator.
+//! The simulator's public interface.
 
 use std::path::PathBuf;
 use std::process::Output;
@@ -21,27 +21,27 @@ use super::view::{HostView, ServerView};
 use super::{api, control, listener};
 use crate::vm::Machine;
 
-/// The guests of a simulator's servers.
+/// The kind of guest on which a simulator's servers run.
 #[derive(Debug, Clone)]
 pub enum SimulatorKind {
     /// None: a server is only a record.
     Record,
-    /// A host of child processes.
+    /// A host that consists of child processes.
     Process(HostSettings),
     /// A virtual machine.
     Machine(MachineSettings),
 }
 
-/// Options of a simulator.
+/// Simulator options.
 #[derive(Debug, Clone)]
 pub struct SimulatorOptions {
     pub kind: SimulatorKind,
     /// The API token; random by default.
     pub token: Option<String>,
-    /// Duration of an action before it takes effect.
+    /// How long an action runs before it takes effect.
     pub action_time: Duration,
     pub rate_limit: RateLimit,
-    /// The project's quota of servers.
+    /// The project's server quota.
     pub server_limit: usize,
 }
 
@@ -65,7 +65,7 @@ impl SimulatorOptions {
     }
 }
 
-/// A running simulator. Drop kills all guests of its servers.
+/// A running simulator. Dropping it kills all of its guests.
 pub struct Simulator {
     cloud: Arc<Cloud>,
     address: std::net::SocketAddr,
@@ -116,7 +116,7 @@ impl Simulator {
         &self.cloud.token
     }
 
-    /// HTTPS port of all hosts of this simulator (`CUSTOMER_VPS_HTTPS_PORT`).
+    /// HTTPS port of all hosts in this simulator (`CUSTOMER_VPS_HTTPS_PORT`).
     pub fn https_port(&self) -> u16 {
         self.https_port
     }
@@ -160,12 +160,12 @@ impl Simulator {
         self.cloud.script().calls().iter().filter(matches).count()
     }
 
-    /// Kills all processes of the machine. The provider shows the server as off.
+    /// Kills all of the machine's processes. The provider shows the server as off.
     pub async fn kill_server(&self, name: &str) -> Result<()> {
         self.cloud.kill(name).await
     }
 
-    /// Kills all processes of the machine, and removes the server from the provider. The disk is kept.
+    /// Kills all of the machine's processes, and removes the server from the provider. The disk is kept.
     pub async fn vanish_server(&self, name: &str) -> Result<()> {
         self.cloud.vanish(name).await
     }
@@ -175,7 +175,7 @@ impl Simulator {
         self.cloud.inventory().hidden = names.iter().cloned().collect();
     }
 
-    /// Sets the prices of servers, as a percentage of the usual ones.
+    /// Sets server prices, as a percentage of the usual ones.
     pub fn set_price_percent(&self, percent: u32) {
         self.cloud.inventory().price_percent = percent;
     }
@@ -190,7 +190,7 @@ impl Simulator {
         self.cloud.power_on(name)
     }
 
-    /// The virtual machine of a server, even of a deleted one.
+    /// Returns a server's virtual machine, even if the server has been deleted.
     pub fn machine(&self, name: &str) -> Result<Arc<Machine>> {
         self.cloud.guests.machine(name)
     }
@@ -207,7 +207,7 @@ impl Simulator {
     }
 }
 
-/// Operations on hosts that consist of processes; with other guests, each is an error.
+/// Operations on hosts that consist of processes; with any other kind of guest, each is an error.
 impl Simulator {
     /// All hosts, whether or not the provider lists them.
     pub fn hosts(&self) -> Result<Vec<HostView>> {
@@ -219,7 +219,7 @@ impl Simulator {
         Ok(self.cloud.guests.hosts()?.machine(name)?.disk())
     }
 
-    /// The output of a unit's processes, and the init's messages.
+    /// Returns the output of a unit's processes, and the init's messages.
     pub fn unit_log(&self, name: &str, unit: &str) -> Result<String> {
         let log = self.disk(name)?.join("var/log").join(format!("{unit}.log"));
         let bytes = std::fs::read(&log).with_context(|| log.display().to_string())?;
@@ -231,12 +231,12 @@ impl Simulator {
         self.cloud.guests.hosts()?.machine(name)?.wait_until_booted(timeout).await
     }
 
-    /// Starts a vanished or deleted server from its disk, on its old address, unlisted at the provider.
+    /// Starts a vanished or deleted server from its disk, at its old address, without listing it at the provider.
     pub fn start_from_disk(&self, name: &str) -> Result<()> {
         self.cloud.start_from_disk(name)
     }
 
-    /// Cuts the power of a host that the provider does not list.
+    /// Cuts the power to a host that the provider does not list.
     pub async fn stop_unlisted(&self, name: &str) -> Result<()> {
         self.cloud.stop_unlisted(name).await
     }
@@ -246,7 +246,7 @@ impl Simulator {
         self.run_unit_with(name, unit, args, &[]).await
     }
 
-    /// Like [`Self::run_unit`], with extra environment, such as `FAILPOINTS`, for this run of a oneshot.
+    /// Like [`Self::run_unit`], with extra environment variables, such as `FAILPOINTS`, for a oneshot.
     pub async fn run_unit_with(
         &self,
         name: &str,
@@ -263,12 +263,12 @@ impl Simulator {
         self.cloud.guests.hosts()?.machine(name)?.stop_service(service).await
     }
 
-    /// Starts only PostgreSQL on the disk of a host that is off; returns the URL of its database.
+    /// Starts only PostgreSQL on the disk of a host that is off; returns its database URL.
     pub async fn start_database_only(&self, name: &str) -> Result<String> {
         self.cloud.start_database_only(name).await
     }
 
-    /// Sets extra environment, such as `FAILPOINTS`, for all processes of the host's next start only.
+    /// Sets extra environment variables, such as `FAILPOINTS`, for all processes of the host's next start only.
     pub fn set_next_start_env(&self, name: &str, env: &[(&str, &str)]) -> Result<()> {
         self.cloud.guests.hosts()?.machine(name)?.set_next_env(to_owned_env(env));
         Ok(())
@@ -282,7 +282,7 @@ impl Simulator {
 }
 
 impl Simulator {
-    /// Cuts the power of all hosts and waits until none of their processes runs.
+    /// Cuts the power to all hosts and waits until none of their processes is running.
     pub async fn stop(self) {
         match self.cloud.guests.hosts() {
             Ok(hosts) => hosts.stop().await,

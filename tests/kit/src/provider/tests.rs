@@ -1,4 +1,4 @@
-//! Tests of the API's rules over plain HTTP, without the product's adapter.
+//! Tests for the API's rules over plain HTTP, without the product's adapter.
 
 use std::time::Duration;
 
@@ -52,9 +52,9 @@ impl Api {
 
     /// Creates a server; returns its id.
     pub(super) async fn create(&self, name: &str, user_data: &str) -> Result<i64> {
-        let mut order = server_order(name);
-        order["user_data"] = user_data.into();
-        let response = self.post("/servers", order).await?;
+        let mut request = server_request(name);
+        request["user_data"] = user_data.into();
+        let response = self.post("/servers", request).await?;
         ensure!(response.status == 201, "{}", response.body);
         Ok(response.body["server"]["id"].as_i64().unwrap_or_default())
     }
@@ -87,7 +87,7 @@ impl Api {
     }
 }
 
-fn server_order(name: &str) -> Value {
+fn server_request(name: &str) -> Value {
     json!({"name": name, "server_type": "cpx22", "image": "debian-12", "location": "nbg1"})
 }
 
@@ -102,10 +102,10 @@ async fn start() -> Result<(Simulator, Api)> {
 }
 
 #[tokio::test]
-async fn wrong_token_is_refused_without_effect() -> Result<()> {
+async fn wrong_token_is_rejected_without_effect() -> Result<()> {
     let (simulator, mut api) = start().await?;
     api.token = "wrong".to_owned();
-    let response = api.post("/servers", server_order("a")).await?;
+    let response = api.post("/servers", server_request("a")).await?;
     assert_eq!(status_and_code(&response), (401, "unauthorized"));
     assert!(simulator.creations().is_empty());
     Ok(())
@@ -122,7 +122,7 @@ async fn create_server_names_invalid_field() -> Result<()> {
         ("labels", json!({"a": "not a label"})),
         ("user_data", json!("x".repeat(32 * 1024 + 1))),
     ] {
-        let mut invalid = server_order("a");
+        let mut invalid = server_request("a");
         invalid[field] = value;
         let response = api.post("/servers", invalid).await?;
         assert_eq!(status_and_code(&response), (422, "invalid_input"), "{field}");
@@ -137,7 +137,7 @@ async fn create_server_names_invalid_field() -> Result<()> {
 async fn names_are_unique_among_existing_servers() -> Result<()> {
     let (simulator, api) = start().await?;
     let first = api.create("a", "").await?;
-    assert_eq!(status_and_code(&api.post("/servers", server_order("a")).await?), (409, "uniqueness_error"));
+    assert_eq!(status_and_code(&api.post("/servers", server_request("a")).await?), (409, "uniqueness_error"));
     simulator.wait_for_power("a", Power::Running).await?;
     api.wait_until_unlocked(first).await?;
     assert_eq!(api.delete(first).await?.status, 200);
@@ -149,7 +149,7 @@ async fn names_are_unique_among_existing_servers() -> Result<()> {
 }
 
 #[tokio::test]
-async fn server_is_locked_while_an_action_runs() -> Result<()> {
+async fn server_is_locked_while_an_action_is_running() -> Result<()> {
     let options = SimulatorOptions { action_time: Duration::from_millis(300), ..SimulatorOptions::record() };
     let simulator = Simulator::start(options).await?;
     let api = Api::for_simulator(&simulator);
@@ -270,8 +270,8 @@ async fn faults_and_control_work_over_http() -> Result<()> {
     assert_eq!(control.get("/servers").await?.body, json!([]));
     assert!(control.get("/creations").await?.body[0]["ended"].is_string());
     assert_eq!(control.get("/calls").await?.body[0]["status"], 503);
-    let refused = control.post("/servers/a/kill", json!({})).await?;
-    assert_eq!(refused.status, 409);
+    let rejected = control.post("/servers/a/kill", json!({})).await?;
+    assert_eq!(rejected.status, 409);
     assert_eq!(control.get("/hosts").await?.status, 409, "records have no hosts");
     Ok(())
 }

@@ -13,7 +13,7 @@ use super::cloud::Cloud;
 use super::host::BootState;
 use super::inventory::{Power, ServerRecord};
 
-/// A server of the provider.
+/// A server at the provider.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ServerView {

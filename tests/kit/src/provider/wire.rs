@@ -15,7 +15,7 @@ pub(super) fn server_json(record: &ServerRecord, locked: bool) -> Value {
         })
     });
     let ipv6 = net.ipv6_id.map(|id| {
-        // A network of the documentation prefix: the simulator's servers can only be reached on loopback.
+        // A network in the documentation prefix, because the simulator's servers are reachable only on loopback.
         json!({"id": id, "ip": format!("2001:db8:0:{:x}::/64", id & 0xffff), "blocked": false, "dns_ptr": []})
     });
     json!({

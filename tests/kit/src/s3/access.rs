@@ -1,4 +1,4 @@
-//! Authorizes each request with the policy of its session. The owner may do everything.
+//! Authorizes each request against its session's policy. The owner may do anything.
 
 use std::sync::Arc;
 

@@ -13,7 +13,7 @@ pub(super) struct Attributes {
     pub(super) metadata: Option<s3s::dto::Metadata>,
 }
 
-/// Extracts the attributes of a `PutObject` or `CreateMultipartUpload`.
+/// Extracts the attributes from a `PutObject` or `CreateMultipartUpload`.
 macro_rules! attributes_of {
     ($input:expr) => {
         $crate::s3::attributes::Attributes {
@@ -27,7 +27,7 @@ macro_rules! attributes_of {
     };
 }
 
-/// Builds the output of a `GetObject` or `HeadObject` with their common fields.
+/// Builds a `GetObject` or `HeadObject` output from their common fields.
 macro_rules! object_output {
     ($output:ident, $object:expr) => {{
         let attributes = $object.attributes.clone();

@@ -85,7 +85,7 @@ impl Blob {
     }
 }
 
-// The signature covers the length and the hash of the body; s3s verifies both while reading.
+// The signature covers the body's length and hash; s3s verifies both while reading.
 fn upload_error(error: &s3s::StdError) -> s3s::S3Error {
     let text = error.to_string();
     if text.contains("Sha256Mismatch") {

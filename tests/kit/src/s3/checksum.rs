@@ -1,4 +1,4 @@
-//! Verifies the checksums that the sender of an upload provides in headers or after the body.
+//! Verifies the checksums that an upload's sender provides in headers or after the body.
 //!
 //! (s3s verifies the SHA-256 in the signature.)
 
@@ -64,7 +64,7 @@ impl ProvidedChecksums {
         }
     }
 
-    /// Refuses a body that does not match its checksums, or whose announced checksum is missing.
+    /// Rejects a body that does not match its checksums, or whose announced checksum is missing.
     pub(super) fn verify(&self, hasher: Hasher) -> S3Result<()> {
         let trailers = self.trailers.as_ref().and_then(TrailingHeaders::take).unwrap_or_default();
         let provided = |name: &str| {

@@ -1,4 +1,4 @@
-//! Conditional headers of reads and writes.
+//! Conditional headers for reads and writes.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -8,7 +8,7 @@ use s3s::{S3Result, s3_error};
 
 use super::store::Object;
 
-/// `If-Match` and `If-None-Match` of a write.
+/// `If-Match` and `If-None-Match` for a write.
 #[derive(Clone, Debug, Default)]
 pub(super) struct WriteCondition {
     pub(super) if_match: Option<ETagCondition>,
@@ -31,7 +31,7 @@ impl WriteCondition {
     }
 }
 
-/// The conditional headers of a read, in the order of precedence of RFC 9110.
+/// The conditional headers for a read, in RFC 9110's order of precedence.
 pub(super) struct ReadCondition {
     pub(super) if_match: Option<IfMatch>,
     pub(super) if_none_match: Option<IfNoneMatch>,
@@ -41,7 +41,7 @@ pub(super) struct ReadCondition {
 
 impl ReadCondition {
     pub(super) fn check(&self, object: &Object) -> S3Result<()> {
-        // Headers have a resolution of one second.
+        // Headers have one-second resolution.
         let since_epoch = object.modified.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let modified = &Timestamp::from(SystemTime::UNIX_EPOCH + Duration::from_secs(since_epoch.as_secs()));
         match (&self.if_match, &self.if_unmodified_since) {
@@ -63,7 +63,7 @@ impl ReadCondition {
     }
 }
 
-/// The conditions of a `GetObject` or `HeadObject`.
+/// Extracts the conditions from a `GetObject` or `HeadObject`.
 macro_rules! read_condition {
     ($input:expr) => {
         $crate::s3::condition::ReadCondition {

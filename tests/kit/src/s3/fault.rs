@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use http::Uri;
 
-/// A fault in the handling of a request.
+/// A fault injected into a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The request is not executed; the response has this status (5xx, 429, 403…).
@@ -35,9 +35,9 @@ pub enum Fault {
     LostReply,
     /// The request is executed; the response has this status regardless.
     StatusAfterCommit(u16),
-    /// The body of the response is truncated after this many bytes.
+    /// The response body is truncated after this many bytes.
     TruncateBody(u64),
-    /// One byte in the middle of the response's body is changed.
+    /// One byte in the middle of the response body is changed.
     CorruptBody,
     /// A read returns the content before the last write to the key.
     StaleRead,
@@ -45,7 +45,7 @@ pub enum Fault {
     Refuse,
 }
 
-/// Selects the requests of a [`Fault`]: by default the next request of any kind, once.
+/// Selects the requests that a [`Fault`] affects: by default, only the next request of any kind.
 #[derive(Clone, Debug)]
 pub struct Rule {
     fault: Fault,

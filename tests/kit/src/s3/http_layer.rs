@@ -33,11 +33,11 @@ pub struct RequestRecord {
     /// `/bucket/key` as in the URL.
     pub path: String,
     pub query: String,
-    /// The status of the response; `None` if a fault cut the connection.
+    /// The response status; `None` if a fault cut the connection.
     pub status: Option<u16>,
 }
 
-/// The executor of the requests.
+/// What executes the requests.
 pub(super) enum Backend {
     Own(S3Service),
     Upstream(Arc<Upstream>),
@@ -52,7 +52,7 @@ pub(super) struct HttpLayer {
 impl HttpLayer {
     pub(super) async fn serve(self: Arc<Self>, stream: TcpStream) {
         let service = hyper::service::service_fn(|request| self.handle(request));
-        // A connection's errors concern only its client.
+        // A connection's errors affect only its client.
         hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service).await.ok();
     }
 
@@ -118,7 +118,7 @@ impl HttpLayer {
     }
 }
 
-/// A request's body that can be drained after the service has stopped reading it.
+/// A request body that can be drained after the service has stopped reading it.
 #[derive(Clone)]
 struct SharedBody(Arc<Mutex<Incoming>>);
 
@@ -142,7 +142,7 @@ impl hyper::body::Body for SharedBody {
     }
 }
 
-/// Reads the request without executing it, like an overloaded store.
+/// Reads the request and returns an error without executing it, like an overloaded store.
 async fn drain_and_refuse(
     request: Request<Incoming>,
     status: u16,
@@ -161,7 +161,7 @@ fn error_code(status: u16) -> &'static str {
     }
 }
 
-/// Replaces the ETag. The new one has the form of a real ETag, so that only its value differs.
+/// Replaces the ETag. The new one has the format of a real ETag, so that only its value differs.
 fn replace_etag(mut response: Response<Body>) -> Response<Body> {
     let etag = http::HeaderValue::from_static("\"00000000000000000000000000000000\"");
     if let Some(value) = response.headers_mut().get_mut(http::header::ETAG) {
@@ -182,8 +182,8 @@ fn error_response(status: u16, code: &'static str) -> Result<Response<Body>, Htt
         .map_err(|e| HttpError::new(e.into()))
 }
 
-fn connection_cut(why: &'static str) -> HttpError {
-    HttpError::new(why.into())
+fn connection_cut(reason: &'static str) -> HttpError {
+    HttpError::new(reason.into())
 }
 
 fn truncate(body: s3s::Body, after: u64) -> Body {
@@ -197,7 +197,7 @@ fn truncate(body: s3s::Body, after: u64) -> Body {
         remaining -= chunk.len() as u64;
         Ok(Frame::data(chunk))
     });
-    // The stream also fails if the body is shorter, or if the limit is at the end of a chunk.
+    // The stream also fails if the body is shorter than the limit, or if the limit falls at the end of a chunk.
     let truncation_error = stream::once(std::future::ready(Err("the body was truncated".into())));
     StreamBody::new(data.chain(truncation_error)).boxed_unsync()
 }

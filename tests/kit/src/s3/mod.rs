@@ -75,7 +75,7 @@ pub struct S3Server {
     _blobs: TempDir,
 }
 
-/// Metadata of an object.
+/// An object's metadata.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ObjectInfo {
     pub key: String,
@@ -86,7 +86,7 @@ pub struct ObjectInfo {
 }
 
 impl S3Server {
-    /// Starts on a free port. Large objects are stored below `dir`, which must exist, until the server is dropped.
+    /// Starts on a free port. Large objects are stored under `dir`, which must exist, until the server is dropped.
     pub fn start(dir: &Path) -> Result<Self> {
         Self::start_with(dir, None)
     }
@@ -139,7 +139,7 @@ impl S3Server {
         if self.upstream.is_some() { "us-east-1" } else { "auto" }
     }
 
-    /// The product's settings for a bucket of this store.
+    /// The product's settings for a bucket in this store.
     pub fn env(&self, bucket: &str) -> Vec<(String, String)> {
         let pairs = [
             ("OBJECT_STORE_URL", format!("s3://{bucket}")),
@@ -167,7 +167,7 @@ impl S3Server {
         self.sessions.set_lifetime(lifetime);
     }
 
-    /// All sessions that were ever issued.
+    /// All sessions ever issued.
     pub fn sessions(&self) -> Vec<SessionInfo> {
         self.sessions.all()
     }
@@ -182,7 +182,7 @@ impl S3Server {
         self.sessions.expire_all();
     }
 
-    /// Revokes the sessions with this name; returns their number.
+    /// Revokes the sessions with this name; returns how many there were.
     pub fn revoke_sessions(&self, name: &str) -> usize {
         self.sessions.revoke(name)
     }
@@ -195,7 +195,7 @@ impl S3Server {
     /// Like [`Self::create_bucket`].
     ///
     /// # Errors
-    /// Fails if the bucket of a third-party server does not accept objects within the timeout.
+    /// Fails if a third-party server's bucket does not accept objects within the timeout.
     pub fn try_create_bucket(&self, name: &str) -> Result<()> {
         match &self.upstream {
             None => {
@@ -310,7 +310,7 @@ impl S3Server {
         self.http.log.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Clears the log of requests.
+    /// Clears the request log.
     pub fn clear_requests(&self) {
         self.http.log.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }

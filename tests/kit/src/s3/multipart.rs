@@ -56,7 +56,7 @@ impl Store {
         if !(1..=10_000).contains(&input.part_number) {
             return Err(s3_error!(InvalidArgument, "part numbers must be 1 to 10000"));
         }
-        // Refuses an unknown upload before the body is received.
+        // Rejects an unknown upload before receiving the body.
         self.with_bucket(&input.bucket, |bucket| {
             bucket.find_upload(&input.key, &input.upload_id).map(|_| ())
         })?;

@@ -1,6 +1,6 @@
 //! Session policies: a subset of IAM's policy language.
 //!
-//! Unsupported elements, such as other operators or condition keys, are refused, never ignored.
+//! Unsupported elements, such as other operators or condition keys, are rejected, never ignored.
 
 use serde_json::{Map, Value};
 
@@ -11,12 +11,12 @@ pub(super) struct AccessRequest<'a> {
     pub(super) action: &'a str,
     /// Such as `arn:aws:s3:::bucket/key`.
     pub(super) resource: String,
-    /// `s3:prefix` of a listing.
+    /// `s3:prefix` for a listing.
     pub(super) prefix: Option<String>,
     pub(super) creation: Creation,
 }
 
-/// Properties of a write that conditions can use.
+/// Properties of a write request that conditions can test.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Creation {
     /// `s3:ObjectCreationOperation`.
@@ -39,11 +39,11 @@ struct Statement {
     allows: bool,
     actions: Vec<String>,
     resources: Vec<String>,
-    /// The patterns of each condition on `s3:prefix`; all conditions must be met.
+    /// The patterns for each condition on `s3:prefix`; all conditions must be met.
     prefixes: Vec<Vec<String>>,
-    /// `Null` of `s3:if-none-match`: whether the header must be missing.
+    /// `Null` on `s3:if-none-match`: whether the header must be missing.
     if_none_match_is_null: Option<bool>,
-    /// `Bool` of `s3:ObjectCreationOperation`.
+    /// `Bool` on `s3:ObjectCreationOperation`.
     creates: Option<bool>,
 }
 
@@ -60,7 +60,7 @@ impl Policy {
             Some(one @ Value::Object(_)) => vec![one],
             other => return Err(format!("invalid Statement {other:?}")),
         };
-        refuse_unknown_fields(&fields)?;
+        reject_unknown_fields(&fields)?;
         statements.into_iter().map(parse_statement).collect::<Result<_, _>>().map(Self)
     }
 
@@ -117,7 +117,7 @@ fn parse_statement(value: Value) -> Result<Statement, String> {
                 _ => {}
             }
             if operator != "StringLike" && operator != "StringEquals" || key != "s3:prefix" {
-                return Err(format!("unsupported condition {operator} of {key}"));
+                return Err(format!("unsupported condition {operator} on {key}"));
             }
             let patterns = parse_strings(Some(patterns), &key)?;
             if operator == "StringEquals" && patterns.iter().any(|pattern| pattern.contains(['*', '?'])) {
@@ -126,7 +126,7 @@ fn parse_statement(value: Value) -> Result<Statement, String> {
             prefixes.push(patterns);
         }
     }
-    refuse_unknown_fields(&fields)?;
+    reject_unknown_fields(&fields)?;
     Ok(Statement { allows, actions, resources, prefixes, if_none_match_is_null, creates })
 }
 
@@ -145,7 +145,7 @@ fn parse_object(value: Value, what: &str) -> Result<Map<String, Value>, String> 
     }
 }
 
-fn refuse_unknown_fields(map: &Map<String, Value>) -> Result<(), String> {
+fn reject_unknown_fields(map: &Map<String, Value>) -> Result<(), String> {
     map.keys().next().map_or(Ok(()), |key| Err(format!("unsupported field {key}")))
 }
 
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn parse_refuses_unsupported_elements() {
+    fn parse_rejects_unsupported_elements() {
         let with = |statement: &str| {
             Policy::parse(&format!(r#"{{"Version": "2012-10-17", "Statement": [{statement}]}}"#))
         };

@@ -1,4 +1,4 @@
-//! The S3 operations on objects and buckets, and the dispatch of all methods; s3s implements the protocol.
+//! S3 operations on objects and buckets, and the dispatch for all methods; s3s implements the protocol.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -32,7 +32,7 @@ impl S3 for Service {
     async fn put_object(&self, request: S3Request<PutObjectInput>) -> ServiceResult<PutObjectOutput> {
         let checksums = ProvidedChecksums::from_request(&request);
         let input = request.input;
-        // Checked before the body is read, so that a missing bucket is reported without a transfer of gigabytes.
+        // Checked before the body is read, so that a missing bucket is reported without transferring gigabytes.
         self.store.with_bucket(&input.bucket, |_| Ok(()))?;
         let attributes = attributes_of!(input);
         let condition = WriteCondition { if_match: input.if_match, if_none_match: input.if_none_match };

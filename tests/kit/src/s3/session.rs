@@ -13,7 +13,7 @@ use super::policy::Policy;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SessionInfo {
     pub access_key: String,
-    /// The `RoleSessionName` of the AssumeRole call.
+    /// The `RoleSessionName` from the AssumeRole call.
     pub name: String,
     pub policy: Option<String>,
     pub expires: SystemTime,
@@ -79,7 +79,7 @@ impl Sessions {
                 requested_lifetime,
             },
             secret: hex(),
-            // Contains the special characters of base64, like real tokens.
+            // Contains base64's special characters, like real tokens.
             token: format!("{}/{}+{}==", hex(), hex(), hex()),
             policy,
             is_revoked: false,
@@ -97,7 +97,7 @@ impl Sessions {
         self.inner().sessions.values().map(|session| session.info.clone()).collect()
     }
 
-    /// Revokes the sessions with this name; returns their number.
+    /// Revokes the sessions with this name; returns how many there were.
     pub(super) fn revoke(&self, name: &str) -> usize {
         let mut inner = self.inner();
         let matching = inner.sessions.values_mut().filter(|session| session.info.name == name);
@@ -110,7 +110,7 @@ impl Sessions {
         }
     }
 
-    /// Returns the session of this access key, if the request has its token and it is still valid.
+    /// Returns the session for this access key if `token` is its token and it is still valid.
     pub(super) fn check(&self, access_key: &str, token: Option<&str>) -> S3Result<Session> {
         let session = self.inner().sessions.get(access_key).cloned();
         let session = session.ok_or_else(|| s3_error!(InvalidAccessKeyId))?;

@@ -56,7 +56,7 @@ impl Object {
     }
 }
 
-/// The ETag of some content. It has the form of S3's MD5 tags: 32 hexadecimal digits.
+/// Returns the ETag for some content, in the format of S3's MD5 tags: 32 hexadecimal digits.
 pub(super) fn content_tag(sha256: &[u8; 32]) -> ETag {
     ETag::Strong(hex::encode(&sha256[..16]))
 }
@@ -82,7 +82,7 @@ impl Store {
         Self { dir: dir.to_owned(), buckets: Mutex::default() }
     }
 
-    /// Directory of the blobs.
+    /// The blob directory.
     pub(super) fn dir(&self) -> &Path {
         &self.dir
     }
@@ -128,7 +128,7 @@ impl Bucket {
         self.objects.get(key).cloned()
     }
 
-    /// The previous content of the key.
+    /// Returns the key's previous content.
     pub(super) fn get_stale(&self, key: &str) -> Option<Arc<Object>> {
         self.replaced.get(key).cloned()
     }
@@ -152,8 +152,8 @@ impl Bucket {
         Ok(true)
     }
 
-    /// Up to `max` keys and, with a delimiter, common prefixes, in order. The cost depends on the result, not on the
-    /// size of the bucket.
+    /// Lists up to `max` keys and, with a delimiter, common prefixes, in order. The cost depends on the result, not on
+    /// the bucket size.
     pub(super) fn list(
         &self,
         prefix: &str,

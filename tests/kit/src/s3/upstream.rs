@@ -1,5 +1,5 @@
-//! Another S3 server behind the kit's HTTP layer. Requests are forwarded unchanged, so that faults and the request log
-//! also work with a third-party store.
+//! A third-party S3 server behind the kit's HTTP layer. Requests are forwarded unchanged, so that faults and the
+//! request log work with it too.
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -22,7 +22,7 @@ use crate::seaweed::Seaweed;
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A signature that is never checked: moto refuses anonymous reads, but does not check signatures.
+/// A signature that is never checked: moto rejects anonymous reads, but does not check signatures.
 const UNCHECKED_AUTHORIZATION: &str =
     "AWS4-HMAC-SHA256 Credential=kit/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=00";
 
@@ -74,7 +74,7 @@ impl Upstream {
         Ok(response.map(Body::http_body_unsync))
     }
 
-    /// Creates the bucket and waits until it accepts objects, because a server may refuse them at first.
+    /// Creates the bucket and waits until it accepts objects, because a server may reject them at first.
     pub(super) fn create_bucket(&self, name: &str) -> Result<()> {
         let deadline = Instant::now() + READY_TIMEOUT;
         let is_ready = || {
@@ -140,7 +140,7 @@ impl Upstream {
         elements(&text, "Upload").map(|upload| field(upload, "Key")).collect()
     }
 
-    /// Blocks the caller's thread, like a test's other accesses to the store's content.
+    /// Blocks the caller's thread, as a test's other accesses to the store's content do.
     fn call(&self, method: Method, target: &str, body: Bytes) -> Result<(StatusCode, Bytes)> {
         let request = self.client.request(method, format!("http://{}/{target}", self.address));
         let request = request.header(AUTHORIZATION, UNCHECKED_AUTHORIZATION).body(body);
@@ -151,7 +151,7 @@ impl Upstream {
     }
 }
 
-/// Runs `work` on the kit's own runtime, because the caller may be in another one.
+/// Runs `work` on the kit's own runtime, because the caller may be on a different one.
 fn block_on_kit_runtime<T: Send + 'static>(
     work: impl Future<Output = Result<T>> + Send + 'static,
 ) -> Result<T> {
@@ -170,7 +170,7 @@ fn parse_object(entry: &str) -> Result<ObjectInfo> {
     })
 }
 
-/// The contents of all elements with this name. svc's keys do not require a real XML parser.
+/// Returns the contents of all elements with this name. svc's keys do not require a real XML parser.
 fn elements<'a>(text: &'a str, name: &str) -> impl Iterator<Item = &'a str> {
     let (begin, end) = (format!("<{name}>"), format!("</{name}>"));
     let mut rest = text;

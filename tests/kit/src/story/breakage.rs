@@ -13,13 +13,13 @@ use crate::s3::{Fault, Rule};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Breakage {
-    /// The store refuses snapshots.
+    /// The store rejects snapshots.
     Backup,
     /// The store returns corrupted content.
     Restore,
     /// The host presents a TLS key other than the registered one.
     Pin,
-    /// The fence of the recovery is removed.
+    /// The recovery's fence is removed.
     Fence,
 }
 
@@ -61,14 +61,14 @@ impl FromStr for Breakage {
     }
 }
 
-/// Makes the store fail every write of a snapshot.
+/// Makes the store fail every snapshot write.
 pub fn fail_snapshot_puts(stack: &Stack) {
     for method in ["PUT", "POST"] {
         stack
             .store
             .add_fault(Rule::new(Fault::Status(500)).method(method).key("/system/db/snapshots/").always());
     }
-    println!("      (broken: the store fails every write of a snapshot)");
+    println!("      (broken: the store fails every snapshot write)");
 }
 
 /// Makes the store corrupt every snapshot that is read.
@@ -80,7 +80,7 @@ pub fn corrupt_snapshot_gets(stack: &Stack) {
 /// Replaces the certificate and key on the host's disk, and restarts its gateway.
 pub async fn replace_tls_key(stack: &Stack, machine: &MachineRecord) {
     match try_replace_tls_key(stack, machine).await {
-        Ok(()) => println!("      (broken: the host has another TLS key)"),
+        Ok(()) => println!("      (broken: the host has a different TLS key)"),
         Err(error) => println!("      (cannot replace the host's TLS key: {error:#})"),
     }
 }

@@ -19,7 +19,7 @@ use crate::child;
 
 /// Rows inserted before the backup, sorted by title.
 pub const TITLES: [&str; 3] = ["first", "second", "third"];
-/// A server type of the plan `builder`.
+/// A server type in the `builder` plan.
 const RESIZED_TYPE: &str = "cpx32";
 pub const LATER_TITLE: &str = "zz after the backup";
 
@@ -85,7 +85,7 @@ pub async fn check_boot(stack: &Stack, machine: &MachineRecord) -> Result<((), S
         machine.tls_spki_sha256.len() == 64 && !machine.registered_at.is_empty(),
         "not registered: {machine:?}"
     );
-    ensure!(machine.image_version == IMAGE_VERSION, "the machine runs {}", machine.image_version);
+    ensure!(machine.image_version == IMAGE_VERSION, "the machine is running {}", machine.image_version);
     let disk = stack.provider.disk(&machine.server)?;
     ensure!(disk.join("opt/svc/restore-complete").exists(), "the gate's marker is missing");
     for unit in ["svc-update", "svc-restore", "svc-gateway", "svc-register", "svc-sync-agent"] {
@@ -143,7 +143,7 @@ pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
     Ok(((), format!("{} rows inserted and found through the app host", found.len())))
 }
 
-/// Takes a backup; returns the key of the snapshot.
+/// Takes a backup; returns the snapshot's key.
 pub async fn backup(stack: &Stack, machine: &MachineRecord) -> Result<(String, String)> {
     let run = stack.svcctl(&["--json", "backup", "now", HANDLE, "--wait=120"]).await?.success()?;
     let report: serde_json::Value = run.json()?;
@@ -152,7 +152,7 @@ pub async fn backup(stack: &Stack, machine: &MachineRecord) -> Result<(String, S
     ensure!(pointer["fenceEpoch"] == 1 && snapshot["epoch"] == 1, "the pointer is {pointer}");
     ensure!(
         snapshot["machineId"] == machine.id.as_str(),
-        "the pointer is of machine {}",
+        "the pointer names machine {}",
         snapshot["machineId"]
     );
     let key = snapshot["key"].as_str().context("no key in the pointer")?.to_owned();
@@ -183,14 +183,14 @@ const NEXT_VERSION: &str = "story-2";
 /// A release whose gateway does not start.
 const BROKEN_VERSION: &str = "story-3";
 
-/// Updates the running machine, which keeps its rows and reports its release.
+/// Updates the running machine, which keeps its rows and reports the new release.
 pub async fn update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     publish_signed(stack, NEXT_VERSION, stack.svc.clone()).await?;
     // Without a shell, which the minimal bundle lacks, the release cannot be verified: see ctl::verify_rollout.
     let args = ["--json", "deploy", "start", NEXT_VERSION, "--no-verify", "--yes", "--wait=200"];
     let rollout: serde_json::Value = stack.svcctl(&args).await?.success()?.json()?;
     ensure!(rollout["state"] == "succeeded" && rollout["totals"]["updated"] == 1, "the rollout is {rollout}");
-    ensure!(read_record(stack).await?["imageVersion"] == NEXT_VERSION, "the record has another release");
+    ensure!(read_record(stack).await?["imageVersion"] == NEXT_VERSION, "the record has a different release");
     check_running_release(stack, machine, NEXT_VERSION).await?;
     Ok(((), format!("{IMAGE_VERSION} to {NEXT_VERSION}, signed; the rows were kept")))
 }
@@ -240,7 +240,7 @@ async fn read_record(stack: &Stack) -> Result<serde_json::Value> {
     stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.json()
 }
 
-/// Checks that the machine's current release is this one, and that it serves the owner's rows.
+/// Checks that the machine's current release is `version`, and that it serves the owner's rows.
 async fn check_running_release(stack: &Stack, machine: &MachineRecord, version: &str) -> Result<()> {
     let current = std::fs::read_link(stack.provider.disk(&machine.server)?.join("opt/svc/current"))?;
     ensure!(current.ends_with(version), "the current release is {}", current.display());
@@ -295,7 +295,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     Ok(((), format!("{from} to {RESIZED_TYPE} on the same disk; {} rows, nothing restored", found.len())))
 }
 
-/// Lists the content of a dump with PostgreSQL's own tool.
+/// Lists a dump's contents with PostgreSQL's own tool.
 async fn list_dump(stack: &Stack, dump: &[u8]) -> Result<String> {
     let file = stack.dir.join("backup.dump");
     tokio::fs::write(&file, dump).await?;
@@ -309,5 +309,5 @@ pub async fn insert_later_row(stack: &Stack) -> Result<((), String)> {
     stack.web.insert(&owner, LATER_TITLE).await?;
     let found = stack.web.titles(&owner).await?;
     ensure!(found.len() == TITLES.len() + 1, "found {found:?}");
-    Ok(((), "another row, which is in no backup".to_owned()))
+    Ok(((), "one more row, which is in no backup".to_owned()))
 }

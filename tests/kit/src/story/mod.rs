@@ -1,8 +1,8 @@
 //! The main scenario against real services: a stack is started; a machine is provisioned, used, backed up, lost and
 //! recovered; its predecessor is fenced off; and the successor is deleted.
 //!
-//! It uses the interfaces of users — the CLI, HTTP, signals — and checks only what users could check: records, disks
-//! and objects. [`Breakage`] injects one defect from outside; the scenario must then fail at the matching step.
+//! It uses the interfaces that users have — the CLI, HTTP, signals — and checks only what users could check: records,
+//! disks and objects. [`Breakage`] injects one defect from outside; the scenario must then fail at the matching step.
 
 mod breakage;
 pub(crate) mod first_machine;
@@ -57,16 +57,16 @@ pub async fn run(options: Options) -> Result<Report> {
     run_inspected(options, &[], async |_, _| Ok(())).await
 }
 
-/// A point of the scenario at which it can be inspected.
+/// A point in the scenario at which it can be inspected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Checkpoint {
-    /// All services run; there is no machine yet.
+    /// All services are running; there is no machine yet.
     Started,
     /// The second machine is running and has the rows; the first has recorded that it is superseded.
     Recovered,
 }
 
-/// Like [`run`], with extra settings for every process of the product, and an inspection at each [`Checkpoint`].
+/// Like [`run`], with extra settings for every product process, and an inspection at each [`Checkpoint`].
 ///
 /// # Errors
 /// Like [`run`].
@@ -75,7 +75,7 @@ pub async fn run_inspected(
     extra_env: &[(&str, &str)],
     mut inspect: impl AsyncFnMut(&Stack, Checkpoint) -> Result<()>,
 ) -> Result<Report> {
-    // In `/tmp`, because the path of a Unix socket is limited to 107 bytes.
+    // In `/tmp`, because a Unix socket path is limited to 107 bytes.
     let dir =
         tempfile::Builder::new().prefix("svc-demo-").tempdir_in("/tmp").context("create a directory")?;
     child::remove_on_exit(dir.path());
@@ -151,7 +151,7 @@ async fn run_steps(
         breakage::fail_snapshot_puts(stack);
     }
     let backup = report.step("backup", first_machine::backup(stack, &first)).await?;
-    // The steps of the recovery that a broken scenario must fail at do not depend on these.
+    // The recovery steps at which a broken scenario must fail do not depend on these.
     let first = if breakage.is_some() {
         first
     } else {

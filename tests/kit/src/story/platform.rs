@@ -26,7 +26,7 @@ pub struct Platform {
 }
 
 impl Platform {
-    /// Starts `svc-platform` and waits until it prints the addresses of both listeners.
+    /// Starts `svc-platform` and waits until it prints both listeners' addresses.
     pub async fn start(program: &Program, log: &Path) -> Result<Self> {
         let out = File::create(log)?;
         let mut command = program.command("svc-platform");

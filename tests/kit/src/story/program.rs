@@ -1,5 +1,5 @@
-//! Runs the product's binary as its users do: with arguments and an environment, for an exit code and output. The
-//! environment of this process is not inherited.
+//! Runs the product's binary as its users do: with arguments and an environment, for an exit code and output. This
+//! process's environment is not inherited.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -12,14 +12,14 @@ use tokio::process::Command;
 
 use crate::child::{self, AtExit};
 
-/// `svc` with the environment of its applets.
+/// `svc` with its applets' environment.
 #[derive(Debug, Clone)]
 pub struct Program {
     path: PathBuf,
     env: Vec<(String, String)>,
 }
 
-/// Result of a command.
+/// A command's result.
 #[derive(Debug)]
 pub struct CommandOutput {
     pub code: Option<i32>,
@@ -37,7 +37,7 @@ impl Program {
         &self.env
     }
 
-    /// Builds a command of this program without starting it.
+    /// Builds a command for this program without starting it.
     pub fn command(&self, applet: &str) -> Command {
         let mut command = Command::new(&self.path);
         command.arg(applet).env_clear().envs(self.env.iter().map(|(name, value)| (name, value)));

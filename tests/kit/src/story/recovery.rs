@@ -1,4 +1,4 @@
-//! Loss of the machine, recovery, fencing of the old machine, and deletion.
+//! Losing the machine, recovering it, fencing off the old machine, and deletion.
 
 use std::time::Duration;
 
@@ -28,7 +28,7 @@ pub async fn lose_machine(stack: &Stack, first: &MachineRecord) -> Result<((), S
 /// Timeouts that depend on the kind of server.
 #[derive(Debug, Clone, Copy)]
 pub struct Timeouts {
-    /// From the request until the machine serves.
+    /// From the request until the machine is serving.
     pub ready: Duration,
     /// Until a server that is no longer needed is deleted.
     pub removal: Duration,
@@ -105,7 +105,7 @@ pub async fn recover(stack: &Stack, first: &MachineRecord) -> Result<(MachineRec
     ensure!(second.epoch == first.epoch + 1, "its epoch is {}", second.epoch);
     let servers = stack.provider.servers();
     ensure!(servers.len() == 1 && servers[0].name == second.server, "at the provider: {servers:?}");
-    ensure!(second.image_version == first.image_version, "the machine runs {}", second.image_version);
+    ensure!(second.image_version == first.image_version, "the machine is running {}", second.image_version);
     let pointer = stack.slot.pointer(&stack.store)?;
     ensure!(pointer["fenceEpoch"] == second.epoch, "the fence is at {}", pointer["fenceEpoch"]);
     Ok((second.clone(), format!("machine {} is running, epoch {}", second.id, second.epoch)))
@@ -123,11 +123,11 @@ pub async fn check_restored_rows(stack: &Stack) -> Result<((), String)> {
     ensure!(row["id"].is_string(), "a row cannot be added: {row}");
     Ok((
         (),
-        format!("{} rows of the backup restored, without the later one; rows can be added", TITLES.len()),
+        format!("{} rows from the backup restored, without the later one; rows can be added", TITLES.len()),
     ))
 }
 
-/// Starts only the database of the old machine, and checks that its backup is refused.
+/// Starts only the old machine's database, and checks that its backup is refused.
 pub async fn check_old_backup_refused(
     stack: &Stack,
     first: &MachineRecord,
@@ -145,7 +145,7 @@ pub async fn check_old_backup_refused(
     Ok(((), format!("its backup exits with {}, pointer unchanged: {last}", run.status)))
 }
 
-/// Starts the old machine completely, and checks that it learns that it is superseded.
+/// Starts the old machine completely, and checks that it learns that it has been superseded.
 pub async fn check_old_machine_superseded(
     stack: &Stack,
     first: &MachineRecord,

@@ -1,4 +1,4 @@
-//! The report of a scenario: each step with its duration, printed as it happens and written as `report.json`.
+//! A scenario report: each step with its duration, printed as it happens and written as `report.json`.
 
 use std::fs;
 use std::future::Future;
@@ -16,7 +16,7 @@ const STEP_TIMEOUT: Duration = Duration::from_secs(240);
 pub struct Report {
     pub ok: bool,
     pub steps: Vec<Step>,
-    /// Name of the scenario.
+    /// The scenario's name.
     #[serde(skip)]
     name: &'static str,
     #[serde(skip)]
@@ -40,12 +40,12 @@ impl Report {
         Self::with_timeout("demo", STEP_TIMEOUT)
     }
 
-    /// A report of the scenario `name`, with a timeout per step.
+    /// Creates a report for the scenario `name`, with a timeout per step.
     pub fn with_timeout(name: &'static str, step_timeout: Duration) -> Self {
         Self { ok: false, steps: Vec::new(), name, step_timeout }
     }
 
-    /// Runs a step, which returns its result and a line of details.
+    /// Runs a step, which returns its result and a line of detail.
     pub async fn step<T>(
         &mut self,
         name: &str,
@@ -88,7 +88,7 @@ impl Report {
         self.steps.iter().find(|step| !step.ok)
     }
 
-    /// Returns a line with the result, the numbers of steps, and the total duration.
+    /// Returns a line with the result, the step counts, and the total duration.
     pub fn summary(&self) -> String {
         let ms: u64 = self.steps.iter().map(|step| step.ms).sum();
         let passed = self.steps.iter().filter(|step| step.ok).count();

@@ -7,7 +7,7 @@ use crate::s3::S3Server;
 
 pub const BUCKET: &str = "svc-demo";
 
-/// The objects below `<idpUserId>/<slot>/`.
+/// The objects under `<idpUserId>/<slot>/`.
 #[derive(Debug, Clone)]
 pub struct SlotObjects {
     prefix: String,
@@ -39,7 +39,7 @@ impl SlotObjects {
         store.write(BUCKET, &self.key(key), value.to_string());
     }
 
-    /// The keys of all snapshots, without the slot's prefix.
+    /// Returns the keys of all snapshots, without the slot's prefix.
     pub fn snapshots(&self, store: &S3Server) -> Vec<String> {
         let objects = store.objects(BUCKET, &self.key("system/db/snapshots/"));
         let keys = objects.into_iter().map(|object| object.key[self.prefix.len()..].to_owned());

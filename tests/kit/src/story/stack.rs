@@ -1,4 +1,4 @@
-//! All services of a scenario, on their own ports and in their own directory.
+//! All services in a scenario, on their own ports and in their own directory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ use crate::stores::StoreKind;
 use crate::vm::HOST_FROM_GUEST;
 
 pub const USER: &str = "user_story";
-/// The options of `svcctl provision` that confirm the provisioning for a new customer.
+/// The `svcctl provision` options that confirm the provisioning for a new customer.
 pub const CONFIRM_FLAGS: [&str; 2] = ["--confirm-cost", "--confirm-opt-in"];
 pub const HANDLE: &str = "ada";
 pub const IMAGE_VERSION: &str = "story-1";
@@ -31,7 +31,7 @@ pub const IMAGE_VERSION: &str = "story-1";
 const SIGNING_KEY: &str = include_str!("../bundle/ed25519-test-only.txt");
 const LOG_LINES: usize = 25;
 
-/// The kind of the provider's servers.
+/// The kind of servers that the provider has.
 #[derive(Debug, Clone)]
 pub enum HostBackend {
     /// Processes on this machine.
@@ -39,10 +39,10 @@ pub enum HostBackend {
     VirtualMachines(MachineSettings),
 }
 
-/// The transport of the router's public listener.
+/// The transport for the router's public listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RouterTransport {
-    /// As in production: TLS, with a certificate of the test CA.
+    /// As in production: TLS, with a certificate from the test CA.
     Tls,
     /// For manual use: names that resolve to loopback in browsers and curl, without a certificate.
     Plain,
@@ -86,7 +86,7 @@ pub struct Stack {
     pub signing_key: PathBuf,
     operator: Program,
     platform_env: Vec<(String, String)>,
-    /// Timeout for one run of `svcctl`.
+    /// Timeout for one `svcctl` invocation.
     svcctl_timeout: Duration,
     platform: Platform,
     database: PgServer,
@@ -98,7 +98,7 @@ impl Stack {
         Self::start_with(svc, dir, transport, &[]).await
     }
 
-    /// Like [`Self::start`], with extra settings for every process of the product: platform, hosts and `svcctl`.
+    /// Like [`Self::start`], with extra settings for every product process: platform, hosts and `svcctl`.
     pub async fn start_with(
         svc: &Path,
         dir: &Path,
@@ -108,7 +108,8 @@ impl Stack {
         Self::start_with_backend(svc, dir, transport, HostBackend::Processes, extra_env).await
     }
 
-    /// Like [`Self::start_with`], with this kind of server. Virtual machines get no settings except their user-data.
+    /// Like [`Self::start_with`], with the given kind of server. Virtual machines get no settings except their
+    /// user-data.
     pub async fn start_with_backend(
         svc: &Path,
         dir: &Path,
@@ -120,7 +121,7 @@ impl Stack {
         Self::start_with_store(svc, dir, transport, backend, store, extra_env).await
     }
 
-    /// Like [`Self::start_with_backend`], with this object store.
+    /// Like [`Self::start_with_backend`], with the given object store.
     pub async fn start_with_store(
         svc: &Path,
         dir: &Path,
@@ -241,7 +242,7 @@ impl Stack {
         &self.platform_env
     }
 
-    /// The environment of `svcctl`.
+    /// The environment for `svcctl`.
     pub fn operator_env(&self) -> &[(String, String)] {
         self.operator.env()
     }
@@ -268,18 +269,18 @@ impl Stack {
         self.database.log()
     }
 
-    /// Waits for an unexpected exit of the platform.
+    /// Waits for the platform to exit unexpectedly.
     pub async fn wait_for_platform_exit(&mut self) -> Result<()> {
         let status = self.platform.wait().await?;
         bail!("the platform exited: {status}");
     }
 
-    /// A session token of the owner.
+    /// Returns a session token for the owner.
     pub fn owner_token(&self) -> String {
         self.session_token(USER)
     }
 
-    /// A session token of `user`.
+    /// Returns a session token for `user`.
     pub fn session_token(&self, user: &str) -> String {
         self.idp.mint(user, &MintOptions::default())
     }

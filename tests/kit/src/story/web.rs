@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A client for one of the router's hosts, which resolves its name to the router and trusts the test CA.
+/// A client for one of the router's hosts. It resolves the host's name to the router and trusts the test CA.
 pub struct WebClient {
     client: Client,
     base: String,
@@ -51,7 +51,7 @@ impl WebClient {
         send(request).await
     }
 
-    /// Requests a WebSocket upgrade, and returns the status of the response.
+    /// Requests a WebSocket upgrade, and returns the response status.
     pub async fn request_web_socket(&self, path: &str, bearer: &str) -> Result<StatusCode> {
         let request = self
             .client
@@ -65,7 +65,7 @@ impl WebClient {
         Ok(request.send().await.context("request a WebSocket")?.status())
     }
 
-    /// Calls the bridge as the owner through the router, and returns `data` of the response.
+    /// Calls the bridge as the owner through the router, and returns the response's `data`.
     pub async fn call_bridge(&self, bearer: &str, call: &Value) -> Result<Value> {
         let request =
             self.client.post(format!("{}/api/bridge/query", self.base)).bearer_auth(bearer).json(call);
@@ -87,7 +87,7 @@ impl WebClient {
             .await
     }
 
-    /// The titles of all notes, sorted.
+    /// Returns the titles of all notes, sorted.
     pub async fn titles(&self, bearer: &str) -> Result<Vec<String>> {
         let rows =
             self.call_bridge(bearer, &json!({"action": "find", "app": "notes", "table": "notes"})).await?;

@@ -12,7 +12,7 @@ use crate::child::{self, AtExit};
 /// With KVM, the kernel panics within a second.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The way in which the virtual processors are executed.
+/// How the virtual processors are executed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accel {
     Kvm,

@@ -1,4 +1,4 @@
-//! The base disk of all machines of a lab: Debian, as in a provider's image, with the database's container image
+//! The base disk for all machines in a lab: Debian, as in a provider's image, with the database's container image
 //! preloaded, because there is no registry to pull it from.
 
 use std::fs;
@@ -23,7 +23,7 @@ pub struct Image {
 }
 
 impl Image {
-    /// Returns the image, and builds it if its recipe is new, which takes more than a minute and 1 GB below
+    /// Returns the image, and builds it if its recipe is new, which takes more than a minute and 1 GB under
     /// `target/tools`.
     ///
     /// # Errors

@@ -17,7 +17,7 @@ use super::shell::{self, Shell, ShellOutput};
 use crate::child::{self, AtExit};
 
 const TOOL_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time that a guest has to shut down after its power button is pressed; then its power is cut.
+/// How long a guest has to shut down after its power button is pressed, before its power is cut.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(180);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -26,11 +26,11 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 pub struct Size {
     pub cores: u32,
     pub memory_mib: u32,
-    /// Initial size of the disk.
+    /// Initial disk size.
     pub disk_gib: u32,
 }
 
-/// Parameters of a new machine.
+/// Parameters for a new machine.
 pub struct MachineSpec<'a> {
     pub name: &'a str,
     pub user_data: &'a str,
@@ -38,7 +38,7 @@ pub struct MachineSpec<'a> {
     pub address: Ipv4Addr,
     /// The port of `address` that is forwarded to the machine's port 443.
     pub https_port: u16,
-    /// Directory of the disk, the seed and the logs.
+    /// Directory for the disk, the seed and the logs.
     pub dir: PathBuf,
     /// Path of the QMP socket, at most 107 bytes.
     pub qmp_socket: PathBuf,
@@ -50,7 +50,7 @@ pub struct MachineSpec<'a> {
 pub struct Machine {
     pub name: String,
     pub address: Ipv4Addr,
-    /// Directory of the disk, the seed and the logs.
+    /// Directory for the disk, the seed and the logs.
     pub dir: PathBuf,
     https_port: u16,
     image: Image,
@@ -97,7 +97,7 @@ impl Machine {
         })
     }
 
-    /// Powers on; does nothing if the machine is on.
+    /// Powers on; does nothing if the machine is already on.
     ///
     /// # Errors
     /// Fails if QEMU cannot be started.
@@ -184,7 +184,7 @@ impl Machine {
     /// Runs a script as root.
     ///
     /// # Errors
-    /// Fails if the machine is unreachable, or on a timeout. The exit status of the script is not checked.
+    /// Fails if the machine is unreachable or the timeout expires. The script's exit status is not checked.
     pub async fn run(&self, script: &str, timeout: Duration) -> Result<ShellOutput> {
         self.shell().run(script, timeout).await.with_context(|| self.name.clone())
     }
@@ -217,7 +217,7 @@ impl Machine {
         }
     }
 
-    /// The output on the machine's console.
+    /// The machine's console output.
     pub fn serial(&self) -> String {
         let bytes = fs::read(self.dir.join("serial.log")).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()

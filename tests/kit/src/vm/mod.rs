@@ -1,4 +1,4 @@
-//! Virtual machines as servers of the provider: QEMU, a Debian cloud image, and user-data as a NoCloud seed.
+//! Virtual machines as the provider's servers: QEMU, a Debian cloud image, and user-data as a NoCloud seed.
 //!
 //! Requires root on Debian, because the image is built with Debian's package tools; a missing QEMU is an error, never a
 //! skipped check. A machine is killed with the process that started it.
@@ -6,8 +6,8 @@
 //! | file | content |
 //! |---|---|
 //! | `tools` | required programs, installed if missing |
-//! | `image` | the base disk of all machines, built once |
-//! | `accel` | detection of KVM |
+//! | `image` | the base disk for all machines, built once |
+//! | `accel` | KVM detection |
 //! | `machine` | a machine's disk and power |
 //! | `qmp` | the power button |
 //! | `shell` | commands on a machine, as root over SSH |

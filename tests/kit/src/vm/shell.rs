@@ -10,7 +10,7 @@ use tokio::process::Command;
 
 /// The port that is forwarded to a machine's port 22.
 pub(super) const PORT: u16 = 2222;
-/// The exit status of ssh if it cannot connect.
+/// ssh's exit status if it cannot connect.
 const CONNECTION_FAILED: i32 = 255;
 
 pub(super) struct Shell {
@@ -18,7 +18,7 @@ pub(super) struct Shell {
     pub(super) key: PathBuf,
 }
 
-/// Output and exit status of a command.
+/// A command's output and exit status.
 #[derive(Debug, Clone)]
 pub struct ShellOutput {
     pub status: ExitStatus,
@@ -27,7 +27,7 @@ pub struct ShellOutput {
 }
 
 impl ShellOutput {
-    /// Returns the standard output of a successful command.
+    /// Returns the standard output if the command succeeded.
     pub fn success(self) -> Result<String> {
         ensure!(self.status.success(), "{}: {}{}", self.status, self.stdout, self.stderr);
         Ok(self.stdout)
@@ -39,7 +39,7 @@ impl Shell {
         self.run_with(Stdio::null(), script, timeout).await
     }
 
-    /// Runs a script with this standard input.
+    /// Runs a script with the given standard input.
     pub(super) async fn run_with(
         &self,
         input: Stdio,
@@ -60,7 +60,7 @@ impl Shell {
         ssh.arg(format!("root@{}", self.address)).arg(script).stdin(input).kill_on_drop(true);
         let output = tokio::time::timeout(timeout, ssh.output()).await;
         let output = output.with_context(|| format!("{script:?} was still running after {timeout:?}"))??;
-        ensure!(output.status.code() != Some(CONNECTION_FAILED), "cannot connect to the machine by SSH");
+        ensure!(output.status.code() != Some(CONNECTION_FAILED), "cannot connect to the machine over SSH");
         let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
         Ok(ShellOutput { status: output.status, stdout: text(output.stdout), stderr: text(output.stderr) })
     }

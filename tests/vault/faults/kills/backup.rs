@@ -8,7 +8,7 @@ use super::super::super::machine::{self, BUCKET, Machine};
 use super::super::snapshot_checker::SnapshotChecker;
 use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_temporary_file};
 
-/// A table whose rows are counted, and one that is larger than a part of an upload.
+/// A table whose rows are counted, and one that is larger than an upload part.
 const CONTENT: &str = "CREATE TABLE t AS SELECT generate_series(1, 1000) AS id; \
      CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
      FROM generate_series(1, 360) n, generate_series(1, 1000) m GROUP BY n";

@@ -1,4 +1,5 @@
-//! Repeated `kill -9` of the real applets after a random part of their run time, and the invariants after each kill.
+//! Repeated `kill -9` of the real applets after a random fraction of their run time, and the invariants after each
+//! kill.
 
 mod backup;
 mod register;
@@ -20,7 +21,7 @@ const LONG_KILLS: u64 = 200;
 /// Maximum consecutive kills before a complete run; fewer than the number after which an update is abandoned.
 const MAX_CONSECUTIVE_KILLS: usize = 3;
 
-/// Asserts that the next complete run has removed the temporary files of killed writes.
+/// Asserts that the next complete run has removed the temporary files left by killed writes.
 fn assert_no_temporary_file(dir: &Path) -> Result<()> {
     let names =
         std::fs::read_dir(dir)?.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
@@ -87,7 +88,7 @@ impl Killer {
         Ok(())
     }
 
-    /// The number of kills before the next complete run.
+    /// Returns the number of kills before the next complete run.
     fn next_kill_count(&mut self) -> usize {
         1 + self.rng.below(MAX_CONSECUTIVE_KILLS)
     }

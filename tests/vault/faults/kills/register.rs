@@ -181,9 +181,9 @@ async fn false_registration_state_is_detected() -> Result<()> {
     *campaign.registrations.lock().unwrap() = with_accepted_body();
     campaign.check_state(&id)?;
     write(&json!({"machineId": id, "sent": "{\"other\":1}", "registeredAt": "now"}).to_string())?;
-    assert!(campaign.check_state(&id).is_err(), "another body was accepted");
+    assert!(campaign.check_state(&id).is_err(), "a different body was accepted");
     *campaign.registrations.lock().unwrap() = Registrations { refused: 1, ..with_accepted_body() };
     write(&json!({"machineId": id, "sent": "{}", "registeredAt": "now"}).to_string())?;
-    assert!(campaign.check_state(&id).is_err(), "another body was refused");
+    assert!(campaign.check_state(&id).is_err(), "a different body was refused");
     Ok(())
 }

@@ -16,7 +16,7 @@ const RESTORE: [&str; 1] = ["svc-restore"];
 enum DatabaseContent {
     /// The machine's previous data.
     Old,
-    /// Exactly the content of the snapshot.
+    /// Exactly the snapshot's content.
     Snapshot,
     /// Connections are refused: a swap was in progress.
     Closed,
@@ -42,7 +42,7 @@ async fn database_content(machine: &Machine, database: &str, snapshot_hash: &str
     if !row.get::<_, bool>(0) {
         return Ok(DatabaseContent::Closed);
     }
-    // The server may still execute the last step of a killed run.
+    // The server may still be executing the last step of a killed run.
     let Ok(client) = machine.postgres().connect(database).await else { return Ok(DatabaseContent::Closed) };
     let tables = tables(&client).await?;
     if tables == ["local"] {

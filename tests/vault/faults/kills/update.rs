@@ -1,4 +1,4 @@
-//! Updates killed at any point: at every moment one complete release is current, and the next run finishes an
+//! Updates killed at any point: at every moment, one complete release is current, and the next run finishes an
 //! interrupted update.
 
 use std::fs;
@@ -11,7 +11,7 @@ use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_temporary_file};
 
 const APPLY: [&str; 2] = ["apply", "--request"];
 
-/// Returns the version of the current release, after a check that it is complete.
+/// Returns the version of the current release, after checking that it is complete.
 fn current_version(fixture: &UpdateFixture) -> Result<String> {
     let opt = fixture.machine.path("opt/svc");
     let link = fs::read_link(opt.join("current")).context("there is no current release")?;
@@ -19,7 +19,7 @@ fn current_version(fixture: &UpdateFixture) -> Result<String> {
     let dir = opt.join("current");
     let release: serde_json::Value = serde_json::from_slice(&fs::read(dir.join("release.json"))?)?;
     ensure!(release["imageVersion"] == *version, "{version} has {release}");
-    ensure!(fs::read(dir.join("bin/svc"))? == b"#!/bin/sh\n", "{version} has another program");
+    ensure!(fs::read(dir.join("bin/svc"))? == b"#!/bin/sh\n", "{version} has a different program");
     for n in 0..40 {
         let length = fs::metadata(dir.join(format!("runtime/noise/{n}"))).context("a part is missing")?.len();
         ensure!(length == 32_000, "part {n} of {version} has {length} bytes");
@@ -35,7 +35,7 @@ struct Campaign {
 }
 
 impl Campaign {
-    /// Checks that after a kill, the current release is the previous or the requested one, without parts of another.
+    /// Checks that after a kill, the current release is the previous or the requested one, without parts of any other.
     fn check_state(&self, to: &str) -> Result<()> {
         let current = current_version(&self.fixture)?;
         if current != self.version && current != to {
@@ -55,14 +55,14 @@ impl Campaign {
         let running = self.fixture.spawn(&APPLY)?;
         let result = tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
         self.check_completed(&to).with_context(|| result.stderr)?;
-        // Removes archives that were served: two hundred releases are several hundred megabytes.
+        // Removes archives that were served: two hundred releases would take several hundred megabytes.
         self.fixture.source.put(&format!("/{to}/svc-host-bundle.tar.gz"), None);
         self.version = to;
         Ok(())
     }
 
-    /// Checks that the update is complete: its release runs with its units, no step is pending, and it is reported
-    /// once.
+    /// Checks that the update is complete: its release is running with its units, no step is pending, and it is
+    /// reported once.
     fn check_completed(&mut self, to: &str) -> Result<()> {
         self.updates += 1;
         ensure!(current_version(&self.fixture)? == to, "{to} is not current");

@@ -1,4 +1,4 @@
-//! `svc-db-backup` with a failing store: the exit code, the line of `backup.jsonl`, the pointer, and no loss of data.
+//! `svc-db-backup` with a failing store: the exit code, the line in `backup.jsonl`, the pointer, and no loss of data.
 
 use std::time::Duration;
 
@@ -11,14 +11,14 @@ use super::super::super::machine::{self, BUCKET, Machine, USER};
 use super::super::snapshot_checker::SnapshotChecker;
 use super::{Disruption, FaultFixture, expire_without_renewal, revoke, rule, single_rule, supersede};
 
-/// A table larger than one part of an upload.
+/// A table larger than one upload part.
 const CONTENT: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
      FROM generate_series(1, 360) n, generate_series(1, 1000) m GROUP BY n";
 
 /// The expected result of a run.
 struct ExpectedRun {
     exit: i32,
-    /// The stage in the line of `backup.jsonl`.
+    /// The stage in the `backup.jsonl` line.
     stage: &'static str,
     /// Part of the line's error.
     expected_error: &'static str,
@@ -54,7 +54,7 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
         ("the upload does not start", single_rule(begins(Fault::Status(503)).always()), unavailable("dump")),
         ("every part is refused", single_rule(parts(Fault::Status(500)).always()), unavailable("dump")),
         (
-            "the connection of every part is cut",
+            "the connection for every part is cut",
             single_rule(parts(Fault::Refuse).always()),
             unavailable("dump"),
         ),
@@ -108,12 +108,12 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
             unavailable("gate"),
         ),
         (
-            "another ETag of the pointer",
+            "a different ETag for the pointer",
             single_rule(pointer(Fault::WrongEtag).method("GET").after(1)),
             SUCCESS,
         ),
         (
-            "always another ETag of the pointer",
+            "always a different ETag for the pointer",
             single_rule(pointer(Fault::WrongEtag).method("GET").always()),
             ExpectedRun {
                 exit: 69,
@@ -121,9 +121,9 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
                 expected_error: "the pointer was changed by other writers 16 times in a row",
             },
         ),
-        ("another ETag of a part", single_rule(parts(Fault::WrongEtag)), unavailable("upload")),
+        ("a different ETag for a part", single_rule(parts(Fault::WrongEtag)), unavailable("upload")),
         (
-            "another ETag of the dump",
+            "a different ETag for the dump",
             single_rule(rule(Fault::WrongEtag).method("HEAD").key_ending(".dump").always()),
             SUCCESS,
         ),
@@ -161,7 +161,7 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
     ]
 }
 
-/// Asserts that the last line of `backup.jsonl` matches.
+/// Asserts that the last line in `backup.jsonl` matches.
 fn assert_recorded(machine: &Machine, expected: &ExpectedRun) -> Result<()> {
     let line = machine.backup_records()?.pop().context("no record")?;
     let status = if expected.exit == 0 { "success" } else { "error" };
@@ -213,7 +213,7 @@ async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> 
         assert_eq!(result.code, Some(expected.exit), "{name}: {}", result.stderr);
         assert_recorded(&fixture.machine, &expected).context(name)?;
         lines += 1;
-        assert_eq!(fixture.machine.backup_records()?.len(), lines, "{name}: one line for one run");
+        assert_eq!(fixture.machine.backup_records()?.len(), lines, "{name}: one line per run");
         checker.check().context(name)?;
         let moves = if expected.exit == 0 { unpublished + 1 } else { 0 };
         assert_eq!(checker.seq(), before + moves, "{name}: the pointer");
@@ -230,7 +230,7 @@ async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unabortable_upload_is_abandoned_by_the_next_run() -> Result<()> {
+async fn upload_that_could_not_be_aborted_is_aborted_by_the_next_run() -> Result<()> {
     let fixture = fault_fixture().await?;
     let rules = vec![
         rule(Fault::Status(503)).query("partNumber=2").always(),

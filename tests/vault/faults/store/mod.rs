@@ -20,7 +20,7 @@ struct FaultFixture {
 
 /// A disruption before the run.
 enum Disruption {
-    /// Faults of the store; each must be triggered.
+    /// Store faults; each must be triggered.
     Rules(Vec<Rule>),
     Action(fn(&FaultFixture)),
 }

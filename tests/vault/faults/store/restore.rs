@@ -33,7 +33,7 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
         ("503 three times", single_rule(rule(Fault::Status(503)).after(1).times(3)), OPEN),
         ("the pointer cannot be read", single_rule(pointer(Fault::Status(500)).always()), UNAVAILABLE),
         ("the side record cannot be read", single_rule(side(Fault::Status(500)).always()), UNAVAILABLE),
-        ("the HEAD of the dump fails", single_rule(head(Fault::Status(503)).always()), UNAVAILABLE),
+        ("a HEAD of the dump fails", single_rule(head(Fault::Status(503)).always()), UNAVAILABLE),
         ("the dump cannot be read", single_rule(dump(Fault::Status(503)).always()), NO_DUMP),
         ("the response with the dump is lost", single_rule(dump(Fault::LostReply).times(2)), OPEN),
         ("the pointer is truncated once", single_rule(pointer(Fault::TruncateBody(20))), OPEN),
@@ -51,7 +51,7 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
             single_rule(dump(Fault::CorruptBody).always()),
             (70, "the SHA-256 of"),
         ),
-        ("another ETag of everything", single_rule(rule(Fault::WrongEtag).always()), OPEN),
+        ("a different ETag for everything", single_rule(rule(Fault::WrongEtag).always()), OPEN),
         ("the clock is wrong", single_rule(rule(clock).always()), (69, "because of this machine's clock")),
         ("credentials expired", Disruption::Action(|fixture| fixture.store.expire_sessions()), OPEN),
         ("credentials expired, without renewal", Disruption::Action(expire_without_renewal), (69, "")),
@@ -120,7 +120,7 @@ async fn stale_pointer_restores_a_complete_snapshot_or_nothing() -> Result<()> {
     new.run(&["svc-restore"])?.expect(0);
     let added = "SELECT count(*) FROM kept WHERE id = 501";
     let added: i64 = new.client().await?.query_one(added, &[]).await?.get(0);
-    assert_eq!((new.has_marker(), added), (true, 1), "the pointer's log reveals the stale `latest`");
+    assert_eq!((new.has_marker(), added), (true, 1), "the pointer log reveals the stale `latest`");
     Ok(())
 }
 

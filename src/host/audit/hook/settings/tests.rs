@@ -1,4 +1,4 @@
-//! Tests that install and uninstall the hook in settings of all kinds.
+//! Tests for installing and uninstalling the hook in all kinds of settings.
 
 use proptest::prelude::*;
 

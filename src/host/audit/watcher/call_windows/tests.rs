@@ -1,4 +1,4 @@
-//! Tests of the attribution of changes to overlapping calls.
+//! Tests for attributing changes to overlapping calls.
 
 use proptest::prelude::*;
 
@@ -67,7 +67,7 @@ fn failed_tools_claim_reverts_to_running_commands() {
 }
 
 #[test]
-fn several_calls_of_one_agent_are_unambiguous() {
+fn several_calls_by_one_agent_are_unambiguous() {
     let mut windows = CallWindows::default();
     windows.begin(window("ada", "1", None));
     windows.begin(window("ada", "2", None));

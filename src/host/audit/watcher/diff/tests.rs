@@ -1,4 +1,4 @@
-//! Tests with an in-memory file system that has the events of inotify(7) and changes at random: the reported changes
+//! Tests with an in-memory file system that emits the events of inotify(7) and changes at random: the reported changes
 //! must be the difference between its states, and the tree must match it.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -202,7 +202,7 @@ impl FakeFs {
         }
     }
 
-    /// Lists all paths, with the contents of files.
+    /// Lists all paths, with file contents.
     fn states(&self) -> BTreeMap<Vec<u8>, Option<u64>> {
         let (mut all, mut rest) = (BTreeMap::new(), vec![(Vec::new(), ROOT)]);
         while let Some((path, folder)) = rest.pop() {
@@ -292,7 +292,7 @@ fn check(fs: &mut FakeFs, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Option
     }
     let reported: BTreeMap<Vec<u8>, Op> =
         update.changes.iter().map(|change| (change.path.clone(), change.op)).collect();
-    assert_eq!(reported.len(), update.changes.len(), "a path was reported twice");
+    assert_eq!(reported.len(), update.changes.len(), "a path was reported more than once");
     assert_eq!(reported, expected);
     let mut known = Tree::new(ROOT);
     fill(&mut known, fs);

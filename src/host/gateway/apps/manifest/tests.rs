@@ -1,4 +1,4 @@
-//! Valid manifests, and the reported errors of invalid ones.
+//! Tests for valid manifests, and for the errors that invalid ones report.
 
 use super::*;
 
@@ -64,7 +64,7 @@ fn all_errors_are_reported_at_once() {
 }
 
 #[test]
-fn other_type_for_built_in_column_is_rejected() {
+fn wrong_type_for_built_in_column_is_rejected() {
     let text = errors_of(|m| m["storage"]["tables"]["notes"]["columns"]["id"] = json!("text"));
     assert!(text.contains("built in"), "{text}");
     let mut same = notes();

@@ -17,11 +17,11 @@ use crate::gateway::database::{Database, DatabaseError};
 use crate::gateway::name::SqlIdentifier;
 use svc_http::problem::format_chain;
 
-/// Maximum number of open streams of the owner and all apps together.
+/// Maximum number of open streams for the owner and all apps together.
 const MAX_STREAMS: usize = 128;
-/// Maximum number of open streams of all apps together; the rest is reserved for the owner.
+/// Maximum number of open streams for all apps together; the rest is reserved for the owner.
 const MAX_APPS_STREAMS: usize = 96;
-/// Maximum number of open streams of one app.
+/// Maximum number of open streams per app.
 const MAX_APP_STREAMS: usize = 16;
 /// Poll interval for changes that no notification announces, such as those settled by the end of a long transaction.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
@@ -112,11 +112,11 @@ impl ChangeStream {
         &self.schemas
     }
 
-    /// Follows another app, and creates the triggers of its tables if necessary. The stream has all of its changes from
-    /// now on.
+    /// Follows one more app, and creates its table triggers if necessary. From now on, the stream includes all of the
+    /// app's changes.
     ///
     /// # Errors
-    /// The database is unreachable, or a long write locks a table.
+    /// The database is unreachable, or a long write is locking a table.
     pub async fn follow(&mut self, database: &Database, schema: &SqlIdentifier) -> Result<(), DatabaseError> {
         if self.schemas.iter().any(|known| known == schema.as_str()) {
             return Ok(());

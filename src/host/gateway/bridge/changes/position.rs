@@ -20,7 +20,7 @@ pub struct EventId {
     pub position: i64,
 }
 
-/// The text is not an event id of the listener's stream.
+/// The error for text that is not an event id of the listener's stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("must be the id of an event of this stream")]
 pub struct InvalidEventId;
@@ -44,7 +44,7 @@ impl EventIdSecret {
     }
 }
 
-/// The form of ids for one listener.
+/// The id format for one listener.
 #[derive(Debug)]
 pub enum EventIdFormat {
     /// `<epoch>-<position>`, for the owner.
@@ -72,7 +72,7 @@ impl EventIdFormat {
     /// epoch: its position is returned as 0.
     ///
     /// # Errors
-    /// [`InvalidEventId`], also for the id of another app.
+    /// [`InvalidEventId`], also for another app's id.
     pub fn parse(&self, text: &str, current: Epoch) -> Result<EventId, InvalidEventId> {
         let (epoch, position) = text.split_once('-').ok_or(InvalidEventId)?;
         let epoch = Epoch(parse_digits(epoch)?);
@@ -132,7 +132,7 @@ mod tests {
         let (first, second) = (one.format(ID), one.format(ID));
         assert_ne!(first, second, "equal positions must be indistinguishable");
         assert!(!first.contains("7421"));
-        // The ids stay valid after a restart.
+        // The ids remain valid after a restart.
         let after_restart = EventIdFormat::for_app(&EventIdSecret::derive(b"machine secret"), "one");
         assert_eq!(
             (after_restart.parse(&first, Epoch(3)), after_restart.parse(&second, Epoch(3))),

@@ -1,4 +1,4 @@
-//! Reads the settled part of the outbox: rows of transactions below the oldest running one.
+//! Reads the settled part of the outbox: rows from transactions below the oldest running one.
 
 use tokio_postgres::Client;
 
@@ -33,7 +33,7 @@ pub async fn fetch_head(client: &Client) -> Result<FeedHead, DatabaseError> {
     Ok(FeedHead { settled: row.try_get(0)?, newest: row.try_get(1)? })
 }
 
-/// The lowest position from which the events of these schemas are complete; `None` if one of them is not watched.
+/// The lowest position from which the events for these schemas are complete; `None` if one of them is not watched.
 ///
 /// # Errors
 /// A database error.

@@ -1,6 +1,5 @@
-//! One listener's stream of changes. It starts after `Last-Event-ID` or at the current position. It ends when the
-//! listener disconnects, its agent's dispatch ends, the database fails, the gateway stops, or the time limit is
-//! reached.
+//! One listener's change stream. It starts after `Last-Event-ID` or at the current position. It ends when the listener
+//! disconnects, its agent's dispatch ends, the database fails, the gateway stops, or the time limit is reached.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -92,7 +91,7 @@ fn parse_last_event_id(
     id.map(Some).ok_or_else(invalid)
 }
 
-/// The state of one stream of changes.
+/// The state of one change stream.
 struct ChangeListener {
     bridge: Arc<Bridge>,
     principal: Principal,
@@ -156,7 +155,7 @@ impl ChangeListener {
         Ok(if is_available { Ok(()) } else { Err(Problem::new(Code::Gone, detail)) })
     }
 
-    /// Follows all apps of the scope, including those registered after the stream was opened.
+    /// Follows all apps in the scope, including those registered after the stream was opened.
     async fn follow_all(&mut self) -> Result<(), DatabaseError> {
         let Self { bridge, stream, scope, .. } = self;
         match scope {

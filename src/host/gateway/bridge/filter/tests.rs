@@ -1,4 +1,4 @@
-//! Filter grammar, generated SQL and limits.
+//! Tests for the filter grammar, the generated SQL and the limits.
 
 use super::*;
 use crate::gateway::apps::Manifest;

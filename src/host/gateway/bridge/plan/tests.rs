@@ -1,5 +1,5 @@
-//! The planner's SQL and errors, and its invariant over arbitrary requests: SQL text never contains a value, and every
-//! quoted name in it is the planner's or the manifest's.
+//! Tests for the planner's SQL and errors, and for its invariant over arbitrary requests: SQL text never contains a
+//! value, and every quoted name in it is the planner's or the manifest's.
 
 use super::*;
 use crate::gateway::apps::Manifest;
@@ -115,7 +115,7 @@ fn change() -> BoxedStrategy<Value> {
         .boxed()
 }
 
-/// Mostly valid data, so that statements are tested and not only rejections.
+/// Mostly valid data, so that statements are tested, not just rejections.
 fn data() -> BoxedStrategy<Value> {
     let valid = (hostile_text(), any::<i32>(), hostile_text()).prop_map(|(text, number, deep)| {
         json!({ "c_text": text, "c_integer": number, "c_numeric": number.to_string(), "c_jsonb": { "a": [deep] } })
@@ -362,10 +362,10 @@ fn find_pages_follow_order_and_cursor() {
         sql.contains(r#"("t"."created_at", "t"."id") < ($1::text::timestamptz, $2::text::uuid)"#),
         "{sql}"
     );
-    assert!(find(json!(["id"]), Some(cursor.clone())).unwrap_err().contains("another orderBy"));
+    assert!(find(json!(["id"]), Some(cursor.clone())).unwrap_err().contains("a different orderBy"));
     let filtered = json!({ "action": "find", "app": "n", "table": "things", "after": cursor,
         "orderBy": [{ "column": "created_at", "direction": "desc" }], "filter": { "c_text": "a" } });
-    assert!(plan_statements(&table, &filtered).unwrap_err().contains("another filter"));
+    assert!(plan_statements(&table, &filtered).unwrap_err().contains("a different filter"));
     assert!(find(json!(["id"]), Some("x".into())).unwrap_err().contains("/after"));
     assert!(find(json!(["c_jsonb"]), None).unwrap_err().contains("jsonb"));
     assert!(find(json!([{ "column": "id", "direction": "up" }]), None).is_err());

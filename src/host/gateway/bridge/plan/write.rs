@@ -15,13 +15,13 @@ use svc_http::problem::FieldError;
 const MAX_INSERT_ROWS: usize = 1000;
 /// Maximum rows returned by a change.
 const MAX_RETURNED_ROWS: i64 = 1000;
-/// Maximum number of bytes by which the response to an insert may exceed its request, because it has all column names
-/// and expanded numbers.
+/// Maximum number of bytes by which the response to an insert may exceed its request, because it includes all column
+/// names and expanded numbers.
 const MAX_ADDED_BYTES: usize = 4 * 1024 * 1024;
 /// Maximum errors in one response.
 const MAX_ERRORS: usize = 20;
 
-/// A row's values in the table's column order, so that requests with another field order use the same statement.
+/// A row's values in the table's column order, so that requests with a different field order use the same statement.
 type RowValues<'t> = Vec<(&'t Column, Param)>;
 
 /// Whether the values belong to a new or an existing row.

@@ -1,5 +1,5 @@
 // An app's page as described in docs/apps/write-an-app.md: it takes its token from its URL, reads rows through the
-// bridge, and follows the stream of changes.
+// bridge, and follows the change stream.
 let token = location.pathname.split("/")[3].slice(1);
 addEventListener("message", (event) => {
   if (event.source === parent && event.data?.type === "svc:app-token") token = event.data.token;

@@ -1,4 +1,4 @@
-//! The init: the steps of cloud-init and systemd at power-on, in the same order and behind the same gate.
+//! The init: performs the power-on steps of cloud-init and systemd, in the same order and behind the same gate.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ const OPTIONAL: [(&str, &str); 4] = [
     (WATCH, "current/bin/svc-watch"),
 ];
 
-/// A path unit: watched paths below `/var/lib/svc`, the started unit, and its arguments.
+/// A path unit: the watched paths under `/var/lib/svc`, the unit they start, and its arguments.
 type PathUnit = (&'static [&'static str], &'static str, &'static [&'static str]);
 const PATH_UNITS: [PathUnit; 4] = [
     (&["requests/backup"], "svc-db-backup", &["run", "--request"]),
@@ -41,7 +41,7 @@ const PATH_UNITS: [PathUnit; 4] = [
     (&["requests/update", "update/journal.json"], "svc-update", &["apply", "--request"]),
 ];
 const PATH_POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// The interval while a watched path persists: systemd would stop triggering the unit; here it is only slowed down.
+/// Retry interval while a watched path persists. systemd would stop triggering the unit; here it only slows down.
 const PATH_RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 const EX_TEMPFAIL: i32 = 75;
@@ -54,7 +54,7 @@ pub(super) struct BootFailure {
     pub(super) error: anyhow::Error,
 }
 
-/// Runs the whole boot. Reports a failure to the platform if possible.
+/// Runs the entire boot. Reports a failure to the platform if possible.
 pub(super) async fn boot(
     session: &Arc<PowerSession>,
     settings: &HostSettings,
@@ -126,7 +126,7 @@ pub(super) async fn start_database(session: &PowerSession, settings: &HostSettin
     Ok(())
 }
 
-/// A unit's program: the release's, otherwise the image's bootstrap binary.
+/// Returns a unit's program: the release's if installed, otherwise the image's bootstrap binary.
 pub(super) fn program(session: &PowerSession, settings: &HostSettings, unit: &str) -> Vec<PathBuf> {
     let installed = session.disk.program(unit);
     if installed.exists() { vec![installed] } else { vec![settings.svc_binary.clone(), unit.into()] }
@@ -184,14 +184,14 @@ async fn register(session: &PowerSession, settings: &HostSettings) -> Result<()>
     }
 }
 
-/// `svc-register` of the release, otherwise of the image.
+/// Returns `svc-register` from the release if installed, otherwise from the image.
 fn register_program(session: &PowerSession, settings: &HostSettings) -> [PathBuf; 2] {
     let current = session.disk.opt("current/bin/svc");
     let svc = if current.exists() { current } else { settings.svc_binary.clone() };
     [svc, "svc-register".into()]
 }
 
-/// Reports the stage of the boot to the platform; errors are ignored.
+/// Reports the boot stage to the platform; errors are ignored.
 async fn report_stage(session: &PowerSession, settings: &HostSettings, stage: &str) {
     let args = ["stage", stage].map(str::to_owned);
     let program = register_program(session, settings);
@@ -208,7 +208,7 @@ async fn report_failure(session: &PowerSession, settings: &HostSettings, failure
     }
 }
 
-/// The path units: a request file starts its unit, which removes the file.
+/// Runs the path units: each request file starts its unit, which removes the file.
 fn watch_requests(session: &Arc<PowerSession>, settings: &HostSettings) {
     for (paths, unit, args) in PATH_UNITS {
         let (task_session, settings) = (Arc::clone(session), settings.clone());

@@ -1,4 +1,4 @@
-//! A machine's disk: a directory that serves as `/`, with state files of the init.
+//! A machine's disk: a directory that serves as `/`, with the init's state files.
 
 use std::fs;
 use std::io::Write;
@@ -38,7 +38,7 @@ impl Disk {
         self.opt("current").exists()
     }
 
-    /// The program of a unit in the current release.
+    /// Returns the path of a unit's program in the current release.
     pub(super) fn program(&self, unit: &str) -> PathBuf {
         self.opt("bin").join(unit)
     }
@@ -51,7 +51,7 @@ impl Disk {
         self.root.join("var/lib/svc").join(rest)
     }
 
-    /// The log file of a unit; creates its directory.
+    /// Returns the path of a unit's log file; creates its directory.
     pub(super) fn log_path(&self, unit: &str) -> Result<PathBuf> {
         let dir = self.root.join("var/log");
         fs::create_dir_all(&dir)?;

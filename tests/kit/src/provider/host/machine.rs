@@ -18,7 +18,7 @@ use super::boot;
 use super::disk::Disk;
 use super::session::PowerSession;
 
-/// The boot state of a host.
+/// A host's boot state.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", tag = "state")]
 pub enum BootState {
@@ -71,7 +71,7 @@ impl ProcessHost {
         self.state.borrow().clone()
     }
 
-    /// Sets extra environment variables for all processes of the next session only.
+    /// Sets extra environment variables for all processes in the next session only.
     pub(in super::super) fn set_next_env(&self, env: Vec<(String, String)>) {
         *self.next_env.lock().unwrap_or_else(PoisonError::into_inner) = env;
     }
@@ -186,7 +186,7 @@ impl ProcessHost {
         Ok(())
     }
 
-    /// Starts only PostgreSQL on the disk, and returns the URL of the database `svc`.
+    /// Starts only PostgreSQL on the disk, and returns the `svc` database's URL.
     pub(in super::super) async fn start_database_only(&self) -> Result<String> {
         ensure!(self.disk.exists(), "{} was never started", self.name);
         if let Some(session) = self.power_on()? {
@@ -199,7 +199,7 @@ impl ProcessHost {
         self.current_session()?.database_url().context("the machine is on, but its database is not running")
     }
 
-    /// Creates a session; `None` if there already is one.
+    /// Creates a session; returns `None` if there already is one.
     fn power_on(&self) -> Result<Option<Arc<PowerSession>>> {
         let mut current = self.session();
         ensure!(!self.closed.load(Ordering::SeqCst), "the simulator is closed");
@@ -212,7 +212,7 @@ impl ProcessHost {
         Ok(Some(session))
     }
 
-    /// Returns the environment of a session's processes, which inherit nothing else from this process. Clears
+    /// Returns the environment for a session's processes, which inherit nothing else from this process. Clears
     /// `next_env`.
     fn take_env(&self) -> Vec<(String, String)> {
         let pair = |name: &str, value: String| (name.to_owned(), value);

@@ -1,4 +1,4 @@
-//! Simulated servers as hosts: each runs the applets below its own root directory, with its own PostgreSQL, as
+//! Simulated servers as hosts: each runs the applets under its own root directory with its own PostgreSQL, as
 //! cloud-init and systemd would.
 //!
 //! A host outlives its server's record: its disk is kept, so that a replaced machine can be restarted.
@@ -27,21 +27,22 @@ pub(super) use self::machine::ProcessHost;
 use super::inventory::ServerRecord;
 use crate::pg::PgBinaries;
 
-/// Settings shared by all hosts of a simulator.
+/// Settings shared by all hosts in a simulator.
 #[derive(Debug, Clone)]
 pub struct HostSettings {
-    /// The binary of a fresh image. It installs the bundle, and reports a boot that fails before it is installed.
+    /// The binary in a fresh image. It installs the bundle, and reports a boot that fails before the bundle is
+    /// installed.
     pub svc_binary: PathBuf,
     pub pg: PgBinaries,
-    /// Parent of the hosts' disks; kept when the simulator ends.
+    /// Parent directory of the hosts' disks; kept when the simulator ends.
     pub root_dir: PathBuf,
-    /// Extra environment of all processes of all hosts.
+    /// Extra environment variables for all processes on all hosts.
     pub extra_env: Vec<(String, String)>,
     /// Timeout for a service to become ready.
     pub ready_timeout: Duration,
     /// Timeout for a service to exit after SIGTERM.
     pub stop_timeout: Duration,
-    /// Time during which the registration is retried while the platform is unreachable.
+    /// How long registration is retried while the platform is unreachable.
     pub register_timeout: Duration,
     /// Timeout for all other units.
     pub unit_timeout: Duration,
@@ -62,13 +63,13 @@ impl HostSettings {
     }
 }
 
-/// All hosts of a simulator by server name, running or not.
+/// All hosts in a simulator, running or not, by server name.
 pub(super) struct Hosts {
     settings: Arc<HostSettings>,
     https_port: u16,
     machines: Mutex<BTreeMap<String, Arc<ProcessHost>>>,
     next_create_env: Mutex<Vec<(String, String)>>,
-    /// Set when the simulator is closed: no host can be powered on.
+    /// Set once the simulator is closed; no host can be powered on afterwards.
     closed: Arc<AtomicBool>,
 }
 
@@ -98,7 +99,7 @@ impl Hosts {
         self.machines.lock().unwrap_or_else(PoisonError::into_inner).insert(record.name.clone(), machine);
     }
 
-    /// Sets extra environment for the first start of the next server to be created.
+    /// Sets extra environment variables for the first start of the next server to be created.
     pub(super) fn set_next_create_env(&self, env: Vec<(String, String)>) {
         *self.next_create_env.lock().unwrap_or_else(PoisonError::into_inner) = env;
     }
@@ -121,7 +122,7 @@ impl Hosts {
         }
     }
 
-    /// Kills all processes of all hosts without waiting, and prevents new ones.
+    /// Kills all processes on all hosts without waiting, and prevents new ones.
     pub(super) fn kill_all(&self) {
         self.closed.store(true, Ordering::SeqCst);
         for machine in self.machines() {

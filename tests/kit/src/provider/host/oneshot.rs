@@ -30,7 +30,7 @@ impl PowerSession {
                 timed_out = true;
                 killpg(group, Signal::SIGKILL).ok();
             }
-            // Remaining processes of the unit's group hold the pipes open until they are killed.
+            // Remaining processes in the unit's group hold the pipes open until they are killed.
             self.reap(&mut running).await
         };
         let (status, stdout, stderr) = tokio::join!(wait, read_all(stdout), read_all(stderr));
@@ -53,7 +53,7 @@ async fn read_all(pipe: Option<impl AsyncRead + Unpin>) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Summarizes the result of a oneshot in one line: its status and the last line of its error output.
+/// Summarizes a oneshot's result in one line: its status and the last line of its error output.
 pub(super) fn summarize(finished: &ProcessOutput) -> String {
     let stderr = String::from_utf8_lossy(&finished.stderr);
     let last = stderr.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();

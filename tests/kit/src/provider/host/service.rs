@@ -1,7 +1,7 @@
-//! A service of the init, like systemd's `Type=notify` with `Restart=on-failure`.
+//! A service run by the init, like systemd's `Type=notify` with `Restart=on-failure`.
 //!
-//! A service is ready only after it sends `READY=1`. Exit codes 0 and 78 are final; any other exit is followed by a
-//! limited number of restarts.
+//! A service is ready only after it sends `READY=1`. Exit codes 0 and 78 are final; any other exit triggers a limited
+//! number of restarts.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -22,7 +22,7 @@ const START_LIMIT: (usize, Duration) = (5, Duration::from_secs(10));
 /// `RestartPreventExitStatus=78`: a restart does not fix an invalid configuration.
 const EX_CONFIG: i32 = 78;
 
-/// State of a service.
+/// A service's state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum ServiceState {
     Starting,
@@ -37,7 +37,7 @@ pub(super) struct Service {
     pub(super) stop: CancellationToken,
 }
 
-/// Definition of a service.
+/// A service's definition.
 #[derive(Clone)]
 pub(super) struct ServiceUnit {
     pub(super) name: &'static str,
@@ -56,7 +56,7 @@ enum RunEnd {
 }
 
 impl Service {
-    /// Starts the service unless it is running, and supervises it in the background.
+    /// Starts the service unless it is already running, and supervises it in the background.
     pub(super) fn start(session: &Arc<PowerSession>, unit: ServiceUnit) -> Arc<Self> {
         let mut services = session.services();
         if let Some(service) = services.get(unit.name).filter(|service| !service.has_ended()) {
@@ -116,7 +116,7 @@ async fn supervise(
         let (limit, window) = START_LIMIT;
         starts.push_back(Instant::now());
         starts.retain(|start: &Instant| start.elapsed() < window);
-        let why = match run_once(session, unit, stop, state_sender).await? {
+        let cause = match run_once(session, unit, stop, state_sender).await? {
             RunEnd::Stopped => return Ok(format!("{} was stopped", unit.name)),
             RunEnd::Exit(status) if matches!(status.code(), Some(0 | EX_CONFIG)) => {
                 return Ok(format!("{} ended ({status}) and is not restarted", unit.name));
@@ -125,10 +125,13 @@ async fn supervise(
             RunEnd::NotReady => format!("not ready within {:?}", unit.ready_timeout),
         };
         if starts.len() >= limit {
-            return Ok(format!("{} failed {limit} times within {window:?}, the last time: {why}", unit.name));
+            return Ok(format!(
+                "{} failed {limit} times within {window:?}; last failure: {cause}",
+                unit.name
+            ));
         }
         state_sender.send_replace(ServiceState::Starting);
-        session.disk.append_log(unit.name, format!("[init] {why}; restarting\n").as_bytes())?;
+        session.disk.append_log(unit.name, format!("[init] {cause}; restarting\n").as_bytes())?;
         tokio::select! {
             () = tokio::time::sleep(RESTART_DELAY) => {}
             () = stop.cancelled() => {}

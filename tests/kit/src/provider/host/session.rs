@@ -1,7 +1,7 @@
-//! The processes of a machine while its power is on. None of them outlives this session.
+//! A machine's processes while its power is on. None of them outlives the session.
 //!
-//! Every child leads a process group. Invariant: after [`PowerSession::cut_power`], nothing of the session runs or can
-//! start.
+//! Every child leads a process group. Invariant: after [`PowerSession::cut_power`], none of the session's processes is
+//! running or can start.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::OpenOptions;
@@ -30,16 +30,16 @@ pub(super) struct PowerSession {
     /// Cancelled at an orderly shutdown: nothing is restarted afterwards.
     pub(super) stopping: CancellationToken,
     pub(super) tasks: TaskTracker,
-    /// The environment of all processes, without a unit's additions.
+    /// The environment for all processes, without a unit's additions.
     env: Vec<(String, String)>,
-    /// The directory of sockets, with a short path: that of a Unix socket is limited to 107 bytes.
+    /// The socket directory. Its path is short because a Unix socket path is limited to 107 bytes.
     run_dir: TempDir,
     groups: Mutex<BTreeSet<i32>>,
     services: Mutex<BTreeMap<String, Arc<Service>>>,
     database: Mutex<Option<Arc<PgServer>>>,
 }
 
-/// Destination of a process's output.
+/// Where a process's output goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Output {
     Log,
@@ -73,7 +73,7 @@ impl PowerSession {
         })
     }
 
-    /// Starts a process of `unit` like systemd: in its own group, with the session's environment only.
+    /// Starts a process for `unit` as systemd would: in its own group, with only the session's environment.
     pub(super) fn spawn(
         &self,
         unit: &str,
@@ -102,12 +102,12 @@ impl PowerSession {
         let child = command.spawn().with_context(|| format!("start {}", program.display()))?;
         let pid = child.id().context("the process has already been reaped")?;
         child::kill_on_exit(pid, AtExit::KillGroup);
-        let group = i32::try_from(pid).context("the pid does not fit into an i32")?;
+        let group = i32::try_from(pid).context("the pid does not fit in an i32")?;
         groups.insert(group);
         Ok(RunningProcess { child, group: Pid::from_raw(group) })
     }
 
-    /// Waits for a process; kills the rest of its group, like systemd with a unit's cgroup.
+    /// Waits for a process; kills the rest of its group, as systemd does with a unit's cgroup.
     pub(super) async fn reap(&self, running: &mut RunningProcess) -> Result<std::process::ExitStatus> {
         let status = running.child.wait().await;
         let mut groups = self.groups();

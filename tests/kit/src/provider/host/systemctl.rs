@@ -1,8 +1,8 @@
-//! `systemctl` of a simulated host: a script that passes its arguments to this process in a file, and waits for the
+//! A simulated host's `systemctl`: a script that passes its arguments to this process in a file, and waits for the
 //! response.
 //!
-//! Restarts affect the services of the init, and `show` reports their state. Installed units that the init does not run
-//! are reported as not loaded.
+//! Restarts affect the init's services, and `show` reports their state. Installed units that the init does not run are
+//! reported as not loaded.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

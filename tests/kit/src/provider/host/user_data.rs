@@ -1,4 +1,4 @@
-//! Writes the files of user-data at the first boot, like cloud-init.
+//! Writes the user-data files at first boot, like cloud-init.
 //!
 //! Supports only the JSON form of `#cloud-config`, which the platform renders. `runcmd` is ignored, because the init
 //! performs these steps itself.
@@ -37,7 +37,7 @@ impl UserData {
         serde_json::from_str(rest).context("user-data is not JSON")
     }
 
-    /// Writes the files below `root` instead of `/`.
+    /// Writes the files under `root` instead of `/`.
     pub(super) fn write_files(&self, root: &Path) -> Result<()> {
         for file in &self.write_files {
             file.write(root).with_context(|| format!("write_files: {}", file.path.display()))?;
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn malformed_user_data_is_refused() {
+    fn malformed_user_data_is_rejected() {
         assert!(UserData::parse("#!/bin/sh\n{}").is_err());
         assert!(UserData::parse("#cloud-config\nwrite_files: []").is_err());
         assert!(write(r#"[{"path": "/../etc/passwd", "content": ""}]"#).is_err());

@@ -1,4 +1,4 @@
-//! Tests of conditional reads and writes, sequential and racing.
+//! Tests for conditional reads and writes, sequential and racing.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Tests of injected faults.
+//! Tests for injected faults.
 
 use std::time::{Duration, Instant};
 
@@ -98,7 +98,7 @@ async fn store_keeps_objects_and_port_across_outage() -> Result<()> {
     for _ in 0..5 {
         fixture.server.take_down();
         let address = endpoint.trim_start_matches("http://");
-        let refused = std::net::TcpStream::connect(address).expect_err("the request is refused");
+        let refused = std::net::TcpStream::connect(address).expect_err("the connection is refused");
         assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
         assert!(fixture.get("a").await.is_err());
         fixture.server.bring_up()?;
@@ -113,7 +113,7 @@ async fn error_codes_and_wrong_etags_are_injected() -> Result<()> {
     let fixture = fixture()?;
     fixture.server.write("fleet", "one", "content of one");
     fixture.server.add_fault(Rule::new(Fault::Code(403, "RequestTimeTooSkewed")));
-    let error = fixture.get("one").await.expect_err("the request is refused");
+    let error = fixture.get("one").await.expect_err("the request is rejected");
     assert!(format!("{error:#}").contains("RequestTimeTooSkewed"), "{error:#}");
     let expected = fixture.server.objects("fleet", "one").pop().map(|object| object.etag);
     fixture.server.add_fault(Rule::new(Fault::WrongEtag));

@@ -1,4 +1,4 @@
-//! Tests of the S3 server with the client that the product uses.
+//! Tests for the S3 server, with the client that the product uses.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Tests of objects, uploads and listings.
+//! Tests for objects, uploads and listings.
 
 use std::time::Duration;
 
@@ -156,9 +156,9 @@ async fn delete_objects_deletes_many_in_one_request() -> Result<()> {
 #[tokio::test]
 async fn wrong_signature_or_checksum_writes_nothing() -> Result<()> {
     let fixture = fixture_with(|builder| builder.with_secret_access_key("wrong"))?;
-    let refused =
-        fixture.client.put(&Key::from("a"), "x".into()).await.expect_err("a wrong secret key is refused");
-    assert!(format!("{refused:?}").contains("SignatureDoesNotMatch"), "{refused:?}");
+    let rejected =
+        fixture.client.put(&Key::from("a"), "x".into()).await.expect_err("a wrong secret key is rejected");
+    assert!(format!("{rejected:?}").contains("SignatureDoesNotMatch"), "{rejected:?}");
 
     let fixture = fixture_with(|builder| builder.with_checksum_algorithm(Checksum::SHA256))?;
     fixture.client.put(&Key::from("a"), "x".into()).await?;

@@ -1,4 +1,4 @@
-//! Tests of STS and sessions: with its token, a session may do exactly what its policy allows, until it expires.
+//! Tests for STS and sessions: with its token, a session may do exactly what its policy allows, until it expires.
 
 use std::time::Duration;
 
@@ -136,7 +136,7 @@ async fn session_requires_token_and_expires() -> Result<()> {
         let error = client(&fixture, with_token(token))?
             .put(&key, "x".into())
             .await
-            .expect_err("a request without the right token is refused")
+            .expect_err("a request without the right token is rejected")
             .to_string();
         assert!(error.contains("InvalidToken"), "{error}");
     }
@@ -146,7 +146,7 @@ async fn session_requires_token_and_expires() -> Result<()> {
     let error = client(&fixture, wrong)?
         .put(&key, "x".into())
         .await
-        .expect_err("a wrong secret key is refused")
+        .expect_err("a wrong secret key is rejected")
         .to_string();
     assert!(error.contains("SignatureDoesNotMatch"), "{error}");
 
@@ -169,7 +169,7 @@ async fn session_requires_token_and_expires() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sts_refuses_invalid_requests_like_aws() -> Result<()> {
+async fn sts_rejects_invalid_requests_like_aws() -> Result<()> {
     let fixture = fixture()?;
     let long = format!(r#"{{"Version":"2012-10-17","Statement":[],"Sid":"{}"}}"#, "x".repeat(2048));
     let cases: [(&[(&str, &str)], &str); 6] = [

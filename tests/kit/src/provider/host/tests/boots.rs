@@ -1,4 +1,4 @@
-//! Tests of the boot: order, gate, failures.
+//! Boot tests: order, gate, failures.
 
 use super::*;
 
@@ -127,7 +127,7 @@ async fn malformed_user_data_fails_boot() -> Result<()> {
         .simulator
         .wait_until_booted("a", TIMEOUT)
         .await
-        .expect_err("user-data without #cloud-config is refused")
+        .expect_err("user-data without #cloud-config is rejected")
         .to_string();
     assert!(error.contains("user-data"), "{error}");
     Ok(())

@@ -1,4 +1,4 @@
-//! Tests of a host after its boot: crashes, requests, power, loss, and restart from its disk.
+//! Tests for a host after its boot: crashes, requests, power, loss, and restart from its disk.
 
 use serde_json::json;
 
@@ -15,7 +15,7 @@ async fn failed_service_is_restarted_within_limit() -> Result<()> {
     let failing = Testbed::start("{\"svc-sync-agent\": [\"serve:1\"]}").await?;
     failing.boot("a").await.ok();
     let log = || failing.simulator.unit_log("a", "svc-sync-agent").unwrap_or_default();
-    wait_for("the limit of starts", || log().contains("failed 5 times")).await
+    wait_for("the start limit", || log().contains("failed 5 times")).await
 }
 
 #[tokio::test]

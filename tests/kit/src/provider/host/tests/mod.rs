@@ -1,4 +1,4 @@
-//! Tests of the init with a stand-in for the product's binary: order, gate, readiness, restarts, reports, and cleanup.
+//! Init tests with a stand-in for the product's binary: order, gate, readiness, restarts, reports, and cleanup.
 
 mod boots;
 mod lifetime;
@@ -23,7 +23,7 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 const USER_DATA: &str = "#cloud-config\n{\"write_files\": [{\"path\": \"/opt/svc/env/host.env\", \
     \"permissions\": \"0600\", \"content\": \"SVC_HANDLE=ada\\n\"}], \"runcmd\": []}";
 
-/// A call of the stand-in.
+/// A call to the stand-in.
 #[derive(Debug, Deserialize)]
 struct StandinCall {
     unit: String,
@@ -41,7 +41,7 @@ struct Testbed {
 }
 
 impl Testbed {
-    /// `standin` defines the behaviour of the units.
+    /// `standin` defines the units' behaviour.
     async fn start(standin: &str) -> Result<Self> {
         Self::start_with(standin, |_| {}).await
     }
@@ -57,7 +57,7 @@ impl Testbed {
         Ok(Self { simulator, api, _dir: dir })
     }
 
-    /// Creates a server and waits for the end of its boot.
+    /// Creates a server and waits until it has booted.
     async fn boot(&self, name: &str) -> Result<i64> {
         let id = self.api.create(name, USER_DATA).await?;
         self.simulator.wait_for_power(name, Power::Running).await?;
