@@ -119,17 +119,14 @@ pub fn exercises(view: &View, exercises: &Exercises) -> String {
 /// Returns warnings about exercises that are due.
 pub fn warnings(quote: &ProvisionQuote) -> Vec<String> {
     let Exercises { recovery, rollback } = &quote.exercises;
-    [
-        ("recovery", recovery, "`svcctl recover`"),
-        ("rollback", rollback, "`svcctl delete` or `svcctl fail`"),
-    ]
-    .into_iter()
-    .filter(|(_, exercise, _)| !exercise.is_current)
-    .map(|(name, _, command)| {
-        format!(
-            "a {name} has not been exercised on a test slot within 90 days: do so before you enable many \
+    [("recovery", recovery, "`svcctl recover`"), ("rollback", rollback, "`svcctl delete` or `svcctl fail`")]
+        .into_iter()
+        .filter(|(_, exercise, _)| !exercise.is_current)
+        .map(|(name, _, command)| {
+            format!(
+                "a {name} has not been exercised on a test slot within 90 days: do so before you enable many \
              users (`svcctl slot set USER --plan PLAN --test`, then {command})"
-        )
-    })
-    .collect()
+            )
+        })
+        .collect()
 }
