@@ -133,7 +133,7 @@ pub struct TableCount {
 /// Writes the side record for a complete, verified object, whose ETag is `etag`. A side record is written only once.
 ///
 /// # Errors
-/// [`StoreError`]; `Corrupt` if the key is not a snapshot's, `Precondition` if the object has a different side record.
+/// [`StoreError`]; `Corrupt` if the key is not a snapshot key, `Precondition` if the object has a different side record.
 pub async fn write_side_record(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -141,7 +141,7 @@ pub async fn write_side_record(
     etag: Option<String>,
 ) -> Result<RecordedSnapshot, StoreError> {
     let wrong_key =
-        || StoreError::Corrupt { key: side.key.clone(), why: "the key is not a snapshot's".to_owned() };
+        || StoreError::Corrupt { key: side.key.clone(), why: "the key is not a snapshot key".to_owned() };
     let object = slot.side_record(&side.key).ok_or_else(wrong_key)?;
     match bucket.put_json_if(&object, side, Condition::Absent).await {
         Ok(()) => {}
@@ -277,7 +277,7 @@ pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<SideR
     // The pointer may contain a key with any text.
     let damaged = |why: String| SnapshotUnusable::Damaged { key: truncate_printable(key), why };
     let (Some(object), Some(side)) = (slot.snapshot(key), slot.side_record(key)) else {
-        return Err(damaged("the key is not a snapshot's".to_owned()));
+        return Err(damaged("the key is not a snapshot key".to_owned()));
     };
     let meta = bucket.head(&object).await.map_err(SnapshotUnusable::Store)?;
     let Some(meta) = meta else {

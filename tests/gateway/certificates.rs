@@ -378,7 +378,7 @@ async fn certificate_file_is_reloaded_and_must_match_key() -> Result<()> {
     let presented_first = presented_certificate(&host, &name, Some(&roots)).await?;
 
     for (content, reason) in [
-        (ca.issue(&[&name])?.0, "another key"),
+        (ca.issue(&[&name])?.0, "a different key"),
         (issue(&["other.example.test"], 24)?, "not for the name"),
         (issue(&[&name], -1)?, "expired"),
         ("no certificate".to_owned(), "no certificate in PEM"),

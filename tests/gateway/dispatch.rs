@@ -249,7 +249,7 @@ async fn dispatch_streams_its_events_and_is_recorded() -> Result<()> {
     assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));
     let (_, resumed) = send_json(host.owner_request(Method::GET, "/api/dispatch/one/events")).await?;
     assert_eq!(event_kinds(&parse_events(resumed.as_str().unwrap_or_default())), ["accepted", "result"]);
-    wait_until_logged(&host, "dispatch one: coder runs for user_owner as process").await
+    wait_until_logged(&host, "dispatch one: coder is running for user_owner as process").await
 }
 
 #[tokio::test]

@@ -16,7 +16,7 @@ async fn cancel(host: &Host, id: &str) -> Result<()> {
 }
 
 async fn wait_until_started(host: &Host, id: &str) -> Result<()> {
-    wait_until_logged(host, &format!("dispatch {id}: coder runs for")).await
+    wait_until_logged(host, &format!("dispatch {id}: coder is running for")).await
 }
 
 fn error_and_cost(interaction: &Value) -> (&str, &Value, bool) {

@@ -100,7 +100,7 @@ type Tamper = fn(&Objects<'_>);
 /// Returns each manipulation's name, part of the resulting message, and the manipulation itself.
 fn table() -> Vec<(&'static str, &'static str, Tamper)> {
     vec![
-        ("the pointer names another slot's snapshot", "not a snapshot's", |objects| {
+        ("the pointer names another slot's snapshot", "not a snapshot key", |objects| {
             let there = format!("user_2/primary/{}", objects.key);
             objects.store.write(BUCKET, &there, objects.dump.clone());
             objects.store.write(BUCKET, &format!("{there}.json"), objects.side.to_string());
@@ -124,10 +124,10 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("a side record that is not JSON", "its side record", |objects| {
             objects.store.write(BUCKET, &objects.path(".json"), "{\"version\":1,");
         }),
-        ("a side record of another format", "another format or key", |objects| {
+        ("a side record of another format", "an unexpected format or key", |objects| {
             objects.with_side(|side| side["version"] = 2.into());
         }),
-        ("a side record of another snapshot", "another format or key", |objects| {
+        ("a side record of another snapshot", "an unexpected format or key", |objects| {
             objects.with_side(|side| side["key"] = "system/db/snapshots/x.dump".into());
         }),
         ("a side record with a different size", "bytes instead of", |objects| {
