@@ -167,7 +167,10 @@ async fn missing_backup_of_reachable_host_waits_for_operator() {
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert_eq!(waiting["question"]["code"], "last_backup_missing", "{waiting}");
     let detail = waiting["question"]["detail"].as_str().unwrap();
-    assert!(detail.contains("2026-01-02T03:04:05.678Z") && detail.contains("its backup has stalled"), "{detail}");
+    assert!(
+        detail.contains("2026-01-02T03:04:05.678Z") && detail.contains("its backup has stalled"),
+        "{detail}"
+    );
     assert_eq!(stack.provider.servers().len(), 1, "no server was created or deleted");
     assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 0);
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1);
