@@ -49,7 +49,7 @@ async fn cost_and_consent_are_confirmed_separately() {
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }
-    assert!(!text.contains("a recovery was not exercised"), "{text}");
+    assert!(!text.contains("a recovery has not been exercised"), "{text}");
     let body = json!({"idpUserId": "user_1", "slot": "primary", "handle": "ada",
                       "confirmedMonthlyCost": "10.1031 EUR", "confirmedOptIn": true});
     assert_eq!(provision_bodies(&platform), [body]);
@@ -92,7 +92,7 @@ async fn provision_without_terminal_requires_each_option() {
     let platform = FakePlatform::start([quote_reply(), accepted()]).await;
     let output = platform.svcctl(&PROVISION).await;
     assert!(output.status.success(), "{}", stderr(&output));
-    for part in ["at 10.1031 EUR a month (cpx22 in nbg1)", "warning: a rollback was not exercised"] {
+    for part in ["at 10.1031 EUR a month (cpx22 in nbg1)", "warning: a rollback has not been exercised"] {
         assert!(stderr(&output).contains(part), "{part}: {}", stderr(&output));
     }
     assert_eq!(provision_bodies(&platform)[0]["confirmedMonthlyCost"], "10.1031 EUR");

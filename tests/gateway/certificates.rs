@@ -381,7 +381,7 @@ async fn certificate_file_is_reloaded_and_must_match_key() -> Result<()> {
         (ca.issue(&[&name])?.0, "a different key"),
         (issue(&["other.example.test"], 24)?, "not for the name"),
         (issue(&[&name], -1)?, "expired"),
-        ("no certificate".to_owned(), "no certificate in PEM"),
+        ("no certificate".to_owned(), "no PEM certificate"),
     ] {
         std::fs::write(&file, content)?;
         let refused = wait_until_reported(&host, reason, |seen| {
