@@ -22,9 +22,9 @@ const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// All configuration errors, one per line; exit code 78.
 #[derive(Debug, thiserror::Error)]
-#[error("invalid configuration:\n  {}", .mistakes.join("\n  "))]
+#[error("invalid configuration:\n  {}", .errors.join("\n  "))]
 pub struct ConfigError {
-    pub mistakes: Vec<String>,
+    pub errors: Vec<String>,
 }
 
 /// Returns the platform's env file: the one that `option` names, or else the one that `PLATFORM_ENV_FILE` names.
@@ -36,13 +36,13 @@ pub fn platform_env_file(option: Option<PathBuf>) -> Option<PathBuf> {
 #[derive(Default)]
 pub struct Env {
     vars: BTreeMap<String, String>,
-    mistakes: Vec<String>,
+    errors: Vec<String>,
 }
 
 impl Env {
     /// The process environment. An empty variable counts as unset.
     pub fn from_process() -> Self {
-        Self { vars: std::env::vars().filter(|(_, value)| !value.is_empty()).collect(), mistakes: Vec::new() }
+        Self { vars: std::env::vars().filter(|(_, value)| !value.is_empty()).collect(), errors: Vec::new() }
     }
 
     /// The process environment, which takes precedence over the file, if there is one.
@@ -54,7 +54,7 @@ impl Env {
     /// A fixed set of variables, for tests.
     pub fn from_pairs<'a>(pairs: impl IntoIterator<Item = (&'a str, &'a str)>) -> Self {
         let vars = pairs.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
-        Self { vars, mistakes: Vec::new() }
+        Self { vars, errors: Vec::new() }
     }
 
     /// Adds the variables of an env file that are not set yet. A missing file adds nothing.
@@ -71,24 +71,24 @@ impl Env {
                         self.vars.entry(name).or_insert(value);
                     }
                 }),
-                Err(line) => self
-                    .mistakes
-                    .push(format!("{}: line {line} is not KEY=value on one line", path.display())),
+                Err(line) => {
+                    self.errors.push(format!("{}: line {line} is not KEY=value on one line", path.display()))
+                }
             },
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-            Err(error) => self.mistakes.push(format!("{}: {error}", path.display())),
+            Err(error) => self.errors.push(format!("{}: {error}", path.display())),
         }
         self
     }
 
     /// Records that a variable's value is invalid.
-    pub fn add_mistake(&mut self, variable: &Variable, why: impl Display) {
-        self.mistakes.push(format!("{}: {why}", variable.name));
+    pub fn add_error(&mut self, variable: &Variable, why: impl Display) {
+        self.errors.push(format!("{}: {why}", variable.name));
     }
 
     /// Records that the value of a command-line option is invalid.
-    pub fn add_option_mistake(&mut self, option: &str, why: impl Display) {
-        self.mistakes.push(format!("{option}: {why}"));
+    pub fn add_option_error(&mut self, option: &str, why: impl Display) {
+        self.errors.push(format!("{option}: {why}"));
     }
 
     pub fn is_set(&self, variable: &Variable) -> bool {
@@ -102,7 +102,7 @@ impl Env {
 
     pub fn optional<T: FromStr<Err: Display>>(&mut self, variable: &Variable) -> Option<T> {
         let parsed = self.vars.get(variable.name)?.parse();
-        parsed.map_err(|why| self.add_mistake(variable, why)).ok()
+        parsed.map_err(|why| self.add_error(variable, why)).ok()
     }
 
     pub fn required<T: FromStr<Err: Display>>(&mut self, variable: &Variable) -> Option<T> {
@@ -119,7 +119,7 @@ impl Env {
     pub fn web_url(&mut self, variable: &Variable) -> Option<Url> {
         let url: Url = self.optional(variable)?;
         if !matches!(url.scheme(), "http" | "https") {
-            self.add_mistake(variable, "must be an http or https URL");
+            self.add_error(variable, "must be an http or https URL");
             return None;
         }
         Some(url)
@@ -146,15 +146,15 @@ impl Env {
     /// Records an error if a variable is not set.
     pub fn require(&mut self, variable: &Variable) {
         if !self.is_set(variable) {
-            self.add_mistake(variable, "is required and not set");
+            self.add_error(variable, "is required and not set");
         }
     }
 
     /// Returns the built value, or all errors. `build` may be `None` only if an error has been recorded.
     pub fn finish<T>(self, build: Option<T>) -> Result<T, ConfigError> {
         match build {
-            Some(value) if self.mistakes.is_empty() => Ok(value),
-            _ => Err(ConfigError { mistakes: self.mistakes }),
+            Some(value) if self.errors.is_empty() => Ok(value),
+            _ => Err(ConfigError { errors: self.errors }),
         }
     }
 }

@@ -37,8 +37,8 @@ pub fn connect(global: &GlobalOptions) -> Result<ApiClient, Failure> {
     if base.as_ref().is_some_and(|base| !can_carry_secret(base)) {
         let why = "must be https, because calls carry the secret (plain http only to this machine)";
         match &global.platform_url {
-            Some(_) => env.add_option_mistake("--platform-url", why),
-            None => env.add_mistake(&vars::PLATFORM_PUBLIC_URL, why),
+            Some(_) => env.add_option_error("--platform-url", why),
+            None => env.add_error(&vars::PLATFORM_PUBLIC_URL, why),
         }
     }
     let secret = match &global.secret_file {
@@ -54,11 +54,11 @@ pub fn read_secret(env: &mut Env, flag: &str, file: &Path) -> Option<SecretStrin
     match std::fs::read_to_string(file) {
         Ok(text) if !text.trim().is_empty() => Some(SecretString::from(text.trim())),
         Ok(_) => {
-            env.add_option_mistake(flag, "the file is empty");
+            env.add_option_error(flag, "the file is empty");
             None
         }
         Err(error) => {
-            env.add_option_mistake(flag, format!("{}: {error}", file.display()));
+            env.add_option_error(flag, format!("{}: {error}", file.display()));
             None
         }
     }

@@ -40,7 +40,7 @@ fn connect_host(args: VerifyRollout, local: LocalChecks) -> Result<HostClient, F
     };
     let mut env = Env::from_process();
     if !can_carry_secret(&base) {
-        env.add_option_mistake(
+        env.add_option_error(
             "--app-url",
             "must be https, because requests carry the session (plain http only to this machine)",
         );

@@ -272,11 +272,11 @@ fn read_listener(env: &mut Env, address: &Variable, cert: &Variable, key: &Varia
         (Some(cert), Some(key)) => Some(TlsFiles { cert, key }),
         (None, None) => None,
         (Some(_), None) => {
-            env.add_mistake(key, format!("is required with {}", cert.name));
+            env.add_error(key, format!("is required with {}", cert.name));
             None
         }
         (None, Some(_)) => {
-            env.add_mistake(cert, format!("is required with {}", key.name));
+            env.add_error(cert, format!("is required with {}", key.name));
             None
         }
     };
@@ -288,10 +288,10 @@ fn read_database(env: &mut Env) -> Option<tokio_postgres::Config> {
     let url = env.required_secret(variable)?;
     // The parser's own message can contain the password.
     let Ok(config) = url.expose_secret().parse() else {
-        env.add_mistake(variable, "must be postgres://user:password@host:port/database");
+        env.add_error(variable, "must be postgres://user:password@host:port/database");
         return None;
     };
-    db::check_supported(&config).map_err(|why| env.add_mistake(variable, why)).ok()?;
+    db::check_supported(&config).map_err(|why| env.add_error(variable, why)).ok()?;
     Some(config)
 }
 
@@ -299,7 +299,7 @@ fn read_platform_secret(env: &mut Env) -> Option<SecretString> {
     let variable = &vars::PLATFORM_SECRET;
     let secret = env.required_secret(variable)?;
     if secret.expose_secret().chars().count() < MIN_SECRET_CHARS {
-        env.add_mistake(
+        env.add_error(
             variable,
             format!(
                 "must have at least {MIN_SECRET_CHARS} characters, for example from `openssl rand -hex 32`"
@@ -338,16 +338,16 @@ mod tests {
 
     #[test]
     fn short_platform_secret_is_rejected_without_showing_it() {
-        let long_enough = mistakes_with(&[("PLATFORM_SECRET", "hunter2-of-32-characters-0123456")]);
+        let long_enough = errors_with(&[("PLATFORM_SECRET", "hunter2-of-32-characters-0123456")]);
         assert!(long_enough.is_empty(), "{long_enough:?}");
-        let short = mistakes_with(&[("PLATFORM_SECRET", "hunter2-of-31-characters-012345")]);
+        let short = errors_with(&[("PLATFORM_SECRET", "hunter2-of-31-characters-012345")]);
         assert_eq!(short.len(), 1, "{short:?}");
         assert!(short[0].starts_with("PLATFORM_SECRET: must have at least 32 characters"), "{short:?}");
         assert!(!short[0].contains("hunter2"), "{short:?}");
     }
 
     /// Returns the errors reported for a complete environment with these changes; an empty value removes the variable.
-    fn mistakes_with(changes: &[(&'static str, &'static str)]) -> Vec<String> {
+    fn errors_with(changes: &[(&'static str, &'static str)]) -> Vec<String> {
         let mut pairs = complete_env();
         for (name, value) in changes {
             pairs.retain(|(known, _)| known != name);
@@ -355,7 +355,7 @@ mod tests {
                 pairs.push((name, value));
             }
         }
-        PlatformConfig::read(Env::from_pairs(pairs)).err().map(|error| error.mistakes).unwrap_or_default()
+        PlatformConfig::read(Env::from_pairs(pairs)).err().map(|error| error.errors).unwrap_or_default()
     }
 
     #[test]
@@ -371,8 +371,8 @@ mod tests {
     }
 
     #[test]
-    fn all_mistakes_are_reported_without_values() {
-        let mistakes = mistakes_with(&[
+    fn all_errors_are_reported_without_values() {
+        let errors = errors_with(&[
             ("PLATFORM_DATABASE_URL", "postgres://u:hunter2@[/svc"),
             ("PLATFORM_KEY", "hunter2"),
             ("PLATFORM_KEY_PREVIOUS", "hunter2-too"),
@@ -382,8 +382,8 @@ mod tests {
             ("PLATFORM_PUBLIC_URL", "ftp://x"),
             ("REGISTRATION_TTL_SECONDS", "soon"),
         ]);
-        assert_eq!(mistakes.len(), 8, "{mistakes:#?}");
-        assert!(!mistakes.concat().contains("hunter2"), "{mistakes:#?}");
+        assert_eq!(errors.len(), 8, "{errors:#?}");
+        assert!(!errors.concat().contains("hunter2"), "{errors:#?}");
     }
 
     #[test]
@@ -426,7 +426,7 @@ mod tests {
             (&[("STORE_HOST_CREDENTIALS", "none")], "STORE_HOST_CREDENTIALS"),
         ] {
             let Err(error) = credentials(changes) else { panic!("{changes:?} should be rejected") };
-            assert!(error.mistakes.len() == 1 && error.mistakes[0].starts_with(variable), "{error}");
+            assert!(error.errors.len() == 1 && error.errors[0].starts_with(variable), "{error}");
         }
     }
 }

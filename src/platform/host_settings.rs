@@ -80,7 +80,7 @@ impl HostSettings {
         let bundle_public_keys = read_bundle_public_keys(env);
         let bundle_keys_sequence = env.or_default(&vars::BUNDLE_KEYS_SEQUENCE);
         if bundle_keys_sequence > 0 && !env.is_set(&vars::BUNDLE_PUBLIC_KEYS) {
-            env.add_mistake(&vars::BUNDLE_KEYS_SEQUENCE, "requires BUNDLE_PUBLIC_KEYS, which is not set");
+            env.add_error(&vars::BUNDLE_KEYS_SEQUENCE, "requires BUNDLE_PUBLIC_KEYS, which is not set");
         }
         let egress = read_egress(env);
         let postgres_image = read_postgres_image(env);
@@ -126,7 +126,7 @@ impl HostSettings {
 fn read_line(env: &mut Env, variable: &Variable) -> Option<String> {
     let text = env.text(variable)?;
     if text.chars().any(char::is_control) {
-        env.add_mistake(variable, "must be one line of text: hosts read it from an env file");
+        env.add_error(variable, "must be one line of text: hosts read it from an env file");
         return None;
     }
     Some(text)
@@ -137,14 +137,14 @@ fn read_line(env: &mut Env, variable: &Variable) -> Option<String> {
 fn read_acme_settings(env: &mut Env) -> Option<AcmeSettings> {
     let url = env.web_url(&vars::ACME_DIRECTORY_URL);
     if url.as_ref().is_some_and(|url| url.scheme() != "https") {
-        env.add_mistake(&vars::ACME_DIRECTORY_URL, "must be an https URL");
+        env.add_error(&vars::ACME_DIRECTORY_URL, "must be an https URL");
     }
     if env.is_set(&vars::ACME_DIRECTORY_URL) && !env.is_set(&vars::HOST_DOMAIN) {
-        env.add_mistake(&vars::ACME_DIRECTORY_URL, "requires HOST_DOMAIN, which is not set");
+        env.add_error(&vars::ACME_DIRECTORY_URL, "requires HOST_DOMAIN, which is not set");
     }
     for variable in [&vars::ACME_CONTACT, &vars::ACME_EAB_KEY_ID, &vars::ACME_EAB_HMAC_KEY] {
         if env.is_set(variable) && !env.is_set(&vars::ACME_DIRECTORY_URL) {
-            env.add_mistake(variable, "requires ACME_DIRECTORY_URL, which is not set");
+            env.add_error(variable, "requires ACME_DIRECTORY_URL, which is not set");
         }
     }
     let contact = read_line(env, &vars::ACME_CONTACT)
@@ -154,20 +154,20 @@ fn read_acme_settings(env: &mut Env) -> Option<AcmeSettings> {
             && !contact.contains([' ', ',', '?'])
     };
     if contact.as_deref().is_some_and(|contact| !is_address(contact)) {
-        env.add_mistake(&vars::ACME_CONTACT, "must be one e-mail address");
+        env.add_error(&vars::ACME_CONTACT, "must be one e-mail address");
     }
     let external = match (read_line(env, &vars::ACME_EAB_KEY_ID), env.secret(&vars::ACME_EAB_HMAC_KEY)) {
         (Some(key_id), Some(hmac_key)) => Some(ExternalAccount { key_id, hmac_key }),
         (None, None) => None,
         _ => {
-            env.add_mistake(&vars::ACME_EAB_KEY_ID, "must be set together with ACME_EAB_HMAC_KEY");
+            env.add_error(&vars::ACME_EAB_KEY_ID, "must be set together with ACME_EAB_HMAC_KEY");
             None
         }
     };
     if let Some(external) = &external {
         let key = external.hmac_key.expose_secret().trim_end_matches('=');
         if !URL_SAFE_NO_PAD.decode(key).is_ok_and(|key| !key.is_empty()) {
-            env.add_mistake(&vars::ACME_EAB_HMAC_KEY, "must be base64url, as the authority issued it");
+            env.add_error(&vars::ACME_EAB_HMAC_KEY, "must be base64url, as the authority issued it");
         }
     }
     Some(AcmeSettings { directory_url: url?.to_string(), contact, external_account: external })
@@ -180,10 +180,7 @@ fn read_bundle_public_keys(env: &mut Env) -> Option<String> {
     if keys.iter().all(|key| B64.decode(key).is_ok_and(|raw| raw.len() == 32)) {
         return Some(keys.join(","));
     }
-    env.add_mistake(
-        &vars::BUNDLE_PUBLIC_KEYS,
-        "must be base64 of 32 bytes; separate several keys with commas",
-    );
+    env.add_error(&vars::BUNDLE_PUBLIC_KEYS, "must be base64 of 32 bytes; separate several keys with commas");
     None
 }
 
@@ -194,19 +191,19 @@ fn read_egress(env: &mut Env) -> Networks {
     let entries: Vec<&str> = text.split(',').map(str::trim).filter(|entry| !entry.is_empty()).collect();
     if entries.is_empty() || entries.len() > MAX_EGRESS_NETWORKS {
         let why = format!("must list 1 to {MAX_EGRESS_NETWORKS} networks; unset it to admit every address");
-        env.add_mistake(&vars::PLATFORM_EGRESS_CIDRS, why);
+        env.add_error(&vars::PLATFORM_EGRESS_CIDRS, why);
         return Networks::default();
     }
     let parsed: Vec<Result<Networks, _>> = entries.iter().map(|entry| entry.parse()).collect();
     let networks: Networks = parsed
         .into_iter()
-        .filter_map(|network| network.map_err(|why| env.add_mistake(&vars::PLATFORM_EGRESS_CIDRS, why)).ok())
+        .filter_map(|network| network.map_err(|why| env.add_error(&vars::PLATFORM_EGRESS_CIDRS, why)).ok())
         .collect();
     for network in networks.unroutable() {
         let why = format!(
             "{network} cannot be a source of connections to hosts: list the platform's outgoing addresses"
         );
-        env.add_mistake(&vars::PLATFORM_EGRESS_CIDRS, why);
+        env.add_error(&vars::PLATFORM_EGRESS_CIDRS, why);
     }
     networks
 }
@@ -218,7 +215,7 @@ fn read_postgres_image(env: &mut Env) -> Option<String> {
     if image.chars().all(|c| c.is_ascii_alphanumeric() || "./:@_-".contains(c)) && !image.starts_with('-') {
         return Some(image);
     }
-    env.add_mistake(&vars::SVC_POSTGRES_IMAGE, "must be the name of a container image");
+    env.add_error(&vars::SVC_POSTGRES_IMAGE, "must be the name of a container image");
     None
 }
 
@@ -235,11 +232,11 @@ mod tests {
     fn read_acme(pairs: &[(&str, &str)]) -> Result<Option<AcmeSettings>, Vec<String>> {
         let mut env = Env::from_pairs(pairs.iter().copied());
         let settings = read_acme_settings(&mut env);
-        env.finish(Some(settings)).map_err(|error| error.mistakes)
+        env.finish(Some(settings)).map_err(|error| error.errors)
     }
 
     #[test]
-    fn acme_settings_report_each_mistake_without_values() {
+    fn acme_settings_report_each_error_without_values() {
         let good = [
             ("HOST_DOMAIN", "hosts.example.com"),
             ("ACME_DIRECTORY_URL", "https://ca.example/dir"),
@@ -250,7 +247,7 @@ mod tests {
         let settings = read_acme(&good).unwrap().unwrap();
         assert_eq!(settings.contact.as_deref(), Some("mailto:ops@example.com"));
         assert!(read_acme(&[]).unwrap().is_none());
-        for (changed, mistake) in [
+        for (changed, error) in [
             (("ACME_DIRECTORY_URL", "http://ca.example/dir"), "must be an https URL"),
             (("ACME_CONTACT", "ops"), "must be one e-mail address"),
             (("ACME_CONTACT", "a@example.com,b@example.com"), "must be one e-mail address"),
@@ -258,22 +255,22 @@ mod tests {
         ] {
             let pairs: Vec<_> =
                 good.iter().map(|pair| if pair.0 == changed.0 { changed } else { *pair }).collect();
-            let mistakes = read_acme(&pairs).unwrap_err().join("; ");
-            assert!(mistakes.contains(mistake) && !mistakes.contains("s3cret"), "{changed:?}: {mistakes}");
+            let errors = read_acme(&pairs).unwrap_err().join("; ");
+            assert!(errors.contains(error) && !errors.contains("s3cret"), "{changed:?}: {errors}");
         }
-        for (missing, mistake) in [
+        for (missing, error) in [
             ("HOST_DOMAIN", "ACME_DIRECTORY_URL: requires HOST_DOMAIN"),
             ("ACME_DIRECTORY_URL", "ACME_CONTACT: requires ACME_DIRECTORY_URL"),
             ("ACME_EAB_HMAC_KEY", "must be set together with"),
         ] {
             let pairs: Vec<_> = good.iter().filter(|pair| pair.0 != missing).copied().collect();
-            let mistakes = read_acme(&pairs).unwrap_err().join("; ");
-            assert!(mistakes.contains(mistake), "{missing}: {mistakes}");
+            let errors = read_acme(&pairs).unwrap_err().join("; ");
+            assert!(errors.contains(error), "{missing}: {errors}");
         }
     }
 
     #[test]
-    fn egress_reports_every_mistake() {
+    fn egress_reports_every_error() {
         assert!(!parse_egress("203.0.113.0/24, 2001:db8::/32").unwrap().is_empty());
         let error = parse_egress("gateway,10.0.0.5/8,0.0.0.0/0,::/0,203.0.113.7").unwrap_err();
         for list in ["127.0.0.1", "203.0.113.7,::1", "127.0.0.0/8", "0.0.0.0", "ff02::1"] {

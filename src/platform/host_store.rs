@@ -67,7 +67,7 @@ impl HostCredentials {
             // A directory has no credentials.
             None if matches!(store, Some(StoreConfig::Directory(_))) => false,
             None => {
-                env.add_mistake(
+                env.add_error(
                     variable,
                     "is required without STS_ROLE_ARN: set it to sts, or to static, which gives every host the platform's \
                      own credentials",
@@ -75,7 +75,7 @@ impl HostCredentials {
                 return None;
             }
             Some(_) => {
-                env.add_mistake(variable, "must be sts or static");
+                env.add_error(variable, "must be sts or static");
                 return None;
             }
         };
@@ -85,10 +85,10 @@ impl HostCredentials {
         let role_arn = env.required::<String>(&vars::STS_ROLE_ARN);
         let outage_ttl = Duration::from_secs(env.or_default(&vars::STS_DURATION_SECONDS));
         if !(WORKING_SESSION_TTL..=MAX_OUTAGE_TTL).contains(&outage_ttl) {
-            env.add_mistake(&vars::STS_DURATION_SECONDS, "must be between 900 and 604800");
+            env.add_error(&vars::STS_DURATION_SECONDS, "must be between 900 and 604800");
         }
         let StoreConfig::S3(s3) = store? else {
-            env.add_mistake(variable, "sts requires an s3:// store");
+            env.add_error(variable, "sts requires an s3:// store");
             return None;
         };
         let writes = match env.flag(&vars::STORE_WRITE_ONCE) {
@@ -108,13 +108,13 @@ fn read_sts_endpoint(env: &mut Env, s3: &S3Config) -> Option<Url> {
     let text = match (&s3.endpoint, s3.region.as_str()) {
         (Some(endpoint), _) => endpoint.clone(),
         (None, "auto") => {
-            env.add_mistake(&AWS_REGION, "is required for AWS's own STS");
+            env.add_error(&AWS_REGION, "is required for AWS's own STS");
             return None;
         }
         (None, region) if region.starts_with("cn-") => format!("https://sts.{region}.amazonaws.com.cn"),
         (None, region) => format!("https://sts.{region}.amazonaws.com"),
     };
-    text.parse().map_err(|why| env.add_mistake(&vars::STS_ENDPOINT, why)).ok()
+    text.parse().map_err(|why| env.add_error(&vars::STS_ENDPOINT, why)).ok()
 }
 
 /// The sessions that a host receives.

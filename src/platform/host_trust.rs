@@ -1,5 +1,5 @@
-//! How the router and the platform verify a host's TLS certificate: always against the pinned key and, with
-//! `CUSTOMER_VPS_TLS_VERIFY`, also its chain and host name.
+//! How the router and the platform verify a host's TLS certificate: they always check the pinned key and, with
+//! `CUSTOMER_VPS_TLS_VERIFY`, also the chain and host name.
 
 use std::collections::HashSet;
 use std::net::Ipv4Addr;
@@ -61,7 +61,7 @@ impl HostTrust {
         // An invalid domain has already been reported.
         if is_on && !env.is_set(&vars::HOST_DOMAIN) {
             let why = "requires HOST_DOMAIN: the certificate is verified against the host's name";
-            env.add_mistake(&vars::CUSTOMER_VPS_TLS_VERIFY, why);
+            env.add_error(&vars::CUSTOMER_VPS_TLS_VERIFY, why);
         }
         let exempt = exempt?;
         if !is_on {
@@ -71,7 +71,7 @@ impl HostTrust {
         match ChainVerifier::new(env.path(&SSL_CERT_FILE)) {
             Ok(verifier) => Some(Self { domain, chain: Some(ChainPolicy { verifier, grace, exempt }) }),
             Err(error) => {
-                env.add_mistake(&vars::CUSTOMER_VPS_TLS_VERIFY, format!("{error:#}"));
+                env.add_error(&vars::CUSTOMER_VPS_TLS_VERIFY, format!("{error:#}"));
                 None
             }
         }
@@ -119,11 +119,11 @@ fn parse_exempt_machines(env: &mut Env) -> Option<HashSet<MachineId>> {
     match ids.map(str::parse).collect::<Result<HashSet<MachineId>, _>>() {
         Ok(ids) if ids.len() <= MAX_EXEMPT_MACHINES => Some(ids),
         Ok(_) => {
-            env.add_mistake(variable, format!("must list at most {MAX_EXEMPT_MACHINES} machines"));
+            env.add_error(variable, format!("must list at most {MAX_EXEMPT_MACHINES} machines"));
             None
         }
         Err(_) => {
-            env.add_mistake(variable, "must list machine ids, separated by commas");
+            env.add_error(variable, "must list machine ids, separated by commas");
             None
         }
     }
@@ -138,26 +138,26 @@ mod tests {
         let mut env = Env::from_pairs(pairs.iter().copied());
         let domain = env.optional(&vars::HOST_DOMAIN);
         let trust = HostTrust::read(&mut env, domain);
-        env.finish(trust).map_err(|error| error.mistakes)
+        env.finish(trust).map_err(|error| error.errors)
     }
 
     #[test]
     fn read_rejects_verification_without_domain() {
-        let mistakes = read(&[("CUSTOMER_VPS_TLS_VERIFY", "true")]).unwrap_err();
-        assert!(mistakes[0].starts_with("CUSTOMER_VPS_TLS_VERIFY: requires HOST_DOMAIN"), "{mistakes:?}");
+        let errors = read(&[("CUSTOMER_VPS_TLS_VERIFY", "true")]).unwrap_err();
+        assert!(errors[0].starts_with("CUSTOMER_VPS_TLS_VERIFY: requires HOST_DOMAIN"), "{errors:?}");
     }
 
     #[test]
     fn read_rejects_invalid_exempt_machine_ids() {
-        let mistakes = read(&[("CUSTOMER_VPS_TLS_VERIFY_EXCEPT", "ada")]).unwrap_err();
-        assert!(mistakes[0].contains("machine ids"), "{mistakes:?}");
+        let errors = read(&[("CUSTOMER_VPS_TLS_VERIFY_EXCEPT", "ada")]).unwrap_err();
+        assert!(errors[0].contains("machine ids"), "{errors:?}");
     }
 
     #[test]
-    fn read_reports_every_mistake() {
+    fn read_reports_every_error() {
         let pairs = [("CUSTOMER_VPS_TLS_VERIFY", "true"), ("CUSTOMER_VPS_TLS_VERIFY_EXCEPT", "ada")];
-        let mistakes = read(&pairs).unwrap_err();
-        assert_eq!(mistakes.len(), 2, "{mistakes:?}");
+        let errors = read(&pairs).unwrap_err();
+        assert_eq!(errors.len(), 2, "{errors:?}");
     }
 
     #[test]

@@ -49,7 +49,7 @@ impl StoreConfig {
             env.text(&vars::OBJECT_STORE_URL).as_deref().and_then(|url| url.strip_prefix("file://"))
         {
             if !dir.starts_with('/') {
-                env.add_mistake(
+                env.add_error(
                     &vars::OBJECT_STORE_URL,
                     "must be file:///<absolute directory> or s3://<bucket>",
                 );
@@ -142,21 +142,21 @@ impl S3Config {
 /// Reads a time. The error does not quote the value: if lines in the file were joined, it may contain a secret.
 fn read_time(env: &mut Env, variable: &Variable) -> Option<Timestamp> {
     let parsed = env.text(variable)?.parse();
-    parsed.map_err(|_| env.add_mistake(variable, "must be a time such as 2026-01-02T03:04:05Z")).ok()
+    parsed.map_err(|_| env.add_error(variable, "must be a time such as 2026-01-02T03:04:05Z")).ok()
 }
 
 fn read_bucket_name(env: &mut Env) -> Option<String> {
     if let Some(url) = env.text(&vars::OBJECT_STORE_URL) {
         let name = url.strip_prefix("s3://").map(|name| name.trim_end_matches('/').to_owned());
         if name.as_deref().is_none_or(|name| name.is_empty() || name.contains('/')) {
-            env.add_mistake(&vars::OBJECT_STORE_URL, "must be s3://<bucket> or file:///<directory>");
+            env.add_error(&vars::OBJECT_STORE_URL, "must be s3://<bucket> or file:///<directory>");
             return None;
         }
         return name;
     }
     let name = env.text(&vars::OBJECT_STORE_BUCKET).or_else(|| env.text(&vars::S3_BUCKET));
     if name.is_none() {
-        env.add_mistake(
+        env.add_error(
             &vars::OBJECT_STORE_URL,
             "is required and not set (nor is OBJECT_STORE_BUCKET or S3_BUCKET)",
         );

@@ -20,8 +20,8 @@ const FLOOR_TIMEOUT: Duration = Duration::from_secs(10);
 /// replaces it.
 ///
 /// # Errors
-/// [`StoreError`]; `Corrupt` if the pointer is unreadable, so that its fence is unknown, or if its snapshot's epoch is
-/// implausible. Unreadable metadata is ignored: its machine's fence was written before it.
+/// [`StoreError`]; `Corrupt` if the pointer is unreadable and its fence therefore unknown, or if its snapshot's epoch is
+/// implausible. Unreadable metadata is ignored, because a machine's fence is written before its metadata.
 pub async fn read_floor(bucket: &Bucket, slot: &SlotPrefix, known: Epoch) -> Result<Epoch, StoreError> {
     let bound = known.max_plausible();
     let read = async {
@@ -72,12 +72,12 @@ fn plausible_fence(slot: &SlotPrefix, pointer: &Pointer, known: Epoch) -> Result
     let snapshot_epoch = snapshot.as_ref().map_or(Epoch::NONE, |snapshot| snapshot.epoch);
     if snapshot_epoch > known.max_plausible() {
         let why = format!(
-            "its snapshot's epoch {snapshot_epoch} is far above {known}, the highest epoch that the platform knows"
+            "its snapshot's epoch {snapshot_epoch} is far above {known}, the highest epoch known to the platform"
         );
         return Err(StoreError::Corrupt { key: slot.pointer().to_string(), why });
     }
     if *fence > known.max_plausible() {
-        tracing::warn!(key = %slot.pointer(), %fence, %known, "the fence is far above every epoch that the platform knows; it is ignored");
+        tracing::warn!(key = %slot.pointer(), %fence, %known, "the fence is far above any epoch known to the platform; it is ignored");
         return Ok(snapshot_epoch);
     }
     Ok(snapshot_epoch.max(*fence))

@@ -98,17 +98,17 @@ pub fn is_valid(contract: &Contract, schema: &Value, value: &Value) -> bool {
     contract.validator(schema).is_valid(value)
 }
 
-/// Returns a body with every field in the schema. `meaningful_value` supplies values for fields where any valid value
-/// will not do, and null for a field to omit.
+/// Returns a body with every field in the schema. `override_value` supplies values for fields that need a specific one,
+/// and null for a field to omit.
 pub fn valid_value(
     contract: &Contract,
     schema: &Value,
-    meaningful_value: &dyn Fn(&str) -> Option<Value>,
+    override_value: &dyn Fn(&str) -> Option<Value>,
 ) -> Value {
     let members = schema["properties"].as_object().cloned().unwrap_or_default();
     let member = |(name, field_schema): (String, Value)| {
-        let value = meaningful_value(&name).unwrap_or_else(|| match field_schema["properties"].is_object() {
-            true => valid_value(contract, &field_schema, meaningful_value),
+        let value = override_value(&name).unwrap_or_else(|| match field_schema["properties"].is_object() {
+            true => valid_value(contract, &field_schema, override_value),
             false => {
                 let first = field_schema["enum"]
                     .as_array()

@@ -341,7 +341,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
         )
     };
     let old = "system/db/snapshots/2026-01-01T00-00-00.000Z-1.dump";
-    // The agent must not report these results: the platform would mistake one for the backup requested below.
+    // The agent must not report these results: the platform would error one for the backup requested below.
     fleet.stack.provider.stop_service(&fleet.server_name(), "svc-sync-agent").await.unwrap();
     let last = "var/lib/svc/last-backup.json";
     fleet.check_with(last, |_| Some(backup("success", old))).await.expect("backup", "problem", "min old");

@@ -41,7 +41,7 @@ fn parts() -> impl Strategy<Value = Vec<u8>> {
                 proof_keys: keys,
                 ..UserDataInput::usual()
             };
-            serde_json::to_vec(&parts).expect("plain fields are JSON")
+            serde_json::to_vec(&parts).expect("plain fields serialize to JSON")
         },
     )
 }

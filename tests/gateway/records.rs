@@ -184,14 +184,11 @@ async fn owner_sets_limits_and_sees_spending() -> Result<()> {
     host.machine.write(CONFIG, r#"{"costLimits": {"daily": -3}}"#)?;
     let shown = get(&host, "/api/limits").await?;
     assert_eq!(shown["daily"]["limit"], json!(0.5));
-    assert!(shown["mistake"].as_str().is_some_and(|mistake| mistake.contains("line 1")), "{shown}");
+    assert!(shown["mistake"].as_str().is_some_and(|text| text.contains("line 1")), "{shown}");
     host.machine.write(CONFIG, r#"{"costLimits": {"dailly": 3}}"#)?;
     let shown = get(&host, "/api/limits").await?;
     assert_eq!(shown["daily"]["limit"], json!(0.5));
-    assert!(
-        shown["mistake"].as_str().is_some_and(|mistake| mistake.contains("costLimits.dailly")),
-        "{shown}"
-    );
+    assert!(shown["mistake"].as_str().is_some_and(|text| text.contains("costLimits.dailly")), "{shown}");
     // A day begins at midnight in the owner's time zone.
     host.machine.write(CONFIG, r#"{"costLimits": {"daily": 1, "timeZone": "Pacific/Kiritimati"}}"#)?;
     let shown = get(&host, "/api/limits").await?;

@@ -190,7 +190,7 @@ async fn locations_are_retried_while_none_has_capacity() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn single_location_without_capacity_is_named_with_its_type() {
+async fn retry_message_names_the_only_location_and_the_server_type() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.provider.add_fault(FaultRule::times(1, "POST", "/servers", capacity_fault("resource_unavailable")));

@@ -192,6 +192,38 @@ async fn account_error_raises_one_alarm_and_fails_no_machine() {
     }
 }
 
+/// An operation that waits for the provider's capacity for longer than its deadline has the whole deadline once it
+/// continues.
+#[tokio::test(flavor = "multi_thread")]
+async fn time_without_capacity_does_not_count_toward_the_deadline() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let fail = |status: u16, code: &str| {
+        let fault = Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
+        stack.provider.add_fault(FaultRule::times(1000, "POST", "/servers", fault));
+    };
+    fail(412, "resource_unavailable");
+    let provisioned = stack.provision(&process, "user_1").await;
+    let operation = provisioned["operationId"].as_str().unwrap();
+    let client = stack.database.connect().await.unwrap();
+    let blocked = || async {
+        let sql = "SELECT 1 FROM operations WHERE error_code = 'provider_account'";
+        client.query_opt(sql, &[]).await.unwrap()
+    };
+    stack.eventually("the operation waits for capacity", blocked).await;
+    let age = "UPDATE operations SET created_at = created_at - interval '3 hours'";
+    assert_eq!(client.execute(age, &[]).await.unwrap(), 1);
+    // The operation continues with an error of its own, so that the reconciler sees it before it ends.
+    stack.provider.clear_faults();
+    fail(423, "locked");
+    let continued = || async { blocked().await.is_none().then_some(()) };
+    stack.eventually("the operation continues", continued).await;
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    stack.provider.clear_faults();
+    let ended = stack.wait_until_ended(&process, operation).await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+}
+
 /// A stuck deletion belongs to a machine that no list shows.
 #[tokio::test(flavor = "multi_thread")]
 async fn overdue_operation_of_a_deleted_machine_is_shown() {

@@ -7,13 +7,13 @@ use svc::applets::APPLETS;
 use super::{Part, table};
 
 /// The applet that has its own page.
-const OPERATORS_TOOL: &str = "svcctl";
+const OPERATOR_TOOL: &str = "svcctl";
 
 pub fn parts() -> [Part; 2] {
     let (tool, programs): (Vec<_>, Vec<_>) = APPLETS
         .iter()
         .map(|applet| (applet.command)())
-        .partition(|command| command.get_name() == OPERATORS_TOOL);
+        .partition(|command| command.get_name() == OPERATOR_TOOL);
     let render_all = |commands: Vec<Command>| -> String {
         commands
             .into_iter()

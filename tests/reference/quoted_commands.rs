@@ -21,7 +21,7 @@ fn unknown_commands(files: &[File]) -> (usize, Vec<String>) {
             let Some(language) = Language::of_file(&file.path) else { continue };
             let quoted = quoted_commands::check(&command, &file.text, language);
             checked += quoted.checked;
-            found.extend(quoted.mistakes.iter().map(|mistake| format!("{}: {mistake}", file.path)));
+            found.extend(quoted.errors.iter().map(|error| format!("{}: {error}", file.path)));
         }
     }
     (checked, found)

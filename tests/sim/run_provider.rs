@@ -71,7 +71,7 @@ impl RunProvider {
         }
     }
 
-    /// Returns the created servers, oldest first. Over HTTP, these are only the servers that existed during a call.
+    /// Returns the created servers, oldest first. Over HTTP, only those that existed when this was called.
     pub fn created_servers(&self) -> Vec<OrderedServer> {
         match self {
             Self::InMemory(provider) => provider.created_servers(),
@@ -91,7 +91,7 @@ impl RunProvider {
         match self {
             Self::InMemory(provider) => provider.had_duplicate(),
             Self::Wire { simulator, .. } => {
-                // A second server with the same name can exist only after the first has ended.
+                // A second server with the same name is allowed only after the first has been deleted.
                 let mut open = BTreeSet::new();
                 simulator.creations().into_iter().any(|it| it.ended.is_none() && !open.insert(it.name))
             }

@@ -91,14 +91,14 @@ async fn invalid_or_unsuitable_release_is_refused() -> Result<()> {
     };
     let manifest = good.manifest.text()?.into_bytes();
     fixture.source.put(&format!("{archive_path}.json"), Some(flip(manifest, 30)));
-    refused("a bit of the manifest", "manifest", "does not match this manifest").await?;
+    refused("a manifest with a flipped bit", "manifest", "does not match this manifest").await?;
     good.serve(&fixture.source)?;
     let signature = key()?.signature_line(good.manifest.text()?.as_bytes()).into_bytes();
     fixture.source.put(&format!("{archive_path}.json.sig"), Some(flip(signature, 40)));
-    refused("a bit of the signature", "manifest", "signature").await?;
+    refused("a signature with a flipped bit", "manifest", "signature").await?;
     good.serve(&fixture.source)?;
     fixture.source.put(&archive_path, Some(flip(good.archive.clone(), good.archive.len() / 2)));
-    refused("a bit of the archive", "download", "the archive is damaged").await?;
+    refused("an archive with a flipped bit", "download", "the archive is damaged").await?;
 
     for (what, expected_error, failed_stage, manifest) in [
         (
@@ -224,7 +224,7 @@ async fn units_stop_with_their_release() -> Result<()> {
     fixture.assert_running(OLD_VERSION)?;
     let service_calls = fixture.service_calls()?;
     let new = ["stop svc-2026.1.0.service", "daemon-reload", "restart svc-gateway.service"];
-    assert_eq!(service_calls[2..5], new, "after the calls of the boot and of the snapshot");
+    assert_eq!(service_calls[2..5], new, "after the boot and snapshot calls");
     let rollback_start = service_calls
         .iter()
         .position(|call| call == "stop svc-2026.2.0.service")

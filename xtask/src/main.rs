@@ -238,14 +238,14 @@ mod tests {
     fn pages_quote_only_existing_commands() {
         let mut command = Args::command();
         command.build();
-        let (mut checked, mut mistakes) = (0, Vec::new());
+        let (mut checked, mut errors) = (0, Vec::new());
         for page in pages() {
             let text = std::fs::read_to_string(&page).unwrap();
             let quoted = quoted_commands::check(&command, &text, Language::Markdown);
             checked += quoted.checked;
-            mistakes.extend(quoted.mistakes.iter().map(|mistake| format!("{}: {mistake}", page.display())));
+            errors.extend(quoted.errors.iter().map(|error| format!("{}: {error}", page.display())));
         }
-        assert!(mistakes.is_empty(), "{}", mistakes.join("\n"));
+        assert!(errors.is_empty(), "{}", errors.join("\n"));
         assert!(checked > 40, "only {checked} commands were found");
     }
 }

@@ -35,15 +35,15 @@ fn text_files() -> Vec<PathBuf> {
 
 #[test]
 fn texts_name_only_existing_commands_and_options() {
-    let (svcctl, mut mistakes, mut checked) = (svcctl(), Vec::new(), 0);
+    let (svcctl, mut errors, mut checked) = (svcctl(), Vec::new(), 0);
     for path in text_files() {
         let shown = path.display().to_string();
         let Some(language) = Language::of_file(&shown) else { continue };
         let quoted = quoted_commands::check(&svcctl, &fs::read_to_string(&path).unwrap(), language);
         checked += quoted.checked;
-        mistakes.extend(quoted.mistakes.iter().map(|mistake| format!("{shown}: {mistake}")));
+        errors.extend(quoted.errors.iter().map(|error| format!("{shown}: {error}")));
     }
-    assert!(mistakes.is_empty(), "{}", mistakes.join("\n"));
+    assert!(errors.is_empty(), "{}", errors.join("\n"));
     assert!(checked > 150, "only {checked} commands were found");
 }
 
@@ -71,26 +71,26 @@ fn extract_sentences(text: &str) -> Vec<String> {
 
 #[test]
 fn texts_name_options_instead_of_request_members() {
-    let (mut mistakes, mut checked) = (Vec::new(), 0);
+    let (mut errors, mut checked) = (Vec::new(), 0);
     for path in
         text_files().into_iter().filter(|path| path.components().any(|part| part.as_os_str() == "platform"))
     {
         for sentence in extract_sentences(&fs::read_to_string(&path).unwrap()) {
             checked += 1;
             let named = REQUEST_MEMBERS.iter().find(|member| sentence.contains(**member));
-            mistakes.extend(named.map(|member| format!("{}: {member} in {sentence:?}", path.display())));
+            errors.extend(named.map(|member| format!("{}: {member} in {sentence:?}", path.display())));
         }
     }
-    assert!(mistakes.is_empty(), "{}", mistakes.join("\n"));
+    assert!(errors.is_empty(), "{}", errors.join("\n"));
     assert!(checked > 500, "only {checked} texts were found");
     let found = extract_sentences("    let why = \"Send acceptLoss \\\n        to continue\";");
     assert!(found.len() == 1 && found[0].starts_with("Send acceptLoss"), "{found:?}");
 }
 
 #[test]
-fn check_detects_mistakes_in_commands() {
+fn check_detects_errors_in_commands() {
     let svcctl = svcctl();
-    let mistakes = |text: &str| quoted_commands::check(&svcctl, text, Language::Rust).mistakes;
+    let errors = |text: &str| quoted_commands::check(&svcctl, text, Language::Rust).errors;
     for (text, part) in [
         ("`svcctl provision <user> --replace-first`", "has no --replace-first"),
         ("`svcctl backups list ada`", "has no command backups"),
@@ -100,7 +100,7 @@ fn check_detects_mistakes_in_commands() {
         ("\"svcctl backup now HANDLE --follow\"", "has no --follow"),
         ("$ svcctl delete ada --force", "has no --force"),
     ] {
-        let found = mistakes(text);
+        let found = errors(text);
         assert!(found.len() == 1 && found[0].contains(part), "{text}: {found:?}");
     }
     for text in [
@@ -108,7 +108,7 @@ fn check_detects_mistakes_in_commands() {
         "`svcctl recover --server-type`",
         "what svcctl says",
     ] {
-        assert_eq!(mistakes(text), Vec::<String>::new(), "{text}");
+        assert_eq!(errors(text), Vec::<String>::new(), "{text}");
     }
 }
 

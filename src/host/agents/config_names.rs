@@ -105,8 +105,8 @@ mod tests {
             (r#"{"Agents": {}}"#, "did you mean agents?"),
             (r#"{"price": {}}"#, "did you mean prices?"),
         ] {
-            let mistake = check_names(text.as_bytes()).expect_err(text);
-            assert!(mistake.contains(part), "{text}: {mistake}");
+            let error = check_names(text.as_bytes()).expect_err(text);
+            assert!(error.contains(part), "{text}: {error}");
         }
     }
 
@@ -126,7 +126,7 @@ mod tests {
     #[test]
     fn messages_are_short_and_printable() {
         let text = format!(r#"{{"costLimits": {{"a\n{}": 1}}}}"#, "x".repeat(5000));
-        let mistake = check_names(text.as_bytes()).unwrap_err();
-        assert!(mistake.len() < 500 && !mistake.contains('\n'), "{mistake}");
+        let error = check_names(text.as_bytes()).unwrap_err();
+        assert!(error.len() < 500 && !error.contains('\n'), "{error}");
     }
 }

@@ -64,11 +64,11 @@ impl LiveSettings {
                 }
                 settings
             }
-            Err(mistake) => {
+            Err(error) => {
                 self.report(&format!(
-                    "system/config.json is invalid, so the earlier settings stay in force until it is fixed: {mistake}"
+                    "system/config.json is invalid, so the earlier settings stay in force until it is fixed: {error}"
                 ));
-                Settings { mistake: Some(mistake), ..before.clone() }
+                Settings { error: Some(error), ..before.clone() }
             }
         }
     }
@@ -93,7 +93,7 @@ impl LiveSettings {
         if before.time_zone != current.time_zone {
             self.report(&format!("days now begin at midnight in the time zone {}", current.time_zone));
         }
-        if before.mistake.is_some() {
+        if before.error.is_some() {
             self.report("system/config.json is valid again and in use");
         }
     }
@@ -141,13 +141,13 @@ mod tests {
             fs::write(&path, broken).unwrap();
             let current = live.current(spent_text);
             assert_eq!(current.limits, good.limits, "{broken}");
-            assert!(current.mistake.is_some(), "{broken}");
+            assert!(current.error.is_some(), "{broken}");
             let restarted =
                 LiveSettings::new(path.clone(), last_good.clone(), writer.records()).current(spent_text);
             assert_eq!(*restarted, *current, "{broken}");
         }
         fs::write(&path, r#"{"costLimits": {"daily": 6}}"#).unwrap();
-        assert_eq!(live.current(spent_text).mistake, None);
+        assert_eq!(live.current(spent_text).error, None);
         fs::remove_file(&path).unwrap();
         assert_eq!(*live.current(spent_text), Settings::default());
         drop(writer);

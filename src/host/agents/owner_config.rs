@@ -33,7 +33,7 @@ pub struct Settings {
     pub agents: AgentSettings,
     pub storage: StorageQuotas,
     /// The error in the current file, if these settings are from an earlier version.
-    pub mistake: Option<String>,
+    pub error: Option<String>,
 }
 
 /// The `storage` section of `config.json`: app storage quotas, in bytes.
@@ -78,7 +78,7 @@ impl Default for Settings {
             limits: Limits::default(),
             agents: AgentSettings::default(),
             storage: StorageQuotas::default(),
-            mistake: None,
+            error: None,
         }
     }
 }
@@ -106,7 +106,7 @@ impl Settings {
         let reservation = reservation.unwrap_or(Limits::DEFAULT_RESERVATION);
         let agents = AgentSettings::validate(file.agents, file.dispatch, file.prices)?;
         let limits = Limits { daily, monthly, reservation };
-        Ok(Self { calendar, time_zone, limits, agents, storage: file.storage, mistake: None })
+        Ok(Self { calendar, time_zone, limits, agents, storage: file.storage, error: None })
     }
 
     /// Loads the settings from the file. If it is invalid, returns the last good ones, with the error.
@@ -116,7 +116,7 @@ impl Settings {
             Ok(None) => Ok(Self::default()),
             Err(error) => Err(format_chain(&error)),
         };
-        parsed.unwrap_or_else(|mistake| Self { mistake: Some(mistake), ..Self::load_last_good(last_good) })
+        parsed.unwrap_or_else(|error| Self { error: Some(error), ..Self::load_last_good(last_good) })
     }
 
     /// Loads the last good settings, or the defaults. Unknown names are ignored: an earlier release, which ignored them
@@ -155,7 +155,7 @@ mod tests {
         let day = || {
             let settings = Settings::load(&file, &good);
             let day = settings.calendar.day("2026-11-20T23:30:00Z".parse().unwrap());
-            (day.to_string(), settings.mistake.is_some())
+            (day.to_string(), settings.error.is_some())
         };
         let zone = |name: &str| format!(r#"{{"costLimits": {{"daily": 5, "timeZone": "{name}"}}}}"#);
         assert_eq!(day(), ("2026-11-20".to_owned(), false));
@@ -184,14 +184,14 @@ mod tests {
         std::fs::write(&good, r#"{"costLimits": {"daily": 5, "note": "x"}}"#).unwrap();
         let settings = Settings::load(&file, &good);
         assert_eq!(settings.limits.daily, Dollars::from_nanos(5_000_000_000));
-        assert!(settings.mistake.is_some_and(|mistake| mistake.contains("costLimits.dailly")));
+        assert!(settings.error.is_some_and(|error| error.contains("costLimits.dailly")));
     }
 
     #[test]
     fn error_quotes_no_values() {
         for text in [r#"{"costLimits": {"daily": "hunter2"}}"#, r#"{"costLimits": "hunter2"}"#, "hunter2"] {
-            let mistake = Settings::parse(text.as_bytes()).unwrap_err();
-            assert!(!mistake.contains("hunter2"), "{mistake}");
+            let error = Settings::parse(text.as_bytes()).unwrap_err();
+            assert!(!error.contains("hunter2"), "{error}");
         }
     }
 }

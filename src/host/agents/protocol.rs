@@ -166,7 +166,7 @@ impl RunnerFrame {
 }
 
 fn to_json(value: &impl Serialize) -> Vec<u8> {
-    serde_json::to_vec(value).expect("plain fields are JSON")
+    serde_json::to_vec(value).expect("plain fields serialize to JSON")
 }
 
 fn parse_payload<T: DeserializeOwned>(payload: &[u8]) -> io::Result<T> {

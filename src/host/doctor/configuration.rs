@@ -23,8 +23,8 @@ pub fn check(layout: &Layout) -> Findings {
             "machine {} of {}, slot {}, epoch {}",
             identity.machine, identity.user, identity.slot, identity.epoch
         )),
-        Err(mistakes) => {
-            mistakes.into_iter().fold(findings, |findings, mistake| findings.problem(mistake, NEXT_STEP))
+        Err(errors) => {
+            errors.into_iter().fold(findings, |findings, error| findings.problem(error, NEXT_STEP))
         }
     }
 }
@@ -45,12 +45,12 @@ fn read_identity(mut env: Env, layout: &Layout) -> Result<Identity, Vec<String>>
     let url = DatabaseUrl::read(&mut env);
     let database = match url.as_ref().map(DatabaseUrl::config) {
         Some(Err(error)) => {
-            error.mistakes.iter().for_each(|mistake| env.add_mistake(&vars::DATABASE_URL, mistake.as_str()));
+            error.errors.iter().for_each(|error| env.add_error(&vars::DATABASE_URL, error.as_str()));
             None
         }
         Some(Ok(_)) => Some(()),
         None => None,
     };
     let built = link.zip(keys).zip(store).zip(database).zip(identity).map(|(_, identity)| identity);
-    env.finish(built).map_err(|error| error.mistakes)
+    env.finish(built).map_err(|error| error.errors)
 }

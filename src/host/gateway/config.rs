@@ -63,25 +63,22 @@ impl Config {
         let issuer = read_issuer(&mut env);
         let timeout_ms = env.or_default(&vars::BRIDGE_STATEMENT_TIMEOUT_MS);
         if timeout_ms == 0 {
-            env.add_mistake(&vars::BRIDGE_STATEMENT_TIMEOUT_MS, "must be at least 1");
+            env.add_error(&vars::BRIDGE_STATEMENT_TIMEOUT_MS, "must be at least 1");
         }
         let retention_seconds = env.or_default(&vars::BRIDGE_CHANGES_KEEP_SECONDS);
         if retention_seconds == 0 {
-            env.add_mistake(&vars::BRIDGE_CHANGES_KEEP_SECONDS, "must be at least 1");
+            env.add_error(&vars::BRIDGE_CHANGES_KEEP_SECONDS, "must be at least 1");
         }
         let certificate_file = env.path(&vars::GATEWAY_TLS_CERT_FILE);
         let acme_retry_seconds = env.or_default(&vars::ACME_RETRY_SECONDS);
         if acme_retry_seconds == 0 {
-            env.add_mistake(&vars::ACME_RETRY_SECONDS, "must be at least 1");
+            env.add_error(&vars::ACME_RETRY_SECONDS, "must be at least 1");
         }
         let database = DatabaseUrl::read(&mut env);
         let postgres = database.as_ref().and_then(|url| match url.config() {
             Ok(config) => Some(config),
             Err(error) => {
-                error
-                    .mistakes
-                    .iter()
-                    .for_each(|mistake| env.add_mistake(&vars::DATABASE_URL, mistake.as_str()));
+                error.errors.iter().for_each(|error| env.add_error(&vars::DATABASE_URL, error.as_str()));
                 None
             }
         });
@@ -148,7 +145,7 @@ fn read_issuer(env: &mut Env) -> Option<TrustedIssuer> {
         issuer.as_ref().map(|issuer| format!("{}/.well-known/jwks.json", issuer.trim_end_matches('/')));
     let jwks_url = match env.is_set(&vars::IDP_JWKS_URL) {
         true => env.optional(&vars::IDP_JWKS_URL),
-        false => default_jwks_url?.parse().map_err(|error| env.add_mistake(&vars::IDP_ISSUER, error)).ok(),
+        false => default_jwks_url?.parse().map_err(|error| env.add_error(&vars::IDP_ISSUER, error)).ok(),
     };
     let audiences: Vec<String> = audiences?
         .split(',')
@@ -157,7 +154,7 @@ fn read_issuer(env: &mut Env) -> Option<TrustedIssuer> {
         .map(str::to_owned)
         .collect();
     if audiences.is_empty() {
-        env.add_mistake(&vars::IDP_AUDIENCE, "must name at least one audience; separate several with commas");
+        env.add_error(&vars::IDP_AUDIENCE, "must name at least one audience; separate several with commas");
         return None;
     }
     Some(TrustedIssuer { issuer: issuer?, audiences, jwks_url: jwks_url? })
@@ -171,14 +168,14 @@ fn read_owner(env: &mut Env, listen: SocketAddr) -> Option<ConfiguredOwner> {
     let production = env.flag(&vars::SVC_PRODUCTION);
     let environment_name = env.or_default::<String>(&vars::SVC_ENVIRONMENT);
     if !["production", "local", "development"].contains(&environment_name.as_str()) {
-        env.add_mistake(&vars::SVC_ENVIRONMENT, "must be production, development or local");
+        env.add_error(&vars::SVC_ENVIRONMENT, "must be production, development or local");
     }
     if auth.is_on() {
         let identity = Identity::read(env);
         let proof_keys = read_initial_proof_keys(env);
         return Some(ConfiguredOwner::Provisioned { identity: identity?, proof_keys: proof_keys? });
     }
-    let mut reject = |reason: &str| env.add_mistake(&vars::GATEWAY_AUTH, format!("cannot be off: {reason}"));
+    let mut reject = |reason: &str| env.add_error(&vars::GATEWAY_AUTH, format!("cannot be off: {reason}"));
     if production.is_on() {
         reject("SVC_PRODUCTION is not false");
     }
@@ -189,7 +186,7 @@ fn read_owner(env: &mut Env, listen: SocketAddr) -> Option<ConfiguredOwner> {
         reject("GATEWAY_LISTEN is not a loopback address");
     }
     if let Some(variable) = IDENTITY_VARIABLES.into_iter().find(|variable| env.is_set(variable)) {
-        env.add_mistake(
+        env.add_error(
             &vars::GATEWAY_AUTH,
             format!("cannot be off: an identity is configured ({})", variable.name),
         );

@@ -72,7 +72,7 @@ enum Command {
     /// Print a certificate signing request for this machine's name and key, to submit to a certificate authority
     #[command(after_help = "Example: svc-gateway certificate-request > request.pem")]
     CertificateRequest,
-    /// Show the last lines of a record, and optionally follow it
+    /// Show the last lines of a log, and optionally follow it
     #[command(after_help = "Example: svc-gateway logs audit --follow")]
     Logs(cli::LogsArgs),
 }

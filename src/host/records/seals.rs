@@ -34,7 +34,7 @@ impl Seals {
 
     /// Writes the seals.
     pub fn write(&self, file: &Path) -> Result<(), FileError> {
-        fsx::write_atomic(file, &serde_json::to_vec(self).expect("plain fields are JSON"), 0o600)
+        fsx::write_atomic(file, &serde_json::to_vec(self).expect("plain fields serialize to JSON"), 0o600)
     }
 
     /// Returns whether the day was sealed with this length and these totals.

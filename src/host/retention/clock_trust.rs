@@ -114,7 +114,11 @@ pub fn update_trusted_time(state_file: &Path, logs: &Path, clock: Timestamp) -> 
     let reading =
         ClockReading { clock: clock.as_second(), uptime_seconds, last_write: find_last_write(logs)? };
     let (trusted_time, new_state) = assess_clock(state, reading);
-    fsx::write_atomic(state_file, &serde_json::to_vec(&new_state).expect("plain fields are JSON"), 0o600)?;
+    fsx::write_atomic(
+        state_file,
+        &serde_json::to_vec(&new_state).expect("plain fields serialize to JSON"),
+        0o600,
+    )?;
     if trusted_time < clock.as_second() {
         tracing::warn!(%clock, trusted_time, "the clock has jumped: fewer records expire until it has been stable for a day");
     }

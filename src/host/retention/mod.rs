@@ -67,8 +67,8 @@ async fn run_maintenance(layout: Layout) -> Result<(), Failure> {
         .map_err(FileError::wrap("create directory", &logs))
         .or_exit(Exit::Internal)?;
     let settings = Settings::load(&layout.settings(), &layout.last_good_settings());
-    if let Some(mistake) = &settings.mistake {
-        tracing::warn!(mistake, "system/config.json is invalid; using the last valid settings");
+    if let Some(error) = &settings.error {
+        tracing::warn!(error, "system/config.json is invalid; using the last valid settings");
     }
     let calendar = settings.calendar;
     let now = Timestamp::now();

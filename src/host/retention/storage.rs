@@ -127,7 +127,7 @@ pub async fn measure(
         database_bytes,
         apps: merge_apps(folders, schemas),
     };
-    let text = serde_json::to_vec(&line).expect("plain fields are JSON");
+    let text = serde_json::to_vec(&line).expect("plain fields serialize to JSON");
     jsonl::append_line(&record_path(layout), &text)?;
     Ok(line)
 }

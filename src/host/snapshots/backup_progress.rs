@@ -49,7 +49,7 @@ impl BackupProgress {
 
     /// Replaces the file atomically: a reader never sees a partial one.
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
-        let text = serde_json::to_vec(self).expect("plain fields are JSON");
+        let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(&layout.backup_progress(), &text, 0o644)
     }
 }

@@ -71,7 +71,7 @@ impl HeldSnapshot {
     }
 
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
-        let text = serde_json::to_vec(self).expect("plain fields are JSON");
+        let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(&layout.held_snapshot(), &text, 0o644)
     }
 

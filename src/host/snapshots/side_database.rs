@@ -90,7 +90,7 @@ impl SideRequest {
 
     /// Writes the request file. Returns `false` if a request is already pending.
     pub fn submit(&self, layout: &Layout) -> Result<bool, FileError> {
-        let text = serde_json::to_vec(self).expect("plain fields are JSON");
+        let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::create_atomic(&layout.request("side"), &text, 0o600)
     }
 
@@ -207,7 +207,7 @@ impl SideState {
 
     pub fn write(&mut self, layout: &Layout) -> Result<(), FileError> {
         self.updated_at = clock::now_ms();
-        let text = serde_json::to_vec(self).expect("plain fields are JSON");
+        let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(&layout.side_state(), &text, 0o600)
     }
 }

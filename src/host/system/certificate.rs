@@ -39,7 +39,7 @@ fn write_if_changed(
     content: &impl serde::Serialize,
     mode: u32,
 ) -> Result<(), FileError> {
-    let text = serde_json::to_vec(content).expect("plain fields are JSON");
+    let text = serde_json::to_vec(content).expect("plain fields serialize to JSON");
     if fsx::read_if_exists(path)?.as_ref() == Some(&text) {
         return Ok(());
     }

@@ -111,7 +111,7 @@ pub fn read_initial_proof_keys(env: &mut Env) -> Option<ProofKeys> {
     let position = |error: serde_json::Error| {
         format!("must be a JWK set (error at line {}, column {})", error.line(), error.column())
     };
-    serde_json::from_str(&text).map_err(|error| env.add_mistake(&vars::SVC_PROOF_KEYS, position(error))).ok()
+    serde_json::from_str(&text).map_err(|error| env.add_error(&vars::SVC_PROOF_KEYS, position(error))).ok()
 }
 
 /// Reads the version of the release that user-data names.
@@ -139,7 +139,7 @@ impl DatabaseUrl {
     pub fn config(&self) -> Result<tokio_postgres::Config, ConfigError> {
         use secrecy::ExposeSecret;
         self.0.expose_secret().parse().map_err(|_| ConfigError {
-            mistakes: vec!["DATABASE_URL: must be postgres://user:password@host:port/database".to_owned()],
+            errors: vec!["DATABASE_URL: must be postgres://user:password@host:port/database".to_owned()],
         })
     }
 }

@@ -43,7 +43,8 @@ pub fn raise(layout: &Layout, provisioned: Epoch, epoch: Epoch) -> Result<(), Fi
     if epoch <= current_epoch {
         return Ok(());
     }
-    let text = serde_json::to_vec(&RaisedEpoch { version: FORMAT, epoch }).expect("plain fields are JSON");
+    let text =
+        serde_json::to_vec(&RaisedEpoch { version: FORMAT, epoch }).expect("plain fields serialize to JSON");
     fsx::write_atomic(&layout.raised_epoch(), &text, 0o644)?;
     tracing::warn!(%epoch, previous = %current_epoch, "the platform has raised this machine's epoch");
     Ok(())

@@ -93,7 +93,7 @@ impl PgTools {
     pub fn locate(env: &mut Env, layout: &Layout) -> Self {
         if let Some(dir) = env.path(&vars::SVC_PG_BIN_DIR) {
             if !dir.join("pg_dump").is_file() {
-                env.add_mistake(&vars::SVC_PG_BIN_DIR, "must be a directory with pg_dump in it");
+                env.add_error(&vars::SVC_PG_BIN_DIR, "must be a directory with pg_dump in it");
             }
             return Self::Directory(dir);
         }

@@ -64,7 +64,7 @@ impl Quiesce {
     }
 
     pub fn write(&self, layout: &Layout, _lock: &Lock) -> Result<(), FileError> {
-        let text = serde_json::to_vec(self).expect("plain fields are JSON");
+        let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(&layout.quiesce(), &text, 0o644)
     }
 }

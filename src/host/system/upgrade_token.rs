@@ -116,7 +116,7 @@ impl UpgradeToken {
             token: next.expose_secret().to_owned(),
             previous: Some(previous.expose_secret().to_owned()),
         };
-        let text = serde_json::to_vec(&stored).expect("plain fields are JSON");
+        let text = serde_json::to_vec(&stored).expect("plain fields serialize to JSON");
         failpoint::pass("token.before_store")?;
         fsx::write_atomic(&token_file.path, &text, 0o600)?;
         failpoint::pass("token.stored")?;

@@ -1,4 +1,4 @@
-//! Runs programs that are started manually by root as the appropriate user on the machine.
+//! Switches programs that root starts by hand to the appropriate user on the machine.
 //!
 //! Root opens no path that one of the machine's two users can change. A process running as that user does the reading
 //! and writing: [`drop_privileges`] is for a whole program, [`applet_command`] for part of one.

@@ -71,47 +71,45 @@ svc_base::variables! {
         /// How long a release may take to become healthy before `svc-update` rolls back.
         SVC_UPDATE_HEALTH_SECONDS: "seconds" = "180",
             in "process environment or `update.env`", by ["svc-update"];
-        /// How long an update waits for a snapshot of the database, counted from the last progress of a
-        /// backup.
+        /// How long an update waits for a database snapshot, measured from the last time a backup made progress.
         SVC_UPDATE_SNAPSHOT_SECONDS: "seconds" = "1800",
             in "process environment or `update.env`", by ["svc-update"];
-        /// Program to use in place of `systemctl`, for a `SVC_ROOT` that no systemd manages.
-        SVC_SYSTEMCTL: "path" = derived "`systemctl`, where systemd runs", in "process environment",
+        /// Program to use in place of `systemctl`, for an `SVC_ROOT` that systemd does not manage.
+        SVC_SYSTEMCTL: "path" = derived "`systemctl`, if systemd is running", in "process environment",
             by ["svc-update", "svc-restore", "svcctl"];
         /// An operator's credential on the host, accepted together with a proof, or on the gateway's socket. The
         /// gateway ignores a shorter one and logs an error.
         ADMIN_TOKEN: "text of at least 32 characters" = unset;
         /// PEM file with a certificate chain for the machine's name and its key, in place of the certificate
-        /// authority's. The
-        /// gateway reads it again when it changes. See [Machine
+        /// authority's. The gateway reloads it when it changes. See [Machine
         /// certificates](../operating/certificates.md#certificates-from-files).
         GATEWAY_TLS_CERT_FILE: "path" = unset;
         /// Initial backoff after a failed request for a certificate. It doubles, up to 6 hours.
         ACME_RETRY_SECONDS: "seconds, at least 1" = "120";
         /// Timeout of an app's SQL statement.
         BRIDGE_STATEMENT_TIMEOUT_MS: "milliseconds, at least 1" = "10000";
-        /// How long a listener to changes may be disconnected and still resume.
+        /// How long a change listener may stay disconnected and still resume.
         BRIDGE_CHANGES_KEEP_SECONDS: "seconds, at least 1" = "3600";
         /// Compression of dumps. See below.
         BACKUP_COMPRESSION: "`none`, `gzip:1` to `gzip:9`, `zstd:1` to `zstd:19`" = "gzip:1",
             by ["svc-db-backup"];
-        /// How long a restore, a drill or a check retries an unreachable store or database, counted from the last
-        /// progress.
+        /// How long a restore, drill or check keeps retrying while the store or database is unreachable,
+        /// measured from the last time it made progress.
         RESTORE_STORE_DEADLINE_SECONDS: "seconds" = "300", by ["svc-restore", "svc-db-backup"];
         /// Initial backoff after a failed hourly backup. It doubles, up to 15 minutes, until the next hourly
         /// run is near.
         BACKUP_RETRY_SECONDS: "seconds, at least 1" = "120", by ["svc-db-backup"];
-        /// Maximum time between two verifications of a snapshot.
+        /// Maximum time between verifications of a snapshot.
         VERIFY_WITHIN_DAYS: "days, at least 1" = "30", by ["svc-db-backup"];
-        /// How long the registration waits for the gateway to be ready.
+        /// How long registration waits for the gateway to be ready.
         REGISTER_GATEWAY_DEADLINE_SECONDS: "seconds" = "120", by ["svc-register"];
-        /// How long the registration retries a platform that does not respond.
+        /// How long registration keeps retrying if the platform does not respond.
         REGISTER_PLATFORM_DEADLINE_SECONDS: "seconds" = "120", by ["svc-register"];
-        /// Interval of heartbeats to the platform.
+        /// Interval between heartbeats to the platform.
         HEARTBEAT_SECONDS: "seconds, at least 1" = "30", by ["svc-sync-agent"];
         /// Interval between checks for changes to the content of `system/vps-meta.json`.
         VPS_META_SECONDS: "seconds, at least 1" = "300", by ["svc-sync-agent"];
-        /// Maximum time between two writes of `system/vps-meta.json`.
+        /// Maximum time between writes of `system/vps-meta.json`.
         VPS_META_AT_LEAST_SECONDS: "seconds, at least 1" = "86400", by ["svc-sync-agent"];
         /// Development only. See below.
         GATEWAY_AUTH: "flag" = "true";

@@ -109,7 +109,7 @@ impl FirstBundle {
         let sha256 = sha256.and_then(|text| {
             let digest = bundle::parse_digest(&text);
             if digest.is_none() {
-                env.add_mistake(&vars::SVC_BUNDLE_SHA256, "must be 64 hexadecimal digits");
+                env.add_error(&vars::SVC_BUNDLE_SHA256, "must be 64 hexadecimal digits");
             }
             digest
         });

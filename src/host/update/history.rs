@@ -60,7 +60,7 @@ impl HistoryEntry {
 
 /// Records the outcome. Idempotent.
 pub fn record(layout: &Layout, entry: &HistoryEntry) -> Result<(), HistoryError> {
-    let line = serde_json::to_string(entry).expect("plain fields are JSON");
+    let line = serde_json::to_string(entry).expect("plain fields serialize to JSON");
     fsx::write_atomic(&layout.last_update(), line.as_bytes(), 0o644)?;
     failpoint::pass("update.outcome_recorded")?;
     let mut entries = read_history(layout)?;
@@ -71,7 +71,7 @@ pub fn record(layout: &Layout, entry: &HistoryEntry) -> Result<(), HistoryError>
     let first = entries.len().saturating_sub(MAX_HISTORY_LINES);
     let mut text = Vec::new();
     for entry in &entries[first..] {
-        serde_json::to_writer(&mut text, entry).expect("plain fields are JSON");
+        serde_json::to_writer(&mut text, entry).expect("plain fields serialize to JSON");
         // A write to memory cannot fail.
         let _ = text.write_all(b"\n");
     }
@@ -123,7 +123,7 @@ fn update_releases(layout: &Layout, change: impl FnOnce(&mut ReleaseRecord)) -> 
     let mut releases = read_releases(layout)?;
     change(&mut releases);
     releases.version = FORMAT;
-    let text = serde_json::to_vec_pretty(&releases).expect("plain fields are JSON");
+    let text = serde_json::to_vec_pretty(&releases).expect("plain fields serialize to JSON");
     Ok(fsx::write_atomic(&layout.update_state().join("releases.json"), &text, 0o644)?)
 }
 

@@ -106,7 +106,7 @@ impl Journal {
     }
 
     pub fn save(&self, layout: &Layout) -> Result<(), FileError> {
-        let text = serde_json::to_vec_pretty(self).expect("plain fields are JSON");
+        let text = serde_json::to_vec_pretty(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(&layout.update_journal(), &text, 0o644)
     }
 

@@ -32,7 +32,7 @@ impl UpdateRequest {
 
     /// Writes the request; the unit that serves it removes the file.
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
-        let text = serde_json::to_vec(self).expect("plain fields are JSON");
+        let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(&layout.request("update"), &text, 0o600)
     }
 }

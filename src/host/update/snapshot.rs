@@ -1,5 +1,5 @@
-//! The snapshot before the switch to a release: starts the unit for requested backups until there is a snapshot newer
-//! than this update.
+//! Takes a snapshot before the switch to a new release: starts the unit for requested backups repeatedly, until there is
+//! a snapshot newer than this update.
 //!
 //! The backup runs in the unit, with its own lock and user. Root treats the backup's records as untrusted. The wait's
 //! timeout is counted from the last time a backup made progress, and an operator can waive the snapshot.
@@ -29,7 +29,7 @@ const BACKUP_UNIT: &str = "svc-db-backup-request.service";
 /// A failed unit is restarted with exponential backoff; systemd ignores the call while the unit is running.
 const MIN_START_BACKOFF: Duration = Duration::from_secs(5);
 const MAX_START_BACKOFF: Duration = Duration::from_secs(60);
-/// An update that is resumed later than this takes another snapshot.
+/// A resumed update does not reuse an older snapshot.
 const MAX_SNAPSHOT_AGE: SignedDuration = SignedDuration::from_hours(1);
 /// A waiver older than this is ignored.
 const MAX_WAIVER_AGE: SignedDuration = SignedDuration::from_hours(1);
@@ -39,7 +39,7 @@ const MAX_WAIVER_AGE: SignedDuration = SignedDuration::from_hours(1);
 pub enum SnapshotError {
     // The next step comes first, because an outcome keeps only the beginning of a long error.
     #[error(
-        "no snapshot was taken within {} s (`svc-update apply --version {version} --without-snapshot` skips it): {why}",
+        "no snapshot was taken, and no backup made progress for {} s (`svc-update apply --version {version} --without-snapshot` skips it): {why}",
         .timeout.as_secs()
     )]
     Timeout { timeout: Duration, why: String, version: ImageVersion },
@@ -103,8 +103,11 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
             let ended = last.filter(|last| last.timestamp >= last_checked);
             if let Some(ended) = &ended {
                 last_checked = Timestamp::now();
-                let error = ended.error.as_deref().unwrap_or("the snapshot is older than this update");
-                self.record_wait(journal, since, &format!("svc-db-backup failed: {error}"))?;
+                let result = match &ended.error {
+                    Some(error) => format!("svc-db-backup failed: {error}"),
+                    None => "svc-db-backup ended, but the snapshot is older than this update".to_owned(),
+                };
+                self.record_wait(journal, since, &result)?;
             }
             if Instant::now() >= next_start {
                 next_start = Instant::now() + start_backoff;
@@ -176,7 +179,7 @@ fn waiver_path(layout: &Layout) -> PathBuf {
 
 pub fn waive(layout: &Layout, version: &ImageVersion) -> Result<(), FileError> {
     let waiver = Waiver { version: version.clone(), at: clock::now_ms() };
-    let text = serde_json::to_vec(&waiver).expect("plain fields are JSON");
+    let text = serde_json::to_vec(&waiver).expect("plain fields serialize to JSON");
     fsx::write_atomic(&waiver_path(layout), &text, 0o644)
 }
 

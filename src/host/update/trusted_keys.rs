@@ -7,7 +7,7 @@ use svc_wire::heartbeat::TrustedKeyIds;
 
 /// Writes the ids if they have changed: `{"sequence":1,"ids":["614c4b637b092e93"]}`.
 pub fn write(ids: &TrustedKeyIds, layout: &Layout) -> Result<(), FileError> {
-    let text = serde_json::to_vec(ids).expect("plain fields are JSON");
+    let text = serde_json::to_vec(ids).expect("plain fields serialize to JSON");
     if fsx::read_if_exists(&layout.trusted_keys())?.as_ref() == Some(&text) {
         return Ok(());
     }

@@ -150,7 +150,7 @@ impl LifecycleModel {
         if self.machines[outgoing].power_off_ordered {
             return self.advance(index, call_result, self.step_after_backup(index));
         }
-        // The deletion of that machine takes the backup.
+        // If the outgoing machine is being deleted, its delete operation takes the backup.
         let deletes = |other: &Operation| {
             other.machine == outgoing && other.ending.is_none() && matches!(other.kind, OperationKind::Delete)
         };
@@ -375,7 +375,7 @@ impl LifecycleModel {
             self.run_step(index, CallResult::Refused);
             self.run_step(index, CallResult::Success);
         }
-        // A failed operation may have returned a slot.
+        // A failed operation may have given its slot back to the earlier machine, which starts another operation.
         self.run_all(max_steps);
         // Removing one server may make another removable.
         for _ in 0..self.machines.len() {

@@ -19,7 +19,7 @@ pub fn read(env: &mut Env) -> Option<PlatformKeys> {
     };
     let (current, previous) = (current?, previous);
     if previous.as_ref().is_some_and(|previous| previous.expose_secret() == current.expose_secret()) {
-        env.add_mistake(
+        env.add_error(
             previous_variable,
             "must differ from PLATFORM_KEY; unset it unless a key is being replaced",
         );
@@ -34,7 +34,7 @@ fn parse_key(env: &mut Env, variable: &Variable, text: &SecretString) -> Option<
     match bytes {
         Some(bytes) if bytes.len() == 32 => Some(bytes.into()),
         _ => {
-            env.add_mistake(variable, "must be 32 bytes, in hexadecimal or base64");
+            env.add_error(variable, "must be 32 bytes, in hexadecimal or base64");
             None
         }
     }
@@ -45,22 +45,22 @@ mod tests {
     use super::*;
 
     /// Returns the errors reported for these two settings.
-    fn mistakes(current: &'static str, previous: &'static str) -> Vec<String> {
+    fn errors(current: &'static str, previous: &'static str) -> Vec<String> {
         let mut env = Env::from_pairs([("PLATFORM_KEY", current), ("PLATFORM_KEY_PREVIOUS", previous)]);
         let keys = read(&mut env);
-        env.finish(keys.map(drop)).err().map(|error| error.mistakes).unwrap_or_default()
+        env.finish(keys.map(drop)).err().map(|error| error.errors).unwrap_or_default()
     }
 
     #[test]
     fn previous_platform_key_must_differ() {
         let zeros = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
         // The same 32 bytes in hexadecimal.
-        let same = mistakes(zeros, "0000000000000000000000000000000000000000000000000000000000000000");
+        let same = errors(zeros, "0000000000000000000000000000000000000000000000000000000000000000");
         assert_eq!(same.len(), 1, "{same:?}");
         assert!(same[0].starts_with("PLATFORM_KEY_PREVIOUS: must differ"), "{same:?}");
         assert!(!same[0].contains("0000"), "{same:?}");
-        assert!(mistakes(zeros, "AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=").is_empty());
-        let both = mistakes("hunter2", "hunter2-too");
+        assert!(errors(zeros, "AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=").is_empty());
+        let both = errors("hunter2", "hunter2-too");
         assert!(both.len() == 2 && !both.concat().contains("hunter2"), "{both:?}");
     }
 }

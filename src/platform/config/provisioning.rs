@@ -81,11 +81,11 @@ fn read_fallback_locations(env: &mut Env) -> Option<Vec<Location>> {
     match names.map(str::parse).collect::<Result<Vec<Location>, _>>() {
         Ok(locations) if locations.len() <= MAX_FALLBACK_LOCATIONS => Some(locations),
         Ok(_) => {
-            env.add_mistake(variable, format!("must name at most {MAX_FALLBACK_LOCATIONS} locations"));
+            env.add_error(variable, format!("must name at most {MAX_FALLBACK_LOCATIONS} locations"));
             None
         }
         Err(why) => {
-            env.add_mistake(variable, why);
+            env.add_error(variable, why);
             None
         }
     }
@@ -115,7 +115,7 @@ pub(super) fn read_provider(env: &mut Env) -> Option<ProviderConfig> {
 fn read_short_name(env: &mut Env, variable: &Variable) -> Option<String> {
     let name = env.text(variable)?;
     if name.chars().count() > MAX_NAME_CHARS || name.chars().any(char::is_control) {
-        env.add_mistake(variable, format!("must have at most {MAX_NAME_CHARS} characters, on one line"));
+        env.add_error(variable, format!("must have at most {MAX_NAME_CHARS} characters, on one line"));
         return None;
     }
     Some(name)

@@ -43,13 +43,13 @@ impl RouterConfig {
         let code_host: Option<HostAndPort> = env.required(&vars::CODE_HOST);
         match (&app_host, &code_host) {
             (Some(app), Some(code)) if app == code => {
-                env.add_mistake(&vars::CODE_HOST, "must differ from APP_HOST");
+                env.add_error(&vars::CODE_HOST, "must differ from APP_HOST");
             }
             // Requests to the code host would be served as requests to the app host, which is matched first.
             (Some(app), Some(code)) if app.name == code.name && app.port.is_none() => {
                 let why =
                     "has the same name as APP_HOST, which matches every port: add a port to APP_HOST, too";
-                env.add_mistake(&vars::CODE_HOST, why);
+                env.add_error(&vars::CODE_HOST, why);
             }
             _ => {}
         }
@@ -58,7 +58,7 @@ impl RouterConfig {
             Some("https") => Some("https"),
             Some("http") => Some("http"),
             Some(_) => {
-                env.add_mistake(&vars::ROUTER_PUBLIC_SCHEME, "must be https or http");
+                env.add_error(&vars::ROUTER_PUBLIC_SCHEME, "must be https or http");
                 None
             }
         };
@@ -111,7 +111,7 @@ fn read_audiences(env: &mut Env) -> Option<Vec<String>> {
     let all: Vec<String> =
         text.split(',').map(|name| name.trim().to_owned()).filter(|name| !name.is_empty()).collect();
     if all.is_empty() {
-        env.add_mistake(&vars::IDP_AUDIENCE, "must name at least one audience; separate several with commas");
+        env.add_error(&vars::IDP_AUDIENCE, "must name at least one audience; separate several with commas");
     }
     Some(all)
 }
@@ -122,7 +122,7 @@ fn read_jwks_url(env: &mut Env, issuer: Option<&str>) -> Option<Url> {
     }
     let issuer = issuer?;
     let Ok(url) = Url::parse(&format!("{}/.well-known/jwks.json", issuer.trim_end_matches('/'))) else {
-        env.add_mistake(&vars::IDP_JWKS_URL, "is required, because IDP_ISSUER is not a URL");
+        env.add_error(&vars::IDP_JWKS_URL, "is required, because IDP_ISSUER is not a URL");
         return None;
     };
     Some(url)
@@ -196,7 +196,7 @@ mod tests {
         }
         let mut env = Env::from_pairs(all.into_iter().filter(|(_, value)| !value.is_empty()));
         let config = RouterConfig::read(&mut env);
-        env.finish(config).map_err(|error| error.mistakes)
+        env.finish(config).map_err(|error| error.errors)
     }
 
     #[test]
@@ -215,18 +215,18 @@ mod tests {
     }
 
     #[test]
-    fn read_reports_every_mistake() {
-        let mistakes = read(&[
+    fn read_reports_every_error() {
+        let errors = read(&[
             ("APP_HOST", "https://app"),
             ("CODE_HOST", ""),
             ("IDP_AUDIENCE", " , "),
             ("IDP_SIGN_IN_URL", "ftp://x"),
             ("ROUTER_PUBLIC_SCHEME", "gopher"),
         ]);
-        assert_eq!(mistakes.unwrap_err().len(), 5);
+        assert_eq!(errors.unwrap_err().len(), 5);
         for unreachable in ["app.example", "app.example:8443"] {
-            let mistakes = read(&[("CODE_HOST", unreachable)]).unwrap_err();
-            assert!(mistakes[0].starts_with("CODE_HOST"), "{mistakes:?}");
+            let errors = read(&[("CODE_HOST", unreachable)]).unwrap_err();
+            assert!(errors[0].starts_with("CODE_HOST"), "{errors:?}");
         }
         let ports = [("APP_HOST", "app.example:8443"), ("CODE_HOST", "app.example:9443")];
         let config = read(&ports).unwrap();

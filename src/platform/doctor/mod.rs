@@ -43,11 +43,12 @@ pub async fn run_checks(file: Option<&Path>) -> DoctorReport {
     let config = match PlatformConfig::read(env) {
         Ok(config) => config,
         Err(error) => {
-            let mistakes = error.mistakes.into_iter().fold(Findings::new("configuration"), |found, mistake| {
-                let next = "correct the setting, see docs/reference/configuration.md; svc-platform will not start";
-                found.problem(mistake, next)
+            let errors = error.errors.into_iter().fold(Findings::new("configuration"), |found, error| {
+                let next =
+                    "correct the setting, see docs/reference/configuration.md; svc-platform will not start";
+                found.problem(error, next)
             });
-            findings.extend(mistakes.into_list());
+            findings.extend(errors.into_list());
             for check in [
                 "database",
                 "platform-key",

@@ -69,7 +69,7 @@ fn report(part: &'static str, outcome: anyhow::Result<()>) {
         }
         Err(error) => {
             RECONCILER_RUNS.add_one([part, "failed"]);
-            tracing::warn!(error = %format_chain(error.as_ref()), part, "a part of the reconciler failed");
+            tracing::warn!(error = %format_chain(error.as_ref()), part, "a reconciler task failed");
         }
     }
 }
@@ -138,8 +138,8 @@ async fn delete_expired_preview(platform: &Platform, machine: MachineId) -> anyh
     Ok(())
 }
 
-/// Ends operations that have exceeded all of their own limits, for example because a step crashes each process that
-/// runs it.
+/// Ends operations that have made no progress for too long or are too old, for example because a step crashes every
+/// process that runs it.
 async fn end_stalled_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let timing = &platform.config.timing;
@@ -224,7 +224,7 @@ fn listing_interval(servers: u64) -> Duration {
     Duration::from_secs(further_calls * SECONDS_PER_CALL)
 }
 
-/// Requests the deletion of servers that are no longer kept, unless the database may have lost machines. Only the pass
+/// Requests the deletion of servers whose retention has ended, unless the database may have lost machines. Only the pass
 /// that took the inventory may do this: another process's inventory may still be running, and the stored list may come
 /// from a restored copy.
 async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
@@ -239,7 +239,7 @@ async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
     for machine in &found {
         db::operations::create(&tx, *machine, OperationKind::RemoveServer, OperationOptions::default())
             .await?;
-        tracing::info!(%machine, "the machine's server is no longer kept");
+        tracing::info!(%machine, "the retention of the machine's server has ended: removing it");
     }
     db::commit(tx).await?;
     if !found.is_empty() {

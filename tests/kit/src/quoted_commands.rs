@@ -3,11 +3,11 @@
 
 use clap::{Arg, Command};
 
-/// The number of checked command lines, and the mistakes in them.
+/// The number of checked command lines, and the errors in them.
 #[derive(Debug, Default)]
 pub struct QuoteReport {
     pub checked: usize,
-    pub mistakes: Vec<String>,
+    pub errors: Vec<String>,
 }
 
 /// The language of a text, which determines how its lines are joined.
@@ -32,12 +32,12 @@ impl Language {
 pub fn check(program: &Command, text: &str, language: Language) -> QuoteReport {
     let commands = find_command_lines(program.get_name(), text, language);
     let checked = commands.len();
-    let describe_mistake = |(arguments, quoting): (String, Quoting)| {
+    let describe_error = |(arguments, quoting): (String, Quoting)| {
         let parsed = || if quoting == Quoting::Line { parse_error(program, &arguments) } else { None };
-        let why = find_mistake(program, &arguments, quoting).or_else(parsed)?;
+        let why = find_error(program, &arguments, quoting).or_else(parsed)?;
         Some(format!("`{} {arguments}`: {why}", program.get_name()))
     };
-    QuoteReport { checked, mistakes: commands.into_iter().filter_map(describe_mistake).collect() }
+    QuoteReport { checked, errors: commands.into_iter().filter_map(describe_error).collect() }
 }
 
 /// How a command is delimited in the surrounding text.
@@ -58,8 +58,8 @@ fn is_notation(word: &str) -> bool {
     is_alternative || ["…", "OPTIONS", "COMMAND", "<COMMAND>"].contains(&word)
 }
 
-/// Finds the first mistake in a program's arguments, if any.
-fn find_mistake(program: &Command, arguments: &str, quoting: Quoting) -> Option<String> {
+/// Finds the first error in a program's arguments, if any.
+fn find_error(program: &Command, arguments: &str, quoting: Quoting) -> Option<String> {
     let mut command = program;
     let (mut positionals, mut path) = (0, program.get_name().to_owned());
     let words = match quoting {
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn check_finds_mistakes_in_every_kind_of_quotation() {
+    fn check_finds_errors_in_every_kind_of_quotation() {
         for text in [
             "`cargo tool make`",
             "`A=1 cargo tool build --in X`",
@@ -209,7 +209,7 @@ mod tests {
             "\n```\n$ cargo tool build a b\n```\n",
             "\n```\ncargo tool build --out 'a b'\n```\n",
         ] {
-            assert_eq!(check(&program(), text, Language::Markdown).mistakes.len(), 1, "{text}");
+            assert_eq!(check(&program(), text, Language::Markdown).errors.len(), 1, "{text}");
         }
     }
 
@@ -222,7 +222,7 @@ mod tests {
             "the command cargo tool is prose",
         ] {
             let quoted = check(&program(), text, Language::Markdown);
-            assert!(quoted.checked > 0 && quoted.mistakes.is_empty(), "{text}: {quoted:?}");
+            assert!(quoted.checked > 0 && quoted.errors.is_empty(), "{text}: {quoted:?}");
         }
     }
 }

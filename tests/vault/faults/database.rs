@@ -168,7 +168,8 @@ async fn exhausted_connections_fail_the_run_with_a_message() -> Result<()> {
     release_connections(&mut sessions, CONNECTIONS - 1).await?;
     let result = machine.run(&["svc-db-backup"])?;
     ensure!([Some(69), Some(70)].contains(&result.code), "{:?}: {}", result.code, result.stderr);
-    assert_failed(&machine, &["dump"], "too many clients")?;
+    // The server may not have freed the run's first connection when the run opens its second.
+    assert_failed(&machine, &["snapshot", "dump"], "too many clients")?;
     assert_eq!(store.uploads(BUCKET), Vec::<String>::new());
     assert_eq!(machine::pointer(&store).await?, before);
     // A single other session does not block the run.

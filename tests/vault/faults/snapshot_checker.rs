@@ -143,7 +143,7 @@ mod tests {
         store.write(
             BUCKET,
             &path(&format!("{key}.json")),
-            serde_json::to_vec(&side).expect("plain fields are JSON"),
+            serde_json::to_vec(&side).expect("plain fields serialize to JSON"),
         );
         let moved = pointer::advance(current, &side.snapshot_ref())
             .expect("the slot is not fenced")
@@ -151,7 +151,7 @@ mod tests {
         store.write(
             BUCKET,
             &path("system/db/latest"),
-            serde_json::to_vec(&moved).expect("plain fields are JSON"),
+            serde_json::to_vec(&moved).expect("plain fields serialize to JSON"),
         );
         moved
     }
@@ -168,7 +168,7 @@ mod tests {
             store.write(
                 BUCKET,
                 &path("system/db/latest"),
-                serde_json::to_vec(&pointer).expect("plain fields are JSON"),
+                serde_json::to_vec(&pointer).expect("plain fields serialize to JSON"),
             );
         }
         let violations: [(&str, Violation); 9] = [

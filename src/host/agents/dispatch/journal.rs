@@ -90,7 +90,7 @@ impl Journal {
                 (JournalFile::Batch(batch.clone()), serde_json::to_vec(all))
             }
         };
-        fsx::write_atomic(&self.path(&file), &text.expect("plain fields are JSON"), 0o600)
+        fsx::write_atomic(&self.path(&file), &text.expect("plain fields serialize to JSON"), 0o600)
     }
 
     /// Marks a dispatch as started with an empty file, which needs no disk space. Returns `false` if even that fails

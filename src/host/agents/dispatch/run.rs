@@ -460,7 +460,7 @@ impl<'a> Run<'a> {
         {
             self.dispatch.add_seen_call(id, self.has_hook_ids);
         }
-        let data = serde_json::to_value(event).expect("plain fields are JSON");
+        let data = serde_json::to_value(event).expect("plain fields serialize to JSON");
         let kind = data["type"].as_str().unwrap_or_default().to_owned();
         self.dispatch.publish(&kind, &data);
     }

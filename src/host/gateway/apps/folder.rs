@@ -1,4 +1,4 @@
-//! Scans the apps folder for folders that contain a `svc.json`, and reads their manifests.
+//! Scans the apps folder for folders that contain an `svc.json`, and reads their manifests.
 
 use std::io;
 use std::path::{Path, PathBuf};

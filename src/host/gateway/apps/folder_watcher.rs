@@ -1,6 +1,6 @@
 //! Watches the apps folder and debounces its changes.
 //!
-//! Only the apps folder and its direct children are watched: a `svc.json` is never deeper, and an app's `node_modules`
+//! Only the apps folder and its direct children are watched: an `svc.json` is never deeper, and an app's `node_modules`
 //! would need one watch for each folder.
 
 use std::collections::BTreeSet;

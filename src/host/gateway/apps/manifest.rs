@@ -61,9 +61,9 @@ impl Table {
 
 /// The errors in a manifest, one line each.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{}", .mistakes.join("; "))]
+#[error("{}", .errors.join("; "))]
 pub struct ManifestError {
-    pub mistakes: Vec<String>,
+    pub errors: Vec<String>,
 }
 
 impl Manifest {
@@ -71,7 +71,7 @@ impl Manifest {
     /// All errors in the manifest.
     pub fn parse(text: &[u8]) -> Result<Self, ManifestError> {
         let value = serde_json::from_slice(text).map_err(|error| ManifestError {
-            mistakes: vec![format!("svc.json: is not valid JSON: {error}")],
+            errors: vec![format!("svc.json: is not valid JSON: {error}")],
         })?;
         Self::from_value(&value)
     }
@@ -82,8 +82,8 @@ impl Manifest {
         let mut reader = ManifestReader::default();
         let manifest = reader.read_manifest(value);
         match manifest {
-            Some(manifest) if reader.mistakes.is_empty() => Ok(manifest),
-            _ => Err(ManifestError { mistakes: reader.mistakes }),
+            Some(manifest) if reader.errors.is_empty() => Ok(manifest),
+            _ => Err(ManifestError { errors: reader.errors }),
         }
     }
 
@@ -118,13 +118,13 @@ impl Table {
 
 #[derive(Default)]
 struct ManifestReader {
-    mistakes: Vec<String>,
+    errors: Vec<String>,
 }
 
 impl ManifestReader {
     /// Records an error; always returns `None`.
     fn reject<T>(&mut self, path: &str, message: impl std::fmt::Display) -> Option<T> {
-        self.mistakes.push(format!("{path}: {message}"));
+        self.errors.push(format!("{path}: {message}"));
         None
     }
 

@@ -147,7 +147,7 @@ pub fn read_event_id(app: Option<&str>, text: &str, current: u32) -> Option<(u32
 /// # Errors
 /// All errors in the manifest.
 pub fn read_manifest(text: &[u8]) -> Result<(Value, Vec<String>), Vec<String>> {
-    let manifest = Manifest::parse(text).map_err(|error| error.mistakes)?;
+    let manifest = Manifest::parse(text).map_err(|error| error.errors)?;
     let sql = registration_sql(&manifest.slug.schema(), &manifest.tables);
     Ok((manifest.to_value(), sql))
 }

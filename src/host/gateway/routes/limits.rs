@@ -70,7 +70,7 @@ async fn limits_json(kernel: &Kernel, user: &str) -> Result<Value, Problem> {
         "reservation": settings.limits.reservation,
         "daily": daily,
         "monthly": monthly,
-        "mistake": settings.mistake,
+        "mistake": settings.error,
     }))
 }
 

@@ -140,7 +140,7 @@ impl<'a> RegistrationClient<'a> {
 }
 
 fn to_json(report: &impl Serialize) -> String {
-    serde_json::to_string(report).expect("plain fields are JSON")
+    serde_json::to_string(report).expect("plain fields serialize to JSON")
 }
 
 /// Returns the problem's `detail`, or "no detail" if it is empty.

@@ -132,7 +132,7 @@ impl RegisterConfig {
         let configured = configured.and_then(|text| bundle::parse_digest(&text));
         let bundle_sha256 = installed.or(configured);
         if bundle_sha256.is_none() {
-            env.add_mistake(
+            env.add_error(
                 &vars::SVC_BUNDLE_SHA256,
                 "must be 64 hexadecimal digits if no release is installed",
             );

@@ -51,7 +51,7 @@ impl RegistrationState {
         {
             return Ok(earlier);
         }
-        let sent = serde_json::to_string(body).expect("plain fields are JSON");
+        let sent = serde_json::to_string(body).expect("plain fields serialize to JSON");
         let state = Self { version: 1, machine_id: body.machine_id, sent, registered_at: None };
         state.write(layout)?;
         Ok(state)
@@ -79,7 +79,7 @@ impl RegistrationState {
     }
 
     fn write(&self, layout: &Layout) -> Result<(), FileError> {
-        let text = serde_json::to_vec(self).expect("plain fields are JSON");
+        let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(&layout.registration(), &text, 0o600)
     }
 }

@@ -39,7 +39,7 @@ pub struct SupersededRecord {
 
 impl SupersededRecord {
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
-        let text = serde_json::to_vec(self).expect("plain fields are JSON");
+        let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(&layout.superseded(), &text, 0o644)
     }
 }
@@ -154,7 +154,7 @@ fn store_next_token(
 }
 
 fn store_proof_keys(layout: &Layout, keys: &ProofKeys) -> Result<(), FileError> {
-    let text = serde_json::to_vec(keys).expect("keys are plain JSON");
+    let text = serde_json::to_vec(keys).expect("keys serialize to JSON");
     let path = layout.proof_keys();
     if fsx::read_if_exists(&path)?.is_some_and(|current| current == text) {
         return Ok(());

@@ -79,7 +79,7 @@ impl SyncConfig {
 fn read_seconds(env: &mut Env, variable: &Variable) -> Duration {
     let seconds: u64 = env.or_default(variable);
     if seconds == 0 {
-        env.add_mistake(variable, "must be at least 1");
+        env.add_error(variable, "must be at least 1");
     }
     Duration::from_secs(seconds.max(1))
 }

@@ -188,7 +188,7 @@ impl LineQueue {
                 format!("{now} lines dropped since {since} because the queue was full: {lost}").into_bytes()
             }
             _ => serde_json::to_vec(&GapLine { version: 1, timestamp, gap: Gap { lost, since, why: None } })
-                .expect("plain fields are JSON"),
+                .expect("plain fields serialize to JSON"),
         };
         line.push(b'\n');
         Some(line)

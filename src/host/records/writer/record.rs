@@ -13,7 +13,7 @@ pub const MAX_QUEUED_BYTES: usize = 16 << 20;
 /// A record that this writer writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Record {
-    /// The interactions that count for a day.
+    /// The interactions attributed to one day.
     Interactions(Date),
     Audit,
     /// Plain text; the other records are JSON.
@@ -46,7 +46,7 @@ impl Record {
     }
 }
 
-/// The line was rejected. A gap before the next line reports it.
+/// The line was rejected. A gap entry before the next line reports the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("record queue full: the disk accepts no writes")]
+#[error("record queue full: the line is dropped")]
 pub struct QueueFull;

@@ -33,7 +33,8 @@ fn write(layout: &Layout, mut uploads: Vec<OpenUpload>) -> Result<(), FileError>
         return fsx::remove_if_exists(&layout.open_uploads());
     }
     uploads.drain(..uploads.len().saturating_sub(MAX_UPLOADS));
-    let text = serde_json::to_vec(&UploadList { version: FORMAT, uploads }).expect("plain fields are JSON");
+    let text =
+        serde_json::to_vec(&UploadList { version: FORMAT, uploads }).expect("plain fields serialize to JSON");
     fsx::write_atomic(&layout.open_uploads(), &text, 0o600)
 }
 

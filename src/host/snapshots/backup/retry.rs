@@ -24,7 +24,7 @@ impl RetrySchedule {
     pub fn read(env: &mut Env) -> Self {
         let seconds: u64 = env.or_default(&vars::BACKUP_RETRY_SECONDS);
         if seconds == 0 {
-            env.add_mistake(&vars::BACKUP_RETRY_SECONDS, "must be at least 1");
+            env.add_error(&vars::BACKUP_RETRY_SECONDS, "must be at least 1");
         }
         Self::new(Duration::from_secs(seconds.max(1)))
     }

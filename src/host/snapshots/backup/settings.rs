@@ -75,7 +75,7 @@ impl BackupSettings {
 fn read_verify_within_days(env: &mut Env) -> u32 {
     let days = env.or_default(&vars::VERIFY_WITHIN_DAYS);
     if days == 0 {
-        env.add_mistake(&vars::VERIFY_WITHIN_DAYS, "must be at least 1");
+        env.add_error(&vars::VERIFY_WITHIN_DAYS, "must be at least 1");
     }
     days
 }

@@ -74,7 +74,7 @@ impl StoredSessions {
     }
 
     pub fn write(&self, file: &Path) -> Result<(), FileError> {
-        let text = serde_json::to_vec(self).expect("plain fields are JSON");
+        let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(file, &text, 0o600)
     }
 }

@@ -26,7 +26,7 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 const UNCHECKED_AUTHORIZATION: &str =
     "AWS4-HMAC-SHA256 Credential=kit/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=00";
 
-/// A third-party store. It admits everyone, so the kit accesses its content without a valid signature.
+/// A third-party store. It does not verify signatures, so the kit can access its contents without a valid one.
 pub enum ThirdParty {
     Moto(Moto),
     Seaweed(Seaweed),
@@ -140,7 +140,7 @@ impl Upstream {
         elements(&text, "Upload").map(|upload| field(upload, "Key")).collect()
     }
 
-    /// Blocks the caller's thread, as a test's other accesses to the store's content do.
+    /// Blocks the calling thread, like every other method that tests use to access the store's contents.
     fn call(&self, method: Method, target: &str, body: Bytes) -> Result<(StatusCode, Bytes)> {
         let request = self.client.request(method, format!("http://{}/{target}", self.address));
         let request = request.header(AUTHORIZATION, UNCHECKED_AUTHORIZATION).body(body);

@@ -290,7 +290,7 @@ async fn copy_rows(
         return Ok(copied);
     }
     let all: Vec<&CopiedTable> = recreated.iter().chain(&copied).collect();
-    let all = serde_json::to_string(&all).expect("plain fields are JSON");
+    let all = serde_json::to_string(&all).expect("plain fields serialize to JSON");
     let insert_log = "INSERT INTO svc.side_copies (request_id, tables) VALUES ($1, $2::text::jsonb)";
     transaction.execute(insert_log, &[&request_id, &all]).await.map_err(query("record the copy"))?;
     failpoint::pass("side.copied")?;
