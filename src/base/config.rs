@@ -72,7 +72,7 @@ impl Env {
                     }
                 }),
                 Err(line) => {
-                    self.errors.push(format!("{}: line {line} is not KEY=value on one line", path.display()))
+                    self.errors.push(format!("{}: line {line} is not KEY=value on one line", path.display()));
                 }
             },
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
