@@ -151,6 +151,12 @@ async fn many_unknown_servers_are_kept_until_released() {
     assert_eq!(stack.status(&process, &guests[0].machine).await, "running");
 }
 
+/// Makes the provider respond to each request to create a server with this error.
+fn fail_server_creation(stack: &Stack, status: u16, code: &str) {
+    let fault = Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
+    stack.provider.add_fault(FaultRule::times(1000, "POST", "/servers", fault));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn account_error_raises_one_alarm_and_fails_no_machine() {
     let stack = Stack::start().await;
@@ -160,18 +166,14 @@ async fn account_error_raises_one_alarm_and_fails_no_machine() {
         ("unauthorized", 401, "provider_unauthorized"),
         ("resource_unavailable", 412, "provider_capacity"),
     ] {
-        let fault = |status, code: &str| {
-            let fault = Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
-            stack.provider.add_fault(FaultRule::times(1000, "POST", "/servers", fault));
-        };
         // Both requests are accepted before the provider rejects a create call: after a rejection, the platform would
         // reject the second request.
-        fault(423, "locked");
+        fail_server_creation(&stack, 423, "locked");
         let users = (format!("{name}_1"), format!("{name}_2"));
         let provisioned =
             [stack.provision(&process, &users.0).await, stack.provision(&process, &users.1).await];
         stack.provider.clear_faults();
-        fault(status, code);
+        fail_server_creation(&stack, status, code);
         let raised = || async { find_alarm(&fetch_fleet(&stack, &process).await, name).cloned() };
         stack.eventually("the alarm is raised", raised).await;
         // This is longer than the operation deadline.
@@ -198,11 +200,7 @@ async fn account_error_raises_one_alarm_and_fails_no_machine() {
 async fn time_without_capacity_does_not_count_toward_the_deadline() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let fail = |status: u16, code: &str| {
-        let fault = Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
-        stack.provider.add_fault(FaultRule::times(1000, "POST", "/servers", fault));
-    };
-    fail(412, "resource_unavailable");
+    fail_server_creation(&stack, 412, "resource_unavailable");
     let provisioned = stack.provision(&process, "user_1").await;
     let operation = provisioned["operationId"].as_str().unwrap();
     let client = stack.database.connect().await.unwrap();
@@ -211,11 +209,12 @@ async fn time_without_capacity_does_not_count_toward_the_deadline() {
         client.query_opt(sql, &[]).await.unwrap()
     };
     stack.eventually("the operation waits for capacity", blocked).await;
-    let age = "UPDATE operations SET created_at = created_at - interval '3 hours'";
+    let age = "UPDATE operations SET created_at = created_at - interval '3 hours', \
+               progress_at = progress_at - interval '3 hours'";
     assert_eq!(client.execute(age, &[]).await.unwrap(), 1);
     // The operation continues with an error of its own, so that the reconciler sees it before it ends.
     stack.provider.clear_faults();
-    fail(423, "locked");
+    fail_server_creation(&stack, 423, "locked");
     let continued = || async { blocked().await.is_none().then_some(()) };
     stack.eventually("the operation continues", continued).await;
     tokio::time::sleep(Duration::from_secs(2)).await;
