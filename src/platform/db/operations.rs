@@ -9,6 +9,7 @@ use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
 use serde_json::Value;
 use tokio_postgres::Row;
+use tokio_postgres::types::ToSql;
 use uuid::Uuid;
 
 use super::operation_metrics;
@@ -174,17 +175,30 @@ pub async fn count_running_by_kind(client: &impl GenericClient) -> Result<Vec<(S
 
 /// The limits beyond which an operation counts as stalled.
 pub struct StallLimits<'a> {
-    /// Maximum time without progress. Time during which the provider's account is blocked does not count.
-    pub progress_timeout: Duration,
-    /// Maximum age since the operation was created, or was last continued by an operator.
-    pub max_age: Duration,
-    /// Operations that only other releases support never count as stalled.
-    pub supported: SupportedSteps<'a>,
+    progress_timeout_seconds: f64,
+    max_age_seconds: f64,
+    supported: SupportedSteps<'a>,
 }
 
-impl StallLimits<'_> {
+impl<'a> StallLimits<'a> {
+    /// - `progress_timeout`: maximum time without progress. Time during which the provider's account is blocked does
+    ///   not count.
+    /// - `max_age`: maximum age since the operation was created, or was last continued by an operator.
+    /// - `supported`: operations that only other releases support never count as stalled.
+    pub fn new(progress_timeout: Duration, max_age: Duration, supported: SupportedSteps<'a>) -> Self {
+        let (progress_timeout_seconds, max_age_seconds) =
+            (progress_timeout.as_secs_f64(), max_age.as_secs_f64());
+        Self { progress_timeout_seconds, max_age_seconds, supported }
+    }
+
+    /// The parameters `$1` to `$5` of [`Self::CONDITION`].
+    fn params(&self) -> [&(dyn ToSql + Sync); 5] {
+        let SupportedSteps { kinds, steps } = &self.supported;
+        [&self.progress_timeout_seconds, &self.max_age_seconds, kinds, steps, &PROVIDER_ACCOUNT_BLOCKED]
+    }
+
     /// Excludes operations that are waiting for an operator or for the provider's account, and deletions and server
-    /// removals, which are retried until an operator abandons them. Uses the parameters `$1` to `$5`.
+    /// removals, which are retried until an operator abandons them.
     const CONDITION: &'static str = "state = 'running' AND kind NOT IN ('delete', 'remove_server') \
          AND question IS NULL AND error_code IS DISTINCT FROM $5 AND kind = ANY($3) AND step = ANY($4) \
          AND (greatest(created_at, progress_at) <= clock_timestamp() - make_interval(secs => $1) \
@@ -200,10 +214,7 @@ pub async fn list_stalled(
 ) -> Result<Vec<OperationRow>, DbError> {
     let condition = StallLimits::CONDITION;
     let sql = format!("SELECT {COLUMNS} FROM operations WHERE {condition} ORDER BY created_at LIMIT 100");
-    let (progress_timeout, max_age) = (limits.progress_timeout.as_secs_f64(), limits.max_age.as_secs_f64());
-    let SupportedSteps { kinds, steps } = &limits.supported;
-    let params: super::Params<'_> = &[&progress_timeout, &max_age, kinds, steps, &PROVIDER_ACCOUNT_BLOCKED];
-    Ok(query(client, &sql, params).await?.iter().map(OperationRow::parse).collect())
+    Ok(query(client, &sql, &limits.params()).await?.iter().map(OperationRow::parse).collect())
 }
 
 /// Locks the operation until the transaction ends, and returns whether it is stalled: it may have continued since it was
@@ -215,11 +226,8 @@ pub async fn lock_stalled(
 ) -> Result<bool, DbError> {
     let condition = StallLimits::CONDITION;
     let sql = format!("SELECT 1 FROM operations WHERE operation_id = $6 AND {condition} FOR UPDATE");
-    let (progress_timeout, max_age) = (limits.progress_timeout.as_secs_f64(), limits.max_age.as_secs_f64());
-    let SupportedSteps { kinds, steps } = &limits.supported;
-    let params: super::Params<'_> =
-        &[&progress_timeout, &max_age, kinds, steps, &PROVIDER_ACCOUNT_BLOCKED, &id.0];
-    Ok(query_opt(tx, &sql, params).await?.is_some())
+    let [timeout, max_age, kinds, steps, blocked] = limits.params();
+    Ok(query_opt(tx, &sql, &[timeout, max_age, kinds, steps, blocked, &id.0]).await?.is_some())
 }
 
 /// A long-running operation and its machine's handle.

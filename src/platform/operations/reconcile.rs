@@ -143,11 +143,7 @@ async fn delete_expired_preview(platform: &Platform, machine: MachineId) -> anyh
 async fn end_stalled_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let timing = &platform.config.timing;
-    let limits = StallLimits {
-        progress_timeout: timing.operation_deadline,
-        max_age: timing.operation_limit,
-        supported: supported_steps(),
-    };
+    let limits = StallLimits::new(timing.operation_deadline, timing.operation_limit, supported_steps());
     let found = db::operations::list_stalled(&session, &limits).await?;
     drop(session);
     let mut failures = Failures::default();

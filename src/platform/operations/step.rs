@@ -71,7 +71,7 @@ impl StepOutcome {
     }
 }
 
-/// What is recorded about the machine, written in the transaction that ends the step.
+/// A change to the machine's row, written in the transaction that ends the step.
 pub enum StepRecord {
     Nothing,
     CreateAccepted {
