@@ -42,7 +42,7 @@ async fn story_leaks_no_secret() {
 
 async fn check_for_leaks(stack: &Stack, watch: &ProcessWatch) -> Result<()> {
     let mut detector = Detector::default();
-    let mut responses = provoke_refusals(stack, &mut detector).await?;
+    let mut responses = trigger_refusals(stack, &mut detector).await?;
     let databases = register_secrets_of_stack(stack, &mut detector)?;
     check_request_id(stack).await?;
 
@@ -89,7 +89,7 @@ fn scan_all(
 }
 
 /// Uses every kind of credential, correctly and incorrectly, and returns all refusals.
-async fn provoke_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> {
+async fn trigger_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> {
     let mut refused = Vec::new();
     let client = reqwest::Client::builder().timeout(Duration::from_secs(20)).no_proxy().build()?;
     let owner = stack.owner_token();

@@ -1,5 +1,6 @@
 //! Reads users and groups from `/etc/passwd` and `/etc/group`: a static binary must not call the C library for them.
 
+use std::collections::HashMap;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 
@@ -24,6 +25,11 @@ impl Accounts {
         Self { passwd: read("etc/passwd"), group: read("etc/group") }
     }
 
+    /// Returns all names, for looking up many files' owners.
+    pub fn names(&self) -> AccountNames {
+        AccountNames { users: NameTable::parse(&self.passwd), groups: NameTable::parse(&self.group) }
+    }
+
     pub fn uid(&self, user: &str) -> Option<u32> {
         entry(&self.passwd, user)?.get(2)?.parse().ok()
     }
@@ -40,6 +46,51 @@ impl Accounts {
             uid: self.uid(user)?,
             gids: std::iter::once(primary_gid).chain(other_gids).collect(),
         })
+    }
+}
+
+/// The names and numbers of a system's users and groups.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct AccountNames {
+    users: NameTable,
+    groups: NameTable,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct NameTable {
+    names: HashMap<u32, String>,
+    ids: HashMap<String, u32>,
+}
+
+impl NameTable {
+    /// Parses lines of `<name>:<password>:<id>:…`. The first name of a number counts, and the first number of a name.
+    fn parse(text: &str) -> Self {
+        let mut table = Self::default();
+        for line in text.lines() {
+            let mut fields = line.split(':');
+            let (Some(name), Some(Ok(id))) = (fields.next(), fields.nth(1).map(str::parse)) else { continue };
+            table.names.entry(id).or_insert_with(|| name.to_owned());
+            table.ids.entry(name.to_owned()).or_insert(id);
+        }
+        table
+    }
+}
+
+impl AccountNames {
+    pub fn user(&self, uid: u32) -> Option<&str> {
+        self.users.names.get(&uid).map(String::as_str)
+    }
+
+    pub fn group(&self, gid: u32) -> Option<&str> {
+        self.groups.names.get(&gid).map(String::as_str)
+    }
+
+    pub fn uid(&self, user: &str) -> Option<u32> {
+        self.users.ids.get(user).copied()
+    }
+
+    pub fn gid(&self, group: &str) -> Option<u32> {
+        self.groups.ids.get(group).copied()
     }
 }
 
@@ -75,6 +126,9 @@ mod tests {
         assert_eq!(accounts.credentials("svc"), Some(Credentials { uid: 7, gids: vec![8, 9] }));
         assert_eq!((accounts.uid("root"), accounts.uid("sv")), (Some(0), None));
         assert_eq!(accounts.credentials("torn"), None);
+        let names = accounts.names();
+        assert_eq!((names.user(7), names.user(10), names.group(9)), (Some("svc"), None, Some("svc-two")));
+        assert_eq!((names.uid("svc"), names.gid("svc"), names.gid("torn")), (Some(7), Some(8), None));
         assert_eq!(Accounts::default().credentials("root"), None);
     }
 

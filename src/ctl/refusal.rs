@@ -203,7 +203,7 @@ fn describe_members(body: &Value, detail: &str) -> String {
         body["allowed"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     // The state explains the refusal only if it is not itself allowed.
     let status = body["machineStatus"].as_str().filter(|status| !allowed.contains(status));
-    // Platforms with an earlier release write "; this needs ".
+    // Platforms running an earlier release write "; this needs ".
     let names_states = detail.contains(", but must be ") || detail.contains("; this needs ");
     if let Some(status) = status.filter(|_| !allowed.is_empty() && !names_states) {
         message.push_str(&format!(" It is {status}, and must be {}.", allowed.join(" or ")));
@@ -254,8 +254,8 @@ fn advice(code: &str) -> Option<&'static str> {
         "handle_taken" => "choose another handle; `svcctl list --handle <handle>` shows who has it",
         "snapshot_unusable" => {
             "`svcctl pointer show <user>` and `svcctl backup list <machine>` show the slot's snapshots; `svcctl recover <user> \
-             --snapshot <key>` restores one, `svcctl recover <user> --allow-empty` starts empty (only for a new or \
-             intentionally empty user)"
+             --snapshot <key>` restores one, `svcctl recover <user> --allow-empty` starts empty (only for a new \
+             user, or one whose data is intentionally empty)"
         }
         "idempotency_mismatch" => "run the command again: each run uses a new key",
         "preview_limit_reached" => "delete a preview machine first",
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn missing_pointer_never_advises_to_start_empty() {
+    fn missing_pointer_never_suggests_starting_empty() {
         let text = r#"{"code":"snapshot_unusable","detail":"user_1/primary/system/db/latest cannot be recovered from: the pointer is missing."}"#;
         let message = ApiProblem::parse(StatusCode::CONFLICT, text, None).to_string();
         assert!(

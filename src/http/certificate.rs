@@ -1,4 +1,4 @@
-//! A server certificate that can be replaced without a restart, and the responses to its TLS-ALPN-01 validations (RFC
+//! A server certificate that can be replaced without a restart, and the responses to its TLS-ALPN-01 challenges (RFC
 //! 8737).
 
 use std::fmt;
@@ -17,7 +17,7 @@ use rustls::sign::{CertifiedKey, SigningKey};
 
 use super::tls::{ChainVerifier, Identity, SpkiPin, provider};
 
-/// The ALPN protocol for a TLS-ALPN-01 validation.
+/// The ALPN protocol for a TLS-ALPN-01 challenge.
 pub const ACME_ALPN: &[u8] = b"acme-tls/1";
 
 /// Maximum size of a PEM certificate chain.
@@ -159,11 +159,11 @@ impl CertificateResolver {
         *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(certified);
     }
 
-    /// Responds to validations for this name until the guard is dropped.
+    /// Responds to challenges for this name until the guard is dropped.
     ///
     /// # Errors
     /// If the certificate cannot be created.
-    pub fn respond_to_validation(
+    pub fn respond_to_challenge(
         self: &Arc<Self>,
         name: &str,
         key_authorization_digest: &[u8],
@@ -210,9 +210,9 @@ impl fmt::Debug for CertificateResolver {
 
 impl ResolvesServerCert for CertificateResolver {
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        let is_validation =
+        let is_challenge =
             hello.alpn().is_some_and(|mut offered| offered.any(|protocol| protocol == ACME_ALPN));
-        if !is_validation {
+        if !is_challenge {
             return Some(Arc::clone(&self.current.read().unwrap_or_else(PoisonError::into_inner)));
         }
         // If no validation is in progress, the handshake fails.

@@ -1,4 +1,4 @@
-//! Forwards TLS-ALPN-01 validations to the machine whose name they validate.
+//! Forwards TLS-ALPN-01 challenges to the machine whose name they validate.
 //!
 //! A public CA resolves a machine's name to the router, but the machine must respond with its own certificate. Only the
 //! ClientHello is inspected, by peeking, so the router can still serve other connections as usual.
@@ -185,8 +185,8 @@ async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
             }
             if peeked >= whole {
                 hello.truncate(whole);
-                let is_validation = hello.windows(ACME_ALPN.len()).any(|window| window == ACME_ALPN);
-                return is_validation.then_some(hello);
+                let is_challenge = hello.windows(ACME_ALPN.len()).any(|window| window == ACME_ALPN);
+                return is_challenge.then_some(hello);
             }
         }
         interval = if peeked > seen { MIN_PEEK_INTERVAL } else { (interval * 2).min(MAX_PEEK_INTERVAL) };
@@ -205,8 +205,8 @@ fn parse_validated_name(hello: &[u8]) -> Option<String> {
     }
     let accepted = acceptor.accept().ok()??;
     let hello = accepted.client_hello();
-    let is_validation = hello.alpn()?.eq([ACME_ALPN]);
-    let name = hello.server_name().filter(|_| is_validation)?;
+    let is_challenge = hello.alpn()?.eq([ACME_ALPN]);
+    let name = hello.server_name().filter(|_| is_challenge)?;
     Some(name.to_ascii_lowercase())
 }
 

@@ -13,7 +13,7 @@ use super::state::{FailureCause, Status};
 pub enum RestoreMode {
     /// A snapshot must exist and is restored.
     Required,
-    /// A confirmed absence of a snapshot is accepted; an existing one is still restored.
+    /// The machine may start empty if it is confirmed that there is no snapshot; an existing one is still restored.
     Empty,
 }
 

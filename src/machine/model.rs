@@ -30,7 +30,7 @@ pub struct Rules {
     pub has_unique_names: bool,
     /// Whether a machine that left its slot without a final backup is marked as unsaved.
     pub marks_unsaved: bool,
-    /// Whether a replaced server is kept until its successor has served.
+    /// Whether a replaced server is kept until its successor has served traffic.
     pub keeps_predecessors: bool,
     /// Whether a host's writers stop before its final backup.
     pub stops_writers: bool,

@@ -176,7 +176,7 @@ fn apply_reinstatement(
             State::Failed { cause: FailureCause::Reinstating }
         }
         State::Failed { cause } => State::Failed { cause: *cause },
-        // The machine has never served, so there is no state to return to.
+        // The machine has never served traffic, so there is no state to return to.
         State::Provisioning | State::Recovering | State::Retired { .. } | State::Deleted { .. } => {
             return Err(refusal);
         }
@@ -251,7 +251,7 @@ fn failed_while_off(cause: FailureCause) -> Outcome {
     )
 }
 
-/// Fails a machine that has never served, which gives its slot back.
+/// Fails a machine that has never served traffic, which gives its slot back.
 fn failed_boot(cause: FailureCause) -> Outcome {
     moved(
         State::Failed { cause },

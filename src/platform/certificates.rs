@@ -22,7 +22,7 @@ pub enum CertificateState {
     Trusted,
     /// Trusted, and about to expire: its renewal has been failing for a long time.
     Expiring,
-    /// No certificate that the host's trusted roots accept for its name.
+    /// No certificate for its name that chains to the host's trusted roots.
     Missing,
 }
 

@@ -22,7 +22,7 @@ use svc_store::Bucket;
 use svc_store::key::{self, SlotPrefix};
 use svc_store::newer_snapshot;
 use svc_store::pointer::SnapshotRef;
-use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
+use svc_store::snapshot::{self, Sidecar, SnapshotUnusable};
 use svc_wire::copies::{self as wire, KeptReason, SnapshotSource};
 
 /// Timeout for finding the newest snapshot in the store.
@@ -33,7 +33,7 @@ pub struct Copies {
     user: IdpUserId,
     slot: Slot,
     live: Option<MachineRow>,
-    /// The last machine that has served the slot, even if it no longer has a server.
+    /// The last machine in the slot that has served traffic, even if it no longer has a server.
     holder: Option<(MachineId, Epoch)>,
     /// An earlier machine's snapshot that is newer than the restored one.
     unrestored: Option<String>,
@@ -136,7 +136,7 @@ fn to_unrestored_snapshot(key: &str) -> wire::UnrestoredSnapshot {
 }
 
 /// Returns the API representation of a complete snapshot that is newer than the one that the pointer names.
-pub fn to_newer_snapshot(side: &SideRecord) -> wire::NewerSnapshot {
+pub fn to_newer_snapshot(side: &Sidecar) -> wire::NewerSnapshot {
     wire::NewerSnapshot {
         taken_at: side.taken_at.into(),
         machine_id: side.machine_id.into(),
@@ -151,7 +151,7 @@ async fn find_newer(
     holder: (MachineId, Epoch),
     latest: &SnapshotRef,
     deadline: tokio::time::Instant,
-) -> Option<SideRecord> {
+) -> Option<Sidecar> {
     let found = tokio::time::timeout_at(deadline, newer_snapshot::find(bucket, slot, holder, latest)).await;
     match found {
         Ok(Ok(newer)) => newer,
@@ -166,13 +166,13 @@ async fn find_newer(
     }
 }
 
-/// Finds a complete snapshot that is newer than `latest`, which the pointer names: an operator is warned about it before
-/// a recovery.
+/// Finds a complete snapshot that is newer than `latest`, which the pointer names: an operator is warned about it
+/// before a recovery.
 pub async fn find_newer_for_machine(
     bucket: &Bucket,
     machine: &MachineRow,
     latest: &SnapshotRef,
-) -> Option<SideRecord> {
+) -> Option<Sidecar> {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
     find_newer(bucket, &slot, (machine.id, machine.epoch), latest, deadline).await
@@ -199,7 +199,7 @@ fn to_kept_server(row: &KeptServerRow) -> wire::KeptServer {
         machine_id: row.machine.into(),
         provider_server_id: Some(row.server.to_string()),
         reason: reason.into(),
-        // Retention does not apply to a server that a running deletion removes.
+        // Retention does not apply to a server that is already being deleted.
         until: row.until.filter(|_| row.deleted_by.is_none()).map(Into::into),
         deleted_by: row.deleted_by.map(Into::into),
         unsaved_since: row.unsaved_since.map(Into::into),
@@ -208,7 +208,7 @@ fn to_kept_server(row: &KeptServerRow) -> wire::KeptServer {
     }
 }
 
-/// Returns the number of seconds for which the serving machine's writes may not be in any snapshot. If the newest
+/// Returns how many seconds of the serving machine's writes may be missing from every snapshot. If the newest
 /// snapshot is another machine's, it may lack everything that this machine has written since its own last snapshot.
 fn unsaved_seconds(live: &MachineRow, newest: Option<&NewestSnapshot>, now: Timestamp) -> u64 {
     let own = live.backup_taken_at.or(live.registered_at);

@@ -22,8 +22,8 @@ const STUCK_ATTEMPTS: i32 = 8;
 const BOOT_SLOW_SECONDS: f64 = 600.0;
 /// A machine that has been off for longer than this may have been forgotten.
 const POWERED_OFF_LONG_SECONDS: f64 = 3600.0;
-/// A token counts as not rotated once its rotation has been due for this long. A host normally adopts its next token with
-/// the first heartbeat after the rotation is due.
+/// A token counts as not rotated once its rotation has been due for this long. A host normally adopts its next token
+/// with the first heartbeat after the rotation is due.
 const TOKEN_OVERDUE_SECONDS: f64 = 7.0 * 86_400.0;
 /// Maximum number of machines listed as needing attention; the total counts all.
 pub const MAX_LISTED_MACHINES: usize = 1000;
@@ -46,13 +46,13 @@ impl Health {
         match row.heartbeat_age {
             None => Self::Unknown,
             Some(age) if age > SILENT_SECONDS => Self::Silent,
-            Some(_) if Self::are_parts_ok(row) => Self::Healthy,
+            Some(_) if Self::all_parts_ok(row) => Self::Healthy,
             Some(_) => Self::Unhealthy,
         }
     }
 
     /// Returns whether the gateway, the database and, if the release has it, code-server are healthy.
-    fn are_parts_ok(row: &FleetRow) -> bool {
+    fn all_parts_ok(row: &FleetRow) -> bool {
         is_ok(row.gateway.as_deref())
             && is_ok(row.database.as_deref())
             && row.code.as_deref().is_none_or(|code| code == "ok")

@@ -1,4 +1,4 @@
-//! The rotation of `PLATFORM_KEY` while two keys are in force: secrets made with the previous key are replaced until
+//! The rotation of `PLATFORM_KEY` while two keys are active: secrets made with the previous key are replaced until
 //! nothing needs that key.
 //!
 //! Signing keys are resealed and fences re-signed here; host tokens rotate through heartbeats. None of this starts

@@ -3,8 +3,8 @@
 //! Heartbeat responses deliver a new proof key, which signs for a host once that host has acknowledged it. The old key
 //! is retired when every routable host that is sending heartbeats has a newer one. Silent hosts do not block this: the
 //! retired key that a silent host has acknowledged still signs for that host only, until it acknowledges a different
-//! key. A new app key signs after the overlap, when every router has read it; the old key is retired when all of its
-//! tokens have expired.
+//! key. A new app key starts signing after the overlap, by which time every router has read it; the old key is retired
+//! when all of its tokens have expired.
 //!
 //! Invariant: a signature is made only with a key that every verifier has.
 

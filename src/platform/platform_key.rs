@@ -1,4 +1,4 @@
-//! The platform keys in force. New secrets are made with `PLATFORM_KEY`; secrets made with `PLATFORM_KEY_PREVIOUS` are
+//! The active platform keys. New secrets are made with `PLATFORM_KEY`; secrets made with `PLATFORM_KEY_PREVIOUS` are
 //! still accepted.
 //!
 //! Invariant: outside the process, a key is identified only by its fingerprint, which reveals nothing about the key.

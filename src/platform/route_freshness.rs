@@ -38,7 +38,7 @@ impl RoutesState {
         }
     }
 
-    pub fn are_served(self) -> bool {
+    pub fn is_usable(self) -> bool {
         matches!(self, Self::Current | Self::Stale)
     }
 }
@@ -99,6 +99,6 @@ mod tests {
         assert_eq!(confirmed_ago(15), RoutesState::Stale);
         assert_eq!(confirmed_ago(1799), RoutesState::Stale);
         assert_eq!(confirmed_ago(1801), RoutesState::TooOld);
-        assert!(!RoutesState::NotLoaded.are_served() && !RoutesState::TooOld.are_served());
+        assert!(!RoutesState::NotLoaded.is_usable() && !RoutesState::TooOld.is_usable());
     }
 }

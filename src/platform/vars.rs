@@ -53,7 +53,7 @@ svc_base::variables! {
     "platform.keys", in "process environment or the platform's env file", by ["svc-platform"] {
         /// The key that makes the tokens of hosts and operators, signs fences and seals the signing keys.
         PLATFORM_KEY: "32 bytes, in hexadecimal or base64" = required;
-        /// A second key in force. It is only used to verify and to decrypt, never to make anything new. See [Rotate
+        /// A second active key. It is only used to verify and to decrypt, never to make anything new. See [Rotate
         /// PLATFORM_KEY](../operating/keys.md#rotate-platform_key).
         PLATFORM_KEY_PREVIOUS: "32 bytes, in hexadecimal or base64" = unset;
         /// A bearer token that has every scope. It is used to create the first operators.

@@ -88,6 +88,6 @@ pub enum Cause {
     },
     #[error("the provider's response is larger than {limit} bytes")]
     TooLarge { limit: usize },
-    #[error("rate budget exhausted for {} ms", .after.as_millis())]
+    #[error("rate limit budget exhausted for {} ms", .after.as_millis())]
     Exhausted { after: Duration },
 }

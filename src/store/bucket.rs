@@ -399,7 +399,7 @@ mod tests {
     fn is_unusable_pointer_recognizes_only_pointer_errors() {
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         let corrupt = |key: &Path| StoreError::corrupt(key, &"expected value").to_string();
-        let side = slot.side_record("system/db/snapshots/x.dump").unwrap();
+        let side = slot.sidecar("system/db/snapshots/x.dump").unwrap();
         let fenced = Fenced { fence: Epoch(3), holder: None, mine: Epoch(2) };
         let implausible = Fenced { fence: Epoch(100_000), ..fenced };
         for (error, expected) in [

@@ -1,7 +1,7 @@
 //! Published host bundles: the archive's digest, and the signed manifest that hosts need for an update.
 //!
-//! A manifest is trusted only as [`VerifiedManifest`], which only [`verify`] creates. Unknown formats are rejected;
-//! unknown fields are ignored, except in a key set.
+//! A manifest is trusted only as a [`VerifiedManifest`], which only [`verify`] can create. Unknown formats are
+//! rejected; unknown fields are ignored, except in a key set.
 
 mod keys;
 
@@ -39,7 +39,7 @@ pub async fn read_digest(bucket: &Bucket, version: &ImageVersion) -> Result<Opti
     }
 }
 
-/// Reads the published manifest and signature; `None` if one of them is missing.
+/// Reads the published manifest and signature; `None` if either is missing.
 pub async fn read_signed_manifest(
     bucket: &Bucket,
     version: &ImageVersion,
@@ -82,7 +82,7 @@ pub struct Manifest {
     /// The keys that hosts trust once they are healthy on this release; `None` for no change.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trusted_keys: Option<KeySet>,
-    /// Parts of earlier releases that this one removes on purpose: their names in `release.json`.
+    /// Parts of earlier releases that this one deliberately removes, by their names in `release.json`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub removes: Vec<String>,
 }
@@ -96,7 +96,7 @@ pub enum ManifestError {
     MalformedSignature,
     #[error("it is not signed by a key that is trusted here (signed with {})", .ids.join(", "))]
     UnknownKey { ids: Vec<String> },
-    #[error("the signature of the key {id} does not match this manifest")]
+    #[error("the signature by key {id} does not match this manifest")]
     InvalidSignature { id: String },
     #[error("the manifest is not readable: {why}")]
     Malformed { why: String },
@@ -108,9 +108,9 @@ pub enum ManifestError {
     Expired { at: Timestamp },
     #[error(transparent)]
     KeySet(#[from] KeySetError),
-    #[error("the archive has the SHA-256 {found}, but the manifest states {expected}")]
+    #[error("the archive's SHA-256 is {found}, but the manifest says {expected}")]
     WrongDigest { expected: String, found: String },
-    #[error("the archive has {found} bytes, but the manifest states {expected}")]
+    #[error("the archive is {found} bytes, but the manifest says {expected}")]
     WrongSize { expected: u64, found: u64 },
 }
 

@@ -106,12 +106,12 @@ pub const RANGES: Capability = Capability {
     without: "A download that was interrupted cannot resume, or could mix two versions.",
 };
 pub const UPLOADS: Capability = Capability {
-    name: "an upload in parts is visible only when it is completed",
+    name: "a multipart upload is visible only when it is completed",
     need: Need::Required,
     without: "No snapshot can be stored, or a broken one becomes an object.",
 };
 pub const UPLOAD_ONCE: Capability = Capability {
-    name: "an upload in parts creates an object only if there is none",
+    name: "a multipart upload creates an object only if there is none",
     need: Need::Recommended,
     without: "Stolen credentials of a host can overwrite a snapshot; hosts themselves never do.",
 };

@@ -83,7 +83,7 @@ impl StoreConfig {
         self.open_with(None)
     }
 
-    /// Like [`Self::open`], with credentials from `source` instead of those in the settings.
+    /// Like [`Self::open`], but with credentials from `source` instead of those in the settings.
     ///
     /// # Errors
     /// Same as [`Self::open`].
@@ -158,7 +158,7 @@ fn read_bucket_name(env: &mut Env) -> Option<String> {
     if name.is_none() {
         env.add_error(
             &vars::OBJECT_STORE_URL,
-            "is required and not set (nor is OBJECT_STORE_BUCKET or S3_BUCKET)",
+            "is required but not set (nor is OBJECT_STORE_BUCKET or S3_BUCKET)",
         );
     }
     name

@@ -19,9 +19,9 @@ const FLOOR_TIMEOUT: Duration = Duration::from_secs(10);
 /// Implausible epochs in metadata and keys are ignored, and so is an implausible fence, because the platform's fence
 /// replaces it.
 ///
-/// # Errors
-/// [`StoreError`]; `Corrupt` if the pointer is unreadable and its fence therefore unknown, or if its snapshot's epoch is
-/// implausible. Unreadable metadata is ignored, because a machine's fence is written before its metadata.
+/// # Errors [`StoreError`]; `Corrupt` if the pointer is unreadable and its fence therefore unknown, or if its
+/// snapshot's epoch is implausible. Unreadable metadata is ignored, because a machine's fence is written before its
+/// metadata.
 pub async fn read_floor(bucket: &Bucket, slot: &SlotPrefix, known: Epoch) -> Result<Epoch, StoreError> {
     let bound = known.max_plausible();
     let read = async {
@@ -103,7 +103,7 @@ mod tests {
         Bucket::new(Arc::new(InMemory::new()))
     }
 
-    async fn put_side_record(bucket: &Bucket, name: &str) {
+    async fn put_sidecar(bucket: &Bucket, name: &str) {
         bucket.put(&slot().snapshots().join(name), &b"{}"[..]).await.unwrap();
     }
 
@@ -137,8 +137,8 @@ mod tests {
                 .await
                 .unwrap();
             bucket.put_json(&slot().vps_meta(), &vps_meta(meta)).await.unwrap();
-            put_side_record(&bucket, &name(key)).await;
-            put_side_record(&bucket, &name(1)).await;
+            put_sidecar(&bucket, &name(key)).await;
+            put_sidecar(&bucket, &name(1)).await;
             assert_eq!(
                 read_floor(&bucket, &slot(), Epoch::NONE).await.unwrap(),
                 Epoch(9),
@@ -150,10 +150,10 @@ mod tests {
     #[tokio::test]
     async fn floor_ignores_implausible_and_unreadable_epochs() {
         let bucket = bucket();
-        put_side_record(&bucket, "2026-01-02T03-04-05.678Z-4294967295.dump.json").await;
-        put_side_record(&bucket, "odd.dump.json").await;
+        put_sidecar(&bucket, "2026-01-02T03-04-05.678Z-4294967295.dump.json").await;
+        put_sidecar(&bucket, "odd.dump.json").await;
         bucket.put(&slot().vps_meta(), &b"torn"[..]).await.unwrap();
-        put_side_record(&bucket, "2026-01-02T03-04-05.678Z-2.dump.json").await;
+        put_sidecar(&bucket, "2026-01-02T03-04-05.678Z-2.dump.json").await;
         assert_eq!(read_floor(&bucket, &slot(), Epoch::NONE).await.unwrap(), Epoch(2));
     }
 

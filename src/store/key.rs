@@ -1,4 +1,4 @@
-//! Object keys (specification, part 2; contract, part 4). A slot's objects are below `<idpUserId>/<slot>/`.
+//! Object keys (specification, part 2; contract, part 4). A slot's objects are under `<idpUserId>/<slot>/`.
 
 use jiff::Timestamp;
 use object_store::path::Path;
@@ -12,7 +12,7 @@ pub const BUNDLE_FILE: &str = "svc-host-bundle.tar.gz";
 /// Number of digits in a pointer-log entry's name, enough for the highest `seq`.
 const SEQ_DIGITS: usize = 16;
 
-/// The part common to all snapshot and side-record keys.
+/// The part common to all snapshot and sidecar keys.
 pub const SNAPSHOTS: &str = "/system/db/snapshots/";
 
 /// The suffix of a pointer's key.
@@ -53,7 +53,22 @@ impl SlotPrefix {
 
     /// Returns the log entry that claims `seq`. Names sort in numeric order.
     pub fn pointer_entry(&self, seq: u64) -> Path {
-        self.pointer_log().join(format!("{seq:0SEQ_DIGITS$}.json"))
+        self.pointer_paths().entry(seq)
+    }
+
+    /// Returns the objects of the pointer to the latest snapshot of the database.
+    pub fn pointer_paths(&self) -> PointerPaths {
+        PointerPaths { latest: self.pointer(), log: self.pointer_log() }
+    }
+
+    /// Returns the root of the repository with the copies of the owner's files.
+    pub fn files(&self) -> Path {
+        self.join(&["files"])
+    }
+
+    /// Returns the objects of the pointer to the latest snapshot of the owner's files.
+    pub fn files_pointer_paths(&self) -> PointerPaths {
+        PointerPaths { latest: self.join(&["files", "latest"]), log: self.join(&["files", "pointer-log"]) }
     }
 
     pub fn snapshots(&self) -> Path {
@@ -67,9 +82,24 @@ impl SlotPrefix {
         Some(self.snapshots().join(key.as_str().rsplit('/').next()?))
     }
 
-    /// Returns the path of a snapshot's side record.
-    pub fn side_record(&self, key: &str) -> Option<Path> {
+    /// Returns the path of a snapshot's sidecar.
+    pub fn sidecar(&self, key: &str) -> Option<Path> {
         self.snapshot(key).map(|path| Path::from(format!("{path}.json")))
+    }
+}
+
+/// The objects of a pointer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PointerPaths {
+    pub latest: Path,
+    /// The folder of the log.
+    pub log: Path,
+}
+
+impl PointerPaths {
+    /// Returns the log entry that claims `seq`. Names sort in numeric order.
+    pub fn entry(&self, seq: u64) -> Path {
+        self.log.clone().join(format!("{seq:0SEQ_DIGITS$}.json"))
     }
 }
 
@@ -179,8 +209,8 @@ pub(super) fn matches_record(key: &str, taken_at: Timestamp, epoch: Epoch) -> bo
     end.and_then(|end| end.parse::<Epoch>().ok()).is_none_or(|end| end == epoch)
 }
 
-/// Whether the object is a snapshot's side record.
-pub fn is_side_record(object: &Path) -> bool {
+/// Whether the object is a snapshot's sidecar.
+pub fn is_sidecar(object: &Path) -> bool {
     object.filename().is_some_and(|name| name.ends_with(".dump.json"))
 }
 
@@ -215,7 +245,7 @@ mod tests {
         assert_eq!(epoch_of("system/db/snapshots/x.dump"), None);
         let path = prefix.snapshot(&key).unwrap();
         assert_eq!(path.as_ref(), format!("user_1/primary/{key}"));
-        assert_eq!(prefix.side_record(&key).unwrap().as_ref(), format!("user_1/primary/{key}.json"));
+        assert_eq!(prefix.sidecar(&key).unwrap().as_ref(), format!("user_1/primary/{key}.json"));
     }
 
     #[test]

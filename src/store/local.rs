@@ -1,7 +1,7 @@
 //! A directory as a bucket, for development: `OBJECT_STORE_URL=file:///dir`.
 //!
 //! A file system has no conditional replace, so every put and copy takes the store's lock, which also excludes other
-//! processes, and a replace compares the ETag while holding the lock. Uploads in parts take no lock.
+//! processes, and a replace compares the ETag while holding the lock. Multipart uploads take no lock.
 
 use std::fmt;
 use std::fs::File;
@@ -115,7 +115,7 @@ mod tests {
     use super::*;
     use crate::key::SlotPrefix;
     use crate::pointer::Fence;
-    use crate::pointer::tests::{side_record, snapshot};
+    use crate::pointer::tests::{sidecar, snapshot};
     use crate::{Bucket, pointer_io};
     use svc_machine::epoch::Epoch;
     use svc_machine::id::MachineId;
@@ -133,9 +133,8 @@ mod tests {
             .map(|n| {
                 let (bucket, slot) = (open(), slot.clone());
                 tokio::spawn(async move {
-                    let side = side_record(&snapshot(n, Epoch(1)));
-                    let recorded =
-                        crate::snapshot::write_side_record(&bucket, &slot, &side, None).await.unwrap();
+                    let side = sidecar(&snapshot(n, Epoch(1)));
+                    let recorded = crate::snapshot::write_sidecar(&bucket, &slot, &side, None).await.unwrap();
                     pointer_io::advance(&bucket, &slot, &recorded).await
                 })
             })

@@ -10,6 +10,7 @@ pub mod capabilities;
 pub mod config;
 pub mod credentials;
 pub mod epoch_floor;
+pub mod files_pointer;
 pub mod key;
 #[cfg(test)]
 mod lenient;

@@ -8,7 +8,7 @@ use futures_util::StreamExt;
 use super::bucket::{Bucket, StoreError};
 use super::key::{self, SlotPrefix};
 use super::pointer::SnapshotRef;
-use super::snapshot::{self, SideRecord, SnapshotUnusable};
+use super::snapshot::{self, Sidecar, SnapshotUnusable};
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
@@ -28,7 +28,7 @@ pub async fn find(
     slot: &SlotPrefix,
     (machine, epoch): (MachineId, Epoch),
     current: &SnapshotRef,
-) -> Result<Option<SideRecord>, StoreError> {
+) -> Result<Option<Sidecar>, StoreError> {
     let Some(after) = slot.snapshot(&current.key) else { return Ok(None) };
     let prefix = slot.snapshots();
     let mut listing = bucket.raw().list_with_offset(Some(&prefix), &after).take(MAX_NAMES);

@@ -1,10 +1,11 @@
-//! `system/db/latest`: the pointer, and its changes by a fence or a new snapshot. All functions are pure; `pointer_io`
-//! reads and writes the pointer.
+//! The pointers `system/db/latest` and `files/latest`, and their changes by a fence or a new snapshot. All functions are
+//! pure; `pointer_io` reads and writes the pointers.
 //!
 //! Invariants: `seq` and `fenceEpoch` only increase, except that an implausible fence is replaced; a machine below the
 //! fence, or another machine with the fence's epoch, never moves the pointer; nothing depends on the hosts' clocks.
 
 use jiff::Timestamp;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use svc_base::clock;
@@ -22,7 +23,7 @@ pub const MAX_SEQ_AHEAD: u64 = 1_000_000;
 /// with `emptiedAt`, an operator's decision to restore no earlier snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Pointer {
+pub struct Pointer<S = SnapshotRef> {
     pub version: u32,
     pub fence_epoch: Epoch,
     /// The machine that the fence admits. Older releases omit it.
@@ -32,7 +33,7 @@ pub struct Pointer {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fence_proof: Option<String>,
     pub seq: u64,
-    pub snapshot: Option<SnapshotRef>,
+    pub snapshot: Option<S>,
     /// When an operator decided that the slot starts empty although it has snapshots.
     #[serde(default, with = "clock::wire_option", skip_serializing_if = "Option::is_none")]
     pub emptied_at: Option<Timestamp>,
@@ -54,6 +55,34 @@ pub struct SnapshotRef {
     pub taken_at: Timestamp,
     #[serde(with = "clock::wire")]
     pub verified_at: Timestamp,
+}
+
+/// A snapshot that a pointer can name: of the database, or of the owner's files.
+pub trait PointerTarget: Clone + PartialEq + Serialize + DeserializeOwned {
+    /// Identifies the snapshot in its slot.
+    fn key(&self) -> &str;
+    /// The machine that took it.
+    fn machine_id(&self) -> MachineId;
+    fn epoch(&self) -> Epoch;
+    fn taken_at(&self) -> Timestamp;
+}
+
+impl PointerTarget for SnapshotRef {
+    fn key(&self) -> &str {
+        &self.key
+    }
+
+    fn machine_id(&self) -> MachineId {
+        self.machine_id
+    }
+
+    fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    fn taken_at(&self) -> Timestamp {
+        self.taken_at
+    }
 }
 
 /// Whether an error message means that a snapshot pointer is not sound. Hosts report errors only as messages.
@@ -108,12 +137,12 @@ impl Fenced {
     }
 }
 
-impl Pointer {
+impl<S: PointerTarget> Pointer<S> {
     /// Returns the machine with the fence's epoch: the fence's machine, or the machine that took the latest snapshot,
     /// if that snapshot has the same epoch.
     pub fn fence_holder(&self) -> Option<MachineId> {
-        let writer = || self.snapshot.as_ref().filter(|named| named.epoch == self.fence_epoch);
-        self.fence_machine_id.or_else(|| writer().map(|named| named.machine_id))
+        let writer = || self.snapshot.as_ref().filter(|named| named.epoch() == self.fence_epoch);
+        self.fence_machine_id.or_else(|| writer().map(PointerTarget::machine_id))
     }
 
     /// Returns the fence's proof, if the fence is for this machine and epoch.
@@ -143,10 +172,14 @@ impl Pointer {
 ///
 /// # Errors
 /// [`Fenced`] if there is already a fence for a higher epoch, or for another machine with the same epoch.
-pub fn fence(current: Option<&Pointer>, fence: &Fence) -> Result<Option<Pointer>, Fenced> {
+pub fn fence<S: PointerTarget>(
+    current: Option<&Pointer<S>>,
+    fence: &Fence,
+) -> Result<Option<Pointer<S>>, Fenced> {
     let Fence { epoch, machine, proof } = fence;
     let mut known_proof = None;
-    let is_implausible = |pointer: &Pointer| proof.is_some() && pointer.fence_epoch > epoch.max_plausible();
+    let is_implausible =
+        |pointer: &Pointer<S>| proof.is_some() && pointer.fence_epoch > epoch.max_plausible();
     if let Some(pointer) = current.filter(|pointer| !is_implausible(pointer)) {
         pointer.admit(*epoch, *machine)?;
         known_proof = pointer.proof_of(*epoch, *machine);
@@ -155,15 +188,29 @@ pub fn fence(current: Option<&Pointer>, fence: &Fence) -> Result<Option<Pointer>
             return Ok(None);
         }
     }
-    Ok(Some(Pointer {
+    Ok(set_fence(current, &Fence { proof: proof.clone().or(known_proof), ..fence.clone() }))
+}
+
+/// Returns the pointer with this fence, which replaces any other; `None` if it already has it.
+pub fn set_fence<S: PointerTarget>(current: Option<&Pointer<S>>, fence: &Fence) -> Option<Pointer<S>> {
+    let Fence { epoch, machine, proof } = fence;
+    let is_same = |pointer: &&Pointer<S>| {
+        pointer.fence_epoch == *epoch
+            && pointer.fence_machine_id == Some(*machine)
+            && pointer.fence_proof == *proof
+    };
+    if current.filter(is_same).is_some() {
+        return None;
+    }
+    Some(Pointer {
         version: FORMAT,
         fence_epoch: *epoch,
         fence_machine_id: Some(*machine),
-        fence_proof: proof.clone().or(known_proof),
+        fence_proof: proof.clone(),
         seq: current.map_or(0, |pointer| pointer.seq) + 1,
         snapshot: current.and_then(|pointer| pointer.snapshot.clone()),
         emptied_at: current.and_then(|pointer| pointer.emptied_at),
-    }))
+    })
 }
 
 /// Returns the pointer moved to `snapshot` by the machine that took it; `None` if it already names that snapshot.
@@ -172,18 +219,21 @@ pub fn fence(current: Option<&Pointer>, fence: &Fence) -> Result<Option<Pointer>
 ///
 /// # Errors
 /// [`Fenced`] if the fence is above the snapshot's epoch, or at that epoch for another machine.
-pub fn advance(current: Option<&Pointer>, snapshot: &SnapshotRef) -> Result<Option<Pointer>, Fenced> {
+pub fn advance<S: PointerTarget>(
+    current: Option<&Pointer<S>>,
+    snapshot: &S,
+) -> Result<Option<Pointer<S>>, Fenced> {
     if let Some(pointer) = current {
-        if pointer.snapshot.as_ref().is_some_and(|latest| latest.key == snapshot.key) {
+        if pointer.snapshot.as_ref().is_some_and(|latest| latest.key() == snapshot.key()) {
             return Ok(None);
         }
-        pointer.admit(snapshot.epoch, snapshot.machine_id)?;
+        pointer.admit(snapshot.epoch(), snapshot.machine_id())?;
     }
     Ok(Some(Pointer {
         version: FORMAT,
-        fence_epoch: snapshot.epoch,
-        fence_machine_id: Some(snapshot.machine_id),
-        fence_proof: current.and_then(|pointer| pointer.proof_of(snapshot.epoch, snapshot.machine_id)),
+        fence_epoch: snapshot.epoch(),
+        fence_machine_id: Some(snapshot.machine_id()),
+        fence_proof: current.and_then(|pointer| pointer.proof_of(snapshot.epoch(), snapshot.machine_id())),
         seq: current.map_or(0, |pointer| pointer.seq) + 1,
         snapshot: Some(snapshot.clone()),
         emptied_at: None,
@@ -193,12 +243,14 @@ pub fn advance(current: Option<&Pointer>, snapshot: &SnapshotRef) -> Result<Opti
 /// Merges different values with the same `seq` in the log and in `latest`: an older release wrote `latest` without
 /// claiming that `seq`. The writes were concurrent, so the higher fence is kept, and the snapshot with the higher
 /// epoch or, if the epochs are equal, the later one.
-pub fn merge(claimed: &Pointer, latest: &Pointer) -> Pointer {
-    let order = |pointer: &Pointer| pointer.snapshot.as_ref().map(|named| (named.epoch, named.taken_at));
+pub fn merge<S: PointerTarget>(claimed: &Pointer<S>, latest: &Pointer<S>) -> Pointer<S> {
+    let order =
+        |pointer: &Pointer<S>| pointer.snapshot.as_ref().map(|named| (named.epoch(), named.taken_at()));
     let snapshot = if order(latest) > order(claimed) { &latest.snapshot } else { &claimed.snapshot };
     let fence = if latest.fence_epoch > claimed.fence_epoch { latest } else { claimed };
     let holder = fence.fence_holder();
-    let proof_of = |pointer: &Pointer| holder.and_then(|holder| pointer.proof_of(fence.fence_epoch, holder));
+    let proof_of =
+        |pointer: &Pointer<S>| holder.and_then(|holder| pointer.proof_of(fence.fence_epoch, holder));
     Pointer {
         version: FORMAT,
         fence_epoch: fence.fence_epoch,
@@ -229,8 +281,8 @@ pub(crate) mod tests {
         }
     }
 
-    pub(crate) fn side_record(snapshot: &SnapshotRef) -> crate::snapshot::SideRecord {
-        crate::snapshot::SideRecord {
+    pub(crate) fn sidecar(snapshot: &SnapshotRef) -> crate::snapshot::Sidecar {
+        crate::snapshot::Sidecar {
             version: crate::snapshot::FORMAT,
             key: snapshot.key.clone(),
             size_bytes: snapshot.size_bytes,
@@ -261,7 +313,7 @@ pub(crate) mod tests {
 
     #[test]
     fn fence_without_pointer_is_a_tombstone() {
-        let first = fence(None, &Fence::unsigned(Epoch(1), machine(1))).unwrap().unwrap();
+        let first = fence::<SnapshotRef>(None, &Fence::unsigned(Epoch(1), machine(1))).unwrap().unwrap();
         assert_eq!(first.snapshot, None);
         let second = fence(Some(&first), &Fence::unsigned(Epoch(2), machine(2))).unwrap().unwrap();
         let refused = advance(Some(&second), &snapshot_by(1, Epoch(1), machine(1))).unwrap_err();
@@ -279,7 +331,7 @@ pub(crate) mod tests {
 
     #[test]
     fn equal_epoch_of_another_machine_is_fenced() {
-        let fenced = fence(None, &Fence::unsigned(Epoch(2), machine(1))).unwrap().unwrap();
+        let fenced = fence::<SnapshotRef>(None, &Fence::unsigned(Epoch(2), machine(1))).unwrap().unwrap();
         let refusal = Fenced { fence: Epoch(2), holder: Some(machine(1)), mine: Epoch(2) };
         assert_eq!(fence(Some(&fenced), &Fence::unsigned(Epoch(2), machine(2))), Err(refusal));
         assert_eq!(advance(Some(&fenced), &snapshot_by(1, Epoch(2), machine(2))), Err(refusal));
@@ -291,7 +343,7 @@ pub(crate) mod tests {
     #[test]
     fn proof_is_kept_only_with_its_machine_and_epoch() {
         let signed = |epoch, by, proof: &str| Fence { epoch, machine: by, proof: Some(proof.to_owned()) };
-        let first = fence(None, &signed(Epoch(1), machine(1), "a")).unwrap().unwrap();
+        let first = fence::<SnapshotRef>(None, &signed(Epoch(1), machine(1), "a")).unwrap().unwrap();
         assert_eq!(fence(Some(&first), &signed(Epoch(1), machine(1), "a")), Ok(None));
         let backed_up = advance(Some(&first), &snapshot_by(1, Epoch(1), machine(1))).unwrap().unwrap();
         assert_eq!(backed_up.fence_proof.as_deref(), Some("a"));
@@ -300,7 +352,7 @@ pub(crate) mod tests {
         let second = fence(Some(&raised), &signed(Epoch(10), machine(2), "b")).unwrap().unwrap();
         assert_eq!(second.fence_proof.as_deref(), Some("b"));
 
-        let unsigned = fence(None, &Fence::unsigned(Epoch(1), machine(1))).unwrap().unwrap();
+        let unsigned = fence::<SnapshotRef>(None, &Fence::unsigned(Epoch(1), machine(1))).unwrap().unwrap();
         let signed = fence(Some(&unsigned), &signed(Epoch(1), machine(1), "a")).unwrap().unwrap();
         assert_eq!((signed.fence_proof.as_deref(), signed.seq), (Some("a"), 2));
     }
@@ -321,7 +373,7 @@ pub(crate) mod tests {
 
     #[test]
     fn merge_keeps_the_higher_fence_and_the_later_snapshot() {
-        let base = fence(None, &Fence::unsigned(Epoch(1), machine(1))).unwrap().unwrap();
+        let base = fence::<SnapshotRef>(None, &Fence::unsigned(Epoch(1), machine(1))).unwrap().unwrap();
         let claimed = fence(Some(&base), &Fence::unsigned(Epoch(2), machine(2))).unwrap().unwrap();
         let latest = advance(Some(&base), &snapshot_by(9, Epoch(1), machine(1))).unwrap().unwrap();
         for merged in [merge(&claimed, &latest), merge(&latest, &claimed)] {
@@ -333,7 +385,7 @@ pub(crate) mod tests {
 
     #[test]
     fn merge_of_equal_fences_keeps_the_only_proof() {
-        let unsigned = fence(None, &Fence::unsigned(Epoch(2), machine(1))).unwrap().unwrap();
+        let unsigned = fence::<SnapshotRef>(None, &Fence::unsigned(Epoch(2), machine(1))).unwrap().unwrap();
         let signed = Pointer { fence_proof: Some("a".into()), ..unsigned.clone() };
         for merged in [merge(&unsigned, &signed), merge(&signed, &unsigned)] {
             assert_eq!(merged.fence_proof.as_deref(), Some("a"));
@@ -345,13 +397,15 @@ pub(crate) mod tests {
 
     #[test]
     fn implausible_fence_is_replaced_only_by_a_signed_one() {
-        let implausible = fence(None, &Fence::unsigned(Epoch(5000), machine(1))).unwrap().unwrap();
+        let implausible =
+            fence::<SnapshotRef>(None, &Fence::unsigned(Epoch(5000), machine(1))).unwrap().unwrap();
         assert!(fence(Some(&implausible), &Fence::unsigned(Epoch(3), machine(2))).is_err());
         let signed = Fence { epoch: Epoch(3), machine: machine(2), proof: Some("a".into()) };
         let fenced = fence(Some(&implausible), &signed).unwrap().unwrap();
         assert_eq!((fenced.fence_epoch, fenced.fence_machine_id), (Epoch(3), Some(machine(2))));
         assert_eq!((fenced.seq, fenced.fence_proof.as_deref()), (2, Some("a")));
-        let max_plausible = fence(None, &Fence::unsigned(Epoch(1003), machine(1))).unwrap().unwrap();
+        let max_plausible =
+            fence::<SnapshotRef>(None, &Fence::unsigned(Epoch(1003), machine(1))).unwrap().unwrap();
         assert!(fence(Some(&max_plausible), &signed).is_err());
     }
 

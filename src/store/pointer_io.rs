@@ -1,7 +1,7 @@
-//! Reads and writes the pointer. A write claims the next `seq` in the log, then updates `system/db/latest`.
+//! Reads and writes a pointer. A write claims the next `seq` in the log, then updates `system/db/latest`.
 //!
-//! Each `seq` is claimed by creating the object `system/db/pointer-log/<seq>.json`, which contains the whole pointer
-//! and must not already exist. `latest` is written after it. So two writers never both succeed, even on a store whose
+//! Each `seq` is claimed by creating the object `pointer-log/<seq>.json`, which contains the whole pointer and must
+//! not already exist. `latest` is written after it. So two writers never both succeed, even on a store whose
 //! `If-Match` is not atomic: it is enough that the store creates an object at most once. The highest entry is
 //! authoritative; the next writer repairs a stale `latest`.
 //!
@@ -11,8 +11,8 @@
 use std::time::Duration;
 
 use super::bucket::{Bucket, Condition, StoreError, Version};
-use super::key::SlotPrefix;
-use super::pointer::{self, Fence, Fenced, Pointer};
+use super::key::{PointerPaths, SlotPrefix};
+use super::pointer::{self, Fence, Fenced, Pointer, PointerTarget, SnapshotRef};
 use super::pointer_log::find_newest_entry;
 use super::recorded_snapshot::RecordedSnapshot;
 use svc_machine::epoch::MAX_EPOCH;
@@ -33,8 +33,8 @@ pub enum PointerError {
 
 /// The current pointer, and the object `system/db/latest` as it was read.
 #[derive(Debug, Clone)]
-pub struct PointerRead {
-    pub value: Pointer,
+pub struct PointerRead<S = SnapshotRef> {
+    pub value: Pointer<S>,
     latest: Option<Latest>,
 }
 
@@ -46,7 +46,7 @@ struct Latest {
     version: Version,
 }
 
-impl PointerRead {
+impl<S> PointerRead<S> {
     /// Whether `system/db/latest` exists. If it was deleted, no snapshot is restored from the log.
     pub fn has_latest(&self) -> bool {
         self.latest.is_some()
@@ -68,20 +68,28 @@ impl PointerRead {
     }
 }
 
-/// Reads the current pointer; `None` if there is neither `latest` nor a log entry.
+/// Reads the database's current pointer; `None` if there is neither `latest` nor a log entry.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` for an unknown format, and for an impossible `seq` or epoch.
 pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<PointerRead>, StoreError> {
-    let latest = bucket.get_json::<Pointer>(&slot.pointer()).await?;
+    read_at(bucket, &slot.pointer_paths()).await
+}
+
+/// Like [`read`], for any pointer.
+pub(super) async fn read_at<S: PointerTarget>(
+    bucket: &Bucket,
+    paths: &PointerPaths,
+) -> Result<Option<PointerRead<S>>, StoreError> {
+    let latest = bucket.get_json::<Pointer<S>>(&paths.latest).await?;
     if let Some(latest) = &latest {
-        check_format(&slot.pointer(), &latest.value)?;
+        check_format(&paths.latest, &latest.value)?;
     }
     let from = latest.as_ref().map_or(0, |latest| latest.value.seq);
-    let newest = find_newest_entry(bucket, slot, from).await?;
+    let newest = find_newest_entry(bucket, paths, from).await?;
     let Some(latest) = latest else {
         let Some((seq, _)) = newest else { return Ok(None) };
-        return Ok(Some(PointerRead { value: read_entry(bucket, slot, seq).await?, latest: None }));
+        return Ok(Some(PointerRead { value: read_entry(bucket, paths, seq).await?, latest: None }));
     };
     let seq = latest.value.seq;
     let (value, matches_log) = match newest {
@@ -93,18 +101,22 @@ pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<PointerRe
             (latest.value, true)
         }
         Some((at, _)) if at == seq => {
-            let claimed = read_entry(bucket, slot, at).await?;
+            let claimed = read_entry(bucket, paths, at).await?;
             let matches_log = claimed == latest.value;
             (if matches_log { claimed } else { pointer::merge(&claimed, &latest.value) }, matches_log)
         }
-        Some((at, _)) => (read_entry(bucket, slot, at).await?, true),
+        Some((at, _)) => (read_entry(bucket, paths, at).await?, true),
     };
     Ok(Some(PointerRead { value, latest: Some(Latest { seq, matches_log, version: latest.version }) }))
 }
 
-pub(super) async fn read_entry(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Pointer, StoreError> {
-    let key = slot.pointer_entry(seq);
-    let found = bucket.get_json::<Pointer>(&key).await?;
+pub(super) async fn read_entry<S: PointerTarget>(
+    bucket: &Bucket,
+    paths: &PointerPaths,
+    seq: u64,
+) -> Result<Pointer<S>, StoreError> {
+    let key = paths.entry(seq);
+    let found = bucket.get_json::<Pointer<S>>(&key).await?;
     let value = found.ok_or_else(|| StoreError::NotFound { key: key.to_string() })?.value;
     check_format(&key, &value)?;
     if value.seq != seq {
@@ -114,7 +126,34 @@ pub(super) async fn read_entry(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> 
     Ok(value)
 }
 
-fn check_format(key: &object_store::path::Path, pointer: &Pointer) -> Result<(), StoreError> {
+/// Reads `latest` alone; `None` if it is absent or unreadable.
+pub(super) async fn try_read_latest(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+) -> Result<Option<Pointer>, StoreError> {
+    let latest = readable(bucket.get_json::<Pointer>(&slot.pointer()).await)?.flatten();
+    Ok(latest.map(|found| found.value).filter(|pointer| pointer.version == pointer::FORMAT))
+}
+
+/// Reads a log entry; `None` if it is unreadable.
+pub(super) async fn try_read_entry(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    seq: u64,
+) -> Result<Option<Pointer>, StoreError> {
+    readable(read_entry(bucket, &slot.pointer_paths(), seq).await)
+}
+
+/// Returns `None` for an unreadable object.
+fn readable<T>(read: Result<T, StoreError>) -> Result<Option<T>, StoreError> {
+    match read {
+        Ok(value) => Ok(Some(value)),
+        Err(StoreError::Corrupt { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn check_format<S>(key: &object_store::path::Path, pointer: &Pointer<S>) -> Result<(), StoreError> {
     let why = if pointer.version != pointer::FORMAT {
         format!("format version {} is not {}", pointer.version, pointer::FORMAT)
     } else if pointer.seq >= pointer::MAX_SEQ {
@@ -129,7 +168,7 @@ fn check_format(key: &object_store::path::Path, pointer: &Pointer) -> Result<(),
 
 /// Writes the fence. Succeeds if it has already been written.
 pub async fn fence(bucket: &Bucket, slot: &SlotPrefix, fence: &Fence) -> Result<(), PointerError> {
-    write(bucket, slot, |current| pointer::fence(current, fence)).await
+    write(bucket, &slot.pointer_paths(), |current| pointer::fence::<SnapshotRef>(current, fence)).await
 }
 
 /// Moves the pointer to a snapshot, on behalf of the machine that took it.
@@ -141,7 +180,7 @@ pub async fn advance(
     slot: &SlotPrefix,
     snapshot: &RecordedSnapshot,
 ) -> Result<(), PointerError> {
-    write(bucket, slot, |current| pointer::advance(current, snapshot.snapshot_ref())).await
+    write(bucket, &slot.pointer_paths(), |current| pointer::advance(current, snapshot.snapshot_ref())).await
 }
 
 /// A write's retry state. One transient failure is tolerated, because the write may have succeeded: the next attempt
@@ -174,24 +213,24 @@ impl RetryState {
 
 /// Each attempt reads the pointer and takes one step: it updates `latest` from the log, or claims the next `seq`. If
 /// the response to our own claim was lost, the next attempt finds nothing to do.
-async fn write(
+pub(super) async fn write<S: PointerTarget>(
     bucket: &Bucket,
-    slot: &SlotPrefix,
-    plan: impl Fn(Option<&Pointer>) -> Result<Option<Pointer>, Fenced>,
+    paths: &PointerPaths,
+    plan: impl Fn(Option<&Pointer<S>>) -> Result<Option<Pointer<S>>, Fenced>,
 ) -> Result<(), PointerError> {
     let (mut retry_state, mut is_claimed) = (RetryState::default(), false);
     for _ in 0..MAX_ATTEMPTS {
-        let current = read(bucket, slot).await.map_err(|error| retry_state.report(error))?;
+        let current = read_at(bucket, paths).await.map_err(|error| retry_state.report(error))?;
         let stepped = match current.as_ref().filter(|current| current.is_ahead_of_latest()) {
-            Some(ahead) => publish(bucket, slot, &ahead.value, ahead.condition()).await,
+            Some(ahead) => publish(bucket, paths, &ahead.value, ahead.condition()).await,
             None if is_claimed => return Ok(()),
             None => {
                 let Some(next) = plan_next(current.as_ref(), &plan)? else { return Ok(()) };
-                let claimed = claim(bucket, slot, &next).await;
+                let claimed = claim(bucket, paths, &next).await;
                 is_claimed = claimed.is_ok();
                 let condition = current.as_ref().map_or(Condition::Absent, PointerRead::condition);
                 match claimed {
-                    Ok(()) => publish(bucket, slot, &next, condition).await,
+                    Ok(()) => publish(bucket, paths, &next, condition).await,
                     refused => refused,
                 }
             }
@@ -204,26 +243,30 @@ async fn write(
 }
 
 /// Plans the pointer to write. A merged value is in no log entry yet, so it is written even if `plan` changes nothing.
-fn plan_next(
-    current: Option<&PointerRead>,
-    plan: impl Fn(Option<&Pointer>) -> Result<Option<Pointer>, Fenced>,
-) -> Result<Option<Pointer>, Fenced> {
+fn plan_next<S: PointerTarget>(
+    current: Option<&PointerRead<S>>,
+    plan: impl Fn(Option<&Pointer<S>>) -> Result<Option<Pointer<S>>, Fenced>,
+) -> Result<Option<Pointer<S>>, Fenced> {
     let planned = plan(current.map(|current| &current.value))?;
     let merged = current.filter(|current| !current.is_published());
     Ok(planned.or_else(|| merged.map(|read| Pointer { seq: read.value.seq + 1, ..read.value.clone() })))
 }
 
-async fn claim(bucket: &Bucket, slot: &SlotPrefix, next: &Pointer) -> Result<(), StoreError> {
-    bucket.put_json_if(&slot.pointer_entry(next.seq), next, Condition::Absent).await
+async fn claim<S: PointerTarget>(
+    bucket: &Bucket,
+    paths: &PointerPaths,
+    next: &Pointer<S>,
+) -> Result<(), StoreError> {
+    bucket.put_json_if(&paths.entry(next.seq), next, Condition::Absent).await
 }
 
 /// Writes the newest log entry to `latest`. The condition only keeps a later writer's value from being overwritten;
 /// if the store does not honour it, the next attempt finds a stale `latest` and writes it again.
-async fn publish(
+async fn publish<S: PointerTarget>(
     bucket: &Bucket,
-    slot: &SlotPrefix,
-    value: &Pointer,
+    paths: &PointerPaths,
+    value: &Pointer<S>,
     condition: Condition,
 ) -> Result<(), StoreError> {
-    bucket.put_json_if(&slot.pointer(), value, condition).await
+    bucket.put_json_if(&paths.latest, value, condition).await
 }

@@ -10,7 +10,7 @@ use futures_util::TryStreamExt;
 use object_store::ObjectMeta;
 
 use super::bucket::{Bucket, StoreError};
-use super::key::{self, SlotPrefix};
+use super::key::{self, PointerPaths};
 use super::pointer::{MAX_SEQ, MAX_SEQ_AHEAD};
 
 /// Maximum number of names to read from one listing. Under the protocol, at most one entry is ahead of `latest`.
@@ -27,29 +27,29 @@ type LogEntry = (u64, ObjectMeta);
 /// Finds the highest plausible log entry, starting at `from`.
 pub(super) async fn find_newest_entry(
     bucket: &Bucket,
-    slot: &SlotPrefix,
+    paths: &PointerPaths,
     from: u64,
 ) -> Result<Option<LogEntry>, StoreError> {
     let limit = from.saturating_add(MAX_SEQ_AHEAD);
     let mut newest: Option<LogEntry> = None;
     for _ in 0..MAX_LISTINGS {
         let start = newest.as_ref().map_or(from, |(seq, _)| seq.saturating_add(1));
-        let (found, is_complete) = find_highest_listed(bucket, slot, start, limit).await?;
+        let (found, is_complete) = find_highest_listed(bucket, paths, start, limit).await?;
         if is_complete {
             return Ok(found.or(newest));
         }
         let known = match found.or_else(|| newest.clone()) {
             Some(known) => Some(known),
-            None => head_entry(bucket, slot, start).await?,
+            None => head_entry(bucket, paths, start).await?,
         };
         let Some(known) = known else { return Ok(None) };
-        let last = find_last_consecutive(bucket, slot, known, limit).await?;
+        let last = find_last_consecutive(bucket, paths, known, limit).await?;
         if newest.as_ref().is_some_and(|(seq, _)| *seq == last.0) {
             return Ok(Some(last));
         }
         newest = Some(last);
     }
-    tracing::warn!(log = %slot.pointer_log(), "the pointer's log has many gaps; a newer entry may exist");
+    tracing::warn!(log = %paths.log, "the pointer's log has many gaps; a newer entry may exist");
     Ok(newest)
 }
 
@@ -61,16 +61,15 @@ pub(super) async fn find_newest_entry(
 /// [`StoreError`]; `Corrupt` if there are too many entries to skip, or no `seq` remains.
 pub(super) async fn find_free_seq(
     bucket: &Bucket,
-    slot: &SlotPrefix,
+    paths: &PointerPaths,
     seq: u64,
 ) -> Result<(u64, Option<u64>), StoreError> {
-    let (log, mut seq, mut skipped) = (slot.pointer_log(), seq, None);
-    let corrupt =
-        |why: &str| StoreError::Corrupt { key: slot.pointer_log().to_string(), why: why.to_owned() };
-    let before = slot.pointer_entry(seq.saturating_sub(1));
-    let mut listing = bucket.raw().list_with_offset(Some(&log), &before);
+    let (log, mut seq, mut skipped) = (&paths.log, seq, None);
+    let corrupt = |why: &str| StoreError::Corrupt { key: paths.log.to_string(), why: why.to_owned() };
+    let before = paths.entry(seq.saturating_sub(1));
+    let mut listing = bucket.raw().list_with_offset(Some(log), &before);
     let mut names = 0;
-    while let Some(meta) = listing.try_next().await.map_err(|error| StoreError::classify(&log, error))? {
+    while let Some(meta) = listing.try_next().await.map_err(|error| StoreError::classify(log, error))? {
         names += 1;
         if names > MAX_SKIPPED {
             return Err(corrupt("it has too many entries above the pointer for a rebuild"));
@@ -87,18 +86,18 @@ pub(super) async fn find_free_seq(
 /// Finds the highest entry among the first [`MAX_LISTED`] names from `start`, and whether the listing is complete.
 async fn find_highest_listed(
     bucket: &Bucket,
-    slot: &SlotPrefix,
+    paths: &PointerPaths,
     start: u64,
     limit: u64,
 ) -> Result<(Option<LogEntry>, bool), StoreError> {
-    let log = slot.pointer_log();
+    let log = &paths.log;
     let mut listing = match start.checked_sub(1) {
-        Some(before) => bucket.raw().list_with_offset(Some(&log), &slot.pointer_entry(before)),
-        None => bucket.raw().list(Some(&log)),
+        Some(before) => bucket.raw().list_with_offset(Some(log), &paths.entry(before)),
+        None => bucket.raw().list(Some(log)),
     };
     let mut newest: Option<LogEntry> = None;
     for _ in 0..MAX_LISTED {
-        let Some(meta) = listing.try_next().await.map_err(|error| StoreError::classify(&log, error))? else {
+        let Some(meta) = listing.try_next().await.map_err(|error| StoreError::classify(log, error))? else {
             return Ok((newest, true));
         };
         let seq = key::entry_seq(&meta.location).filter(|seq| (start..=limit).contains(seq));
@@ -112,7 +111,7 @@ async fn find_highest_listed(
 /// Finds the last of the consecutive entries that begin at `known`, by exponential and binary search.
 async fn find_last_consecutive(
     bucket: &Bucket,
-    slot: &SlotPrefix,
+    paths: &PointerPaths,
     known: LogEntry,
     limit: u64,
 ) -> Result<LogEntry, StoreError> {
@@ -122,12 +121,12 @@ async fn find_last_consecutive(
         if candidate > limit {
             break limit.saturating_add(1);
         }
-        let Some(found) = head_entry(bucket, slot, candidate).await? else { break candidate };
+        let Some(found) = head_entry(bucket, paths, candidate).await? else { break candidate };
         (newest, step) = (found, step * 2);
     };
     while missing - newest.0 > 1 {
         let middle = newest.0 + (missing - newest.0) / 2;
-        match head_entry(bucket, slot, middle).await? {
+        match head_entry(bucket, paths, middle).await? {
             Some(found) => newest = found,
             None => missing = middle,
         }
@@ -135,8 +134,8 @@ async fn find_last_consecutive(
     Ok(newest)
 }
 
-async fn head_entry(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Option<LogEntry>, StoreError> {
-    Ok(bucket.head(&slot.pointer_entry(seq)).await?.map(|meta| (seq, meta)))
+async fn head_entry(bucket: &Bucket, paths: &PointerPaths, seq: u64) -> Result<Option<LogEntry>, StoreError> {
+    Ok(bucket.head(&paths.entry(seq)).await?.map(|meta| (seq, meta)))
 }
 
 #[cfg(test)]
@@ -146,6 +145,7 @@ mod tests {
     use object_store::path::Path;
 
     use super::*;
+    use crate::key::SlotPrefix;
     use crate::lenient::{IgnoredCondition, LenientStore};
     use svc_machine::name::Slot;
 
@@ -171,7 +171,10 @@ mod tests {
         }
 
         async fn find_newest(&self, from: u64) -> Option<u64> {
-            find_newest_entry(&self.bucket, &self.slot, from).await.unwrap().map(|(seq, _)| seq)
+            find_newest_entry(&self.bucket, &self.slot.pointer_paths(), from)
+                .await
+                .unwrap()
+                .map(|(seq, _)| seq)
         }
     }
 
@@ -206,15 +209,16 @@ mod tests {
         let log = Log::with_entries([1, 2, 3, 600_000, 1_500_000, far]).await;
         for (seq, expected) in [(1, 1_500_001), (4, 1_500_001), (600_000, 1_500_001), (1_500_001, 1_500_001)]
         {
-            let (clear, skipped) = find_free_seq(&log.bucket, &log.slot, seq).await.unwrap();
+            let (clear, skipped) = find_free_seq(&log.bucket, &log.slot.pointer_paths(), seq).await.unwrap();
             assert_eq!((clear, skipped), (expected, Some(1_500_000).filter(|_| seq != expected)), "{seq}");
             assert_eq!(log.find_newest(clear).await, None, "{seq}");
         }
         // `far` was outside the reader's range above, and is inside now.
-        let (clear, _) = find_free_seq(&log.bucket, &log.slot, far - MAX_SEQ_AHEAD).await.unwrap();
+        let (clear, _) =
+            find_free_seq(&log.bucket, &log.slot.pointer_paths(), far - MAX_SEQ_AHEAD).await.unwrap();
         assert_eq!(clear, far + 1);
         let last = Log::with_entries([MAX_SEQ - 1]).await;
-        let refused = find_free_seq(&last.bucket, &last.slot, MAX_SEQ - 2).await.unwrap_err();
+        let refused = find_free_seq(&last.bucket, &last.slot.pointer_paths(), MAX_SEQ - 2).await.unwrap_err();
         assert!(matches!(refused, StoreError::Corrupt { .. }), "{refused}");
     }
 

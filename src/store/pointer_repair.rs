@@ -1,7 +1,7 @@
-//! Rebuilds a pointer that is missing, unreadable, or names a missing snapshot, from the snapshots' side records.
+//! Rebuilds a pointer that is missing or unreadable, or that names a missing snapshot, from the snapshots' sidecars.
 //!
 //! Invariants: the fence is never lowered, unless it is implausible, and `seq` never decreases; the new pointer names a
-//! snapshot whose object and side record exist and agree; a concurrent write is never overwritten.
+//! snapshot whose object and sidecar exist and agree; a concurrent write is never overwritten.
 
 use bytes::Bytes;
 use jiff::Timestamp;
@@ -10,14 +10,14 @@ use object_store::ObjectStoreExt;
 use super::bucket::{Bucket, Condition, StoreError};
 use super::key::{self, SlotPrefix, SnapshotKey};
 use super::pointer::{FORMAT, Fence, MAX_SEQ_AHEAD, Pointer, SnapshotRef};
-use super::snapshot::{self, SideRecord, SnapshotUnusable};
+use super::snapshot::{self, Sidecar, SnapshotUnusable};
 use super::{epoch_floor, pointer_io, pointer_log, snapshots};
 use svc_base::clock;
 use svc_machine::epoch::Epoch;
 
 /// Maximum number of bytes to return from an unreadable pointer.
 const MAX_RETURNED_BYTES: u64 = 8 << 10;
-/// Maximum number of snapshots to check until a complete one is found.
+/// Maximum number of snapshots to check for a complete one.
 const MAX_CHECKED_SNAPSHOTS: usize = 64;
 
 /// The slot's current machine, as the platform records it, with the signed fence written before its creation.
@@ -86,7 +86,7 @@ pub enum RebuildTarget<'a> {
 #[derive(Debug, Clone)]
 pub struct Inspection {
     pub found: PointerState,
-    /// Number of snapshots with a side record.
+    /// Number of snapshots with a sidecar.
     pub snapshots: usize,
     /// Number of unchecked snapshots if none of the checked ones is complete, otherwise 0.
     pub unchecked: usize,
@@ -149,13 +149,14 @@ async fn plan_rebuild(
     (snapshot, emptied_at): (Option<SnapshotRef>, Option<Timestamp>),
 ) -> Result<Option<Pointer>, RepairError> {
     let Some(next) = known.plan(snapshot.clone(), emptied_at) else { return Ok(None) };
-    let clear_seq = pointer_log::find_free_seq(bucket, slot, next.seq).await;
+    let clear_seq = pointer_log::find_free_seq(bucket, &slot.pointer_paths(), next.seq).await;
     let (seq, skipped) = clear_seq.map_err(|error| match error {
         StoreError::Corrupt { key, why } => RepairError::Unusable { key, why },
         error => error.into(),
     })?;
     let Some(skipped) = skipped else { return Ok(Some(next)) };
-    let value = try_read_entry(bucket, slot, skipped).await?.or_else(|| known.newest_entry.1.clone());
+    let value =
+        pointer_io::try_read_entry(bucket, slot, skipped).await?.or_else(|| known.newest_entry.1.clone());
     let next = KnownState { newest_entry: (skipped, value), ..known }.plan(snapshot, emptied_at);
     Ok(next.map(|next| Pointer { seq, ..next }))
 }
@@ -218,7 +219,7 @@ async fn read_pointer_state(
     let found = match (snapshot::find_latest(bucket, slot).await, pointer) {
         (_, Some(pointer)) if pointer.fence_epoch > bound => {
             let why =
-                format!("its fence {} is far above every epoch that the platform knows", pointer.fence_epoch);
+                format!("its fence {} is far above any epoch that the platform knows", pointer.fence_epoch);
             PointerState::Unsound { pointer, why }
         }
         (Ok(_) | Err(SnapshotUnusable::Absent), pointer) => PointerState::Sound(pointer),
@@ -255,7 +256,7 @@ async fn describe_unreadable(
     Ok((PointerState::Unreadable { why, size_bytes: meta.size, start }, condition))
 }
 
-async fn load_side(bucket: &Bucket, slot: &SlotPrefix, key: &SnapshotKey) -> Result<SideRecord, RepairError> {
+async fn load_side(bucket: &Bucket, slot: &SlotPrefix, key: &SnapshotKey) -> Result<Sidecar, RepairError> {
     match snapshot::load(bucket, slot, key.as_str()).await {
         Ok(side) => Ok(side),
         Err(SnapshotUnusable::Store(error)) => Err(error.into()),
@@ -271,7 +272,7 @@ async fn find_newest_complete(
     bucket: &Bucket,
     slot: &SlotPrefix,
     keys: &[String],
-) -> Result<(Option<SideRecord>, usize), StoreError> {
+) -> Result<(Option<Sidecar>, usize), StoreError> {
     let mut ordered: Vec<_> = keys.iter().map(|key| (key::epoch_of(key), key::taken_at(key), key)).collect();
     ordered.sort_unstable_by(|a, b| b.cmp(a));
     for (epoch, _, key) in ordered.into_iter().take(MAX_CHECKED_SNAPSHOTS) {
@@ -288,29 +289,16 @@ async fn find_newest_complete(
 
 /// Reads the `seq` and value of the newest log entry. If the entry is unreadable, the value comes from `latest`.
 async fn read_newest_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, Option<Pointer>), StoreError> {
-    let Some((seq, _)) = pointer_log::find_newest_entry(bucket, slot, 0).await? else { return Ok((0, None)) };
-    let value = match try_read_entry(bucket, slot, seq).await? {
+    let paths = slot.pointer_paths();
+    let Some((seq, _)) = pointer_log::find_newest_entry(bucket, &paths, 0).await? else {
+        return Ok((0, None));
+    };
+    let value = match pointer_io::try_read_entry(bucket, slot, seq).await? {
         // The entry was not written according to the protocol: `latest` still has the fence.
-        None => try_read_latest(bucket, slot).await?,
+        None => pointer_io::try_read_latest(bucket, slot).await?,
         value => value,
     };
     Ok((seq, value))
-}
-
-async fn try_read_latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<Pointer>, StoreError> {
-    match bucket.get_json::<Pointer>(&slot.pointer()).await {
-        Ok(found) => Ok(found.map(|found| found.value).filter(|pointer| pointer.version == FORMAT)),
-        Err(StoreError::Corrupt { .. }) => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
-async fn try_read_entry(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Option<Pointer>, StoreError> {
-    match pointer_io::read_entry(bucket, slot, seq).await {
-        Ok(pointer) => Ok(Some(pointer)),
-        Err(StoreError::Corrupt { .. }) => Ok(None),
-        Err(error) => Err(error),
-    }
 }
 
 /// The sources for the highest fence and `seq` so far.
@@ -325,7 +313,7 @@ struct KnownState<'a> {
 }
 
 impl KnownState<'_> {
-    /// Plans the next pointer; `None` if the slot was never fenced, so that there is nothing to write.
+    /// Plans the next pointer; `None` if the slot was never fenced, so there is nothing to write.
     fn plan(&self, snapshot: Option<SnapshotRef>, emptied_at: Option<Timestamp>) -> Option<Pointer> {
         let pointers = || self.found.pointer().into_iter().chain(&self.newest_entry.1);
         let fences = pointers().map(|pointer| pointer.fence_epoch).filter(|fence| *fence <= self.bound);
@@ -376,7 +364,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::pointer::tests::side_record;
+    use crate::pointer::tests::sidecar;
     use svc_machine::id::MachineId;
     use svc_machine::name::Slot;
 
@@ -404,7 +392,7 @@ mod tests {
         };
         bucket.put(&slot().snapshot(&named.key).unwrap(), "d").await.unwrap();
         pointer_io::fence(&bucket, &slot(), &record().holder.unwrap()).await.unwrap();
-        let stored = snapshot::write_side_record(&bucket, &slot(), &side_record(&named), None).await.unwrap();
+        let stored = snapshot::write_sidecar(&bucket, &slot(), &sidecar(&named), None).await.unwrap();
         pointer_io::advance(&bucket, &slot(), &stored).await.unwrap();
         (bucket, named.key)
     }

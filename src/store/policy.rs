@@ -91,7 +91,7 @@ fn common_prefix(days: &[String]) -> String {
 }
 
 /// Returns an outage session's policy. It allows writing snapshots of one epoch whose names begin with the date of one
-/// of the session's days, and reading the pointer, its log and side records. It does not allow reading dumps from other
+/// of the session's days, and reading the pointer, its log and sidecars. It does not allow reading dumps from other
 /// epochs or moving the pointer.
 ///
 /// If many days or long names would exceed the maximum policy length, it allows the common prefix of the days.
@@ -118,7 +118,7 @@ fn render_outage_policy(
     prefixes: &[String],
     writes: SnapshotWrites,
 ) -> String {
-    // A side record's name ends in `.dump.json`.
+    // A sidecar's name ends in `.dump.json`.
     let own: Vec<String> =
         prefixes.iter().map(|prefix| format!("{bucket}/{db}/snapshots/{prefix}*-{epoch}.dump*")).collect();
     let mut statements = vec![

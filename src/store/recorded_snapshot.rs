@@ -2,7 +2,7 @@
 
 use super::pointer::SnapshotRef;
 
-/// A snapshot with a complete object and a side record.
+/// A snapshot with a complete object and a sidecar.
 #[derive(Debug, Clone)]
 pub struct RecordedSnapshot(SnapshotRef);
 

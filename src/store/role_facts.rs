@@ -1,4 +1,4 @@
-//! Facts about a server's roles for a side record: attributes, settings and memberships, but no passwords.
+//! Facts about a server's roles for a sidecar: attributes, settings and memberships, but no passwords.
 
 use serde::{Deserialize, Serialize};
 

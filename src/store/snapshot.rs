@@ -1,4 +1,4 @@
-//! Reads and writes snapshot side records, and checks that snapshots are complete.
+//! Reads and writes snapshot sidecars, and checks that snapshots are complete.
 
 use std::future::ready;
 use std::pin::pin;
@@ -29,7 +29,7 @@ pub const MAX_TABLES: usize = 100_000;
 /// The content of `….dump.json`, which is written after the dump and before the pointer names it (contract, part 4).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct SideRecord {
+pub struct Sidecar {
     pub version: u32,
     pub key: String,
     pub size_bytes: u64,
@@ -84,7 +84,7 @@ pub struct DatabaseFacts {
     pub roles: Option<Vec<RoleFacts>>,
 }
 
-impl SideRecord {
+impl Sidecar {
     /// Returns the reference that the pointer contains.
     pub fn snapshot_ref(&self) -> SnapshotRef {
         SnapshotRef {
@@ -130,25 +130,25 @@ pub struct TableCount {
     pub rows: u64,
 }
 
-/// Writes the side record for a complete, verified object, whose ETag is `etag`. A side record is written only once.
+/// Writes the sidecar for a complete, verified object, whose ETag is `etag`. A sidecar is written only once.
 ///
 /// # Errors
-/// [`StoreError`]; `Corrupt` if the key is not a snapshot key, `Precondition` if the object has a different side record.
-pub async fn write_side_record(
+/// [`StoreError`]; `Corrupt` if the key is not a snapshot key, `Precondition` if the object has a different sidecar.
+pub async fn write_sidecar(
     bucket: &Bucket,
     slot: &SlotPrefix,
-    side: &SideRecord,
+    side: &Sidecar,
     etag: Option<String>,
 ) -> Result<RecordedSnapshot, StoreError> {
     let wrong_key =
         || StoreError::Corrupt { key: side.key.clone(), why: "the key is not a snapshot key".to_owned() };
-    let object = slot.side_record(&side.key).ok_or_else(wrong_key)?;
+    let object = slot.sidecar(&side.key).ok_or_else(wrong_key)?;
     match bucket.put_json_if(&object, side, Condition::Absent).await {
         Ok(()) => {}
         Err(refused @ StoreError::Precondition { .. }) => {
             // The response to our own write may have been lost. A different record is never replaced.
-            let found = bucket.get_json::<SideRecord>(&object).await?;
-            let text = |record: &SideRecord| serde_json::to_string(record).ok();
+            let found = bucket.get_json::<Sidecar>(&object).await?;
+            let text = |record: &Sidecar| serde_json::to_string(record).ok();
             if found.is_none_or(|found| text(&found.value) != text(side)) {
                 return Err(refused);
             }
@@ -158,7 +158,7 @@ pub async fn write_side_record(
     Ok(RecordedSnapshot::new(SnapshotRef { etag, ..side.snapshot_ref() }))
 }
 
-/// Loads a snapshot that has a side record, and checks that its object exists with the recorded size.
+/// Loads a snapshot that has a sidecar, and checks that its object exists with the recorded size.
 ///
 /// # Errors
 /// [`SnapshotUnusable`]; never `Absent`.
@@ -166,7 +166,7 @@ pub async fn load_recorded(
     bucket: &Bucket,
     slot: &SlotPrefix,
     key: &str,
-) -> Result<(SideRecord, RecordedSnapshot), SnapshotUnusable> {
+) -> Result<(Sidecar, RecordedSnapshot), SnapshotUnusable> {
     let side = load(bucket, slot, key).await?;
     let named = side.snapshot_ref();
     Ok((side, RecordedSnapshot::new(named)))
@@ -184,7 +184,7 @@ pub enum SnapshotUnusable {
     Store(StoreError),
 }
 
-/// Loads the pointer's snapshot, and checks that its object and side record exist and match. The restore verifies the
+/// Loads the pointer's snapshot, and checks that its object and sidecar exist and match. The restore verifies the
 /// content.
 ///
 /// # Errors
@@ -243,11 +243,10 @@ async fn read_pointer_snapshot(
     }
 }
 
-/// Whether the slot has any snapshot. An object without a side record does not count: its backup did not complete.
+/// Whether the slot has any snapshot. An object without a sidecar does not count: its backup did not complete.
 async fn has_snapshots(bucket: &Bucket, slot: &SlotPrefix) -> Result<bool, StoreError> {
     let prefix = slot.snapshots();
-    let records =
-        bucket.raw().list(Some(&prefix)).try_filter(|meta| ready(key::is_side_record(&meta.location)));
+    let records = bucket.raw().list(Some(&prefix)).try_filter(|meta| ready(key::is_sidecar(&meta.location)));
     let first =
         async { pin!(records).try_next().await.map_err(|error| StoreError::classify(&prefix, error)) };
     Ok(bucket.run_with_call_timeout(&prefix, first).await?.is_some())
@@ -262,7 +261,7 @@ async fn check_complete(
     if record.sha256 != named.sha256 || record.size_bytes != named.size_bytes {
         return Err(SnapshotUnusable::Damaged {
             key: named.key,
-            why: "its side record does not match the pointer".to_owned(),
+            why: "its sidecar does not match the pointer".to_owned(),
         });
     }
     Ok(named)
@@ -273,31 +272,31 @@ async fn check_complete(
 ///
 /// # Errors
 /// [`SnapshotUnusable`]; never `Absent`.
-pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<SideRecord, SnapshotUnusable> {
+pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Sidecar, SnapshotUnusable> {
     // The pointer may contain a key with any text.
     let damaged = |why: String| SnapshotUnusable::Damaged { key: truncate_printable(key), why };
-    let (Some(object), Some(side)) = (slot.snapshot(key), slot.side_record(key)) else {
+    let (Some(object), Some(side)) = (slot.snapshot(key), slot.sidecar(key)) else {
         return Err(damaged("the key is not a snapshot key".to_owned()));
     };
     let meta = bucket.head(&object).await.map_err(SnapshotUnusable::Store)?;
     let Some(meta) = meta else {
         return Err(damaged("the object is missing".to_owned()));
     };
-    let record = match bucket.get_json::<SideRecord>(&side).await {
+    let record = match bucket.get_json::<Sidecar>(&side).await {
         Ok(Some(record)) => record.value,
-        Ok(None) => return Err(damaged("its side record is missing".to_owned())),
-        Err(StoreError::Corrupt { why, .. }) => return Err(damaged(format!("its side record: {why}"))),
+        Ok(None) => return Err(damaged("its sidecar is missing".to_owned())),
+        Err(StoreError::Corrupt { why, .. }) => return Err(damaged(format!("its sidecar: {why}"))),
         Err(error) => return Err(SnapshotUnusable::Store(error)),
     };
     if record.version != FORMAT || record.key != key {
-        return Err(damaged("its side record has an unexpected format or key".to_owned()));
+        return Err(damaged("its sidecar has an unexpected format or key".to_owned()));
     }
     if !key::matches_record(key, record.taken_at, record.epoch) {
-        return Err(damaged("the time or epoch in its side record differs from its key's".to_owned()));
+        return Err(damaged("the time or epoch in its sidecar differs from its key's".to_owned()));
     }
     // Downloads of the dump use the digest as a file name.
     if bundle::parse_digest(&record.sha256).as_deref() != Some(&*record.sha256) {
-        return Err(damaged("its side record has no valid SHA-256".to_owned()));
+        return Err(damaged("its sidecar has no valid SHA-256".to_owned()));
     }
     if meta.size != record.size_bytes {
         return Err(damaged(format!("it has {} bytes instead of {}", meta.size, record.size_bytes)));
@@ -305,13 +304,13 @@ pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<SideR
     Ok(record)
 }
 
-/// Reads the side record for a snapshot from [`find_latest`].
-pub async fn read_side_record(
+/// Reads the sidecar for a snapshot from [`find_latest`].
+pub async fn read_sidecar(
     bucket: &Bucket,
     slot: &SlotPrefix,
     snapshot: &SnapshotRef,
-) -> Result<SideRecord, StoreError> {
+) -> Result<Sidecar, StoreError> {
     let missing = || StoreError::NotFound { key: format!("{}.json", snapshot.key) };
-    let key = slot.side_record(&snapshot.key).ok_or_else(missing)?;
+    let key = slot.sidecar(&snapshot.key).ok_or_else(missing)?;
     bucket.get_json(&key).await?.map(|read| read.value).ok_or_else(missing)
 }

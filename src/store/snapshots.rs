@@ -1,6 +1,6 @@
-//! Lists a slot's verified snapshots, by their side records, newest first.
+//! Lists a slot's verified snapshots, by their sidecars, newest first.
 //!
-//! A dump without a side record was never completely verified, and is not listed.
+//! A dump without a sidecar was never completely verified, and is not listed.
 
 use std::collections::VecDeque;
 
@@ -18,7 +18,7 @@ use svc_base::untrusted_text::truncate_printable;
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
-/// Maximum number of concurrent side-record reads, of at most 1 MiB each.
+/// Maximum number of concurrent sidecar reads, of at most 1 MiB each.
 const MAX_CONCURRENT_READS: usize = 4;
 const SUFFIX: &str = ".json";
 /// Initial time range for a page: hours per snapshot, plus additional hours. Backups are hourly.
@@ -29,7 +29,7 @@ const RANGE_GROWTH_FACTOR: i32 = 8;
 /// Maximum time range; beyond it, all keys are listed.
 const MAX_TIME_RANGE: SignedDuration = SignedDuration::from_hours(10 * 366 * 24);
 
-/// The part of a side record that a list shows. The rest is discarded; it may be large, because a host writes it.
+/// The part of a sidecar that a list shows. The rest is discarded; it may be large, because a host writes it.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ListedSnapshot {
@@ -52,7 +52,7 @@ impl ListedSnapshot {
     }
 }
 
-/// A page of side records in descending order by key, and therefore by time.
+/// A page of sidecars in descending order by key, and therefore by time.
 pub struct SnapshotPage {
     pub records: Vec<ListedSnapshot>,
     /// The key after which the next page begins; `None` on the last page.
@@ -72,7 +72,7 @@ pub struct PageWindow<'a> {
 /// Lists the newest snapshots in a window. Only keys near the page's time range are listed.
 ///
 /// # Errors
-/// [`StoreError`]; a side record that is unreadable or does not match its key is skipped, with one log line.
+/// [`StoreError`]; a sidecar that is unreadable or does not match its key is skipped, with one log line.
 pub async fn list_page(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -111,7 +111,7 @@ pub async fn read_record(
     Ok(record)
 }
 
-/// A skipped side record, with the reason.
+/// A skipped sidecar, with the reason.
 struct SkippedRecord {
     key: String,
     why: String,
@@ -136,7 +136,7 @@ impl SkippedLog {
                 key = truncate_printable(&key),
                 why,
                 count = self.count,
-                "unusable side records were skipped; this is the first"
+                "unusable sidecars were skipped; this is the first"
             );
         }
     }
@@ -206,7 +206,7 @@ async fn list_last_keys(
     Ok(keys.into_iter().rev().collect())
 }
 
-/// Returns the key of the snapshot to which this side record belongs; `None` for other objects.
+/// Returns the key of the snapshot to which this sidecar belongs; `None` for other objects.
 fn key_of(slot: &SlotPrefix, prefix: &Path, object: &Path) -> Option<String> {
     let name = name_in(prefix, object)?.strip_suffix(SUFFIX)?;
     Some(format!("system/db/snapshots/{name}")).filter(|key| slot.snapshot(key).is_some())
@@ -216,7 +216,7 @@ fn name_in<'a>(prefix: &Path, object: &'a Path) -> Option<&'a str> {
     object.as_ref().strip_prefix(prefix.as_ref())?.strip_prefix('/')
 }
 
-/// Lists the keys, relative to the slot, of all dumps with a side record.
+/// Lists the keys, relative to the slot, of all dumps with a sidecar.
 pub async fn list_keys(bucket: &Bucket, slot: &SlotPrefix) -> Result<Vec<String>, StoreError> {
     let prefix = slot.snapshots();
     let mut listing = bucket.raw().list(Some(&prefix));
@@ -233,7 +233,7 @@ async fn read_or_skip(
     slot: &SlotPrefix,
     key: String,
 ) -> Result<Result<Option<ListedSnapshot>, SkippedRecord>, StoreError> {
-    let Some(path) = slot.side_record(&key) else { return Ok(Ok(None)) };
+    let Some(path) = slot.sidecar(&key) else { return Ok(Ok(None)) };
     match bucket.get_json::<ListedSnapshot>(&path).await {
         Ok(None) => Ok(Ok(None)),
         Ok(Some(found)) if found.value.matches_key(&key) => Ok(Ok(Some(found.value))),
@@ -269,7 +269,7 @@ mod tests {
         for hour in 0..TOTAL {
             let key = key::snapshot_key(newest - SignedDuration::from_hours(hour), Epoch(1));
             bucket.put(&slot.snapshot(&key).unwrap(), "dump").await.unwrap();
-            bucket.put(&slot.side_record(&key).unwrap(), "{}").await.unwrap();
+            bucket.put(&slot.sidecar(&key).unwrap(), "{}").await.unwrap();
             keys.push(key);
         }
         (bucket, slot, store, keys)
@@ -311,7 +311,7 @@ mod tests {
         let (bucket, slot, _, _) = hourly_snapshots(SignedDuration::ZERO).await;
         for name in ["zero.dump", "0.dump"] {
             let key = format!("system/db/snapshots/{name}");
-            bucket.put(&slot.side_record(&key).unwrap(), "{}").await.unwrap();
+            bucket.put(&slot.sidecar(&key).unwrap(), "{}").await.unwrap();
         }
         let all = PageWindow { before: None, latest: None, limit: 3000 };
         let found = list_newest(&bucket, &slot, all).await;
@@ -357,7 +357,7 @@ mod tests {
             // Members that a list does not show are not parsed.
             (5, json!({"roles": "none"})),
         ] {
-            let side = slot.side_record(&at(second)).unwrap();
+            let side = slot.sidecar(&at(second)).unwrap();
             bucket.put(&side, record(&at(second), &changes)).await.unwrap();
         }
         // The name has epoch 1 for an outage session's policy, but epoch 900 at its end.
@@ -389,7 +389,7 @@ mod tests {
             (facts(max), true),
             (facts(max + 1), false),
         ] {
-            bucket.put(&slot.side_record(key).unwrap(), record(key, &changes)).await.unwrap();
+            bucket.put(&slot.sidecar(key).unwrap(), record(key, &changes)).await.unwrap();
             let read = snapshot::load(&bucket, &slot, key).await;
             assert_eq!(read.is_ok(), is_usable);
             assert!(read_record(&bucket, &slot, key).await.unwrap().is_some(), "a list ignores roles");

@@ -31,7 +31,7 @@ pub enum Credential {
     /// The trusted socket needs no credential.
     None,
     Header(HeaderName, HeaderValue),
-    /// A new value for each request, because it expires soon.
+    /// A new value for each request, because each expires soon.
     Signed(HeaderName, Box<dyn Fn() -> HeaderValue + Send + Sync>),
 }
 

@@ -11,7 +11,7 @@ use svc_machine::name::{Handle, IdpUserId, ServerType, Slot};
 use svc_machine::state::Status;
 
 words!(
-    /// A command to a machine's server.
+    /// An accepted command to a machine's server.
     PowerAction { On = "on", Off = "off", Reboot = "reboot" }
 );
 
@@ -79,7 +79,9 @@ pub struct DeletedMachine {
     pub newest_snapshot_source: Option<Text<SnapshotSource>>,
     /// The reason the store's newest snapshot is unknown or cannot be restored.
     pub snapshot_problem: Option<String>,
-    /// `null` if its server is not kept.
+    /// Until when `undelete` is possible; `null` if its server is not kept.
+    pub undelete_until: Option<Time>,
+    /// The former name of `undeleteUntil`.
     pub undeletable_until: Option<Time>,
     pub operation_id: Option<Text<OperationId>>,
     /// The machine that this one was to replace, which was deleted together with it.
@@ -93,6 +95,9 @@ pub struct DeletedMachine {
 pub struct AlsoDeleted {
     pub machine_id: Text<MachineId>,
     pub operation_id: Text<OperationId>,
+    /// Until when `undelete` is possible.
+    pub undelete_until: Option<Time>,
+    /// The former name of `undeleteUntil`.
     pub undeletable_until: Option<Time>,
 }
 
@@ -113,7 +118,7 @@ pub struct UndeletedMachine {
     pub already_undone: bool,
 }
 
-/// A command to a machine's server.
+/// An accepted command to a machine's server.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

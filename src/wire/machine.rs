@@ -133,7 +133,7 @@ pub struct DiscardedMachine {
     pub machine: Machine,
     /// `null` until the platform has created the operation.
     pub operation_id: Option<Text<OperationId>>,
-    /// Whether an earlier request had already ordered the deletion.
+    /// Whether an earlier request had already requested the deletion.
     #[serde(default)]
     pub already_ordered: bool,
 }
@@ -207,7 +207,7 @@ pub struct BootProgress {
     pub total_rows: Option<u64>,
 }
 
-/// A problem that a host reports for a person.
+/// A problem reported by a host that needs a person's attention.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct Attention {

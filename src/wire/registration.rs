@@ -26,8 +26,8 @@ words!(
 );
 
 words!(
-    /// The reason a restore at boot failed, if the cause determines the operator's action. A host puts the code into
-    /// the message of its failed boot, because the report passes through the journal and a shell script as text.
+    /// Why a restore at boot failed, for causes that call for a specific action by the operator. A host embeds the code
+    /// in the message of its failed boot, because the report passes through the journal and a shell script as text.
     RestoreFailureCode {
         /// The disk is too small for the database.
         NoSpace = "no_space",

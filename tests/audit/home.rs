@@ -130,7 +130,9 @@ impl Home {
         socket.set_read_timeout(Some(Duration::from_millis(50)))?;
         let log = fs::OpenOptions::new().create(true).append(true).open(self.path("watch.log"))?;
         let mut command = self.watcher_command();
-        command.env("NOTIFY_SOCKET", &notify).env("FAILPOINTS", &self.failpoints);
+        let long_timeout = if self.has_normal_hook_timeout { "" } else { "hook.long_timeout=return(error);" };
+        command.env("NOTIFY_SOCKET", &notify);
+        command.env("FAILPOINTS", format!("{long_timeout}{}", self.failpoints));
         let mut watcher = OwnedChild::spawn(command.stdout(log.try_clone()?).stderr(log))?;
         let (deadline, mut buffer) = (Instant::now() + RECORD_TIMEOUT, [0_u8; 1024]);
         loop {

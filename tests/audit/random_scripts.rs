@@ -38,7 +38,7 @@ impl ScriptGenerator {
 
     fn pick_file(&mut self) -> String {
         let folder = self.pick_folder();
-        // Some names are also folder names, to provoke conflicts.
+        // Some names are also folder names, to trigger conflicts.
         let name = self.pick(&["f1", "f2", "f3", "f4", "'f 5'", "$'f\\n6'", "$'f\\xfe7'", "d1", "d2"]);
         format!("{folder}/{name}")
     }

@@ -1,6 +1,6 @@
 //! Checks every response in a test against its route's description: status, code, media type, schema, the headers that
 //! an error response needs, and that it reveals no internals. The cases of the table-driven tests come from the same
-//! descriptions, so a new route is covered without a change to this module; a test need only provoke each code that the
+//! descriptions, so a new route is covered without a change to this module; a test need only trigger each code that the
 //! route declares.
 
 mod invalid_requests;
@@ -27,7 +27,7 @@ pub struct Contract {
     operations: Vec<&'static Operation>,
     validators: Mutex<HashMap<String, Arc<Validator>>>,
     /// The operation and code of every error response so far.
-    provoked_codes: Mutex<BTreeSet<(&'static str, String)>>,
+    triggered_codes: Mutex<BTreeSet<(&'static str, String)>>,
     secrets: Mutex<Vec<String>>,
 }
 
@@ -65,7 +65,7 @@ impl Contract {
             document,
             operations,
             validators: Mutex::default(),
-            provoked_codes: Mutex::default(),
+            triggered_codes: Mutex::default(),
             secrets: Mutex::default(),
         }
     }
@@ -110,7 +110,7 @@ impl Contract {
             let code = serde_json::from_str::<Value>(text).unwrap()["code"].as_str().unwrap().to_owned();
             // A rejected method counts for every operation on the path.
             let refused = candidates.filter(|_| status == 405).map(|operation| operation.id).chain([id]);
-            self.provoked_codes.lock().unwrap().extend(refused.map(|id| (id, code.clone())));
+            self.triggered_codes.lock().unwrap().extend(refused.map(|id| (id, code.clone())));
         }
         let path = operation.path.replace("{*", "{");
         let documented = &self.document["paths"][path][operation.method.as_str().to_ascii_lowercase()];
@@ -211,16 +211,16 @@ impl Contract {
         validator.clone()
     }
 
-    /// Lists the codes that these operations declare but that no test has provoked, and exceptions that are no longer
+    /// Lists the codes that these operations declare but that no test has triggered, and exceptions that are no longer
     /// needed. `excused` lists the exceptions by operation (or `*`) and code; `rare` lists codes that only some runs
-    /// provoke.
-    pub fn list_unprovoked_codes(
+    /// trigger.
+    pub fn list_untriggered_codes(
         &self,
         operations: &[&'static Operation],
         excused: &[(&str, &str)],
         rare: &[(&str, &str)],
     ) -> Vec<String> {
-        let provoked_codes = self.provoked_codes.lock().unwrap();
+        let triggered_codes = self.triggered_codes.lock().unwrap();
         let mut findings = Vec::new();
         for operation in operations {
             for code in operation.codes() {
@@ -231,11 +231,12 @@ impl Contract {
                 if rare.contains(&(id, code)) {
                     continue;
                 }
-                match (provoked_codes.contains(&(id, code.to_owned())), is_excused) {
-                    (false, false) => findings.push(format!("{id}: no test has provoked {code}")),
+                match (triggered_codes.contains(&(id, code.to_owned())), is_excused) {
+                    (false, false) => findings.push(format!("{id}: no test has triggered {code}")),
                     (true, true) if excused.contains(&(id, code)) => {
-                        findings
-                            .push(format!("{id}: a test has provoked {code}: remove it from the exceptions"));
+                        findings.push(format!(
+                            "{id}: a test has triggered {code}: remove it from the exceptions"
+                        ));
                     }
                     _ => {}
                 }

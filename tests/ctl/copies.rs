@@ -164,7 +164,7 @@ async fn machine_with_silent_host_can_be_undeleted_and_discarded() {
     // The host is unreachable, so data written since the machine registered exists only on its server.
     let response = operator.json(&["delete", HANDLE, "--yes"]).await;
     assert!(
-        response["undeletableUntil"].is_string() && response["newestSnapshotSource"] == "store",
+        response["undeleteUntil"].is_string() && response["newestSnapshotSource"] == "store",
         "{response}"
     );
     let operation = response["operationId"].as_str().unwrap();

@@ -1,4 +1,4 @@
-//! `svcctl doctor` against a running host and platform: it must find each provoked problem and print no secrets.
+//! `svcctl doctor` against a running host and platform: it must find each triggered problem and print no secrets.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

@@ -127,7 +127,7 @@ macro_rules! fuzzed {
 
 fuzzed! {
     mutated_pointer_stays_in_its_slot, long_mutated_pointer_stays_in_its_slot, "pointer";
-    mutated_side_record_must_match_its_dump, long_mutated_side_record_must_match_its_dump, "side-record";
+    mutated_sidecar_must_match_its_dump, long_mutated_sidecar_must_match_its_dump, "sidecar";
     mutated_manifest_is_rejected, long_mutated_manifest_is_rejected, "manifest";
     mutated_signature_is_rejected, long_mutated_signature_is_rejected, "signature";
     mutated_archive_stays_in_its_directory, long_mutated_archive_stays_in_its_directory, "archive";

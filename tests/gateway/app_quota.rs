@@ -66,9 +66,12 @@ async fn app_at_its_quota_cannot_add_rows() -> Result<()> {
     let problem = fill_until_refused(&host, &full).await?;
     assert_eq!(problem["code"], "storage_quota_reached");
     assert!(problem["detail"].as_str().context("no detail")?.contains("400000"), "{problem}");
-    let shown = fetch_storage(&host, &full).await?;
-    assert_eq!(shown["quotaBytes"], 400_000);
-    assert!(shown["databaseBytes"].as_u64().context("no size")? > 100_000, "{shown}");
+    assert_eq!(fetch_storage(&host, &full).await?["quotaBytes"], 400_000);
+    // The refusal requests a measurement.
+    host.wait_until("the size is measured", async || {
+        Ok(fetch_storage(&host, &full).await?["databaseBytes"].as_u64().context("no size")? > 100_000)
+    })
+    .await?;
     assert!(fetch_storage(&host, &other).await?["quotaBytes"].as_u64().context("no quota")? >= 1 << 30);
 
     let update = json!({ "action": "update", "app": full, "table": "t", "filter": { "a": { "ne": "" } }, "data": { "a": "b" },

@@ -65,7 +65,7 @@ async fn new_version_adds_columns_and_reports_other_changes() -> Result<()> {
     })
     .await?;
     let shown = find_app(&host, &slug).await?["notDone"].to_string();
-    for part in ["t.a stays text", "t.old", "unique (a)"] {
+    for part in ["t.a stays text", "t.old", "unique constraint (a)"] {
         assert!(shown.contains(part), "{part} in {shown}");
     }
     let expected = ["id uuid", "a text", "b jsonb", "created_at timestamptz", "updated_at timestamptz"];

@@ -45,6 +45,30 @@ async fn short_number_cannot_expand_the_response() -> Result<()> {
     Ok(())
 }
 
+/// PostgreSQL reports the error after more rows than a response can have.
+#[tokio::test]
+async fn late_error_of_a_find_rolls_its_transaction_back() -> Result<()> {
+    let (database, app) = (test_database().await?, unique_name("late"));
+    let host =
+        host_with_app(&database, &app, &json!({ "t": { "columns": { "a": "text", "n": "integer" } } }))
+            .await?;
+    let admin = database.connect().await?;
+    let schema = format!("app_{}", app.replace('-', "_"));
+    for (n, mib) in [(1, 5), (2, 5), (3, 1), (4, 9)] {
+        let sql = format!("INSERT INTO {schema}.t (n, a) VALUES ({n}, repeat('x', {mib} << 20))");
+        admin.batch_execute(&sql).await?;
+    }
+    let operations = json!([
+        { "action": "insert", "table": "t", "data": { "n": 5 } },
+        { "action": "find", "table": "t", "orderBy": ["n"], "filter": { "n": { "lt": 5 } } },
+    ]);
+    let (status, problem) =
+        host.query(&json!({ "action": "transaction", "app": app, "operations": operations })).await?;
+    assert_eq!((status, &problem["operation"]), (StatusCode::BAD_REQUEST, &json!(1)), "{problem}");
+    assert_eq!(count(&host, &app).await?, 4, "the insert was rolled back");
+    Ok(())
+}
+
 /// Only the owner's own SQL can create a row that large.
 #[tokio::test]
 async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
@@ -80,13 +104,20 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
     let get = json!({ "action": "get", "app": app, "table": "t", "id": row["id"] });
     assert_eq!(host.query_data(&get).await?["b"], Value::Null);
     // The results of fifty such operations in one transaction are not held in memory.
-    let operations = vec![json!({ "action": "get", "table": "t", "id": row["id"] }); 50];
-    let before = host.peak_memory()?;
-    let (status, problem) =
-        host.query(&json!({ "action": "transaction", "app": app, "operations": operations })).await?;
-    assert_eq!((status, &problem["operation"]), (StatusCode::BAD_REQUEST, &json!(1)), "{problem}");
-    assert!(first_error(&problem).contains("send fewer operations"), "{problem}");
-    let growth = host.peak_memory()? - before;
-    assert!(growth < 200 << 20, "peak memory grew by {growth} bytes");
+    for operation in [
+        json!({ "action": "get", "table": "t", "id": row["id"] }),
+        json!({ "action": "find", "table": "t", "limit": 1 }),
+    ] {
+        let before = host.peak_memory()?;
+        let operations = vec![operation; 50];
+        let (status, problem) =
+            host.query(&json!({ "action": "transaction", "app": app, "operations": operations })).await?;
+        assert_eq!((status, &problem["operation"]), (StatusCode::BAD_REQUEST, &json!(1)), "{problem}");
+        assert!(first_error(&problem).contains("send fewer operations"), "{problem}");
+        let growth = host.peak_memory()? - before;
+        assert!(growth < 100 << 20, "peak memory grew by {growth} bytes");
+    }
+    // Its connection is replaced, and its other results are not read.
+    assert_eq!(host.query_data(&narrow).await?[0]["n"], 7);
     Ok(())
 }

@@ -140,11 +140,12 @@ fn is_equal(a: &Value, b: &Value) -> bool {
 /// Rows with values as text, because `serde_json` would round the last digit of a double.
 type RawRow = BTreeMap<String, Box<RawValue>>;
 
-async fn run_insert(app: &TestApp, action: &str, fields: Value) -> Result<Vec<RawRow>> {
+async fn raw_rows(app: &TestApp, action: &str, fields: Value) -> Result<Vec<RawRow>> {
     let request = app.host.owner_request(Method::POST, "/api/bridge/query").json(&app.body(action, fields));
     let text = request.send().await?.error_for_status()?.text().await?;
-    let text = text.strip_prefix("{\"data\":").and_then(|text| text.strip_suffix('}')).unwrap_or_default();
-    let list = if text.starts_with('[') { text.to_owned() } else { format!("[{text}]") };
+    let response: BTreeMap<String, Box<RawValue>> = serde_json::from_str(&text)?;
+    let data = response["data"].get();
+    let list = if data.starts_with('[') { data.to_owned() } else { format!("[{data}]") };
     Ok(serde_json::from_str(&list)?)
 }
 
@@ -180,15 +181,27 @@ async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
             rows.push(Value::Object(row));
             expected.push(back);
         }
-        let all = run_insert(&app, "insertMany", json!({ "rows": rows })).await?;
+        let all = raw_rows(&app, "insertMany", json!({ "rows": rows })).await?;
         for ((row, given), expected) in all.iter().zip(&rows).zip(&expected) {
             check_row(row, given, expected)?;
+        }
+        // The same rows through `find` and `get`, in the same order: ids follow time.
+        let ids: Vec<Value> =
+            all.iter().map(|row| Ok(serde_json::from_str(row["id"].get())?)).collect::<Result<_>>()?;
+        let page = json!({ "filter": { "id": { "in": ids } }, "orderBy": ["id"], "limit": 50 });
+        let found = raw_rows(&app, "find", page).await?;
+        let got = raw_rows(&app, "get", json!({ "id": ids[0] })).await?;
+        ensure!(found.len() == all.len() && got.len() == 1, "{} and {} rows", found.len(), got.len());
+        for (read, written) in found.iter().zip(&all).chain(got.iter().zip(&all)) {
+            for (name, value) in written {
+                ensure!(read[name].get() == value.get(), "{name}: read {}, written {value}", read[name]);
+            }
         }
         // One row through `insert`, with each of its values as a filter.
         let (given, back) = (&rows[0], &expected[0]);
         let id: Value = serde_json::from_str(all[0]["id"].get())?;
         app.query_data("delete", json!({ "id": id })).await?;
-        let single = run_insert(&app, "insert", json!({ "data": given })).await?;
+        let single = raw_rows(&app, "insert", json!({ "data": given })).await?;
         check_row(&single[0], given, back)?;
         let id: Value = serde_json::from_str(single[0]["id"].get())?;
         for name in back.keys() {
@@ -199,6 +212,97 @@ async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
             }
         }
     }
+    Ok(())
+}
+
+/// Compares the gateway's JSON with `row_to_json`, also for values that only the owner's SQL can store.
+#[tokio::test]
+async fn values_of_the_owner_are_written_as_postgresql_would() -> Result<()> {
+    let app = TestApp::new().await?;
+    let admin = app.database.connect().await?;
+    let times = [
+        "infinity",
+        "-infinity",
+        "0044-03-15 12:00:00.123 BC",
+        "0001-12-31 23:59:59.999 BC",
+        "0001-01-01",
+        "1582-10-10 00:00:00.001",
+        "1999-12-31 23:59:59.999",
+        "2000-02-29",
+        "2100-03-01",
+        "9999-12-31 23:59:59.999",
+        "10000-01-01",
+        "294276-12-31 23:59:59.999",
+        "4714-11-24 BC",
+    ];
+    let days = ["infinity", "-infinity", "0044-03-15 BC", "0001-01-01", "9999-12-31", "5874897-12-31"];
+    let doubles =
+        ["NaN", "Infinity", "-Infinity", "1e20", "1e-7", "-0", "0.1", "5e-324", "1.7976931348623157e308"];
+    let numerics = ["NaN", "Infinity", "1e1000", "0.0", "-0.10"];
+    let documents = ["null", "1e400", "\"\\u0001\"", "{\"b\": 1, \"a\": [1.50, {}]}"];
+    for (column, kind, values) in [
+        ("at", "timestamptz", &times[..]),
+        ("day", "date", &days),
+        ("ratio", "double precision", &doubles),
+        ("price", "numeric", &numerics),
+        ("meta", "jsonb", &documents),
+        ("title", "text", &["", "\u{1}\u{7f}\u{2028}\"\\/\u{1f980}"]),
+        ("raw", "bytea", &["", "\\xdeadbeef00"]),
+    ] {
+        for value in values {
+            let sql = format!("INSERT INTO {}.things ({column}) VALUES ($1::text::{kind})", app.schema());
+            admin.execute(&sql, &[value]).await?;
+        }
+    }
+    let utc = |column: &str| {
+        let format = "YYYY-MM-DD\"T\"HH24:MI:SS.MS\"Z\"";
+        format!("coalesce(to_char({column} AT TIME ZONE 'UTC', '{format}'), {column}::text) AS {column}")
+    };
+    let sql = format!(
+        "SELECT row_to_json(r)::text FROM (SELECT id, title, done, size, big, price::text AS price, ratio, day, \
+         {}, meta, ref, translate(encode(raw, 'base64'), E'\\n', '') AS raw, {}, {} FROM {}.things) AS r",
+        utc("at"),
+        utc("created_at"),
+        utc("updated_at"),
+        app.schema()
+    );
+    let mut expected: BTreeMap<String, RawRow> = BTreeMap::new();
+    for row in admin.query(&sql, &[]).await? {
+        let row: RawRow = serde_json::from_str(row.try_get(0)?)?;
+        expected.insert(row["id"].get().to_owned(), row);
+    }
+    let found = raw_rows(&app, "find", json!({ "orderBy": ["id"], "limit": 100 })).await?;
+    let delete = app.body("delete", json!({ "filter": { "id": { "isNull": false } }, "returning": true }));
+    let request = app.host.owner_request(Method::POST, "/api/bridge/query").json(&delete);
+    let text = request.send().await?.error_for_status()?.text().await?;
+    let response: BTreeMap<String, BTreeMap<String, Box<RawValue>>> = serde_json::from_str(&text)?;
+    let deleted: Vec<RawRow> = serde_json::from_str(response["data"]["rows"].get())?;
+    ensure!(found.len() == expected.len() && deleted.len() == expected.len() && found.len() > 40);
+    for row in found.iter().chain(&deleted) {
+        for (name, value) in &expected[row["id"].get()] {
+            ensure!(row[name].get() == value.get(), "{name}: {} instead of {value}", row[name]);
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn column_whose_type_the_owner_changed_is_read_as_registered() -> Result<()> {
+    let app = TestApp::new().await?;
+    let row = app.insert(json!({ "meta": { "a": 1 }, "size": 1234, "title": "7", "done": true })).await?;
+    let admin = app.database.connect().await?;
+    let change = async |sql: &str| {
+        admin.batch_execute(&sql.replace("things", &format!("{}.things", app.schema()))).await
+    };
+    change("ALTER TABLE things ALTER COLUMN size TYPE text, ALTER COLUMN done TYPE text").await?;
+    change("ALTER TABLE things ALTER COLUMN title TYPE integer USING title::integer").await?;
+    // Its index would not allow the new type.
+    change("ALTER TABLE things DROP COLUMN meta, ADD COLUMN meta text").await?;
+    change(r#"UPDATE things SET meta = '{"a": 1}'"#).await?;
+    assert_eq!(app.query_data("get", json!({ "id": row["id"] })).await?, row);
+    change("UPDATE things SET meta = 'no JSON'").await?;
+    assert_eq!(app.query("get", json!({ "id": row["id"] })).await?.0, 400);
+    assert_eq!(app.query_data("find", json!({ "columns": ["size"] })).await?, json!([{ "size": 1234 }]));
     Ok(())
 }
 

@@ -44,7 +44,8 @@ case $prompt in
   interrupt*) trap 'echo "{\"type\":\"usage\",\"tokensIn\":5,\"tokensOut\":1,\"cost\":0.02}"; exit 0' INT
     echo $$ > sleeping.pid; sleep 300 ;;
   flood*) yes & sleep 0.2
-    echo '{"type":"result","status":"success","text":"flooded"}' ;;
+    # It begins with a line feed, because the last line of yes may be incomplete.
+    printf '\n{"type":"result","status":"success","text":"flooded"}\n' ;;
   hold*) while [ ! -e go ]; do sleep 0.05; done
     echo '{"type":"usage","tokensIn":1,"tokensOut":1,"cost":0.5}'
     echo '{"type":"result","status":"success"}' ;;

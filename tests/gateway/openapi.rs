@@ -1,5 +1,5 @@
 //! The gateway against its OpenAPI document: every route gets each kind of invalid request, and every declared code is
-//! provoked.
+//! triggered.
 
 use kit::idp::{Idp, MintOptions};
 use kit::pg::{PgBinaries, PgOptions, PgServer, test_database};
@@ -20,8 +20,8 @@ const ADMIN: &str = "admin-s3cret-0123456789-0123456789";
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:hunter2-s3cret@127.0.0.1:1/svc";
 const ROW: &str = "0192d1f0-0000-7000-8000-000000000000";
 
-/// Codes that no request can provoke, with their operations (`*` for all).
-const UNPROVOKABLE_CODES: [(&str, &str); 1] = [
+/// Codes that no request can trigger, with their operations (`*` for all).
+const UNREACHABLE_CODES: [(&str, &str); 1] = [
     // An internal error that no request can cause.
     ("*", "internal"),
 ];
@@ -264,7 +264,7 @@ async fn valid_request_to_every_route_matches_its_description() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_documented_error_code_is_provoked() {
+async fn every_documented_error_code_is_triggered() {
     let database = start_database().await;
     let gateway = TestGateway::with_app(&database.url("svc")).await;
     for operation in operations() {
@@ -280,8 +280,8 @@ async fn every_documented_error_code_is_provoked() {
     let unconnected = TestGateway::start(UNREACHABLE_DATABASE).await;
     check_without_database(&unconnected, &[]).await;
     let all: Vec<&'static Operation> = operations().collect();
-    let unprovoked = contract::gateway().list_unprovoked_codes(&all, &UNPROVOKABLE_CODES, &[]);
-    assert!(unprovoked.is_empty(), "{unprovoked:#?}");
+    let untriggered = contract::gateway().list_untriggered_codes(&all, &UNREACHABLE_CODES, &[]);
+    assert!(untriggered.is_empty(), "{untriggered:#?}");
 }
 
 /// Checks that an operation cannot resume the writers that another operation has stopped.

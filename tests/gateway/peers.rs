@@ -17,7 +17,7 @@ use super::host::{Host, Machine, host_with_app, unique_name};
 const OWNER_UID: u32 = 1940;
 const OTHER_UID: u32 = 1941;
 
-/// Starts a gateway whose socket is open to a second user; returns `None` if the test cannot create one.
+/// Starts a gateway whose socket is open to a second user; returns `None` if the test cannot act as one.
 fn host_with_two_users() -> Result<Option<Host>> {
     if !nix::unistd::geteuid().is_root() {
         kit::skip::record("only root can act as two users");

@@ -42,9 +42,10 @@ const GATEWAY_STATE: [&str; 2] = ["gateway", "state"];
 const SHARED_UPDATE_MODULES: [&str; 2] = ["protocol", "trusted_keys"];
 
 /// The product's packages, each with the packages that it may depend on.
-const PACKAGES: [(&str, &[&str]); 10] = [
+const PACKAGES: [(&str, &[&str]); 11] = [
     ("base", &["machine"]),
     ("ctl", &["base", "http", "machine", "store", "verify", "wire"]),
+    ("files", &["base", "machine", "store"]),
     ("host", &["base", "http", "machine", "store", "wire"]),
     ("http", &["base", "machine"]),
     ("machine", &[]),

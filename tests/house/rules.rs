@@ -147,8 +147,8 @@ const TOP_FOLDERS: [&str; 14] = [
     "tests",
     "xtask",
 ];
-const SOURCE_FOLDERS: [&str; 10] =
-    ["base", "ctl", "host", "http", "machine", "platform", "provider", "store", "verify", "wire"];
+const SOURCE_FOLDERS: [&str; 11] =
+    ["base", "ctl", "files", "host", "http", "machine", "platform", "provider", "store", "verify", "wire"];
 
 pub fn unlisted_folders(files: &[File]) -> Vec<String> {
     let mut found = Vec::new();

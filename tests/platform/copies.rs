@@ -15,7 +15,8 @@ fn server_name(guest: &Guest) -> String {
     format!("svc-{}", guest.machine)
 }
 
-/// Starts a machine with a snapshot, and recovers its slot: the successor has served, and the old server is kept.
+/// Starts a machine with a snapshot, and recovers its slot: the successor has served traffic, and the old server is
+/// kept.
 async fn start_recovered_slot(stack: &Stack, process: &Process) -> (Guest, Guest) {
     let old = stack.start_machine(process, "user_1").await;
     stack.store_snapshot("user_1");

@@ -18,11 +18,11 @@ use svc::machine::name::Slot;
 use svc::store::bucket::{Condition, StoreError};
 use svc::store::config::StoreConfig;
 use svc::store::key::{self, SlotPrefix};
-use svc::store::snapshot::SideRecord;
+use svc::store::snapshot::Sidecar;
 use svc::store::upload::{PartLayout, Upload};
 use svc::store::{Bucket, pointer_io, snapshot};
 
-use super::super::pointer::actors::side_record;
+use super::super::pointer::actors::sidecar;
 use super::stack::{ApiResponse, BUCKET, Guest, Process, SECRET, Stack};
 
 async fn request_credentials(stack: &Stack, process: &Process, guest: &Guest) -> ApiResponse {
@@ -348,8 +348,8 @@ async fn host_credentials_cannot_overwrite_a_snapshot() {
     let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
 
     // Back up as the host does.
-    let side = side_record(Epoch(1), Timestamp::UNIX_EPOCH);
-    let side = SideRecord { machine_id: guest.machine.parse().unwrap(), ..side };
+    let side = sidecar(Epoch(1), Timestamp::UNIX_EPOCH);
+    let side = Sidecar { machine_id: guest.machine.parse().unwrap(), ..side };
     let dump = slot.snapshot(&side.key).unwrap();
     let upload = async |content: &'static [u8]| {
         let mut upload = Upload::begin(&bucket, &dump, PartLayout::for_max_bytes(1 << 20)).await.unwrap();
@@ -357,13 +357,13 @@ async fn host_credentials_cannot_overwrite_a_snapshot() {
         upload.complete().await
     };
     upload(b"dump").await.unwrap();
-    let recorded = snapshot::write_side_record(&bucket, &slot, &side, None).await.unwrap();
+    let recorded = snapshot::write_sidecar(&bucket, &slot, &side, None).await.unwrap();
     pointer_io::advance(&bucket, &slot, &recorded).await.unwrap();
     assert_eq!(snapshot::find_latest(&bucket, &slot).await.unwrap().key, side.key);
 
     // Overwrite as an attacker with the host's credentials would.
     let entry = slot.pointer_entry(stack.pointer("user_1")["seq"].as_u64().unwrap());
-    for key in [&dump, &slot.side_record(&side.key).unwrap(), &entry] {
+    for key in [&dump, &slot.sidecar(&side.key).unwrap(), &entry] {
         let refused = bucket.put(key, &b"garbage"[..]).await.unwrap_err();
         assert!(matches!(refused, StoreError::Denied { .. }), "{key}: {refused:?}");
         let refused = bucket.put_if(key, &b"garbage"[..], Condition::Absent).await.unwrap_err();

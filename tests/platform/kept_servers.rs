@@ -146,7 +146,9 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
     let refused = stack.post(&process, &format!("/vps/{}/discard", old.machine), &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     let why = refused.body["detail"].as_str().unwrap();
-    for part in ["No later machine in the slot has served yet", "may hold the only copy", "--accept-loss`"] {
+    for part in
+        ["No later machine in the slot has served traffic yet", "may hold the only copy", "--accept-loss`"]
+    {
         assert!(why.contains(part), "{part}: {why}");
     }
     let copies = fetch_record(&stack, &process, &new.machine).await["copies"].clone();

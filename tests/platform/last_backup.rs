@@ -452,7 +452,7 @@ async fn forged_snapshot_does_not_count_as_final_backup() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
 
-    // The first snapshot's object does not match the pointer, and neither does the second snapshot's side record.
+    // The first snapshot's object does not match the pointer, and neither does the second snapshot's sidecar.
     for broken in [".dump", ".dump.json"] {
         let key = stack.store_snapshot_by("user_1", &old.guest.machine, &now_text());
         let object = format!("user_1/primary/{key}");

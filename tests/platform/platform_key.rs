@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::{StreamExt, stream};
-use kit::pg::copy::TablesCopy;
+use kit::pg::copy::DatabaseCopy;
 use kit::s3::{Fault, Rule};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -93,7 +93,7 @@ async fn load_sealed_keys(client: &Client) -> BTreeMap<String, Vec<u8>> {
     rows.iter().map(|row| (row.get(0), row.get(1))).collect()
 }
 
-async fn are_all_sealed_with(client: &Client, byte: u8) -> bool {
+async fn all_sealed_with(client: &Client, byte: u8) -> bool {
     let seal = Seal::new(&key(byte));
     load_sealed_keys(client)
         .await
@@ -189,7 +189,7 @@ async fn key_rotation_completes_with_a_running_machine() {
     assert_eq!((&record["upgradeToken"]["generation"], old_token == guest.upgrade_token), (&json!(2), false));
     let after = load_sealed_keys(&client).await;
     assert!(before.keys().eq(after.keys()) && before.iter().all(|(kid, sealed)| after[kid] != *sealed));
-    assert!(are_all_sealed_with(&client, NEW).await && has_signed_fence(&stack, "user_1", NEW));
+    assert!(all_sealed_with(&client, NEW).await && has_signed_fence(&stack, "user_1", NEW));
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1);
     let safe = run_doctor(&stack, &process, NEW, Some(OLD)).await;
     assert!(safe.contains("can be dropped"), "{safe}");
@@ -259,7 +259,7 @@ async fn processes_with_both_keys_do_not_conflict() {
             let response = send_heartbeat(&stack, &new, guest).await;
             assert_eq!(response.status, 200, "{response:?}");
         }
-        are_all_sealed_with(&client, NEW).await.then_some(())
+        all_sealed_with(&client, NEW).await.then_some(())
     };
     stack.eventually("the keys are resealed", done).await;
     let mut guest = guests[0].clone();
@@ -298,10 +298,10 @@ async fn prepared_key_is_reported_with_its_process_count() {
     let stack = Stack::start().await;
     let (first, second) = (start_process(&stack, OLD, None, &[]), start_process(&stack, OLD, Some(NEW), &[]));
     let partial = run_doctor(&stack, &second, OLD, Some(NEW)).await;
-    assert!(partial.contains("is prepared, and in force in 1 of 2 running processes"), "{partial}");
+    assert!(partial.contains("is prepared, and active in 1 of 2 running processes"), "{partial}");
     stop(first).await;
     let all = run_doctor(&stack, &second, OLD, Some(NEW)).await;
-    assert!(all.contains("in force in 1 of 1 running processes"), "{all}");
+    assert!(all.contains("active in 1 of 1 running processes"), "{all}");
 }
 
 async fn assert_survives_a_kill_at(point: &str) {
@@ -333,7 +333,7 @@ async fn assert_survives_a_kill_at(point: &str) {
     stop(process).await;
     let process = start_process(&stack, NEW, None, &[]);
     assert_eq!(send_heartbeat(&stack, &process, &guest).await.status, 200, "{point}");
-    assert!(are_all_sealed_with(&client, NEW).await && has_signed_fence(&stack, "user_1", NEW), "{point}");
+    assert!(all_sealed_with(&client, NEW).await && has_signed_fence(&stack, "user_1", NEW), "{point}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -350,7 +350,7 @@ async fn key_rotation_survives_a_kill_at_every_point() {
 async fn server_restored_with_its_settings_is_refused() {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
-    let copy = TablesCopy::new(&client).await.unwrap();
+    let copy = DatabaseCopy::new(&client).await.unwrap();
     let process = start_process(&stack, OLD, None, &[]);
     let mut guest = stack.start_machine(&process, "user_1").await;
     stop(process).await;

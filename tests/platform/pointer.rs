@@ -339,7 +339,7 @@ async fn rebuild_removes_invalid_pointer_entries() {
     assert_eq!((response.status, &response.body["epoch"]), (202, &json!(3)), "{response:?}");
 }
 
-/// The store has side records for missing snapshots, which are newer than the existing ones.
+/// The store has sidecars for missing snapshots, which are newer than the existing ones.
 #[tokio::test(flavor = "multi_thread")]
 async fn pointer_with_unchecked_snapshots_is_emptied_only_by_force() {
     let stack = Stack::start().await;

@@ -39,7 +39,7 @@ async fn recovery_without_a_usable_snapshot_changes_nothing() {
     assert_refused("a missing object").await;
     stack.store_snapshot("user_1");
     stack.store.remove(BUCKET, &format!("{dump}.json"));
-    assert_refused("no side record").await;
+    assert_refused("no sidecar").await;
     stack.store_snapshot("user_1");
     let other = json!({"idpUserId": "user_1", "snapshotKey": "system/db/snapshots/other.dump"});
     stack.post(&process, "/vps/recover", &other).await.assert_problem(409, "snapshot_unusable");

@@ -1,7 +1,7 @@
 //! The platform's database is restored from an older copy. The operations that are open in the copy have ended since
 //! then, as the store shows.
 
-use kit::pg::copy::TablesCopy;
+use kit::pg::copy::DatabaseCopy;
 use kit::provider::Power;
 use kit::s3::{Fault, Rule};
 use reqwest::Method;
@@ -18,7 +18,7 @@ pub(super) struct RestorablePlatform {
     pub stack: Stack,
     pub process: Option<Process>,
     client: Client,
-    copy: TablesCopy,
+    copy: DatabaseCopy,
     pub settings: Vec<(&'static str, &'static str)>,
 }
 
@@ -26,7 +26,7 @@ impl RestorablePlatform {
     pub async fn start(settings: &[(&'static str, &'static str)]) -> Self {
         let stack = Stack::start().await;
         let client = stack.database.connect().await.unwrap();
-        let copy = TablesCopy::new(&client).await.unwrap();
+        let copy = DatabaseCopy::new(&client).await.unwrap();
         let process = Some(stack.start_platform_with(settings));
         Self { stack, process, client, copy, settings: settings.to_vec() }
     }

@@ -33,8 +33,8 @@ impl Stack {
     /// Stores a complete snapshot of a database with the given size, with a pointer to it.
     pub fn store_snapshot_of_size(&self, user: &str, bytes: u64) {
         let object = self.store_snapshot(user);
-        let side = self.store.read(BUCKET, &format!("{object}.json")).expect("the side record must exist");
-        let mut side: Value = serde_json::from_slice(&side).expect("the side record must be JSON");
+        let side = self.store.read(BUCKET, &format!("{object}.json")).expect("the sidecar must exist");
+        let mut side: Value = serde_json::from_slice(&side).expect("the sidecar must be JSON");
         side["database"] = json!({"owner": null, "sizeBytes": bytes, "grants": null, "settings": []});
         self.store.write(BUCKET, &format!("{object}.json"), side.to_string());
     }

@@ -49,10 +49,7 @@ async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
-    assert!(
-        deleted.body["undeletableUntil"].is_string() && deleted.body["kind"] == "customer",
-        "{deleted:?}"
-    );
+    assert!(deleted.body["undeleteUntil"].is_string() && deleted.body["kind"] == "customer", "{deleted:?}");
     store_requested_backup(&stack, &old).await;
     let operation = wait_until_ended(&stack, &process, &deleted.body["operationId"]).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
@@ -125,7 +122,7 @@ async fn deletion_without_backup_waits_and_can_be_abandoned() {
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
 
     let deleted = stack.delete(&process, &format!("/vps/{machine}?acceptLoss=true&now=true")).await.body;
-    assert_eq!(deleted["undeletableUntil"], Value::Null);
+    assert_eq!(deleted["undeleteUntil"], Value::Null);
     let operation = wait_until_ended(&stack, &process, &deleted["operationId"]).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     let gone = || async { power_state(&stack, &machine).is_none().then_some(()) };
@@ -171,7 +168,7 @@ async fn provision_of_a_failed_machine_backs_it_up_first() {
     assert_eq!(
         power_state(&stack, &old.guest.machine),
         Some(Power::Off),
-        "the server is kept until the successor has served"
+        "the server is kept until the successor has served traffic"
     );
 }
 
@@ -210,8 +207,8 @@ async fn deletion_during_recovery_keeps_the_serving_machine() {
     let new = stack.wait_for_guest(&process, recovery["machineId"].as_str().unwrap()).await;
     let deleted = stack.delete(&process, &format!("/vps/{}", new.machine)).await.body;
     let also = &deleted["alsoDeleted"];
-    assert_eq!((&also["machineId"], &deleted["undeletableUntil"]), (&json!(old.machine), &Value::Null));
-    assert!(also["undeletableUntil"].is_string() && also["operationId"].is_string(), "{deleted}");
+    assert_eq!((&also["machineId"], &deleted["undeleteUntil"]), (&json!(old.machine), &Value::Null));
+    assert!(also["undeleteUntil"].is_string() && also["operationId"].is_string(), "{deleted}");
     assert_ne!(also["operationId"], deleted["operationId"]);
     let again = stack.delete(&process, &format!("/vps/{}", new.machine)).await.body;
     assert_eq!(&again["alsoDeleted"], also, "a repeated request gets the same response");
@@ -229,6 +226,6 @@ async fn deletion_of_an_unregistered_machine_offers_no_undelete() {
     let provisioned = stack.provision(&process, "user_1").await;
     let path = format!("/vps/{}", provisioned["machineId"].as_str().unwrap());
     let deleted = stack.delete(&process, &path).await;
-    assert_eq!((deleted.status, &deleted.body["undeletableUntil"]), (202, &Value::Null), "{deleted:?}");
+    assert_eq!((deleted.status, &deleted.body["undeleteUntil"]), (202, &Value::Null), "{deleted:?}");
     assert_ne!(stack.post(&process, &format!("{path}/undelete"), &json!({})).await.status, 202);
 }

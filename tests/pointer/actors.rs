@@ -14,7 +14,7 @@ use svc::store::key::{SlotPrefix, snapshot_key};
 use svc::store::pointer::{FORMAT, Fence, Pointer};
 use svc::store::pointer_io::{self, PointerError, PointerRead};
 use svc::store::recorded_snapshot::RecordedSnapshot;
-use svc::store::snapshot::{self, SideRecord, SnapshotUnusable};
+use svc::store::snapshot::{self, Sidecar, SnapshotUnusable};
 use tokio::sync::watch;
 
 use super::history::History;
@@ -27,7 +27,7 @@ const MAX_ATTEMPTS: u32 = 12;
 pub enum BrokenRule {
     /// A host that does not check the fence.
     FenceCheck,
-    /// A host that publishes its snapshot before the side record is written.
+    /// A host that publishes its snapshot before the sidecar is written.
     WriteOrder,
     /// A host that treats an error as a success.
     ErrorReporting,
@@ -59,9 +59,9 @@ pub fn machine(epoch: u32) -> MachineId {
     MachineId(uuid::Uuid::from_u128(u128::from(epoch)))
 }
 
-/// Returns the side record of a backup, written before the pointer advances.
-pub fn side_record(epoch: Epoch, at: Timestamp) -> SideRecord {
-    SideRecord {
+/// Returns the sidecar of a backup, written before the pointer advances.
+pub fn sidecar(epoch: Epoch, at: Timestamp) -> Sidecar {
+    Sidecar {
         version: snapshot::FORMAT,
         key: snapshot_key(at, epoch),
         size_bytes: 4,
@@ -122,7 +122,7 @@ pub async fn run_host(
     for _ in 0..backups {
         let seconds = external.clock.fetch_add(1, Relaxed);
         let at = Timestamp::UNIX_EPOCH + SignedDuration::from_secs(i64::from(seconds));
-        let side = side_record(own_epoch, at);
+        let side = sidecar(own_epoch, at);
         let Ok(pointer) = pointer_io::read(&bucket, &slot()).await else { continue };
         let is_fenced =
             pointer.is_some_and(|pointer| pointer.value.admit(own_epoch, machine(epoch)).is_err());
@@ -137,7 +137,7 @@ pub async fn run_host(
             Some(BrokenRule::FenceCheck | BrokenRule::WriteOrder) => {
                 faulty_advance(&bucket, &side, broken_rule).await
             }
-            _ => match snapshot::write_side_record(&bucket, &slot(), &side, None).await {
+            _ => match snapshot::write_sidecar(&bucket, &slot(), &side, None).await {
                 Ok(recorded) => pointer_io::advance(&bucket, &slot(), &recorded).await,
                 Err(error) => Err(error.into()),
             },
@@ -153,7 +153,7 @@ pub async fn run_host(
     }
 }
 
-/// Performs the last step of a backup whose dump and side record are stored.
+/// Performs the last step of a backup whose dump and sidecar are stored.
 pub async fn run_advance(
     bucket: Bucket,
     history: impl Fn(&mut dyn FnMut(&mut History)),
@@ -222,7 +222,7 @@ async fn write(bucket: &Bucket, current: Option<PointerRead>, next: &Pointer) ->
 
 async fn faulty_advance(
     bucket: &Bucket,
-    side: &SideRecord,
+    side: &Sidecar,
     broken_rule: Option<BrokenRule>,
 ) -> Result<(), PointerError> {
     let current = pointer_io::read(bucket, &slot()).await?;
@@ -237,11 +237,11 @@ async fn faulty_advance(
         emptied_at: None,
     };
     if broken_rule == Some(BrokenRule::FenceCheck) {
-        snapshot::write_side_record(bucket, &slot(), side, None).await?;
+        snapshot::write_sidecar(bucket, &slot(), side, None).await?;
     }
     write(bucket, current, &next).await?;
     if broken_rule == Some(BrokenRule::WriteOrder) {
-        snapshot::write_side_record(bucket, &slot(), side, None).await?;
+        snapshot::write_sidecar(bucket, &slot(), side, None).await?;
     }
     Ok(())
 }

@@ -112,16 +112,16 @@ fn run_scenario(scenario: &Scenario, choices: &mut dyn Choices) -> RunResult {
     runtime.unwrap().block_on(ScenarioRun::execute(scenario.clone(), choices))
 }
 
-/// Stores the dump and side record for every [`Role::Advance`] before the run starts.
+/// Stores the dump and sidecar for every [`Role::Advance`] before the run starts.
 async fn store_recorded(server: &Server, roles: &[Role]) -> HashMap<usize, RecordedSnapshot> {
     let mut recorded = HashMap::new();
     for (actor, role) in roles.iter().enumerate() {
         let Role::Advance { epoch } = role else { continue };
         let at = Timestamp::UNIX_EPOCH + SignedDuration::from_secs(actor as i64);
-        let side = actors::side_record(Epoch(*epoch), at);
+        let side = actors::sidecar(Epoch(*epoch), at);
         let record = async |bucket: Bucket| {
             bucket.put(&slot().snapshot(&side.key).unwrap(), &b"dump"[..]).await.unwrap();
-            recorded.insert(actor, snapshot::write_side_record(&bucket, &slot(), &side, None).await.unwrap());
+            recorded.insert(actor, snapshot::write_sidecar(&bucket, &slot(), &side, None).await.unwrap());
         };
         server.prepare(record).await;
     }
@@ -263,7 +263,7 @@ fn assert_invariants_hold(scenario: &Scenario, seeds: std::ops::Range<u64>) -> F
     let runs = seeds.end - seeds.start;
     println!("{runs} runs, {writes} pointer writes");
     assert!(writes > 3 * runs, "too few writes: {writes} in {runs} runs");
-    Figures { faults_tried: faults, ..Figures::new("orders of the pointer's calls") }
+    Figures { faults_tried: faults, ..Figures::new("interleavings of the pointer's calls") }
 }
 
 #[test]
@@ -284,7 +284,7 @@ fn pointer_invariants_hold_under_many_more_orders() -> anyhow::Result<()> {
         .record()
 }
 
-/// Runs every order of the scenario's calls, with every allowed fault at every position.
+/// Runs every interleaving of the scenario's calls, with every allowed fault at every position.
 fn assert_invariants_hold_in_every_order(scenario: &Scenario) -> u64 {
     let (mut choices, mut runs) = (Exhaustive::default(), 0_u64);
     loop {
@@ -369,8 +369,8 @@ fn every_faulty_writer_is_detected() {
         (BrokenRule::MonotonicFence, Violation::FenceLowered),
         (BrokenRule::SnapshotKept, Violation::SnapshotDropped),
     ] {
-        let seeds = find_violating_seed(&Scenario::broken_rule(broken_rule), violation, 500);
-        println!("{broken_rule:?} is detected as {violation:?} by seed {seeds:?}");
-        assert!(seeds.is_some(), "{broken_rule:?} is not detected as {violation:?}");
+        let seed = find_violating_seed(&Scenario::broken_rule(broken_rule), violation, 500);
+        println!("{broken_rule:?} is detected as {violation:?} by seed {seed:?}");
+        assert!(seed.is_some(), "{broken_rule:?} is not detected as {violation:?}");
     }
 }

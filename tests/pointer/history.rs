@@ -13,7 +13,7 @@ pub enum Violation {
     FenceLowered,
     /// The pointer was moved to a snapshot from a fenced-off machine, or to an older one than before.
     StaleSnapshot,
-    /// The pointer names a snapshot whose object or side record does not match.
+    /// The pointer names a snapshot whose object or sidecar does not match.
     IncompleteSnapshot,
     /// The pointer named a snapshot, but no longer names one.
     SnapshotDropped,
@@ -54,7 +54,7 @@ impl History {
         }
     }
 
-    /// Records a successful claim; `is_complete` states whether its snapshot's object and side record exist.
+    /// Records a successful claim; `is_complete` states whether its snapshot's object and sidecar exist.
     pub fn record_claim(&mut self, new: Pointer, is_complete: bool) {
         self.writes += 1;
         let old_fence = self.current.as_ref().map(|old| old.fence_epoch);

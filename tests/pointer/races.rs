@@ -16,7 +16,7 @@ use svc::store::pointer_io::{self, PointerError};
 use svc::store::recorded_snapshot::RecordedSnapshot;
 use svc::store::{Bucket, parallel_probe, snapshot};
 
-use super::actors::{machine, side_record};
+use super::actors::{machine, sidecar};
 use super::schedule::{Choices, Seeded};
 
 /// The product's store configuration.
@@ -30,9 +30,9 @@ fn open_bucket(pairs: &StoreSettings) -> Result<Bucket> {
 
 /// Performs all but the last step of a backup on the machine for `epoch`.
 async fn prepare_backup(bucket: &Bucket, slot: &SlotPrefix, epoch: u32, at: i64) -> Result<RecordedSnapshot> {
-    let side = side_record(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
+    let side = sidecar(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
     bucket.put(&slot.snapshot(&side.key).context("the key is not a snapshot key")?, &b"dump"[..]).await?;
-    Ok(snapshot::write_side_record(bucket, slot, &side, None).await?)
+    Ok(snapshot::write_sidecar(bucket, slot, &side, None).await?)
 }
 
 /// Reads until cancelled, and returns the pointers in the observed order.

@@ -131,7 +131,7 @@ impl Server {
     async fn is_complete(&self, pointer: &Pointer) -> bool {
         let Some(named) = &pointer.snapshot else { return true };
         let object = self.slot.snapshot(&named.key).expect("the pointer's key must be a snapshot key");
-        let side = self.slot.side_record(&named.key).expect("the pointer's key must be a snapshot key");
+        let side = self.slot.sidecar(&named.key).expect("the pointer's key must be a snapshot key");
         let Ok(meta) = self.inner.head(&object).await else { return false };
         let Ok(side) = self.inner.get(&side).await else { return false };
         let side: serde_json::Value = serde_json::from_slice(&side.bytes().await.unwrap()).unwrap();

@@ -1,5 +1,5 @@
 //! Compares the router's built-in routes with their descriptions: each route gets each kind of invalid request, and each
-//! declared error code is provoked.
+//! declared error code is triggered.
 
 use anyhow::Result;
 use http::{Method, StatusCode};
@@ -18,8 +18,8 @@ use crate::contract::{
 /// The cookie of a browser that has started a sign-in on `CODE_HOST`.
 const STATE_COOKIE: &str = "svc_code_state=s";
 
-/// Codes that no request can provoke.
-const UNPROVOKABLE_CODES: [(&str, &str); 1] = [("*", "internal")];
+/// Codes that no request can trigger.
+const UNREACHABLE_CODES: [(&str, &str); 1] = [("*", "internal")];
 
 /// A router with a user who has a running machine, a session and an app token.
 struct RouterSetup {
@@ -131,20 +131,20 @@ fn operation(id: &str) -> &'static Operation {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_documented_error_code_is_provoked() -> Result<()> {
+async fn every_documented_error_code_is_triggered() -> Result<()> {
     let setup = RouterSetup::start().await?;
     for operation in operations() {
         assert_rejects_invalid_requests(&setup, operation).await;
     }
-    provoke_state_errors(&setup).await;
-    provoke_missing_machine(&setup).await?;
-    provoke_sign_out_errors(&setup).await;
-    provoke_missing_provider_keys().await?;
-    provoke_database_outage().await?;
-    provoke_rate_limit().await?;
+    trigger_state_errors(&setup).await;
+    trigger_missing_machine(&setup).await?;
+    trigger_sign_out_errors(&setup).await;
+    trigger_missing_provider_keys().await?;
+    trigger_database_outage().await?;
+    trigger_rate_limit().await?;
     let all: Vec<&'static Operation> = operations().collect();
-    let unprovoked = contract::platform().list_unprovoked_codes(&all, &UNPROVOKABLE_CODES, &[]);
-    assert!(unprovoked.is_empty(), "{unprovoked:#?}");
+    let untriggered = contract::platform().list_untriggered_codes(&all, &UNREACHABLE_CODES, &[]);
+    assert!(untriggered.is_empty(), "{untriggered:#?}");
     Ok(())
 }
 
@@ -168,8 +168,8 @@ async fn valid_request_to_every_route_matches_its_description() -> Result<()> {
     Ok(())
 }
 
-/// Provokes errors for well-formed requests with valid credentials, and for unknown paths and hosts.
-async fn provoke_state_errors(setup: &RouterSetup) {
+/// Triggers errors for well-formed requests with valid credentials, and for unknown paths and hosts.
+async fn trigger_state_errors(setup: &RouterSetup) {
     let choose = operation("chooseSlot");
     let slot = setup.authorized_request(choose, choose.path).json(&json!({ "slot": "of-another" }));
     setup.send(slot).await.assert_problem(404, "not_found");
@@ -187,7 +187,7 @@ async fn provoke_state_errors(setup: &RouterSetup) {
     assert_eq!(elsewhere.status(), StatusCode::NOT_FOUND, "an unknown host has no route");
 }
 
-async fn provoke_missing_machine(setup: &RouterSetup) -> Result<()> {
+async fn trigger_missing_machine(setup: &RouterSetup) -> Result<()> {
     let mint = setup
         .router
         .post(APP_HOST, operation("mintAppToken").path)
@@ -196,7 +196,7 @@ async fn provoke_missing_machine(setup: &RouterSetup) -> Result<()> {
     Ok(())
 }
 
-async fn provoke_sign_out_errors(setup: &RouterSetup) {
+async fn trigger_sign_out_errors(setup: &RouterSetup) {
     let path = operation("signOut").path;
     let foreign = setup.router.post(APP_HOST, path).header("origin", "https://evil.test");
     setup.send(foreign).await.assert_problem(403, "forbidden");
@@ -211,7 +211,7 @@ async fn provoke_sign_out_errors(setup: &RouterSetup) {
 }
 
 /// Sends requests while the provider is down and its keys have never been fetched.
-async fn provoke_missing_provider_keys() -> Result<()> {
+async fn trigger_missing_provider_keys() -> Result<()> {
     let router = TestRouter::start().await?;
     let token = router.token("user_1");
     router.idp.take_down();
@@ -224,7 +224,7 @@ async fn provoke_missing_provider_keys() -> Result<()> {
 }
 
 /// Sends requests from an address that has exceeded the verification limit.
-async fn provoke_rate_limit() -> Result<()> {
+async fn trigger_rate_limit() -> Result<()> {
     let router = TestRouter::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
     for operation in operations() {
         for number in 0..20 {
@@ -241,7 +241,7 @@ async fn provoke_rate_limit() -> Result<()> {
     Ok(())
 }
 
-async fn provoke_database_outage() -> Result<()> {
+async fn trigger_database_outage() -> Result<()> {
     let database = kit::pg::prepared_server().await?;
     let proxy = kit::net::Proxy::start(([127, 0, 0, 1], database.port).into())?;
     let router = TestRouter::start_with(&[], Some(proxy.addr())).await?;

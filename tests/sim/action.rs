@@ -76,7 +76,7 @@ impl Simulation<'_> {
                     self.write(&host).await?;
                 }
             }
-            Action::CutDatabase => self.database.cut_connections().await?,
+            Action::CutDatabaseConnections => self.database.cut_connections().await?,
             Action::SaveDatabase => self.database.save().await?,
             Action::RestoreDatabase => self.restore_database().await?,
             Action::Crash { process } => {
@@ -96,8 +96,8 @@ impl Simulation<'_> {
                     self.start(*process);
                 }
             }
-            Action::PassTime { seconds, expire_leases } => {
-                self.database.pass_time(*seconds, *expire_leases).await?;
+            Action::AdvanceTime { seconds, expire_leases } => {
+                self.database.advance_time(*seconds, *expire_leases).await?;
             }
             Action::WaitForOperations => self.wait_for_operations().await?,
             _ => {
@@ -289,7 +289,7 @@ impl Simulation<'_> {
         let _ = tokio::time::timeout(Duration::from_millis(step.wait_ms), self.wait_for_requests()).await;
     }
 
-    /// Returns the prefix of the slot whose loss a request accepts.
+    /// Returns the prefix of the slot whose data loss a request accepts.
     async fn find_accepted_loss_prefix(&self, accepted_loss: &AcceptedLoss) -> Option<String> {
         match accepted_loss {
             AcceptedLoss::Nothing => None,
@@ -377,7 +377,7 @@ impl Simulation<'_> {
         self.processes.iter().for_each(|process| process.wake_workers());
     }
 
-    /// Ends the faults, restarts every process that is not alive, and advances the time until no work remains or the
+    /// Clears the faults, restarts every process that is not alive, and advances the clock until no work remains or the
     /// limit is reached.
     pub async fn settle(&mut self) -> Result<()> {
         self.provider.heal();
@@ -433,7 +433,7 @@ impl Simulation<'_> {
                     self.heartbeat(&host, round % PROCESSES).await;
                 }
             }
-            self.database.pass_time(10, false).await?;
+            self.database.advance_time(10, false).await?;
         }
         self.ledger.log("the platform did not settle");
         let database_state = DatabaseState::read(&self.database.client).await?;

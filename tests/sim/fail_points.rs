@@ -13,9 +13,10 @@ use svc::host::system::upgrade_token;
 use svc::host::update;
 use svc::platform::operations::{OperationKind, fail_point_names};
 use svc::platform::{key_change, rollouts, token_rotation};
+use svc_files as files;
 
 /// The enumerations, each with its name in the test that kills a process at each of its points, and the test's file.
-fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 19] {
+fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 22] {
     [
         (backup::FAILPOINTS, "svc::host::snapshots::backup::FAILPOINTS", "tests/vault/backup.rs"),
         (backup::DRILL_FAILPOINTS, "svc::host::snapshots::backup::DRILL_FAILPOINTS", "tests/vault/checks.rs"),
@@ -36,6 +37,9 @@ fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 19]
             "svc::host::snapshots::restore::IMPORT_FAILPOINTS",
             "tests/vault/export.rs",
         ),
+        (files::save::FAILPOINTS, "saving::FAILPOINTS", "src/files/tests/kills.rs"),
+        (files::restore::FAILPOINTS, "restoring::FAILPOINTS", "src/files/tests/kills.rs"),
+        (files::prune::FAILPOINTS, "prune::FAILPOINTS", "src/files/tests/kills.rs"),
         (update::FAILPOINTS, "svc::host::update::FAILPOINTS", "tests/vault/update.rs"),
         (update::APPLY_FAILPOINTS, "svc::host::update::APPLY_FAILPOINTS", "tests/vault/apply.rs"),
         (update::ROLLBACK_FAILPOINTS, "svc::host::update::ROLLBACK_FAILPOINTS", "tests/vault/apply.rs"),

@@ -14,7 +14,7 @@ use svc::machine::epoch::Epoch;
 use svc::machine::id::MachineId;
 use svc::store::key::{SlotPrefix, snapshot_key};
 use svc::store::pointer::{Pointer, SnapshotRef};
-use svc::store::snapshot::{self, FORMAT, SideRecord, SnapshotUnusable};
+use svc::store::snapshot::{self, FORMAT, Sidecar, SnapshotUnusable};
 use svc::store::upload::{PartLayout, Upload};
 use svc::store::{Bucket, pointer_io};
 
@@ -109,7 +109,7 @@ impl Host {
         Ok(true)
     }
 
-    /// Stores the dump, the side record and the pointer, in the same order as the backup job. May stop in between.
+    /// Stores the dump, the sidecar and the pointer, in the same order as the backup job. May stop in between.
     pub async fn back_up(
         self,
         store: Arc<Store>,
@@ -149,15 +149,15 @@ impl Host {
         if stops_after == Some(1) {
             return Ok("stopped after the dump");
         }
-        let side = self.side_record(key, &content, at);
+        let side = self.sidecar(key, &content, at);
         if broken_rule == Some(BrokenRule::HostDoesNotVerify) {
             write_pointer_unchecked(&bucket, &slot, &snapshot_ref(&side)).await?;
             return Ok("moved the pointer too early");
         }
-        let recorded = snapshot::write_side_record(&bucket, &slot, &side, etag).await?;
+        let recorded = snapshot::write_sidecar(&bucket, &slot, &side, etag).await?;
         rows.record_snapshot(&self.prefix(), dump.rows);
         if stops_after == Some(2) {
-            return Ok("stopped after the side record");
+            return Ok("stopped after the sidecar");
         }
         if broken_rule == Some(BrokenRule::HostIgnoresFence) {
             write_pointer_unchecked(&bucket, &slot, recorded.snapshot_ref()).await?;
@@ -167,8 +167,8 @@ impl Host {
         Ok("moved the pointer")
     }
 
-    fn side_record(&self, key: String, content: &Bytes, at: Timestamp) -> SideRecord {
-        SideRecord {
+    fn sidecar(&self, key: String, content: &Bytes, at: Timestamp) -> Sidecar {
+        Sidecar {
             version: FORMAT,
             key,
             size_bytes: content.len() as u64,
@@ -186,7 +186,7 @@ impl Host {
     }
 }
 
-fn snapshot_ref(side: &SideRecord) -> SnapshotRef {
+fn snapshot_ref(side: &Sidecar) -> SnapshotRef {
     SnapshotRef {
         key: side.key.clone(),
         size_bytes: side.size_bytes,
@@ -199,7 +199,7 @@ fn snapshot_ref(side: &SideRecord) -> SnapshotRef {
     }
 }
 
-/// Moves the pointer without following the rules: ignores the fence and requires no side record.
+/// Moves the pointer without following the rules: ignores the fence and requires no sidecar.
 async fn write_pointer_unchecked(
     bucket: &Bucket,
     slot: &SlotPrefix,

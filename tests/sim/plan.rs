@@ -65,7 +65,7 @@ pub enum Action {
     BootFailure {
         host: usize,
     },
-    /// The backup may stop after the dump, or after the side record.
+    /// The backup may stop after the dump, or after the sidecar.
     BackUp {
         host: usize,
         stops_after: Option<u8>,
@@ -89,7 +89,7 @@ pub enum Action {
         is_lost: bool,
     },
     /// Closes every connection to the database.
-    CutDatabase,
+    CutDatabaseConnections,
     /// Copies the platform's database for a later restore.
     SaveDatabase,
     /// Stops the platform, replaces its database with the copy, and starts it again.
@@ -110,7 +110,7 @@ pub enum Action {
         process: usize,
     },
     /// Moves all stored times into the past. With `expire_leases`, every current holder loses its lease.
-    PassTime {
+    AdvanceTime {
         seconds: u32,
         expire_leases: bool,
     },
@@ -315,7 +315,7 @@ fn action(rng: &mut Rng, has_faults: bool) -> Action {
             fault: rng.pick(&[StoreFault::Unavailable, StoreFault::LostReply, StoreFault::Slow]),
             times: 1 + rng.below(3) as u8,
         },
-        13 => Action::CutDatabase,
+        13 => Action::CutDatabaseConnections,
         14 => Action::Crash { process },
         15 => {
             use KillPoint::{AfterProvider, AfterStore, BeforeProvider, BeforeStore};
@@ -325,7 +325,9 @@ fn action(rng: &mut Rng, has_faults: bool) -> Action {
         }
         16 => Action::Stop { process },
         17 => Action::Start { process },
-        18 => Action::PassTime { seconds: rng.pick(&[1, 5, 30, 90, 1000]), expire_leases: rng.percent(40) },
+        18 => {
+            Action::AdvanceTime { seconds: rng.pick(&[1, 5, 30, 90, 1000]), expire_leases: rng.percent(40) }
+        }
         19 => Action::WaitForOperations,
         20 => Action::Write { host },
         21 => Action::Undelete { machine },

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::Result;
-use kit::pg::copy::{TablesCopy, execute_with_retry};
+use kit::pg::copy::{DatabaseCopy, execute_with_retry};
 use kit::pg::{TestDatabase, test_database_from};
 use svc::platform::config::PlatformConfig;
 use svc::platform::db::Db;
@@ -22,7 +22,7 @@ pub struct RunDatabase {
     pub db: Db,
     pub keys: watch::Receiver<Arc<SigningSet>>,
     pub installation: Uuid,
-    copy: TablesCopy,
+    copy: DatabaseCopy,
     times: Times,
 }
 
@@ -43,7 +43,7 @@ impl RunDatabase {
             keys::load(&db, &Seal::from_keys(&config.keys), config.timing.keys.overlap).await?,
         ));
         // Deleting the rows of a few runs is faster than truncating files.
-        let copy = TablesCopy::new(&client).await?;
+        let copy = DatabaseCopy::new(&client).await?;
         let sql = "SELECT installation_id FROM installation";
         let installation = client.query_one(sql, &[]).await?.get(0);
         let times = Times::read(&client).await?;
@@ -69,7 +69,7 @@ impl RunDatabase {
         self.copy.restore(&self.client).await
     }
 
-    pub async fn pass_time(&self, seconds: u32, expire_leases: bool) -> Result<()> {
+    pub async fn advance_time(&self, seconds: u32, expire_leases: bool) -> Result<()> {
         self.times.advance(&self.client, seconds, expire_leases).await
     }
 

@@ -33,7 +33,7 @@ fn record_figures(test: &str, counts: &Counts) -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn seeds_find_no_violation() {
-    run_in_process(0, 150).await;
+    run_in_process(0, 100).await;
 }
 
 /// Runs plans through the production adapter and store client, over HTTP.

@@ -18,7 +18,7 @@ use object_store::{
 };
 use sha2::{Digest, Sha256};
 use svc::store::pointer::{Pointer, SnapshotRef};
-use svc::store::snapshot::SideRecord;
+use svc::store::snapshot::Sidecar;
 
 use super::kill_switch::KillSwitch;
 use super::plan::{KillPoint, StoreFault};
@@ -207,7 +207,7 @@ impl Store {
         let read = async |key: String| self.inner.get(&Path::from(key)).await.ok()?.bytes().await.ok();
         let (dump, side) = (read(format!("{slot}{}", named.key)), read(format!("{slot}{}.json", named.key)));
         let (Some(dump), Some(side)) = (dump.await, side.await) else { return false };
-        let Ok(side) = serde_json::from_slice::<SideRecord>(&side) else { return false };
+        let Ok(side) = serde_json::from_slice::<Sidecar>(&side) else { return false };
         let digest = hex::encode(Sha256::digest(&dump));
         digest == named.sha256 && side.sha256 == named.sha256 && dump.len() as u64 == named.size_bytes
     }

@@ -50,11 +50,11 @@ pub enum BrokenRule {
     StoreIgnoresConditions,
     /// The store reports that it wrote a fence, but did not.
     StoreLosesFences,
-    /// The store keeps one snapshot for each slot.
+    /// The store keeps only one snapshot per slot.
     StoreRemovesSnapshots,
     /// A host moves the pointer regardless of the fence.
     HostIgnoresFence,
-    /// A host moves the pointer before the side record exists.
+    /// A host moves the pointer before the sidecar exists.
     HostDoesNotVerify,
     /// SQL executed on the database before the run.
     Sql(&'static str),
@@ -127,7 +127,7 @@ impl BrokenRule {
          CREATE TRIGGER broken BEFORE INSERT ON operations
             FOR EACH ROW WHEN (NEW.kind = 'delete') EXECUTE FUNCTION broken();",
     );
-    /// The time since which a server has been missing is always reset.
+    /// The time when a server was first missing is reset by every update.
     pub const RESETS_MISSING_SINCE: Self = Self::Sql(
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
             NEW.server_missing_since := clock_timestamp(); RETURN NEW; END $$;
@@ -162,7 +162,7 @@ impl BrokenRule {
          CREATE TRIGGER kept BEFORE UPDATE OF state ON operations
             FOR EACH ROW WHEN (NEW.state = 'succeeded') EXECUTE FUNCTION kept();",
     );
-    /// The time since which changes are unsaved is not stored.
+    /// The time of the oldest unsaved change is not stored.
     pub const LOSES_UNSAVED_SINCE: Self = Self::Sql(
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
             NEW.unsaved_since := NULL; RETURN NEW; END $$;

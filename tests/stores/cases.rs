@@ -24,7 +24,7 @@ use svc::store::sts::Sts;
 use svc::store::upload::{PartLayout, Upload};
 
 use super::{BUCKET, StoreFixture};
-use crate::pointer::actors::{machine, side_record};
+use crate::pointer::actors::{machine, sidecar};
 
 const MIB: usize = 1 << 20;
 
@@ -38,14 +38,14 @@ fn pointer_log(slot: &SlotPrefix) -> String {
     entry.rsplit_once('/').map_or(entry.clone(), |(folder, _)| format!("{folder}/"))
 }
 
-/// Stores the dump of a backup from the machine for `epoch`; [`advance`] writes its side record.
+/// Stores the dump of a backup from the machine for `epoch`; [`advance`] writes its sidecar.
 async fn store_backup(
     fixture: &StoreFixture,
     slot: &SlotPrefix,
     epoch: u32,
     at: i64,
-) -> Result<snapshot::SideRecord> {
-    let side = side_record(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
+) -> Result<snapshot::Sidecar> {
+    let side = sidecar(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
     fixture
         .bucket
         .put(&slot.snapshot(&side.key).context("the key is not a snapshot key")?, &b"dump"[..])
@@ -56,9 +56,9 @@ async fn store_backup(
 async fn advance(
     fixture: &StoreFixture,
     slot: &SlotPrefix,
-    side: &snapshot::SideRecord,
+    side: &snapshot::Sidecar,
 ) -> Result<(), PointerError> {
-    let recorded = snapshot::write_side_record(&fixture.bucket, slot, side, None).await?;
+    let recorded = snapshot::write_sidecar(&fixture.bucket, slot, side, None).await?;
     pointer_io::advance(&fixture.bucket, slot, &recorded).await
 }
 

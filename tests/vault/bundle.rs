@@ -13,7 +13,8 @@ use flate2::write::GzEncoder;
 use http::{HeaderMap, StatusCode, Uri, header};
 use sha2::{Digest, Sha256};
 
-/// Creates a bundle of the given version, with enough incompressible content to interrupt its download in the middle.
+/// Creates a bundle of the given version, with enough incompressible content that its download can be interrupted
+/// partway.
 pub fn bundle(version: &str) -> Result<Vec<u8>> {
     bundle_with(version, &[])
 }
@@ -70,7 +71,7 @@ struct SourceState {
     /// The content after the next request.
     next: Option<Vec<u8>>,
     requests: Vec<BundleRequest>,
-    /// Other files, by the end of their paths; `None` for a missing file.
+    /// Other files, by the suffixes of their paths; `None` for a missing file.
     other_files: BTreeMap<String, Option<Vec<u8>>>,
 }
 
@@ -114,8 +115,8 @@ impl Source {
     }
 
     /// Adds another file, or marks it as missing.
-    pub fn put(&self, end_of_path: &str, content: Option<Vec<u8>>) {
-        self.update_state(|state| state.other_files.insert(end_of_path.to_owned(), content));
+    pub fn put(&self, path_suffix: &str, content: Option<Vec<u8>>) {
+        self.update_state(|state| state.other_files.insert(path_suffix.to_owned(), content));
     }
 
     /// Behaves like a server without Range support.

@@ -42,7 +42,7 @@ fn read_last_check(machine: &Machine, kind: &str) -> Result<Value> {
 fn store_older_copy(store: &S3Server, key: &str, time: &str) -> Result<String> {
     let copy_key = format!("system/db/snapshots/{time}-1.dump");
     let dump = store.read(BUCKET, &object(key)).context("the object is missing")?;
-    let side = store.read(BUCKET, &object(&format!("{key}.json"))).context("the side record is missing")?;
+    let side = store.read(BUCKET, &object(&format!("{key}.json"))).context("the sidecar is missing")?;
     store.write(BUCKET, &object(&copy_key), dump);
     let mut side: Value = serde_json::from_slice(&side)?;
     side["key"] = copy_key.as_str().into();
@@ -197,7 +197,7 @@ async fn snapshot_with_missing_rows_fails_the_drill() -> Result<()> {
     let store = machine::store()?;
     let (machine, keys) = machine_with_snapshots(&store, 1).await?;
     let side = format!("{}.json", object(&keys[0]));
-    let record = String::from_utf8(store.read(BUCKET, &side).context("the side record is missing")?)?;
+    let record = String::from_utf8(store.read(BUCKET, &side).context("the sidecar is missing")?)?;
     store.write(BUCKET, &side, record.replace("\"rows\":20000", "\"rows\":20001"));
     let result = machine.run(&["svc-db-backup", "drill"])?.expect(65);
     assert!(result.stderr.contains("public.t: 20000 rows restored"), "{}", result.stderr);

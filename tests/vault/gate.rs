@@ -164,7 +164,7 @@ async fn snapshot_from_a_newer_postgresql_is_refused() -> Result<()> {
         .context("the pointer names no snapshot")?
         .key;
     let side = format!("{USER}/primary/{key}.json");
-    let record = String::from_utf8(store.read(BUCKET, &side).context("the side record is missing")?)?;
+    let record = String::from_utf8(store.read(BUCKET, &side).context("the sidecar is missing")?)?;
     let with_pg_version =
         |version: &str| record.replace("\"pgVersion\":\"16.", &format!("\"pgVersion\":\"{version}."));
     let new = Machine::new(&store, 2).await?;
@@ -185,7 +185,7 @@ async fn snapshot_from_a_newer_postgresql_is_refused() -> Result<()> {
 #[tokio::test]
 async fn interrupted_download_is_resumed_within_a_run() -> Result<()> {
     let (store, new) = new_machine_after_loss().await?;
-    // After two reads of the side record, more downloads are truncated than the store client retries on its own.
+    // After two reads of the sidecar, more downloads are truncated than the store client retries on its own.
     let truncated = Rule::new(Fault::TruncateBody(400_000)).method("GET").key(".dump");
     let hits = store.add_fault(truncated.after(2).times(6));
     run_restore(&new, &[])?.expect(0);
@@ -327,7 +327,7 @@ async fn unusable_pointer_is_refused_in_both_modes() -> Result<()> {
     let side = format!("{}.json", dump_key(&store));
     let good = (
         store.read(BUCKET, &pointer).context("the pointer is missing")?,
-        store.read(BUCKET, &side).context("the side record is missing")?,
+        store.read(BUCKET, &side).context("the sidecar is missing")?,
     );
     for mode in ["required", "empty"] {
         new.write_boot_env(&[("SVC_RESTORE_MODE", mode)])?;
@@ -339,7 +339,7 @@ async fn unusable_pointer_is_refused_in_both_modes() -> Result<()> {
         store.write(BUCKET, &pointer, good.0.clone());
         store.remove(BUCKET, &side);
         run_restore(&new, &[])?.expect(70);
-        assert_untouched(&new, "without side record").await?;
+        assert_untouched(&new, "without sidecar").await?;
         store.write(BUCKET, &side, good.1.clone());
     }
     let mut other: serde_json::Value = serde_json::from_slice(&good.1)?;
@@ -361,6 +361,12 @@ async fn restore_killed_at_any_step_can_be_rerun() -> Result<()> {
         assert!(new.has_marker() && is_restored(&new).await?, "{point}");
         let databases = new.databases().await?;
         assert!(!databases.iter().any(|name| name.starts_with("svc_restore_")), "{point}: {databases:?}");
+        for replaced in databases.iter().filter(|name| name.starts_with("svc_before_")) {
+            new.postgres()
+                .connect(replaced)
+                .await
+                .with_context(|| format!("{point}: {replaced} is closed"))?;
+        }
         reset(&new).await?;
     }
     Ok(())

@@ -101,7 +101,7 @@ async fn marker_from_an_earlier_release_adopts_its_database_once() -> Result<()>
         .await?
         .and_then(|pointer| pointer.snapshot)
         .context("the pointer names no snapshot")?;
-    let key = machine::slot().side_record(&snapshot.key).context("no key")?;
+    let key = machine::slot().sidecar(&snapshot.key).context("no key")?;
     let side: Value =
         serde_json::from_slice(&store.read(machine::BUCKET, key.as_ref()).context("no record")?)?;
     assert_eq!(side["databaseIdentity"], identity);
@@ -153,7 +153,7 @@ async fn interrupted_import_is_completed_at_the_next_boot() -> Result<()> {
             .await?
             .and_then(|pointer| pointer.snapshot)
             .context("the pointer names no snapshot")?;
-        let key = machine::slot().side_record(&saved.key).context("no key")?;
+        let key = machine::slot().sidecar(&saved.key).context("no key")?;
         let side: Value =
             serde_json::from_slice(&store.read(machine::BUCKET, key.as_ref()).context("no record")?)?;
         assert_eq!(
@@ -186,7 +186,7 @@ async fn shrunken_snapshot_is_held_until_accepted() -> Result<()> {
     let held: Value =
         serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/held-snapshot.json"))?)?;
     let key = held["key"].as_str().context("no key")?.to_owned();
-    let (object, side) = (machine::slot().snapshot(&key), machine::slot().side_record(&key));
+    let (object, side) = (machine::slot().snapshot(&key), machine::slot().sidecar(&key));
     for object in [object, side] {
         assert!(
             store.read(machine::BUCKET, object.context("no key")?.as_ref()).is_some(),

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use kit::child;
 use svc::store::pointer::Fence;
 use svc::store::pointer_io;
-use svc::store::snapshot::SideRecord;
+use svc::store::snapshot::Sidecar;
 
 use super::machine::{self, BUCKET, Machine, USER, slot};
 
@@ -79,8 +79,8 @@ async fn restored_database_equals_the_backed_up_one() -> Result<()> {
         store.requests().into_iter().filter(|request| request.query.contains("partNumber=")).collect();
     assert!(parts.len() >= 3, "{parts:?}");
 
-    let side: SideRecord = serde_json::from_slice(
-        &store.read(BUCKET, &format!("{object}.json")).context("the side record is missing")?,
+    let side: Sidecar = serde_json::from_slice(
+        &store.read(BUCKET, &format!("{object}.json")).context("the sidecar is missing")?,
     )?;
     assert_eq!(side.roles, ["app_To do", "app_notes", "reader"]);
     let rows = |name: &str| side.tables.iter().find(|table| table.name == name).map(|table| table.rows);

@@ -56,7 +56,7 @@ async fn heartbeat_reports_the_state_of_the_machine() -> Result<()> {
     assert!(first["disk"]["totalBytes"].as_u64() >= first["disk"]["freeBytes"].as_u64());
     assert_eq!(first["proofKids"], json!(["first"]));
     let second: Value = serde_json::from_str(&calls[1].body)?;
-    assert_eq!(second["proofKids"], json!(["second"]), "delivered keys are in force");
+    assert_eq!(second["proofKids"], json!(["second"]), "delivered keys are active");
 
     let meta: VpsMeta =
         serde_json::from_slice(&store.read(BUCKET, &meta_key).context("the metadata is missing")?)?;

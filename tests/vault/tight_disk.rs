@@ -20,8 +20,7 @@ const DISK_MIB: u64 = 256;
 async fn machine_with_tight_disk(percent: u64) -> Result<Option<(S3Server, Machine, SmallDisk)>> {
     let (store, new) = new_machine_after_loss().await?;
     let Some(disk) = SmallDisk::mount(new.path("var/lib/svc"), DISK_MIB)? else { return Ok(None) };
-    let side =
-        store.read(BUCKET, &format!("{}.json", dump_key(&store))).context("the side record is missing")?;
+    let side = store.read(BUCKET, &format!("{}.json", dump_key(&store))).context("the sidecar is missing")?;
     let side: Value = serde_json::from_slice(&side)?;
     let size = |value: &Value| value.as_u64().context("not a size");
     let (dump, database) = (size(&side["sizeBytes"])?, size(&side["database"]["sizeBytes"])?);

@@ -15,7 +15,7 @@ const RECORDS: &str = "records";
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Area to measure: footprint, router, bridge, bundle, backup, restore, records or hook
+    /// Area to measure: footprint, router, bridge, bundle, backup, restore, records, hook or scale
     #[arg(value_name = "AREA")]
     area: String,
     /// Rounds for the product and for each peer (default: 5)
@@ -24,7 +24,7 @@ pub struct Args {
     /// Seconds per load (default: 2)
     #[arg(long, value_name = "N")]
     seconds: Option<u32>,
-    /// The binary to measure (default: target/dist/svc); for records, the program in tests/bench (default: built)
+    /// The binary to measure (default: target/dist/svc); for records, the program in tests/bench (default: build it)
     #[arg(long, value_name = "PATH")]
     svc: Option<PathBuf>,
     /// Fail if a target is missed

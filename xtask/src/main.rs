@@ -43,7 +43,7 @@ enum Command {
         /// The object store (kit|moto|seaweedfs)
         #[arg(long, value_name = "STORE", default_value = "kit", value_parser = StoreKind::from_str)]
         store: StoreKind,
-        /// The binary to run (default: built)
+        /// The binary to run (default: build it)
         #[arg(long, value_name = "PATH")]
         svc: Option<PathBuf>,
         /// Keep the directory with disks and logs
@@ -52,7 +52,7 @@ enum Command {
     },
     /// Keep the demo's services running for a developer, with a machine in use; writes target/dev/dev.json
     Dev {
-        /// The binary to run (default: built)
+        /// The binary to run (default: build it)
         #[arg(long, value_name = "PATH")]
         svc: Option<PathBuf>,
         /// Directory for dev.json and the operator's credential; use a different one for a second instance
@@ -114,7 +114,10 @@ enum Command {
 
 fn main() -> ExitCode {
     let result = match Args::parse().command {
-        Command::Setup => setup().map(|()| ExitCode::SUCCESS),
+        Command::Setup => setup().map(|()| {
+            fetch_test_tools();
+            ExitCode::SUCCESS
+        }),
         Command::Bundle(args) => bundle::run(args),
         Command::Browser(args) => browser::run(args),
         Command::Demo { breakage, store, svc, keep } => demo(breakage, store, svc, keep),
@@ -147,6 +150,22 @@ fn setup() -> Result<()> {
         Err(error) => println!("setup: SeaweedFS is unavailable, so its tests are skipped: {error:#}"),
     }
     Ok(())
+}
+
+/// Fetches the tools of single tests. A test whose tool is still missing fetches it.
+fn fetch_test_tools() {
+    let tools = [
+        ("shellcheck", kit::checkers::shellcheck().map(drop)),
+        ("cloud-init", kit::checkers::cloud_init_schema().map(drop)),
+        ("the provider's command-line program", kit::hcloud::fetch_cli().map(drop)),
+        ("pebble", kit::pebble::fetch().map(drop)),
+    ];
+    for (name, fetched) in tools {
+        match fetched {
+            Ok(()) => println!("setup: {name} is available"),
+            Err(error) => println!("setup: {name} cannot be fetched now: {error:#}"),
+        }
+    }
 }
 
 fn deb(check: bool, svc: Option<PathBuf>) -> Result<ExitCode> {

@@ -119,15 +119,15 @@ pub struct Provision {
     /// Create a preview machine, which is not billed
     #[arg(long)]
     pub preview: bool,
-    /// Continue even if the host of a failed machine cannot take a final backup: changes that are in no snapshot are lost
-    /// with its server
+    /// Continue even if the host of a failed machine cannot take a final backup: changes that are in no snapshot are
+    /// lost with its server
     #[arg(long)]
     pub accept_loss: bool,
-    /// Start empty although an earlier machine in the slot served and left no snapshot: its data is abandoned
+    /// Start empty even though an earlier machine in the slot served traffic and left no snapshot: its data is abandoned
     #[arg(long)]
     pub allow_empty: bool,
-    /// Accept the monthly cost of a new customer's server, or of a server type other than the replaced machine's, without
-    /// a prompt, up to a limit such as '12.00 EUR' if one is given
+    /// Accept the monthly cost of a new customer's server, or of a server type other than the replaced machine's,
+    /// without a prompt, up to a limit such as '12.00 EUR' if one is given
     #[arg(long, value_name = "LIMIT", num_args = 0..=1, require_equals = true, default_missing_value = "")]
     pub confirm_cost: Option<CostLimit>,
     /// Confirm that a new customer has explicitly opted in, without a prompt
@@ -136,7 +136,7 @@ pub struct Provision {
     /// Show what would be created, its cost and the quota, and create nothing
     #[arg(long)]
     pub dry_run: bool,
-    /// Skip the confirmation of --accept-loss and --allow-empty; it confirms neither cost nor opt-in
+    /// Skip the confirmation for --accept-loss and --allow-empty; it confirms neither cost nor opt-in
     #[arg(long)]
     pub yes: bool,
     #[command(flatten)]
@@ -176,13 +176,14 @@ pub struct Recover {
     /// The user's slot
     #[arg(long, default_value_t)]
     pub slot: Slot,
-    /// Start empty if there is no snapshot; only for a new or intentionally empty user
+    /// Start empty if there is no snapshot; only for a new user, or one whose data is intentionally empty
     #[arg(long)]
     pub allow_empty: bool,
     /// Restore this snapshot instead of the latest: its key, as shown by `svcctl backup list`
     #[arg(long, value_name = "KEY")]
     pub snapshot: Option<String>,
-    /// Continue even if the old host cannot take a final backup: changes that are in no snapshot are lost with its server
+    /// Continue even if the old host cannot take a final backup: changes that are in no snapshot are lost with its
+    /// server
     #[arg(long)]
     pub accept_loss: bool,
     /// Delete the old server before creating the new one, for a provider quota of one server. If the new machine does
@@ -330,7 +331,8 @@ Example: svcctl power off ada --wait"
 pub struct Discard {
     /// The id of a replaced or deleted machine, its former handle, or USER/SLOT
     pub machine: MachineTarget,
-    /// Delete its server even if it holds changes that are in no snapshot, or if no later machine has served yet
+    /// Delete its server even if it holds changes that are in no snapshot, or if no later machine has served traffic
+    /// yet
     #[arg(long)]
     pub accept_loss: bool,
     /// Skip the confirmation

@@ -160,7 +160,7 @@ Example: svcctl delete ada --wait"
     Delete(Delete),
     /// Restore a deleted machine while its server is kept
     #[command(
-        after_help = "This fails if another machine has served the slot since.\n\nExample: svcctl undelete ada --wait"
+        after_help = "This fails if another machine in the slot has served traffic since.\n\nExample: svcctl undelete ada --wait"
     )]
     Undelete(Undelete),
     /// Put a failed machine back into service; its server must be running and its host healthy

@@ -35,7 +35,7 @@ pub fn provision_risk(args: &Provision) -> Option<String> {
     let mut lines = Vec::new();
     lines.extend(args.accept_loss.then_some(LOSS_ACCEPTED));
     lines.extend(args.allow_empty.then_some(
-        "--allow-empty: if no snapshot exists, the new machine starts empty, even if an earlier machine in the slot has served.",
+        "--allow-empty: if no snapshot exists, the new machine starts empty, even if an earlier machine in the slot has served traffic.",
     ));
     if lines.is_empty() {
         return None;

@@ -188,7 +188,7 @@ fn also_deleted(also: &AlsoDeleted) -> String {
 /// Returns the command that undoes the accepted request.
 fn undo(view: &View, accepted: &AcceptedChange) -> String {
     if let Some(also) = &accepted.also_deleted {
-        let until = also.undeletable_until.as_deref();
+        let until = also.undelete_until.as_deref().or(also.undeletable_until.as_deref());
         let until = until.map(|until| format!(" until {}", format_time(view.now, until))).unwrap_or_default();
         return format!("`svcctl undelete {}`{until}: that machine serves again", also.machine_id);
     }
@@ -202,14 +202,15 @@ fn undo(view: &View, accepted: &AcceptedChange) -> String {
 }
 
 fn undo_of_deletion(view: &View, deletion: &DeletedMachine, operation: Option<&str>) -> String {
-    if let Some(until) = &deletion.undeletable_until {
+    // Older platforms report it only under its former name.
+    if let Some(until) = deletion.undelete_until.as_ref().or(deletion.undeletable_until.as_ref()) {
         return format!("`svcctl undelete {}` until {}", deletion.machine_id, format_time(view.now, until));
     }
     let DeletedMachine { handle, slot, idp_user_id, .. } = deletion;
     // Older platforms report neither the handle nor whether the machine ever registered.
     if deletion.registered_at.is_none() && handle.is_known() {
         return format!(
-            "none: it never served; `svcctl provision {} --handle {handle}` creates a new machine",
+            "none: it never served traffic; `svcctl provision {} --handle {handle}` creates a new machine",
             args::slot_arguments(idp_user_id, slot),
         );
     }

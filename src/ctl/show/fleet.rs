@@ -21,7 +21,7 @@ pub fn alarm_line(alarm: &Alarm) -> String {
     let (cases, figures): (Vec<_>, Vec<_>) =
         alarm.detail.iter().partition(|(_, value)| value.is_array() || value.is_object());
     let figures: Vec<_> = figures.iter().map(|(name, value)| format_figure(name, value)).collect();
-    let cases = cases.iter().map(|(name, value)| format!("{}: {}", split_words(name), format_case(value)));
+    let cases = cases.iter().map(|(name, value)| format!("{}: {}", split_words(name), format_detail(value)));
     let shown: Vec<_> = (!figures.is_empty()).then(|| figures.join(", ")).into_iter().chain(cases).collect();
     let figures = if shown.is_empty() { String::new() } else { format!(" ({})", shown.join("; ")) };
     let released = match &alarm.released_until {
@@ -39,10 +39,10 @@ fn format_figure(name: &str, value: &Value) -> String {
     format!("{} {}", split_words(name), compact(Some(value)))
 }
 
-/// Formats a case as `server 4711, machine 019a…, epoch 3`; the cases in a list are separated by semicolons.
-fn format_case(value: &Value) -> String {
+/// Formats a detail as `server 4711, machine 019a…, epoch 3`; the details in a list are separated by semicolons.
+fn format_detail(value: &Value) -> String {
     match value {
-        Value::Array(cases) => cases.iter().map(format_case).collect::<Vec<_>>().join("; "),
+        Value::Array(cases) => cases.iter().map(format_detail).collect::<Vec<_>>().join("; "),
         Value::Object(members) => {
             let rank =
                 |name: &str| CASE_ORDER.iter().position(|known| *known == name).unwrap_or(CASE_ORDER.len());
@@ -100,8 +100,8 @@ fn next_step(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
     let advice = match machine.reasons.first().map(String::as_str) {
         // The backup fails because its snapshot is held.
         Some("backup_failing") if is_held_back => advice("snapshot_held"),
-        Some("unsaved_changes") if is_deleted => UNSAVED_OF_DELETED_ADVICE,
-        Some("heartbeat_silent") if are_hosts_refused(alarms) => HOSTS_REFUSED_ADVICE,
+        Some("unsaved_changes") if is_deleted => DELETED_WITH_UNSAVED_CHANGES_ADVICE,
+        Some("heartbeat_silent") if hosts_are_refused(alarms) => HOSTS_REFUSED_ADVICE,
         Some(reason) => advice(reason),
         None => "svcctl status HANDLE",
     };
@@ -111,7 +111,7 @@ fn next_step(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
 }
 
 /// Whether the platform is rejecting live hosts, in which case a missing heartbeat does not mean that a host is lost.
-fn are_hosts_refused(alarms: &[Alarm]) -> bool {
+fn hosts_are_refused(alarms: &[Alarm]) -> bool {
     alarms.iter().any(|alarm| alarm.alarm == "host_tokens_refused")
 }
 
@@ -233,8 +233,8 @@ fn backups_cell(backups: &BackupAges) -> Cell {
     words.join(", ").into()
 }
 
-const UNSAVED_OF_DELETED_ADVICE: &str = "svcctl status HANDLE shows what only its server holds; svcctl undelete HANDLE restores it, \
-    unless a later machine in its slot has served; svcctl discard HANDLE --accept-loss deletes it";
+const DELETED_WITH_UNSAVED_CHANGES_ADVICE: &str = "svcctl status HANDLE shows what only its server holds; svcctl undelete HANDLE restores it, \
+    unless a later machine in its slot has served traffic; svcctl discard HANDLE --accept-loss deletes it";
 
 const HOSTS_REFUSED_ADVICE: &str = "live hosts are refused because of their tokens (alarm host_tokens_refused): resolve that first, then \
     check which hosts are still silent";
@@ -247,7 +247,7 @@ fn advice(reason: &str) -> &'static str {
         }
         "operation_waiting" => "svcctl operation show OPERATION shows the question and its answers",
         "snapshot_held" => {
-            "svcctl status HANDLE shows what shrank; if that is intended: svcctl backup accept HANDLE"
+            "svcctl status HANDLE shows which tables lost rows; if that is intended: svcctl backup accept HANDLE"
         }
         "update_waiting" => {
             "svcctl status HANDLE shows what prevents the snapshot; on its host `svc-update apply --version V \
@@ -282,7 +282,7 @@ fn advice(reason: &str) -> &'static str {
         "operation_stuck" => "svcctl status HANDLE shows the step",
         "boot_slow" => "svcctl status HANDLE shows the stage",
         "certificate_missing" => {
-            "svcctl status HANDLE shows why; CUSTOMER_VPS_TLS_VERIFY_EXCEPT keeps it reachable meanwhile"
+            "svcctl status HANDLE shows why; CUSTOMER_VPS_TLS_VERIFY_EXCEPT keeps it reachable in the meantime"
         }
         "certificate_expiring" | "certificate_pending" => {
             "svcctl status HANDLE and, on its host, svcctl doctor show why there is no new one"

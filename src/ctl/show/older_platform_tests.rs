@@ -279,8 +279,9 @@ fn changes_of_older_platforms_are_shown() {
         .assert_shown(&schema_of::<RecoveredMachine>(), shown::<RecoveredMachine>);
     let deleted = json!({"machineId": ID, "idpUserId": "user_1", "slot": "primary", "handle": "ada",
         "kind": "customer", "status": "running", "registeredAt": AT, "deletedAt": AT, "newestSnapshotAt": AT,
-        "newestSnapshotSource": "reported", "snapshotProblem": "p", "undeletableUntil": AT, "operationId": ID,
-        "alsoDeleted": {"machineId": ID, "operationId": ID, "undeletableUntil": AT}});
+        "newestSnapshotSource": "reported", "snapshotProblem": "p", "undeleteUntil": AT, "undeletableUntil": AT,
+        "operationId": ID,
+        "alsoDeleted": {"machineId": ID, "operationId": ID, "undeleteUntil": AT, "undeletableUntil": AT}});
     Example::new(deleted)
         .essential(CHANGE_FIELDS)
         .essential(&["/alsoDeleted/machineId", "/alsoDeleted/operationId"])

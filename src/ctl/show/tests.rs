@@ -311,13 +311,18 @@ fn status_shows_lost_and_reported_copies() {
 fn accepted_deletion_shows_snapshot_age_and_undo() {
     let deletion = |until: Value| {
         let deletion = json!({"machineId": MACHINE, "kind": "customer", "status": "running", "deletedAt": "2026-11-21T12:00:00.000Z",
-            "newestSnapshotAt": "2026-11-21T11:51:00.000Z", "undeletableUntil": until, "operationId": OTHER});
+            "newestSnapshotAt": "2026-11-21T11:51:00.000Z", "undeleteUntil": until, "operationId": OTHER});
         from_json::<DeletedMachine>(deletion).into()
     };
     insta::assert_snapshot!(accepted_change::show(
         &plain_view(),
         &deletion(json!("2026-11-22T12:00:00.000Z"))
     ));
+    let current = accepted_change::show(&plain_view(), &deletion(json!("2026-11-22T12:00:00.000Z")));
+    let older = json!({"machineId": MACHINE, "kind": "customer", "status": "running", "deletedAt": "2026-11-21T12:00:00.000Z",
+        "newestSnapshotAt": "2026-11-21T11:51:00.000Z", "undeletableUntil": "2026-11-22T12:00:00.000Z", "operationId": OTHER});
+    let older = accepted_change::show(&plain_view(), &from_json::<DeletedMachine>(older).into());
+    assert_eq!(older, current, "an older platform's name for the same time");
     let immediate = accepted_change::show(&plain_view(), &deletion(Value::Null));
     assert!(
         immediate.contains("until its server is off; then the server is deleted permanently"),
@@ -344,11 +349,10 @@ fn deletion_of_machine_that_never_served_has_no_undo() {
     let deletion = from_json::<DeletedMachine>(
         json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "second", "handle": "ada",
         "kind": "customer", "status": "provisioning", "registeredAt": null, "deletedAt": "2026-11-21T12:00:00.000Z",
-        "newestSnapshotAt": null, "undeletableUntil": null, "operationId": OTHER, "alsoDeleted": null}),
+        "newestSnapshotAt": null, "undeleteUntil": null, "operationId": OTHER, "alsoDeleted": null}),
     );
     let shown = accepted_change::show(&plain_view(), &deletion.into());
-    let undo =
-        "none: it never served; `svcctl provision user_1 --slot second --handle ada` creates a new machine";
+    let undo = "none: it never served traffic; `svcctl provision user_1 --slot second --handle ada` creates a new machine";
     assert!(shown.contains(undo), "{shown}");
 }
 

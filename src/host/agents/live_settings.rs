@@ -1,6 +1,6 @@
 //! The owner's current settings (`host::agents::owner_config`), reloaded when the file changes.
 //!
-//! A broken edit changes nothing: the last good settings stay in force, even across restarts, because a copy is kept
+//! A broken edit changes nothing: the last good settings remain in effect, even across restarts, because a copy is kept
 //! beside the machine's state. The error is reported until it is fixed.
 
 use std::os::unix::fs::MetadataExt;
@@ -66,7 +66,7 @@ impl LiveSettings {
             }
             Err(error) => {
                 self.report(&format!(
-                    "system/config.json is invalid, so the earlier settings stay in force until it is fixed: {error}"
+                    "system/config.json is invalid, so the earlier settings remain in effect until it is fixed: {error}"
                 ));
                 Settings { error: Some(error), ..before.clone() }
             }

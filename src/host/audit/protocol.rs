@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::records::entry::GapReason;
 use crate::system::process_stat::ProcessStat;
 use svc_base::clock;
+use svc_base::failpoint;
 
 /// The file name of the watcher's socket.
 pub const SOCKET: &str = "watch.sock";
@@ -47,7 +48,7 @@ pub enum Phase {
     /// A turn of an agent or subagent ended: only its background calls continue.
     TurnEnd,
     SessionEnd,
-    /// From the dispatcher: the processes below `process` belong to a dispatch.
+    /// From the dispatcher: the descendants of `process` belong to a dispatch.
     DispatchBegin,
     /// From the dispatcher: no process of the dispatch remains.
     DispatchEnd,
@@ -119,7 +120,7 @@ pub struct Message {
     /// The file that the tool writes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
-    /// The call continues in the background after its end.
+    /// The command continues in the background after the call has ended.
     #[serde(default)]
     pub is_background: bool,
     /// The dispatch's runner, only for [`Phase::DispatchBegin`]. A hook's process is identified by the kernel.
@@ -196,6 +197,12 @@ impl Message {
     }
 }
 
+/// Returns a time limit of the hook or of the watcher. Tests on slow machines extend both with the fail point
+/// `hook.long_timeout`.
+pub fn time_limit(normal: Duration) -> Duration {
+    if failpoint::pass("hook.long_timeout").is_err() { normal * 60 } else { normal }
+}
+
 /// Sends a message and waits until the watcher has processed all earlier changes.
 ///
 /// # Errors
@@ -259,7 +266,7 @@ impl UndeliveredHook {
                 continue;
             }
             let meta = file.metadata()?;
-            // A file without a name was collected in the meantime: write to a new one.
+            // A file without links was collected in the meantime: write to a new one.
             if meta.nlink() > 0 {
                 return if meta.len() < MAX_GAP_BYTES { file.write_all(&line) } else { Ok(()) };
             }

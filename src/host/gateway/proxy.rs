@@ -14,6 +14,7 @@ use svc_http::files::percent_decode;
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_http::proof;
 use svc_http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits};
+use svc_http::server::ListenerLimits;
 
 /// Reload interval for the waiting page, and `Retry-After` for problems, in seconds.
 const RETRY_AFTER_SECONDS: u64 = 3;
@@ -26,7 +27,10 @@ pub struct Upstreams {
 
 impl Upstreams {
     pub fn new(sockets: &Path) -> Self {
-        let proxy_to = |name: &str| Proxy::new(UnixDialer(sockets.join(name)), ProxyLimits::default());
+        // The listener limits the number of clients.
+        let max_connections = ListenerLimits::default().max_connections;
+        let limits = ProxyLimits { max_connections, ..ProxyLimits::default() };
+        let proxy_to = |name: &str| Proxy::new(UnixDialer(sockets.join(name)), limits);
         Self { shell: proxy_to("shell.sock"), code: proxy_to("code.sock") }
     }
 }

@@ -35,7 +35,7 @@ const fn route(endpoint: &'static Endpoint, serve: fn() -> MethodRouter<Gateway>
     Route { endpoint, serve }
 }
 
-/// All gateway routes, in the order of the OpenAPI document. A path that matches none of them, and is not below `/api`
+/// All gateway routes, in the order of the OpenAPI document. A path that matches none of them, and is not under `/api`
 /// or `/_svc/internal`, is proxied to the shell.
 static ROUTES: [Route; 40] = [
     route(&bridge::QUERY, || post(bridge::query)),

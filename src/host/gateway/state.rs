@@ -6,7 +6,7 @@ use axum::extract::FromRef;
 
 use super::apps::{AppFiles, Quotas, Registry};
 use super::auth::PrincipalResolver;
-use super::bridge::{Bridge, ChangeFeed, EventIdSecret};
+use super::bridge::{Bridge, ChangeFeed, EventIdSecret, StreamLimits};
 use super::config::Config;
 use super::database::Database;
 use super::proxy::Upstreams;
@@ -15,6 +15,7 @@ use crate::agents::bridge_tokens::AgentTokens;
 use crate::agents::dispatch::Dispatcher;
 use crate::agents::kernel::Kernel;
 use crate::system::layout::Layout;
+use svc_http::server::ListenerLimits;
 
 /// The services of a running gateway.
 pub struct Services {
@@ -45,7 +46,8 @@ impl Services {
         let writers = Writers::open(&layout, dispatcher.clone(), kernel.clone(), database.clone())?;
         let apps = Arc::<Registry>::default();
         let quotas = Arc::new(Quotas::new(&layout));
-        let changes = Arc::<ChangeFeed>::default();
+        let max_connections = ListenerLimits::default().max_connections;
+        let changes = Arc::new(ChangeFeed::new(StreamLimits::from_connections(max_connections)));
         let bridge = Arc::new(Bridge {
             apps: apps.clone(),
             database: database.clone(),

@@ -62,7 +62,7 @@ pub struct Site {
 }
 
 impl Site {
-    /// Reads all files below `root`. Symbolic links are skipped, because a build has none.
+    /// Reads all files under `root`. Symbolic links are skipped, because a build has none.
     pub fn read(root: &Path) -> Result<Self, SiteError> {
         let index = root.join(INDEX);
         if !index.is_file() {

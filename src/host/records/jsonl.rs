@@ -1,6 +1,6 @@
-//! Appends lines to records, which have one JSON object per line.
+//! Appends lines to record files, which have one JSON object per line.
 //!
-//! Each append opens the file by name and writes the whole line in one call. All writers of rotated records must do so:
+//! Each append opens the file by name and writes the whole line in one call. All writers of rotated files must do so:
 //! a rotation renames the file, so a write through an older descriptor goes to the renamed file and is not lost, and
 //! later writes go to a new file.
 

@@ -322,7 +322,7 @@ mod tests {
         assert_eq!(read_all(&mut tail), ["late", "2"]);
     }
 
-    /// The time zone moved west at noon, so the previous day continues.
+    /// The time zone changes to one farther west, so the previous day continues.
     #[test]
     fn earlier_days_are_followed_and_resumed_exactly() {
         let dir = tempfile::tempdir().unwrap();

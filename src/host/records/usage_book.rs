@@ -23,7 +23,7 @@ use super::ledger::{Ledger, Report, Totals, UsageQuery};
 use super::money::Dollars;
 use super::names::INTERACTIONS;
 use super::seals::{Seal, Seals};
-use super::writer::{Extent, QueueFull, Record, Records};
+use super::writer::{FileStamp, QueueFull, Record, Records};
 use svc_base::chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx::{self, FileError};
@@ -154,7 +154,7 @@ impl UsageBook {
         let Some((file, _)) = files::open_regular(&path).map_err(FileError::wrap("read", &path))? else {
             return Ok(None);
         };
-        let expected = Extent::of_file(&file).map_err(FileError::wrap("stat", &path))?;
+        let expected = FileStamp::of_file(&file).map_err(FileError::wrap("stat", &path))?;
         let write = || -> io::Result<Option<u64>> {
             failpoint::pass("usage.begin").map_err(io::Error::other)?;
             let written = self.write_all(&new)?;

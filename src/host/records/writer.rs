@@ -24,7 +24,7 @@ use jiff::Timestamp;
 use serde::Serialize;
 
 use self::file::AppendFile;
-pub use self::file::Extent;
+pub use self::file::FileStamp;
 use self::queue::{RecordQueue, Replacement, ThreadState};
 pub use self::record::{MAX_QUEUED_BYTES, QueueFull, Record};
 use self::sync::{SyncFn, Syncer, UnsyncedFile};
@@ -159,12 +159,12 @@ impl Records {
         Ok(())
     }
 
-    /// Replaces a record's file with a durable one, between two lines, if the file has the `expected` extent. The
+    /// Replaces a record's file with a durable one, between two lines, if the file has the `expected` stamp. The
     /// caller must prevent concurrent appends; if the file has changed anyway, returns `false`.
     ///
     /// # Errors
     /// The rename failed; the record is unchanged.
-    pub fn replace(&self, record: Record, new: PathBuf, expected: Extent) -> std::io::Result<bool> {
+    pub fn replace(&self, record: Record, new: PathBuf, expected: FileStamp) -> std::io::Result<bool> {
         let (reply, replied) = mpsc::sync_channel(1);
         {
             let mut queue = self.0.lock();

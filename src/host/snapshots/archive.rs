@@ -24,8 +24,8 @@ pub const VERSION: u32 = 1;
 pub const ARCHIVE_INFO: &str = "export.json";
 /// The database, in `pg_dump`'s custom format.
 pub const DUMP: &str = "database.dump";
-/// The dump's side record, in the format of a snapshot's.
-pub const SIDE_RECORD: &str = "database.json";
+/// The dump's sidecar, in the format of a snapshot's.
+pub const SIDECAR: &str = "database.json";
 /// Prefix of the home's files.
 pub const HOME: &str = "home";
 pub const MANIFEST: &str = "manifest.json";

@@ -66,7 +66,7 @@ impl CheckRecord {
     pub const VERSION: u32 = 1;
 
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
-        let line = serde_json::to_vec(self).expect("a record of plain fields is JSON");
+        let line = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(&layout.last_check(self.check.as_str()), &line, 0o644)?;
         activity::note(layout, &self.describe());
         jsonl::append_line(&layout.logs().join("backup-checks.jsonl"), &line)
@@ -75,7 +75,7 @@ impl CheckRecord {
     /// Describes the check for `activity.log`.
     fn describe(&self) -> String {
         let what = match self.check {
-            CheckKind::Verify => "the verification of snapshots",
+            CheckKind::Verify => "snapshot verification",
             CheckKind::Drill => "the test restore of a snapshot",
         };
         let error = self.error.as_deref().unwrap_or("unknown error");
@@ -127,9 +127,6 @@ mod tests {
         let text = std::fs::read_to_string(layout.logs().join("activity.log")).unwrap();
         let lines: Vec<&str> = text.lines().collect();
         assert!(lines[0].ends_with(" the test restore of a snapshot succeeded (1 intact)"), "{text}");
-        assert!(
-            lines[1].ends_with(" the verification of snapshots failed: the store does not respond"),
-            "{text}"
-        );
+        assert!(lines[1].ends_with(" snapshot verification failed: the store does not respond"), "{text}");
     }
 }

@@ -16,7 +16,7 @@ use svc_base::failpoint;
 
 /// Switches from root to the user that owns the env files, as the units do, because the next run of a unit could not
 /// write to files that root created. Does nothing if only the database container has the PostgreSQL tools. Must be
-/// called before another thread exists.
+/// called before other threads are started.
 ///
 /// # Errors
 /// If the kernel refuses.
@@ -30,7 +30,7 @@ pub fn drop_privileges(layout: &Layout) -> anyhow::Result<()> {
     switch_to_gateway_user(layout)
 }
 
-/// Like [`drop_privileges`], but even without PostgreSQL tools, for programs that read or write the home.
+/// Like [`drop_privileges`], but even without PostgreSQL tools, for programs that read or write the home directory.
 ///
 /// # Errors
 /// If the kernel refuses.
@@ -39,7 +39,7 @@ pub fn switch_to_gateway_user(layout: &Layout) -> anyhow::Result<()> {
     if !geteuid().is_root() || meta.uid() == 0 {
         return Ok(());
     }
-    // The gateway's user is in the owner's group, because its records are in the home.
+    // The gateway's user is in the owner's group, because its records are in the home directory.
     let home = std::fs::metadata(layout.home()).map(|meta| Gid::from_raw(meta.gid()));
     let groups: Vec<Gid> = home.into_iter().filter(|gid| gid.as_raw() != 0).collect();
     setgroups(&groups)?;
@@ -81,7 +81,7 @@ pub fn applet_command(layout: &Layout, user: MachineUser, args: &[&str]) -> io::
     Ok(command)
 }
 
-/// Makes the kernel end this process, which [`applet_command`] started, when its parent ends.
+/// Makes the kernel terminate this process, which [`applet_command`] started, when its parent exits.
 pub fn end_with_parent() {
     if let Err(error) = nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGTERM) {
         tracing::warn!(%error, "cannot make this process end with its parent; it may outlive the parent");

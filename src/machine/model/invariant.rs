@@ -26,9 +26,10 @@ pub enum Violation {
     InvalidReinstatement,
     /// An acknowledged row is on no server and in no snapshot, and no operator accepted the loss.
     LostRows,
-    /// A replaced machine's server was deleted, and no later machine that has served has a server.
+    /// A replaced machine's server was deleted, and no later machine that has served traffic has a server.
     LastServerRemoved,
-    /// A machine that has never served holds the slot, although the one with the newest data still has its server.
+    /// A machine that has never served traffic holds the slot, although the one with the newest data still has its
+    /// server.
     NotReinstated,
     /// A machine that has never registered has a server, but the slot's fence is below its epoch.
     ServerBeforeFence,

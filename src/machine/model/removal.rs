@@ -51,8 +51,8 @@ impl LifecycleModel {
         }
     }
 
-    /// Looks up the missing server of a machine that has served. If the provider has it, records that and returns
-    /// `true`.
+    /// Looks up the missing server of a machine that has served traffic. If the provider has it, records that and
+    /// returns `true`.
     pub fn detect_returned_server(&mut self, id: usize) -> bool {
         let row = &self.machines[id];
         let was_gone = row.is_server_known_gone() && !row.removed;

@@ -110,11 +110,16 @@ async fn response_body(
     machine: &MachineRow,
     deletion: &Deletion,
 ) -> Result<DeletedMachine, DbError> {
-    let also = find_also_deleted(tx, machine).await?.map(|(other, operation)| AlsoDeleted {
-        machine_id: other.id.into(),
-        operation_id: operation.id.into(),
-        undeletable_until: undeletable_until(platform, &other, operation.options),
+    let also = find_also_deleted(tx, machine).await?.map(|(other, operation)| {
+        let until = undelete_until(platform, &other, operation.options);
+        AlsoDeleted {
+            machine_id: other.id.into(),
+            operation_id: operation.id.into(),
+            undelete_until: until.clone(),
+            undeletable_until: until,
+        }
     });
+    let until = undelete_until(platform, machine, deletion.options);
     let copies = &deletion.copies;
     Ok(DeletedMachine {
         machine_id: machine.id.into(),
@@ -128,13 +133,14 @@ async fn response_body(
         newest_snapshot_at: copies.newest_snapshot_at.clone(),
         newest_snapshot_source: copies.newest_snapshot.as_ref().map(|newest| newest.source.clone()),
         snapshot_problem: copies.snapshot_problem.clone(),
-        undeletable_until: undeletable_until(platform, machine, deletion.options),
+        undelete_until: until.clone(),
+        undeletable_until: until,
         operation_id: deletion.operation.map(Into::into),
         also_deleted: also,
     })
 }
 
-fn undeletable_until(platform: &Platform, machine: &MachineRow, options: OperationOptions) -> Option<Time> {
+fn undelete_until(platform: &Platform, machine: &MachineRow, options: OperationOptions) -> Option<Time> {
     let grace = SignedDuration::try_from(platform.config.timing.delete_grace).unwrap_or(SignedDuration::MAX);
     // The server of a machine that never registered holds no data, so it is not kept.
     let deleted_at = machine.deleted_at.filter(|_| !options.now && machine.registered_at.is_some());

@@ -131,7 +131,7 @@ async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result
                 .to_owned(),
         };
         let why = format!(
-            "No later machine in the slot has served yet: if the new one does not start, the slot falls back to this \
+            "No later machine in the slot has served traffic yet: if the new one does not start, the slot falls back to this \
              server. {backup_state}."
         );
         return Err(kept_problem(machine, &why));

@@ -29,7 +29,7 @@ pub async fn live() -> Response {
 
 pub async fn ready(State(platform): State<Arc<Platform>>) -> Response {
     let routes = platform.routes.state();
-    let ok = routes.are_served() && !platform.stop.is_cancelled();
+    let ok = routes.is_usable() && !platform.stop.is_cancelled();
     let age = platform.routes.age().map(|age| age.as_secs());
     respond(ok, json!({"status": status_text(ok), "routes": routes.as_str(), "routesAgeSeconds": age}))
 }

@@ -35,7 +35,7 @@ use svc_machine::operation::{OperationKind, OperationOptions, Step};
 use svc_store::key::{SlotPrefix, SnapshotKey};
 use svc_store::snapshot;
 
-/// Timeout for reading a snapshot's side record.
+/// Timeout for reading a snapshot's sidecar.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 
 const ID: Parameter =
@@ -110,7 +110,7 @@ async fn apply_decision(
     drop(session);
     let is_undo = matches!(decision, Decision::Abandon) && unlocked.kind == OperationKind::Delete.as_str();
     if is_undo && machine.deleted_at.is_some() && !unlocked.has_ended() {
-        undelete::ensure_may_return(platform, &machine).await?;
+        undelete::ensure_slot_is_free(platform, &machine).await?;
     }
     if let Decision::Restore(key) = &decision {
         let slot = SlotPrefix::new(&machine.user, &machine.slot);
@@ -180,7 +180,7 @@ async fn resume_with_loss_accepted(tx: &Transaction<'_>, operation: &OperationRo
         resume_step(tx, operation, operation.options, "the operator chose the latest snapshot").await?;
         return Ok(db::operations::add_fact(tx, operation.id, SNAPSHOT_CHOSEN, &json!(true)).await?);
     }
-    // An operator may give up a backup without a question, because the host may report progress for hours.
+    // An operator may give up on a backup even if there is no question, because the host may report progress for hours.
     let give_up_backup = operation.question.is_none() && operation.step == Step::LastBackup.as_str();
     let options = OperationOptions { accept_loss: true, give_up_backup, ..operation.options };
     resume_step(tx, operation, options, "the operator accepted the loss").await
@@ -211,8 +211,8 @@ async fn restore_snapshot(
     Ok(db::operations::add_fact(tx, operation.id, SNAPSHOT_CHOSEN, &json!(true)).await?)
 }
 
-/// Runs the waiting step again, with the options that the decision sets. An operator may also give up the backup of an
-/// operation that has no question.
+/// Runs the waiting step again, with the options that the decision sets. An operator may also give up on the backup of
+/// an operation that has no question.
 async fn resume_step(
     tx: &Transaction<'_>,
     operation: &OperationRow,

@@ -380,7 +380,7 @@ pub static REBUILD: Endpoint = Endpoint {
         id: "rebuildPointer",
         method: Method::POST,
         path: "/vps/slots/pointer/rebuild",
-        summary: "Rebuilds the snapshot pointer of a slot from the side records of its snapshots.",
+        summary: "Rebuilds the snapshot pointer of a slot from the sidecars of its snapshots.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: Some(|| {

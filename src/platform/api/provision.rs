@@ -360,7 +360,7 @@ async fn choose_restore_mode(
     let slot = SlotPrefix::new(&request.user, &request.slot);
     match snapshot::find_latest(&platform.bucket, &slot).await {
         Ok(named) => {
-            let side = snapshot::read_side_record(&platform.bucket, &slot, &named).await?;
+            let side = snapshot::read_sidecar(&platform.bucket, &slot, &named).await?;
             replacement_checks::ensure_fits_disk(platform, &side, &request.server_type).await?;
             Ok(RestoreMode::Required)
         }

@@ -36,7 +36,7 @@ use svc_machine::name::{IdpUserId, ImageVersion, Location, ServerType, Slot};
 use svc_machine::operation::OperationOptions;
 use svc_machine::state::Status;
 use svc_store::key::{SlotPrefix, SnapshotKey};
-use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
+use svc_store::snapshot::{self, Sidecar, SnapshotUnusable};
 use svc_wire::change::RecoveredMachine;
 use svc_wire::machine::MachineKind;
 
@@ -97,7 +97,7 @@ struct RecoveryPlan {
     /// `None` means the snapshot that the pointer names.
     snapshot: Option<String>,
     /// A stored snapshot that is newer than the one to restore. A final backup by the host supersedes both.
-    newer: Option<SideRecord>,
+    newer: Option<Sidecar>,
     image_version: ImageVersion,
     bundle_sha256: String,
     server_type: ServerType,
@@ -244,7 +244,7 @@ struct InitialData {
     restore: RestoreMode,
     /// `None` means the snapshot that the pointer names.
     key: Option<String>,
-    side: Option<SideRecord>,
+    side: Option<Sidecar>,
 }
 
 /// Finds the requested snapshot, which must be complete, or the latest one. The pointer must be readable in any case,
@@ -267,7 +267,7 @@ async fn find_initial_data(
     }
     match snapshot::find_latest(&platform.bucket, &slot).await {
         Ok(named) => {
-            let side = snapshot::read_side_record(&platform.bucket, &slot, &named).await?;
+            let side = snapshot::read_sidecar(&platform.bucket, &slot, &named).await?;
             Ok(InitialData { restore: RestoreMode::Required, key: None, side: Some(side) })
         }
         Err(SnapshotUnusable::Absent) => {

@@ -15,7 +15,7 @@ use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::epoch::Epoch;
 use svc_machine::name::{IdpUserId, ServerType, Slot};
 use svc_store::key::SlotPrefix;
-use svc_store::snapshot::{SideRecord, SnapshotUnusable};
+use svc_store::snapshot::{Sidecar, SnapshotUnusable};
 use svc_store::{StoreError, epoch_floor, pointer_io};
 
 /// Whether a slot without any snapshot may start with an empty database.
@@ -44,7 +44,7 @@ const BYTES_PER_DATABASE_BYTE: f64 = 1.25;
 /// `disk_too_small`; `invalid_request` if the provider does not have the server type.
 pub async fn ensure_fits_disk(
     platform: &Platform,
-    side: &SideRecord,
+    side: &Sidecar,
     server_type: &ServerType,
 ) -> Result<(), Problem> {
     let Some(database) = &side.database else { return Ok(()) };
@@ -226,7 +226,8 @@ pub async fn ensure_may_start_empty(
     Err(Problem::new(Code::SnapshotUnusable, detail))
 }
 
-/// Rejects an empty start of a slot without a snapshot if a machine that has served may have the only copy of the data.
+/// Rejects an empty start of a slot without a snapshot if a machine that has served traffic may have the only copy of
+/// the data.
 ///
 /// # Errors
 /// `snapshot_unusable`.
@@ -269,7 +270,7 @@ fn unsaved_problem(machine: &MachineRow) -> Problem {
         format!("`svcctl status {id}` shows its state.")
     };
     let detail = format!(
-        "Machine {id} has served the slot, and no snapshot of its data exists: a new machine would start empty. {next_step} `svcctl \
+        "Machine {id} has served traffic in the slot, and no snapshot of its data exists: a new machine would start empty. {next_step} `svcctl \
          provision --allow-empty` starts empty anyway."
     );
     Problem::new(Code::SnapshotUnusable, detail)

@@ -47,7 +47,7 @@ async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Re
     if let Some(deleted) = unlocked.filter(|machine| machine.deleted_at.is_some()) {
         // No session is held during requests to the store.
         drop(session);
-        ensure_may_return(platform, &deleted).await?;
+        ensure_slot_is_free(platform, &deleted).await?;
         session = platform.db.session().await?;
     }
     let change = match MachineChange::begin(&mut session, mutation, id, LockScope::User).await? {
@@ -68,7 +68,7 @@ async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Re
 ///
 /// # Errors
 /// `invalid_state`.
-pub async fn ensure_may_return(platform: &Platform, deleted: &MachineRow) -> Result<(), Problem> {
+pub async fn ensure_slot_is_free(platform: &Platform, deleted: &MachineRow) -> Result<(), Problem> {
     match replacement_checks::ensure_holds_slot(platform, deleted).await {
         Err(problem) if problem.code == Code::StoreUnavailable => Ok(()),
         checked => checked,
@@ -91,9 +91,8 @@ async fn find_undo(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<
 
 /// Returns a deleted machine to its slot.
 ///
-/// # Errors
-/// `invalid_state` if the machine is not deleted or never served, if its server has been or is being deleted, or if
-/// another machine holds the slot or has served it since.
+/// # Errors `invalid_state` if the machine is not deleted or never served traffic, if its server has been or is being
+/// deleted, or if another machine holds the slot or has served traffic in it since.
 pub async fn reinstate(
     platform: &Platform,
     tx: &Transaction<'_>,
@@ -119,7 +118,7 @@ async fn ensure_can_reinstate(tx: &Transaction<'_>, machine: &MachineRow) -> Res
         return Err(not_deleted(machine));
     }
     if machine.registered_at.is_none() {
-        return Err(invalid_state("The machine never served: provision the slot."));
+        return Err(invalid_state("The machine has never served traffic: provision the slot."));
     }
     let removal = db::operations::find_newest(tx, machine.id, "remove_server").await?;
     // A removal that was abandoned, or failed because the machine is serving, has left the server untouched.
@@ -140,7 +139,7 @@ async fn ensure_can_reinstate(tx: &Transaction<'_>, machine: &MachineRow) -> Res
     }
     if db::machines::has_registered_successor(tx, machine).await? {
         return Err(invalid_state(
-            "A later machine has served the slot, so this machine's data is outdated.",
+            "A later machine in the slot has served traffic, so this machine's data is outdated.",
         ));
     }
     Ok(())

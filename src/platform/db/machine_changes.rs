@@ -173,7 +173,7 @@ pub async fn record_create_refused(tx: &Transaction<'_>, id: MachineId) -> Resul
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Removes from its slot a machine that has never served, in favor of the machine that is being reinstated.
+/// Removes from its slot a machine that has never served traffic, in favor of the machine that is being reinstated.
 pub async fn leave_slot(tx: &Transaction<'_>, id: MachineId, to: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET retired_at = now(), replaced_by = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &to.0]).await.map(drop)
@@ -318,7 +318,7 @@ pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<
     execute(client, sql, &[&id.0]).await.map(drop)
 }
 
-/// Like [`mark_unsaved`], but for a server that was about to be deleted. Also revokes an operator's request to discard
+/// Like [`mark_unsaved`], but for a server that was about to be deleted. Also cancels an operator's request to discard
 /// the server.
 pub async fn mark_kept(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     mark_unsaved(tx, id).await?;

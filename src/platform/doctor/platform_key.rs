@@ -75,7 +75,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
         Some(previous) if !usage.is_previous_used && usage.need.is_empty() => {
             let (all, with) = usage.processes;
             findings.ok(format!(
-                "{previous} is prepared, and in force in {with} of {all} running processes: once all have it, it may \
+                "{previous} is prepared, and active in {with} of {all} running processes: once all have it, it may \
                  become PLATFORM_KEY, and {} PLATFORM_KEY_PREVIOUS",
                 ids.current
             ))

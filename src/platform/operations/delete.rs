@@ -21,7 +21,7 @@ pub async fn delete_own_server(leased: &LeasedOperation<'_>) -> Result<StepOutco
         let is_holder = later_holder::is_holder_per_store(leased.platform, &machine).await;
         if is_holder.map_err(|error| StepError::transient("cannot read the slot's fence", error))? {
             leased.mark_kept(machine.id).await?;
-            let note = "according to the store, the machine got its slot back or has served, which this database does not \
+            let note = "according to the store, the machine got its slot back or has served traffic, which this database does not \
                         record: its server is kept until an operator discards it";
             return Ok(StepOutcome::Fail { code: later_holder::BEHIND_STORE, note });
         }

@@ -285,7 +285,7 @@ pub fn describe_unverified(named: LaterHolder) -> String {
     let LaterHolder { machine, epoch } = named;
     format!(
         "According to the store, machine {machine} holds the slot under epoch {epoch}. This database does not record that \
-         epoch, and no platform key in force verifies the signature. Check whether PLATFORM_KEY is the current key, or an \
+         epoch, and no active platform key verifies the signature. Check whether PLATFORM_KEY is the current key, or an \
          older one restored with the database: `svcctl doctor platform` compares it with the store."
     )
 }
@@ -334,7 +334,7 @@ async fn apply_decision(
 }
 
 /// Returns whether the machine's kept server must stay because, according to the store, the machine was reinstated or
-/// has served without a record in this database.
+/// has served traffic without a record in this database.
 pub async fn is_holder_per_store(platform: &Platform, machine: &MachineRow) -> Result<bool, LookupError> {
     let (user, slot) = (&machine.user, &machine.slot);
     let Some(pointer) = read_pointer(platform, &SlotPrefix::new(user, slot)).await? else { return Ok(false) };
@@ -353,7 +353,7 @@ pub async fn is_holder_per_store(platform: &Platform, machine: &MachineRow) -> R
 pub async fn raise_unverified_alarm(platform: &Platform, machine: &MachineRow, named: LaterHolder) {
     let LaterHolder { machine: holder, epoch } = named;
     let slot = format!("{}/{}", machine.user, machine.slot);
-    tracing::warn!(slot, %holder, %epoch, "no platform key in force verifies the slot's fence");
+    tracing::warn!(slot, %holder, %epoch, "no active platform key verifies the slot's fence");
     let detail = json!({slot: {"machineId": holder, "epoch": epoch}});
     alarms::raise_or_log(platform, Alarm::UnverifiedFence, &detail).await;
 }

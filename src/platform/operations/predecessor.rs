@@ -1,5 +1,6 @@
 //! Finds the machine that an operation takes out of service: the slot's last registered machine or, in a deletion, the
-//! deleted machine itself. Also contains the steps that switch its server off and, if an operator chose that, delete it.
+//! deleted machine itself. Also contains the steps that switch its server off and, if an operator chose that, delete
+//! it.
 //!
 //! Invariant: a server is powered off after the fence is set. It is deleted here only if a final backup exists or an
 //! operator accepted the loss; otherwise the reconciler deletes it after its machine's successor is proven.
@@ -47,7 +48,11 @@ pub(super) fn name_outgoing_machine(kind: OperationKind) -> &'static str {
 
 /// Returns the note for a step that has nothing to do because there is no outgoing machine.
 pub(super) fn note_nothing_served(kind: OperationKind) -> &'static str {
-    if kind == OperationKind::Delete { "the machine never served" } else { "no earlier machine has served" }
+    if kind == OperationKind::Delete {
+        "the machine never served traffic"
+    } else {
+        "no earlier machine has served traffic"
+    }
 }
 
 /// Powers off the server: requests a shutdown, then cuts the power.
@@ -55,8 +60,8 @@ pub async fn power_off_server(leased: &LeasedOperation<'_>) -> Result<StepOutcom
     let outcome = try_power_off(leased).await?;
     let options = leased.operation.options;
     match outcome {
-        // Unless an operator accepted the loss, a server that seemed to be missing is not released: the reconciler checks
-        // again at the end of its retention.
+        // Unless an operator accepted the loss, a server that seemed to be missing is not released: the reconciler
+        // checks again at the end of its retention.
         StepOutcome::Done { note, record: StepRecord::Nothing }
             if leased.kind == OperationKind::Delete
                 && options.now

@@ -1,4 +1,4 @@
-//! The router's built-in routes, below `/_svc/` on both hosts. Requests below this prefix are never forwarded, so a
+//! The router's built-in routes, under `/_svc/` on both hosts. Requests below this prefix are never forwarded, so a
 //! machine's `/_svc/internal` cannot be reached from outside.
 
 use axum::extract::Request;

@@ -1,8 +1,8 @@
 //! Maps users to their machines: an in-memory copy of the active rows in `user_machines`.
 //!
-//! The watcher replaces the whole table; requests read it. Invariant: an upstream exists exactly while its machine's row
-//! is active, `running` and not powered off, and has an endpoint; after that, the upstream is closed together with its
-//! connections.
+//! The watcher replaces the whole table; requests read it. Invariant: an upstream exists exactly while its machine's
+//! row is active, `running` and not powered off, and has an endpoint; after that, the upstream is closed together with
+//! its connections.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -82,8 +82,10 @@ impl Directory {
     }
 
     fn fresh_users(&self) -> Option<Arc<HashMap<IdpUserId, Vec<Arc<Machine>>>>> {
-        let are_served = self.freshness.state().are_served();
-        are_served.then(|| Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner).users))
+        let state = self.freshness.state();
+        state
+            .is_usable()
+            .then(|| Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner).users))
     }
 
     /// Returns how connections to hosts are verified.
@@ -94,7 +96,7 @@ impl Directory {
     /// Finds the address of a routable machine by its host name, for validating that name.
     pub(super) fn find_address(&self, name: &str) -> Option<SocketAddr> {
         let id = self.trust.domain.as_ref()?.parse_machine(name)?;
-        if !self.freshness.state().are_served() {
+        if !self.freshness.state().is_usable() {
             return None;
         }
         let table = self.table.read().unwrap_or_else(PoisonError::into_inner);

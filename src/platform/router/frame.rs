@@ -57,7 +57,7 @@ pub(super) fn expired_page() -> Response {
     response
 }
 
-/// Sets a policy that allows only this script and style, by their hashes, and frames below `frames`.
+/// Sets a policy that allows only this script and style, by their hashes, and frames under `frames`.
 fn set_csp(response: &mut Response, script: &str, style: &str, frames: &str) {
     let hash = |text: &str| format!("'sha256-{}'", B64.encode(digest(&SHA256, text.as_bytes())));
     let policy = format!(

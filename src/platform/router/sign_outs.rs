@@ -53,7 +53,7 @@ impl<T> UserMap<T> {
 }
 
 impl SignOuts {
-    /// Returns the generation of the user's last sign-out, for a new token; 0 without a recent sign-out.
+    /// Returns the generation of the user's last sign-out, for a new token; 0 if there was no recent sign-out.
     pub(super) fn generation(&self, user: &IdpUserId) -> i64 {
         self.generation_newer_than(user, SIGN_OUT_TTL)
     }
@@ -91,7 +91,8 @@ impl SignOuts {
         }
     }
 
-    /// Returns a token that the user's next sign-out cancels. The caller must keep it as long as the stream is open.
+    /// Returns a token that the user's next sign-out cancels. The caller must keep it for as long as the stream is
+    /// open.
     pub(super) fn register_stream(&self, user: &IdpUserId) -> Arc<CancellationToken> {
         let mut streams = self.lock_streams();
         if let Some(token) = streams.by_id.get(user).and_then(Weak::upgrade) {

@@ -115,7 +115,7 @@ pub(super) async fn probe_ranges(bucket: &Bucket) -> Outcome {
         bucket.put(&key, &b"0123456789"[..]).await?;
         let first = bucket.head(&key).await?.and_then(|meta| meta.e_tag);
         if read(first.clone()).await? != b"2345"[..] {
-            return Ok(Some("it returned wrong bytes".to_owned()));
+            return Ok(Some("it returned the wrong bytes".to_owned()));
         }
         bucket.put(&key, &b"abcdefghij"[..]).await?;
         match read(first).await {

@@ -1,4 +1,4 @@
-//! Probes with uploads in parts.
+//! Probes with multipart uploads.
 
 use bytes::Bytes;
 use object_store::path::Path;

@@ -61,7 +61,7 @@ pub fn measure(dir: &Path) -> Result<()> {
         oldest = oldest.max(find_oldest_lost(&run_dir, killed)?);
         fs::remove_dir_all(run_dir)?;
     }
-    print_figure("lost with kill -9, age of the oldest", "svc", oldest.as_secs_f64() * 1000.0);
+    print_figure("age of the oldest event lost to kill -9", "svc", oldest.as_secs_f64() * 1000.0);
     Ok(())
 }
 

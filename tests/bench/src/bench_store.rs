@@ -37,7 +37,7 @@ struct Pointer {
 }
 
 #[derive(Deserialize)]
-struct SideRecord {
+struct Sidecar {
     tables: Vec<Table>,
 }
 
@@ -71,12 +71,9 @@ impl BenchStore {
             self.object_size(&key) == Some(snapshot.size_bytes),
             "the size of {key} differs from the pointer"
         );
-        let side: SideRecord = self.json(&format!("{key}.json"))?.context("there is no side record")?;
+        let side: Sidecar = self.json(&format!("{key}.json"))?.context("there is no sidecar")?;
         let recorded: Vec<(&str, u64)> = side.tables.iter().map(|table| (&*table.name, table.rows)).collect();
-        ensure!(
-            recorded == database::tables(scale),
-            "unexpected row counts in the side record: {recorded:?}"
-        );
+        ensure!(recorded == database::tables(scale), "unexpected row counts in the sidecar: {recorded:?}");
         ensure!(self.server.uploads(BUCKET).is_empty(), "an upload is incomplete");
         Ok(snapshot)
     }

@@ -163,16 +163,6 @@ impl Testbed {
         Ok(())
     }
 
-    fn bridge_request(&self, call: &Call) -> Request {
-        let headers =
-            [("Content-Type", "application/json".to_owned()), ("X-Svc-Proof", self.machine.proof())];
-        Request {
-            url: self.gateway.bridge_url(),
-            headers: headers.map(|(name, value)| (name.to_owned(), value)).into(),
-            body: Some(call.bridge_body.clone()),
-        }
-    }
-
     fn postgrest_request(&self, call: &Call) -> Request {
         let bearer = format!("Bearer {}", self.postgrest.token(SCHEMA));
         let mut headers = vec![("Authorization".to_owned(), bearer)];
@@ -198,7 +188,11 @@ impl Testbed {
             _ => None,
         };
         let sides = [
-            (PRODUCT, self.bridge_request(call), &self.gateway.process),
+            (
+                PRODUCT,
+                self.gateway.bridge_request(&self.machine, call.bridge_body.clone()),
+                &self.gateway.process,
+            ),
             (POSTGREST, self.postgrest_request(call), &self.postgrest.process),
         ];
         for (side, request, process) in sides {

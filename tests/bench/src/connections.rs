@@ -107,7 +107,7 @@ impl Connection {
 }
 
 /// Builds a masked binary frame.
-fn message() -> Vec<u8> {
+pub fn message() -> Vec<u8> {
     let mut frame = vec![0x82, 0x80 | MESSAGE_BYTES as u8];
     frame.extend(MASK);
     frame.extend((0..MESSAGE_BYTES).map(|at| (at as u8) ^ MASK[at % 4]));

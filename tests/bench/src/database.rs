@@ -1,5 +1,6 @@
-//! A deterministic database as large as a busy owner's: pgbench's tables, and documents with a GIN index. The database
-//! of scale [`SCALE`] is cached below `target/bench`; others are created per run and deleted with their server.
+//! A reproducible database the size of a busy owner's: pgbench's tables, and documents with a GIN index. The database
+//! with scale factor [`SCALE`] is cached under `target/bench`; others are created per run and deleted with their
+//! server.
 
 use std::fs;
 use std::future::Future;
@@ -37,7 +38,7 @@ const DOCUMENTS: &str = "\
 /// Settings from `svc-postgres.service`.
 const SETTINGS: [(&str, &str); 2] = [("shared_buffers", "256MB"), ("effective_cache_size", "1GB")];
 
-/// Starts a new server configured as on a machine, without the owner's database; its data is below `dir`.
+/// Starts a new server configured as on a machine, without the owner's database; its data is under `dir`.
 pub async fn start(dir: &Path) -> Result<PgServer> {
     PgServer::start(&binaries()?, options(dir.join("data"), &[])).await
 }
@@ -162,7 +163,7 @@ pub async fn size_bytes(server: &PgServer) -> Result<u64> {
     Ok(size.unsigned_abs())
 }
 
-/// Creates a temporary directory below `out`, on a disk with this much free space.
+/// Creates a temporary directory under `out`, on a disk with this much free space.
 pub fn create_run_dir(out: &Path, min_free_bytes: u64) -> Result<tempfile::TempDir> {
     fs::create_dir_all(out)?;
     let stats = statvfs(out).with_context(|| format!("statvfs {}", out.display()))?;

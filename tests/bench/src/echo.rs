@@ -51,26 +51,55 @@ fn serve_connection(tcp: TcpStream, config: Arc<ServerConfig>) -> Result<()> {
         let (name, value) = line.split_once(':')?;
         name.eq_ignore_ascii_case("sec-websocket-key").then(|| value.trim().to_owned())
     });
-    let accept_key = accept_key(&key.context("the request has no WebSocket key")?);
-    let response = format!(
-        "HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nupgrade: websocket\r\n\
-         sec-websocket-accept: {accept_key}\r\n\r\n"
-    );
+    let response = upgrade_response(&key.context("the request has no WebSocket key")?);
     send(&mut tls, response.as_bytes())?;
-    let mut frame = Vec::new();
     loop {
-        let mut start = [0; 6];
+        let mut start = [0; FRAME_START_BYTES];
         tls.read_exact(&mut start)?;
-        let length = usize::from(start[1] & 0x7f);
-        ensure!(start[1] & 0x80 != 0 && length < 126, "only short, masked frames are supported");
-        let mask = &start[2..6];
-        frame.clear();
-        frame.extend([start[0], start[1] & 0x7f]);
-        frame.resize(2 + length, 0);
-        tls.read_exact(&mut frame[2..])?;
-        frame[2..].iter_mut().zip(mask.iter().cycle()).for_each(|(byte, mask)| *byte ^= mask);
-        send(&mut tls, &frame)?;
+        let mut echo = EchoFrame::new(start)?;
+        tls.read_exact(echo.payload())?;
+        send(&mut tls, echo.unmask())?;
     }
+}
+
+/// The bytes before the payload of a short, masked frame.
+pub const FRAME_START_BYTES: usize = 6;
+
+/// A frame that is sent back without its mask.
+pub struct EchoFrame {
+    frame: Vec<u8>,
+    mask: [u8; 4],
+}
+
+impl EchoFrame {
+    /// Begins a frame; its payload is to be read into [`Self::payload`].
+    pub fn new(start: [u8; FRAME_START_BYTES]) -> Result<Self> {
+        let [opcode, length, mask @ ..] = start;
+        let is_masked = length & 0x80 != 0;
+        let length = length & 0x7f;
+        ensure!(is_masked && length < 126, "only short, masked frames are supported");
+        let mut frame = vec![opcode, length];
+        frame.resize(2 + usize::from(length), 0);
+        Ok(Self { frame, mask })
+    }
+
+    pub fn payload(&mut self) -> &mut [u8] {
+        &mut self.frame[2..]
+    }
+
+    pub fn unmask(&mut self) -> &[u8] {
+        let mask = self.mask;
+        self.payload().iter_mut().zip(mask.iter().cycle()).for_each(|(byte, mask)| *byte ^= mask);
+        &self.frame
+    }
+}
+
+pub fn upgrade_response(key: &str) -> String {
+    format!(
+        "HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nupgrade: websocket\r\n\
+         sec-websocket-accept: {}\r\n\r\n",
+        accept_key(key)
+    )
 }
 
 fn send(tls: &mut BufReader<StreamOwned<ServerConnection, TcpStream>>, bytes: &[u8]) -> Result<()> {

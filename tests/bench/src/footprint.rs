@@ -94,12 +94,7 @@ fn start_nginx(nginx: &Nginx, dir: &Path, site: &Site) -> Result<super::peers::n
 
 async fn idle_gateway(svc: &Path, database_url: &str, apps: usize) -> Result<f64> {
     let machine = Machine::new(database_url)?;
-    for app in 0..apps {
-        let columns =
-            json!({ "title": "text", "body": "text", "done": "boolean", "rank": "bigint", "extra": "jsonb" });
-        let tables = json!({ "items": { "columns": columns.clone() }, "notes": { "columns": columns } });
-        machine.install_app(&format!("app{app}"), &tables)?;
-    }
+    machine.install_apps(apps)?;
     let gateway = machine.start(svc)?;
     gateway.wait_until_ready(&machine, apps).await?;
     for app in 0..apps {

@@ -1,7 +1,7 @@
 //! A gateway in its own directory, as on a user's machine, and a key that signs proofs like the platform's.
 
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -13,6 +13,7 @@ use ring::signature::{Ed25519KeyPair, KeyPair};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use super::peers::wrk::Request;
 use super::process::ServerProcess;
 use kit::net;
 
@@ -55,6 +56,28 @@ impl Machine {
         let manifest = json!({ "name": slug, "slug": slug, "version": "1.0.0", "runtime": "static",
             "build": { "output": "dist" }, "storage": { "tables": tables } });
         Ok(std::fs::write(dir.join("svc.json"), manifest.to_string())?)
+    }
+
+    /// Installs the apps `app0`, `app1` and so on, each with two tables.
+    pub fn install_apps(&self, count: usize) -> Result<()> {
+        let columns =
+            json!({ "title": "text", "body": "text", "done": "boolean", "rank": "bigint", "extra": "jsonb" });
+        let tables = json!({ "items": { "columns": columns.clone() }, "notes": { "columns": columns } });
+        (0..count).try_for_each(|app| self.install_app(&format!("app{app}"), &tables))
+    }
+
+    /// Returns the folder of an app's pages, which is created if necessary.
+    pub fn app_output(&self, slug: &str) -> Result<PathBuf> {
+        let dir = self.root.path().join("home/svc/home/apps").join(slug).join("dist");
+        std::fs::create_dir_all(&dir)?;
+        Ok(dir)
+    }
+
+    /// Returns the path of a socket on which a service of the owner listens, such as `shell.sock`.
+    pub fn owner_socket(&self, name: &str) -> Result<PathBuf> {
+        let dir = self.root.path().join("run/svc/owner");
+        std::fs::create_dir_all(&dir)?;
+        Ok(dir.join(name))
     }
 
     /// Signs a proof for the owner, as the platform's router does; it is valid for one minute.
@@ -119,8 +142,18 @@ impl Gateway {
         }
     }
 
-    pub fn bridge_url(&self) -> String {
+    fn bridge_url(&self) -> String {
         format!("https://{}/api/bridge/query", self.address)
+    }
+
+    /// Returns the request for one query to the bridge, as a load generator sends it for up to a minute.
+    pub fn bridge_request(&self, machine: &Machine, body: String) -> Request {
+        let headers = [("Content-Type", "application/json".to_owned()), ("X-Svc-Proof", machine.proof())];
+        Request {
+            url: self.bridge_url(),
+            headers: headers.map(|(name, value)| (name.to_owned(), value)).into(),
+            body: Some(body),
+        }
     }
 
     /// Sends one query to the bridge; returns its response.

@@ -21,6 +21,7 @@ mod records;
 mod report;
 mod restore;
 mod router;
+mod scale;
 mod site;
 mod task;
 
@@ -48,10 +49,11 @@ pub enum Area {
     Restore,
     Records,
     Hook,
+    Scale,
 }
 
 impl Area {
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Footprint,
         Self::Router,
         Self::Bridge,
@@ -60,6 +62,7 @@ impl Area {
         Self::Restore,
         Self::Records,
         Self::Hook,
+        Self::Scale,
     ];
 
     pub fn name(self) -> &'static str {
@@ -72,6 +75,7 @@ impl Area {
             Self::Restore => "restore",
             Self::Records => "records",
             Self::Hook => "hook",
+            Self::Scale => "scale",
         }
     }
 }
@@ -197,6 +201,7 @@ async fn measure(options: &Options) -> Result<(&'static [Spec], Tally)> {
         Area::Restore => (&restore::ROWS, restore::measure(options).await?),
         Area::Records => (&records::ROWS, records::measure(options).await?),
         Area::Hook => (&hook::ROWS, hook::measure(options).await?),
+        Area::Scale => (&scale::ROWS, scale::measure(options).await?),
     })
 }
 

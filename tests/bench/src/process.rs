@@ -106,6 +106,16 @@ pub fn memory_mib(pid: u32) -> Result<f64> {
     Ok(kib as f64 / 1024.0)
 }
 
+/// Resets the figure of [`peak_memory_mib`] to the current memory.
+pub fn reset_peak_memory(pid: u32) -> Result<()> {
+    Ok(fs::write(format!("/proc/{pid}/clear_refs"), "5")?)
+}
+
+/// Returns the highest resident memory that a process has had, in MiB.
+pub fn peak_memory_mib(pid: u32) -> Result<f64> {
+    Ok(read_number(&format!("/proc/{pid}/status"), "VmHWM:")? as f64 / 1024.0)
+}
+
 fn read_number(file: &str, name: &str) -> Result<u64> {
     let text = fs::read_to_string(file).with_context(|| format!("read {file}"))?;
     let line = text.lines().find_map(|line| line.strip_prefix(name));

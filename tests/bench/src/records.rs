@@ -29,7 +29,7 @@ pub const ROWS: [Spec; 23] = [
     spec("clock overhead, p99", "µs", Target::None),
     spec("a call that wakes the writer, p50", "µs", Target::None),
     spec("accepted but unwritten, peak", "MiB", Target::AtMost(16.0)),
-    spec("lost with kill -9, age of the oldest", "ms", Target::AtMost(200.0)),
+    spec("age of the oldest event lost to kill -9", "ms", Target::AtMost(200.0)),
     spec("usage of 3 years: open", "ms", Target::None),
     spec("usage of 3 years: memory", "MiB", Target::None),
     spec("usage of 3 years: by day, p99", "ms", Target::AtMost(50.0)),

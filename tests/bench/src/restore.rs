@@ -1,5 +1,5 @@
 //! Restore benchmark: `svc-restore` downloads the snapshot, hashes it, loads it into a new database, compares all row
-//! counts with the side record, and swaps the databases. Its peer is a shell pipeline that verifies nothing.
+//! counts with the sidecar, and swaps the databases. Its peer is a shell pipeline that verifies nothing.
 //!
 //! Each run starts a new server, so that no run benefits from an earlier one's WAL files.
 

@@ -43,7 +43,7 @@ pub struct Target {
 pub fn targets() -> Vec<Target> {
     vec![
         objects::pointer(),
-        objects::side_record(),
+        objects::sidecar(),
         release::manifest(),
         release::signature(),
         archive::target(),

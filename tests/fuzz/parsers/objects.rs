@@ -1,4 +1,4 @@
-//! The pointer and the side record, as read from the object store: a reader stays within the slot and accepts only
+//! The pointer and the sidecar, as read from the object store: a reader stays within the slot and accepts only
 //! consistent objects.
 
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use svc::store::key::{SlotPrefix, SnapshotKey, snapshot_key};
 use svc::store::pointer::{self, Fence, Pointer, SnapshotRef};
 use svc::store::pointer_io;
 use svc::store::snapshot::{
-    self, DatabaseFacts, DatabaseGrant, DatabaseSetting, SideRecord, SnapshotUnusable, TableCount,
+    self, DatabaseFacts, DatabaseGrant, DatabaseSetting, Sidecar, SnapshotUnusable, TableCount,
 };
 
 use super::Target;
@@ -31,9 +31,9 @@ fn timestamp(millis: i64) -> Timestamp {
     Timestamp::from_millisecond(millis).expect("the time is in range")
 }
 
-/// Returns the side record of the only complete snapshot in the slot.
-fn complete_record() -> SideRecord {
-    SideRecord {
+/// Returns the sidecar of the only complete snapshot in the slot.
+fn complete_record() -> Sidecar {
+    Sidecar {
         version: 1,
         key: snapshot_key(timestamp(1_767_323_045_678), Epoch(7)),
         size_bytes: DUMP.len() as u64,
@@ -50,7 +50,7 @@ fn complete_record() -> SideRecord {
     }
 }
 
-/// Returns a bucket with that snapshot, whose side record is `side`, a copy of it in another slot, and a dump without a
+/// Returns a bucket with that snapshot, whose sidecar is `side`, a copy of it in another slot, and a dump without a
 /// record.
 async fn bucket_with(side: &[u8]) -> Result<Bucket, String> {
     let bucket = Bucket::new(Arc::new(InMemory::new()));
@@ -59,7 +59,7 @@ async fn bucket_with(side: &[u8]) -> Result<Bucket, String> {
     let unrecorded = snapshot_key(timestamp(0), Epoch(7));
     let objects: [(Path, &[u8]); 5] = [
         (slot().snapshot(&key).ok_or("the key is invalid")?, DUMP),
-        (slot().side_record(&key).ok_or("the key is invalid")?, side),
+        (slot().sidecar(&key).ok_or("the key is invalid")?, side),
         (Path::from(format!("other/primary/{key}")), DUMP),
         (Path::from(format!("other/primary/{key}.json")), &record),
         (slot().snapshot(&unrecorded).ok_or("the key is invalid")?, DUMP),
@@ -200,10 +200,10 @@ fn check_valid_pointer(bytes: &[u8]) -> Result<(), String> {
     })
 }
 
-pub fn side_record() -> Target {
+pub fn sidecar() -> Target {
     Target {
-        name: "side-record",
-        valid: side_records().boxed(),
+        name: "sidecar",
+        valid: sidecars().boxed(),
         check_any: check_any_side,
         check_valid: check_valid_side,
         cases: 1500,
@@ -229,7 +229,7 @@ fn database_facts() -> impl Strategy<Value = DatabaseFacts> {
     )
 }
 
-fn side_records() -> impl Strategy<Value = Vec<u8>> {
+fn sidecars() -> impl Strategy<Value = Vec<u8>> {
     let table = ("\\PC{1,20}", any::<u64>()).prop_map(|(name, rows)| TableCount { name, rows });
     let version = prop_oneof!["16\\.[0-9]{1,2}", Just("17beta1".to_owned()), "\\PC{0,9}"];
     (
@@ -239,7 +239,7 @@ fn side_records() -> impl Strategy<Value = Vec<u8>> {
         version,
     )
         .prop_map(|(tables, roles, database, pg_version)| {
-            let side = SideRecord { tables, roles, database, pg_version, ..complete_record() };
+            let side = Sidecar { tables, roles, database, pg_version, ..complete_record() };
             serde_json::to_vec(&side).expect("a record serializes to JSON")
         })
 }
@@ -271,7 +271,7 @@ fn check_any_side(bytes: &[u8]) -> Result<(), String> {
 }
 
 fn check_valid_side(bytes: &[u8]) -> Result<(), String> {
-    let wanted: SideRecord = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let wanted: Sidecar = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     if serde_json::to_vec(&wanted).expect("a record serializes to JSON") != bytes {
         return Err("it is not serialized to the same bytes".to_owned());
     }

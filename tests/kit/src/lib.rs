@@ -27,12 +27,12 @@
 //! | [`packages`] | Debian and npm packages, unpacked under `target/tools` |
 //! | [`s3_process`] | third-party S3 servers as child processes |
 //! | [`checkers`] | Debian programs that check units, user-data and shell scripts |
-//! | [`long_tests`] | figures from the long tests, and their sums |
+//! | [`long_tests`] | figures from the long tests, and their totals |
 //! | [`quoted_commands`] | command lines quoted in documentation, checked against a program's definition |
 //! | [`skip`] | records of tests that cannot run here |
 //! | [`child`] | child processes that cannot outlive the process that started them |
 //!
-//! The kit never links the product: it uses the product's public interfaces, as users do.
+//! The kit never links against the product: it uses the product's public interfaces, as users do.
 
 pub mod apt;
 pub mod browser;
@@ -55,6 +55,7 @@ pub mod pebble;
 pub mod pg;
 pub mod provider;
 pub mod quoted_commands;
+pub mod restic;
 pub mod s3;
 pub mod s3_process;
 pub mod seaweed;

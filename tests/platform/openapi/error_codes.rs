@@ -1,4 +1,4 @@
-//! Provokes every declared error code: by an invalid request, by a conflicting state, or by an outage of a service that
+//! Triggers every declared error code: by an invalid request, by a conflicting state, or by an outage of a service that
 //! the platform needs.
 
 use http::StatusCode;
@@ -12,8 +12,8 @@ use super::super::stack::{BUCKET, Process, SECRET, Stack, provision_body};
 use super::{TestPlatform, assert_rejects_invalid_ids, operations};
 use crate::contract::{ApiUnderTest, assert_rejects_invalid_requests, valid_call};
 
-/// Codes that are not provoked here, with the test that covers them or the reason that none does.
-const NOT_PROVOKED: [(&str, &str); 3] = [
+/// Codes that are not triggered here, with the test that covers them or the reason that none does.
+const NOT_TRIGGERED: [(&str, &str); 3] = [
     // Every operator may query their own identity.
     ("whoAmI", "forbidden"),
     // An internal error that no request can cause.
@@ -22,7 +22,7 @@ const NOT_PROVOKED: [(&str, &str); 3] = [
     ("renewStorageCredentials", "disabled"),
 ];
 
-/// Codes that only a race provokes.
+/// Codes that only a race triggers.
 const RACE_DEPENDENT: [(&str, &str); 6] = [
     // Two overlapping requests.
     ("provision", "unavailable"),
@@ -55,7 +55,7 @@ impl RefusalTester<'_> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_documented_error_code_is_provoked() {
+async fn every_documented_error_code_is_triggered() {
     let database = super::start_own_database().await;
     let platform = TestPlatform::start(&[("PLATFORM_DATABASE_URL", &database.url("svc"))]).await;
     for operation in operations() {
@@ -64,14 +64,14 @@ async fn every_documented_error_code_is_provoked() {
     }
     let mut tester = RefusalTester { platform: &platform };
     let settings = [("PLATFORM_DATABASE_URL", database.url("svc"))];
-    provoke_provision_errors(&mut tester, &settings).await;
-    provoke_machine_change_errors(&mut tester, &settings).await;
-    provoke_idempotency_errors(&mut tester).await;
-    provoke_bundle_errors(&mut tester).await;
-    provoke_rollout_errors(&mut tester).await;
-    provoke_operator_errors(&mut tester).await;
-    provoke_usage_errors(&mut tester).await;
-    provoke_rate_limits(&mut tester, &settings).await;
+    trigger_provision_errors(&mut tester, &settings).await;
+    trigger_machine_change_errors(&mut tester, &settings).await;
+    trigger_idempotency_errors(&mut tester).await;
+    trigger_bundle_errors(&mut tester).await;
+    trigger_rollout_errors(&mut tester).await;
+    trigger_operator_errors(&mut tester).await;
+    trigger_usage_errors(&mut tester).await;
+    trigger_rate_limits(&mut tester, &settings).await;
 
     platform.stack.store.take_down();
     super::assert_reports_store_outage(&platform).await;
@@ -79,10 +79,10 @@ async fn every_documented_error_code_is_provoked() {
     database.kill9().await.unwrap();
     super::assert_reports_database_outage(&platform).await;
     let platform = TestPlatform::start(&[KEEP_PREDECESSORS]).await;
-    provoke_replaced_machine_errors(&mut RefusalTester { platform: &platform }).await;
+    trigger_replaced_machine_errors(&mut RefusalTester { platform: &platform }).await;
 
     let all: Vec<&'static Operation> = operations().collect();
-    let findings = platform.contract().list_unprovoked_codes(&all, &NOT_PROVOKED, &RACE_DEPENDENT);
+    let findings = platform.contract().list_untriggered_codes(&all, &NOT_TRIGGERED, &RACE_DEPENDENT);
     assert!(findings.is_empty(), "{findings:#?}");
 }
 
@@ -91,9 +91,9 @@ fn start_process(stack: &Stack, settings: &[(&str, String)], extra_env: &[(&str,
     stack.start_platform_with(&settings.chain(extra_env.iter().copied()).collect::<Vec<_>>())
 }
 
-async fn provoke_provision_errors(tester: &mut RefusalTester<'_>, settings: &[(&str, String)]) {
+async fn trigger_provision_errors(tester: &mut RefusalTester<'_>, settings: &[(&str, String)]) {
     for path in ["/vps/provision", "/vps/provision/quote"] {
-        provoke_provision_and_quote_errors(tester, settings, path).await;
+        trigger_provision_and_quote_errors(tester, settings, path).await;
     }
     let (platform, path) = (tester.platform, "/vps/provision");
     let mut body = provision_body("user_small");
@@ -109,7 +109,7 @@ async fn provoke_provision_errors(tester: &mut RefusalTester<'_>, settings: &[(&
     platform.stack.provider.clear_faults();
 }
 
-async fn provoke_provision_and_quote_errors(
+async fn trigger_provision_and_quote_errors(
     tester: &mut RefusalTester<'_>,
     settings: &[(&str, String)],
     path: &str,
@@ -148,7 +148,7 @@ async fn provoke_provision_and_quote_errors(
     tester.post(path, &body_with("user_large", &json!({"handle": "large"})), 409, "disk_too_small").await;
 }
 
-async fn provoke_machine_change_errors(tester: &mut RefusalTester<'_>, settings: &[(&str, String)]) {
+async fn trigger_machine_change_errors(tester: &mut RefusalTester<'_>, settings: &[(&str, String)]) {
     let platform = tester.platform;
     let (running, booting) = (&platform.running.machine, &platform.booting.machine);
     let path_of = |machine: &str, action: &str| format!("/vps/{machine}/{action}");
@@ -221,7 +221,7 @@ async fn provoke_machine_change_errors(tester: &mut RefusalTester<'_>, settings:
 }
 
 /// Reuses an idempotency key with a different request, on every route that accepts such a key.
-async fn provoke_idempotency_errors(tester: &mut RefusalTester<'_>) {
+async fn trigger_idempotency_errors(tester: &mut RefusalTester<'_>) {
     let platform = tester.platform;
     for operation in operations().filter(|operation| accepts_idempotency_key(operation)) {
         let key = format!("key-{}", operation.id);
@@ -242,7 +242,7 @@ fn accepts_idempotency_key(operation: &Operation) -> bool {
     operation.parameters.iter().any(|parameter| parameter.name == "Idempotency-Key")
 }
 
-async fn provoke_rollout_errors(tester: &mut RefusalTester<'_>) {
+async fn trigger_rollout_errors(tester: &mut RefusalTester<'_>) {
     let (path, platform) = ("/vps/deploy", tester.platform);
     let rollout_path = |action: &str| format!("/vps/deploy/{}/{action}", platform.rollout);
     tester.post(path, &json!({"imageVersion": "v9"}), 404, "bundle_not_found").await;
@@ -287,7 +287,7 @@ async fn provoke_rollout_errors(tester: &mut RefusalTester<'_>) {
     tester.post(&format!("/vps/deploy/{done}/abort"), &json!({}), 409, "conflict").await;
 }
 
-async fn provoke_operator_errors(tester: &mut RefusalTester<'_>) {
+async fn trigger_operator_errors(tester: &mut RefusalTester<'_>) {
     let platform = tester.platform;
     let get = |path: &str| platform.operator_call(Method::GET, path, &Value::Null);
     for path in ["/operators?x=1", "/operators/whoami?x=1"] {
@@ -305,7 +305,7 @@ async fn provoke_operator_errors(tester: &mut RefusalTester<'_>) {
     tester.post("/operators/gone/rotate", &json!({}), 409, "conflict").await;
 }
 
-async fn provoke_usage_errors(tester: &mut RefusalTester<'_>) {
+async fn trigger_usage_errors(tester: &mut RefusalTester<'_>) {
     let platform = tester.platform;
     let usage_call =
         |machine: &str| platform.operator_call(Method::GET, &format!("/vps/{machine}/usage"), &Value::Null);
@@ -323,7 +323,7 @@ async fn provoke_usage_errors(tester: &mut RefusalTester<'_>) {
 }
 
 /// Sends requests from an address that has sent too many wrong tokens.
-async fn provoke_rate_limits(tester: &mut RefusalTester<'_>, settings: &[(&str, String)]) {
+async fn trigger_rate_limits(tester: &mut RefusalTester<'_>, settings: &[(&str, String)]) {
     let platform = tester.platform;
     let limited = start_process(&platform.stack, settings, &[("PLATFORM_ADDRESS_CHECKS_PER_SECOND", "1")]);
     let with_wrong_token = |method: &Method, path: &str| {
@@ -345,7 +345,7 @@ async fn provoke_rate_limits(tester: &mut RefusalTester<'_>, settings: &[(&str, 
     }
 }
 
-async fn provoke_bundle_errors(tester: &mut RefusalTester<'_>) {
+async fn trigger_bundle_errors(tester: &mut RefusalTester<'_>) {
     let platform = tester.platform;
     let get = |path: &str| platform.operator_call(Method::GET, path, &Value::Null);
     let file = "svc-host-bundle.tar.gz";
@@ -367,7 +367,7 @@ async fn provoke_bundle_errors(tester: &mut RefusalTester<'_>) {
 const KEEP_PREDECESSORS: (&str, &str) = ("PREDECESSOR_KEEP_SECONDS", "3600");
 
 /// Sends recoveries that are rejected, and requests that become invalid when the machine is replaced.
-async fn provoke_replaced_machine_errors(tester: &mut RefusalTester<'_>) {
+async fn trigger_replaced_machine_errors(tester: &mut RefusalTester<'_>) {
     let platform = tester.platform;
     let (stack, machine) = (&platform.stack, &platform.running.machine);
     stack.store_snapshot_of_size("user_1", 1 << 40);

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use kit::s3::S3Server;
 use sha2::{Digest, Sha256};
 use svc::store::pointer::Pointer;
-use svc::store::snapshot::SideRecord;
+use svc::store::snapshot::Sidecar;
 
 use super::super::machine::{BUCKET, USER};
 
@@ -20,7 +20,7 @@ pub struct SnapshotChecker<'a> {
 
 struct SeenSnapshot {
     etags: (String, String),
-    side: SideRecord,
+    side: Sidecar,
 }
 
 impl<'a> SnapshotChecker<'a> {
@@ -28,7 +28,7 @@ impl<'a> SnapshotChecker<'a> {
         Self { store, complete: BTreeMap::new(), seq: 0 }
     }
 
-    /// Returns the number of complete snapshots, that is, dumps with side records.
+    /// Returns the number of complete snapshots, that is, dumps with sidecars.
     pub fn complete_count(&self) -> u64 {
         self.complete.len() as u64
     }
@@ -64,7 +64,7 @@ impl<'a> SnapshotChecker<'a> {
             if let Some(side) = side.filter(|_| !self.complete.contains_key(key)) {
                 let seen = SeenSnapshot {
                     etags: (etag.clone(), side.clone()),
-                    side: self.read_side_record(&root, key)?,
+                    side: self.read_sidecar(&root, key)?,
                 };
                 self.complete.insert(key.clone(), seen);
             }
@@ -72,15 +72,15 @@ impl<'a> SnapshotChecker<'a> {
         self.check_pointer(&root)
     }
 
-    /// Reads a dump's side record, and checks the dump against it.
-    fn read_side_record(&self, root: &str, key: &str) -> Result<SideRecord, String> {
+    /// Reads a dump's sidecar, and checks the dump against it.
+    fn read_sidecar(&self, root: &str, key: &str) -> Result<Sidecar, String> {
         let read = |key: &str| self.store.read(BUCKET, &format!("{root}{key}")).unwrap_or_default();
-        let side: SideRecord = serde_json::from_slice(&read(&format!("{key}.json")))
-            .map_err(|error| format!("the side record of {key}: {error}"))?;
+        let side: Sidecar = serde_json::from_slice(&read(&format!("{key}.json")))
+            .map_err(|error| format!("the sidecar of {key}: {error}"))?;
         let dump = read(key);
         let found = (dump.len() as u64, hex::encode(Sha256::digest(&dump)));
         if side.key != key || (side.size_bytes, &side.sha256) != (found.0, &found.1) {
-            return Err(format!("{key} has size and SHA-256 {found:?}, but its side record is {side:?}"));
+            return Err(format!("{key} has size and SHA-256 {found:?}, but its sidecar is {side:?}"));
         }
         Ok(side)
     }
@@ -124,7 +124,7 @@ mod tests {
         let key = format!("system/db/snapshots/2026-01-02T03-04-0{number}.000Z-1.dump");
         let dump = format!("dump {number}").into_bytes();
         let at = format!("2026-01-02T03:04:0{number}Z").parse().expect("the time is valid");
-        let side = SideRecord {
+        let side = Sidecar {
             version: 1,
             key: key.clone(),
             size_bytes: dump.len() as u64,
@@ -194,7 +194,7 @@ mod tests {
                     pointer.snapshot.as_mut().expect("the pointer should name a snapshot").size_bytes += 1;
                 });
             }),
-            ("but its side record is", |store, pointer| {
+            ("but its sidecar is", |store, pointer| {
                 write_snapshot(store, 3, Some(pointer));
                 store.write(BUCKET, &path("system/db/snapshots/2026-01-02T03-04-03.000Z-1.dump"), "dump 4");
             }),

@@ -121,16 +121,16 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("a digest that leads to another file", "no valid SHA-256", |objects| {
             objects.put_forged(&objects.dump, "../../../../outside");
         }),
-        ("a side record that is not JSON", "its side record", |objects| {
+        ("a sidecar that is not JSON", "its sidecar", |objects| {
             objects.store.write(BUCKET, &objects.path(".json"), "{\"version\":1,");
         }),
-        ("a side record of another format", "an unexpected format or key", |objects| {
+        ("a sidecar of another format", "an unexpected format or key", |objects| {
             objects.with_side(|side| side["version"] = 2.into());
         }),
-        ("a side record of another snapshot", "an unexpected format or key", |objects| {
+        ("a sidecar of another snapshot", "an unexpected format or key", |objects| {
             objects.with_side(|side| side["key"] = "system/db/snapshots/x.dump".into());
         }),
-        ("a side record with a different size", "bytes instead of", |objects| {
+        ("a sidecar with a different size", "bytes instead of", |objects| {
             objects.with_side(|side| side["sizeBytes"] = 1.into());
         }),
         ("a table is missing from the record", "public.noise: 200 rows restored", |objects| {

@@ -22,7 +22,6 @@ use crate::records::entry::GapReason;
 use crate::system::layout::Layout;
 use crate::system::process_stat::{ProcessStat, TICKS_PER_SECOND};
 use svc_base::applet::{self, Exit, OrExit};
-use svc_base::failpoint;
 
 /// Parses a hook's input for `tests/fuzz`; `None` for events that are not reported.
 ///
@@ -103,11 +102,6 @@ fn run_command(args: Vec<OsString>) -> ExitCode {
 /// The parsed message, shared with the thread that saves it after a timeout.
 type SharedMessage = Arc<Mutex<Option<Message>>>;
 
-/// Returns the hook's time limit. Tests on slow machines extend it with the fail point `hook.long_timeout`.
-fn time_limit() -> Duration {
-    if failpoint::pass("hook.long_timeout").is_err() { HOOK_TIMEOUT * 60 } else { HOOK_TIMEOUT }
-}
-
 /// The time since this process was started, in steps of 10 ms; zero if unknown. On a busy machine, the process may have
 /// waited for a CPU.
 fn process_age() -> Duration {
@@ -118,7 +112,8 @@ fn process_age() -> Duration {
 
 /// Runs the hook in a separate thread, so that it can be abandoned at the deadline.
 fn run_hook(actor: String) {
-    let deadline = Instant::now() + time_limit().saturating_sub(process_age()).saturating_sub(SAVE_RESERVE);
+    let deadline = Instant::now()
+        + protocol::time_limit(HOOK_TIMEOUT).saturating_sub(process_age()).saturating_sub(SAVE_RESERVE);
     std::panic::set_hook(Box::new(|_| {}));
     let layout = Layout::from_process();
     let gaps = layout.audit_gaps();

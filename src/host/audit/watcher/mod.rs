@@ -34,7 +34,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::peer::Peer;
 use self::thread::{HookRequest, Watcher};
-use super::protocol::{MAX_MESSAGE_BYTES, Message, SOCKET};
+use super::protocol::{self, MAX_MESSAGE_BYTES, Message, SOCKET};
 use crate::records::writer::Writer;
 use crate::system::config::init_log;
 use crate::system::layout::Layout;
@@ -177,6 +177,7 @@ impl WatcherHandle {
 
 async fn listen(listener: UnixListener, handle: WatcherHandle) {
     let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let time_limit = protocol::time_limit(CONNECTION_TIMEOUT);
     loop {
         let Ok(permit) = Arc::clone(&connections).acquire_owned().await else { return };
         match listener.accept().await {
@@ -184,7 +185,7 @@ async fn listen(listener: UnixListener, handle: WatcherHandle) {
                 let handle = handle.clone();
                 tokio::spawn(async move {
                     // Silent hooks time out; a hook that disconnected needs no reply.
-                    let _ = tokio::time::timeout(CONNECTION_TIMEOUT, serve_hook(stream, handle)).await;
+                    let _ = tokio::time::timeout(time_limit, serve_hook(stream, handle)).await;
                     drop(permit);
                 });
             }

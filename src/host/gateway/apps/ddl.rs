@@ -106,8 +106,10 @@ impl RegistrationPlan {
                 let sql =
                     format!("CREATE UNIQUE INDEX \"{name}\" ON {qualified_name} ({})", column_list(columns));
                 let names = columns.iter().map(SqlIdentifier::as_str).collect::<Vec<_>>().join(", ");
-                let skip_message =
-                    format!("unique ({names}) of {} is not added: existing rows violate it", table.name);
+                let skip_message = format!(
+                    "the unique constraint ({names}) on {} is not added: existing rows violate it",
+                    table.name
+                );
                 self.changes.push(SchemaChange::IfRowsSatisfy { sql, skip_message });
             }
         }

@@ -18,13 +18,14 @@ mod plan;
 mod refusal;
 mod request;
 mod response;
+mod row;
 mod run;
 mod schemas;
 mod service;
 mod sql;
 mod value;
 
-pub use changes::{ChangeFeed, EventIdSecret, stream_changes};
+pub use changes::{ChangeFeed, EventIdSecret, StreamLimits, stream_changes};
 pub use describe::{CHANGES, QUERY, SCHEMAS, app_schema};
 pub use handler::{list_schemas, query};
 pub use response::json_response;

@@ -26,34 +26,42 @@ const MAX_NAMED_COLUMNS: usize = 256;
 #[derive(Debug, PartialEq)]
 pub enum Plan<'t> {
     /// Inserts one row.
-    Insert(Sql),
+    Insert(RowQuery<'t>),
     /// Inserts rows, with one statement for each distinct set of columns.
-    InsertMany(Vec<InsertGroup>),
+    InsertMany(Vec<InsertGroup<'t>>),
     /// Inserts or updates a row. `fallback` reads the existing row when the conflict leaves it unchanged.
     Upsert {
-        write: Sql,
-        fallback: Option<Sql>,
+        write: RowQuery<'t>,
+        fallback: Option<RowQuery<'t>>,
     },
     /// Reads at most one row.
-    Get(Sql),
+    Get(RowQuery<'t>),
     /// Counts rows.
     Count(Sql),
     Find(FindPlan<'t>),
-    Change(ChangePlan),
+    Change(ChangePlan<'t>),
+}
+
+/// A statement whose result rows have the values of all columns.
+#[derive(Debug, PartialEq)]
+pub struct RowQuery<'t> {
+    pub sql: Sql,
+    pub columns: Vec<&'t Column>,
 }
 
 /// The rows inserted by one statement, and their indexes in the request.
 #[derive(Debug, PartialEq)]
-pub struct InsertGroup {
-    pub sql: Sql,
+pub struct InsertGroup<'t> {
+    pub query: RowQuery<'t>,
     pub rows: Vec<usize>,
 }
 
-/// A page of rows. Each result row has the row's JSON and its order columns. The query reads `limit` + 1 rows to detect
-/// a next page.
+/// A page of rows. Each result row has the values of `columns` and then of the order columns. The query reads `limit` +
+/// 1 rows to detect a next page.
 #[derive(Debug, PartialEq)]
 pub struct FindPlan<'t> {
     pub rows: Sql,
+    pub columns: Vec<&'t Column>,
     pub count: Option<Sql>,
     pub limit: usize,
     pub order: Order<'t>,
@@ -63,8 +71,10 @@ pub struct FindPlan<'t> {
 
 /// An update or delete.
 #[derive(Debug, PartialEq)]
-pub struct ChangePlan {
+pub struct ChangePlan<'t> {
     pub sql: Sql,
+    /// With [`Returning::Rows`], the row of a change starts with `TRUE`, and then has the values of these columns.
+    pub columns: Vec<&'t Column>,
     pub target: ChangeTarget,
     pub returning: Returning,
     /// With a bound, each result row starts with the number of matched rows, and nothing is changed above the bound.
@@ -84,9 +94,12 @@ impl Plan<'_> {
     /// The statements in execution order.
     pub fn statements(&self) -> Vec<&Sql> {
         match self {
-            Self::Insert(sql) | Self::Get(sql) | Self::Count(sql) => vec![sql],
-            Self::InsertMany(groups) => groups.iter().map(|group| &group.sql).collect(),
-            Self::Upsert { write, fallback } => std::iter::once(write).chain(fallback).collect(),
+            Self::Insert(query) | Self::Get(query) => vec![&query.sql],
+            Self::Count(sql) => vec![sql],
+            Self::InsertMany(groups) => groups.iter().map(|group| &group.query.sql).collect(),
+            Self::Upsert { write, fallback } => {
+                std::iter::once(write).chain(fallback).map(|query| &query.sql).collect()
+            }
             Self::Find(page) => std::iter::once(&page.rows).chain(&page.count).collect(),
             Self::Change(change) => vec![&change.sql],
         }
@@ -94,6 +107,15 @@ impl Plan<'_> {
 
     pub fn is_write(&self) -> bool {
         !matches!(self, Self::Get(_) | Self::Count(_) | Self::Find(_))
+    }
+
+    /// Whether the response contains rows that the request does not, and so may be much larger than the request.
+    pub fn returns_stored_rows(&self) -> bool {
+        match self {
+            Self::Get(_) | Self::Find(_) | Self::Upsert { .. } => true,
+            Self::Change(change) => change.returning == Returning::Rows,
+            Self::Insert(_) | Self::InsertMany(_) | Self::Count(_) => false,
+        }
     }
 
     /// The number of rows that the plan may insert, whose values are in the request.
@@ -161,12 +183,25 @@ impl<'t> TablePlanner<'_, 't> {
 
     fn get(&self, id: &RawValue) -> Result<Plan<'t>, FieldError> {
         let filter = self.id_filter(id)?;
+        Ok(Plan::Get(self.get_sql(&filter)))
+    }
+
+    /// Reads the row that a filter selects.
+    fn get_sql(&self, filter: &Filter<'_>) -> RowQuery<'t> {
+        let columns = self.all_columns();
+        let mut query = self.select(&columns);
+        query.push(" WHERE ");
+        filter.write(&mut query);
+        // Without `OFFSET 0`, the planner could check the sizes of rows that the filter excludes.
+        query.push(" OFFSET 0");
         let mut sql = Sql::new("SELECT ");
-        sql.push_row_object(&self.table.columns).push(" FROM ");
-        self.push_table(&mut sql);
-        sql.push(" WHERE ");
-        filter.write(&mut sql);
-        Ok(Plan::Get(sql))
+        sql.push_raw_values(&columns).push(" FROM ");
+        sql.push_checked_source(&columns, query);
+        RowQuery { sql, columns }
+    }
+
+    fn all_columns(&self) -> Vec<&'t Column> {
+        self.table.columns.iter().collect()
     }
 
     fn id_filter(&self, id: &RawValue) -> Result<Filter<'t>, FieldError> {
@@ -203,10 +238,10 @@ impl<'t> TablePlanner<'_, 't> {
         let count = (find.count == CountMode::Exact).then(|| self.count_sql(&filter));
         let rows = self.page_sql(&columns, &filter, &order, after.as_ref(), limit);
         let limit = usize::try_from(limit).unwrap_or(usize::MAX);
-        Ok(Plan::Find(FindPlan { rows, count, limit, order, filter: fingerprint }))
+        Ok(Plan::Find(FindPlan { rows, columns, count, limit, order, filter: fingerprint }))
     }
 
-    /// The inner query selects the page, and only its rows are converted to JSON.
+    /// The inner query selects the page, and only its rows are converted and checked.
     fn page_sql(
         &self,
         columns: &[&Column],
@@ -215,12 +250,6 @@ impl<'t> TablePlanner<'_, 't> {
         after: Option<&Cursor>,
         limit: i64,
     ) -> Sql {
-        let mut sql = Sql::new("SELECT ");
-        sql.push_row_json();
-        for (column, _) in &order.keys {
-            sql.push(", ").push_order_key(column);
-        }
-        sql.push(" FROM (SELECT ");
         let keys = order.keys.iter().map(|(column, _)| *column);
         let needed: Vec<&Column> = self
             .table
@@ -228,30 +257,41 @@ impl<'t> TablePlanner<'_, 't> {
             .iter()
             .filter(|column| columns.contains(column) || keys.clone().any(|key| key == *column))
             .collect();
-        sql.push_list(needed, ", ", |sql, column| {
+        let mut query = self.select(&needed);
+        if !filter.is_empty() || after.is_some() {
+            query.push(" WHERE ");
+            filter.write(&mut query);
+        }
+        if let Some(cursor) = after {
+            query.push(" AND ");
+            order.write_after(&cursor.keys, &mut query);
+        }
+        query.push(" ORDER BY ");
+        order.write(&mut query);
+        query.push(" LIMIT ").push_placeholder(Param::Int8(limit + 1));
+        let mut sql = Sql::new("SELECT ");
+        sql.push_raw_values(columns);
+        for key in keys {
+            sql.push(", ").push_order_key(key);
+        }
+        sql.push(" FROM ").push_checked_source(&needed, query);
+        sql
+    }
+
+    /// Starts a query of these columns.
+    fn select(&self, columns: &[&Column]) -> Sql {
+        let mut sql = Sql::new("SELECT ");
+        sql.push_list(columns, ", ", |sql, column| {
             sql.push_column(column);
         });
         sql.push(" FROM ");
         self.push_table(&mut sql);
-        if !filter.is_empty() || after.is_some() {
-            sql.push(" WHERE ");
-            filter.write(&mut sql);
-        }
-        if let Some(cursor) = after {
-            sql.push(" AND ");
-            order.write_after(&cursor.keys, &mut sql);
-        }
-        sql.push(" ORDER BY ");
-        order.write(&mut sql);
-        sql.push(" LIMIT ").push_placeholder(Param::Int8(limit + 1)).push(") AS \"t\"");
-        // A lateral join is cheaper in PostgreSQL than a sub-select for each row.
-        sql.push(" CROSS JOIN LATERAL ").push_row_source(columns.iter().copied());
         sql
     }
 
     fn parse_selected_columns(&self, raw: Option<&RawValue>) -> Result<Vec<&'t Column>, FieldError> {
         match raw {
-            None => Ok(self.table.columns.iter().collect()),
+            None => Ok(self.all_columns()),
             Some(raw) => self.parse_columns(raw, "/columns"),
         }
     }

@@ -12,6 +12,7 @@ use crate::gateway::database::PoolError;
 use svc_base::metrics::{BRIDGE_SQLSTATES, intern_label};
 use svc_http::problem::{Code, FieldError, Problem};
 
+const ROW_TOO_LARGE: &str = "a row is larger than 8 MiB: read it with fewer `columns`";
 /// Delay before a client should retry, in seconds.
 const RETRY_AFTER_SECONDS: u64 = 2;
 
@@ -64,11 +65,26 @@ pub fn too_many_rows(max_affected: i64) -> Problem {
         .with("maxAffected", json!(max_affected))
 }
 
+/// The database sent no result in time. PostgreSQL's own limit does not apply to a commit.
+pub fn no_result_in_time(is_write: bool) -> Problem {
+    let mut problem = statement_timed_out();
+    if is_write {
+        problem.detail =
+            "The database did not respond in time: the change may or may not have been applied.".into();
+    }
+    problem
+}
+
 /// A concurrent change interfered; a retry can succeed.
 pub fn concurrent_change() -> Problem {
     Problem::new(Code::Conflict, "A concurrent change interfered; try again.")
         .with("retryable", json!(true))
         .retry_after(1)
+}
+
+/// A row's JSON is larger than [`super::sql::MAX_ROW_BYTES`].
+pub fn row_too_large() -> Problem {
+    Problem::invalid(&[FieldError { pointer: String::new(), detail: ROW_TOO_LARGE.to_owned() }])
 }
 
 /// A statement that always returns a row returned none.
@@ -162,7 +178,7 @@ fn invalid(db_error: &DbError, context: ErrorContext) -> Problem {
         code if *code == SqlState::PROGRAM_LIMIT_EXCEEDED => match db_error.constraint() {
             Some(_) => "is too long for an index of the table",
             None if context.is_write => "makes the row larger than 8 MiB",
-            None => "a row is larger than 8 MiB: read it with fewer `columns`",
+            None => ROW_TOO_LARGE,
         },
         _ => "was rejected by the database",
     };

@@ -1,22 +1,21 @@
-//! Executes a prepared plan and copies PostgreSQL's JSON into the response, byte for byte.
+//! Executes a prepared plan and writes the response.
 
-use std::error::Error;
 use std::pin::pin;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use axum::response::{IntoResponse, Response};
 use bytes::{BufMut, Bytes, BytesMut};
 use futures_util::future::{join_all, try_join};
 use futures_util::{TryStreamExt, future};
 use http::{HeaderValue, StatusCode, header};
-use tokio_postgres::types::{FromSql, Type};
 use tokio_postgres::{Row, RowStream, Statement};
 
 use super::cursor::{Cursor, key_text};
 use super::param::Param;
-use super::plan::{ChangePlan, ChangeTarget, FindPlan, InsertGroup, Plan};
+use super::plan::{ChangePlan, ChangeTarget, FindPlan, InsertGroup, Plan, RowQuery};
 use super::refusal::{self, ErrorContext};
 use super::request::Returning;
+use super::row::{self, RowError, RowFormat};
 use super::sql::Sql;
 use crate::gateway::apps::ChangedRows;
 use crate::gateway::database::Connection;
@@ -62,12 +61,28 @@ impl BridgeResponse {
 #[derive(Debug)]
 pub struct ResponseBudget<'c> {
     bytes: AtomicUsize,
+    has_unread_results: AtomicBool,
     changed: &'c ChangedRows,
 }
 
 impl<'c> ResponseBudget<'c> {
     pub fn new(changed: &'c ChangedRows) -> Self {
-        Self { bytes: AtomicUsize::new(MAX_RESPONSE_BYTES), changed }
+        Self {
+            bytes: AtomicUsize::new(MAX_RESPONSE_BYTES),
+            has_unread_results: AtomicBool::new(false),
+            changed,
+        }
+    }
+
+    /// Returns whether an operation was refused while its results, or those of later operations, were still arriving.
+    /// The connection must then be abandoned.
+    pub fn has_unread_results(&self) -> bool {
+        self.has_unread_results.load(Ordering::Relaxed)
+    }
+
+    fn refuse(&self, problem: Problem) -> Problem {
+        self.has_unread_results.store(true, Ordering::Relaxed);
+        problem
     }
 
     fn has_room(&self) -> bool {
@@ -77,7 +92,7 @@ impl<'c> ResponseBudget<'c> {
     /// Reserves all of `bytes` or fails.
     fn reserve(&self, bytes: usize) -> Result<(), Problem> {
         if bytes > self.bytes.load(Ordering::Relaxed) {
-            return Err(refusal::response_too_large());
+            return Err(self.refuse(refusal::response_too_large()));
         }
         self.consume(bytes);
         Ok(())
@@ -103,6 +118,10 @@ pub struct PreparedPlan<'p, 't> {
 }
 
 impl<'p, 't> PreparedPlan<'p, 't> {
+    pub fn plan(&self) -> &Plan<'t> {
+        self.plan
+    }
+
     /// # Errors
     /// PostgreSQL's error, when it rejects a statement.
     pub async fn prepare(connection: &Connection, plan: &'p Plan<'t>) -> Result<Self, Problem> {
@@ -137,10 +156,10 @@ pub async fn execute(
     let PreparedPlan { plan, statements } = prepared;
     let executor = Executor { connection, context: ErrorContext::for_plan(plan) };
     let response = match (plan, statements.as_slice()) {
-        (Plan::Insert(sql), [statement]) => {
-            let rows = executor.query_rows(statement, sql).await?;
+        (Plan::Insert(query), [statement]) => {
+            let rows = executor.query_rows(statement, &query.sql).await?;
             let row = rows.first().ok_or_else(refusal::missing_row)?;
-            Ok(BridgeResponse::created(wrap_data(executor.row_json(row)?)))
+            Ok(BridgeResponse::created(executor.row_data(row, RowFormat::for_write(0, &query.columns))?))
         }
         (Plan::InsertMany(groups), statements) => executor.insert_many(groups, statements).await,
         (Plan::Upsert { write, fallback }, [first, rest @ ..]) => {
@@ -148,17 +167,17 @@ pub async fn execute(
             budget.changed.add(1);
             executor.upsert((write, first), fallback, mode).await
         }
-        (Plan::Get(sql), [statement]) => match executor.query_rows(statement, sql).await?.first() {
-            Some(row) => Ok(BridgeResponse::ok(wrap_data(executor.row_json(row)?))),
+        (Plan::Get(query), [statement]) => match executor.query_rows(statement, &query.sql).await?.first() {
+            Some(row) => Ok(BridgeResponse::ok(executor.row_data(row, RowFormat::for_read(&query.columns))?)),
             None => Err(row_not_found()),
         },
         (Plan::Count(sql), [statement]) => {
             let count = executor.query_number(statement, sql).await?;
-            Ok(BridgeResponse::ok(wrap_data(format!("{{\"count\":{count}}}").as_bytes())))
+            Ok(BridgeResponse::ok(format!("{{\"data\":{{\"count\":{count}}}}}")))
         }
         // These plans consume the budget row by row.
         (Plan::Find(page), [rows, count @ ..]) => {
-            return executor.find_page(page, rows, count.first(), budget).await;
+            return executor.find_page(page, (rows, count.first()), mode, budget).await;
         }
         (Plan::Change(change), [statement]) => {
             return executor.apply_change(change, statement, budget).await;
@@ -176,40 +195,48 @@ impl Executor<'_> {
     /// Returns the rows in request order.
     async fn insert_many(
         self,
-        groups: &[InsertGroup],
+        groups: &[InsertGroup<'_>],
         statements: &[Statement],
     ) -> Result<BridgeResponse, Problem> {
-        let queries =
-            groups.iter().zip(statements).map(|(group, statement)| self.query_rows(statement, &group.sql));
-        let mut created: Vec<(usize, Row)> = Vec::new();
+        let queries = groups
+            .iter()
+            .zip(statements)
+            .map(|(group, statement)| self.query_rows(statement, &group.query.sql));
+        let mut created: Vec<(usize, Row, RowFormat<'_>)> = Vec::new();
         for (group, rows) in groups.iter().zip(join_all(queries).await) {
-            created.extend(group.rows.iter().copied().zip(rows?));
+            let format = RowFormat::for_write(0, &group.query.columns);
+            created.extend(group.rows.iter().zip(rows?).map(|(index, row)| (*index, row, format)));
         }
-        created.sort_unstable_by_key(|(index, _)| *index);
-        let rows = created.iter().map(|(_, row)| self.row_json(row)).collect::<Result<Vec<_>, _>>()?;
-        let mut body = BytesMut::with_capacity(rows.iter().map(|row| row.len() + 1).sum::<usize>() + 16);
-        body.put_slice(b"{\"data\":");
-        put_json_array(&mut body, rows.into_iter());
-        body.put_u8(b'}');
+        created.sort_unstable_by_key(|(index, ..)| *index);
+        let mut body = BytesMut::from(&b"{\"data\":["[..]);
+        for (position, (_, row, format)) in created.iter().enumerate() {
+            if position > 0 {
+                body.put_u8(b',');
+            }
+            self.write_row(row, *format, &mut body)?;
+        }
+        body.put_slice(b"]}");
         Ok(BridgeResponse::created(body))
     }
 
     /// In a transaction, the first statement locks the row, so the second one finds it.
     async fn upsert(
         self,
-        write: (&Sql, &Statement),
-        fallback: Option<(&Sql, &Statement)>,
+        write: (&RowQuery<'_>, &Statement),
+        fallback: Option<(&RowQuery<'_>, &Statement)>,
         mode: ExecutionMode,
     ) -> Result<BridgeResponse, Problem> {
+        // Both statements return all columns.
+        let format = RowFormat::for_write(0, &write.0.columns);
         let response = |rows: Vec<Row>| match rows.first() {
-            Some(row) => self.row_json(row).map(|row| Some(BridgeResponse::ok(wrap_data(row)))),
+            Some(row) => self.row_data(row, format).map(|data| Some(BridgeResponse::ok(data))),
             None => Ok(None),
         };
-        let first = || self.query_rows(write.1, write.0);
-        let Some((sql, statement)) = fallback else {
+        let first = || self.query_rows(write.1, &write.0.sql);
+        let Some((query, statement)) = fallback else {
             return response(first().await?)?.ok_or_else(refusal::missing_row);
         };
-        let second = || self.query_rows(statement, sql);
+        let second = || self.query_rows(statement, &query.sql);
         if mode == ExecutionMode::InTransaction {
             let (created, found) = try_join(first(), second()).await?;
             return response(created)?.or(response(found)?).ok_or_else(refusal::concurrent_change);
@@ -228,8 +255,8 @@ impl Executor<'_> {
     async fn find_page(
         self,
         page: &FindPlan<'_>,
-        rows: &Statement,
-        count: Option<&Statement>,
+        (rows, count): (&Statement, Option<&Statement>),
+        mode: ExecutionMode,
         budget: &ResponseBudget<'_>,
     ) -> Result<BridgeResponse, Problem> {
         // Both queries are sent before the first result is read.
@@ -239,17 +266,16 @@ impl Executor<'_> {
                 None => Ok(None),
             }
         };
-        let (mut page_buffer, count) = future::try_join(self.fill_page(page, rows, budget), counted).await?;
+        let (mut page_buffer, count) =
+            future::try_join(self.fill_page(page, rows, mode, budget), counted).await?;
         let body = &mut page_buffer.body;
         body.put_slice(b"],\"nextCursor\":");
         match page_buffer.last_keys {
             Some(keys) => {
                 let cursor = Cursor::new(&page.order, &page.filter, keys).encode();
                 let cursor = cursor.ok_or_else(|| {
-                    Problem::field(
-                        "/orderBy",
-                        "cannot be used for paging: a value of its columns is too long",
-                    )
+                    let detail = "cannot be used for paging: a value of its columns is too long";
+                    budget.refuse(Problem::field("/orderBy", detail))
                 })?;
                 body.put_u8(b'"');
                 body.put_slice(cursor.as_bytes());
@@ -273,6 +299,7 @@ impl Executor<'_> {
         self,
         page: &FindPlan<'_>,
         statement: &Statement,
+        mode: ExecutionMode,
         budget: &ResponseBudget<'_>,
     ) -> Result<PageBuffer, Problem> {
         let to_problem = |error: tokio_postgres::Error| refusal::from_database_error(&error, self.context);
@@ -289,7 +316,9 @@ impl Executor<'_> {
             // A page has at least one row; otherwise its cursor would not advance.
             if listed_rows == page.limit || (listed_rows > 0 && !budget.has_room()) {
                 has_more = true;
-                page_buffer.is_fully_read = listed_rows == page.limit;
+                // In a transaction, a later error of the statement must not be missed: COMMIT would roll back without
+                // an error.
+                page_buffer.is_fully_read = listed_rows == page.limit || mode == ExecutionMode::InTransaction;
                 if page_buffer.is_fully_read {
                     continue;
                 }
@@ -298,14 +327,21 @@ impl Executor<'_> {
             if listed_rows > 0 {
                 page_buffer.body.put_u8(b',');
             }
-            let json = self.row_json(&row)?;
-            page_buffer.body.put_slice(json);
-            budget.consume(json.len());
+            let format = RowFormat::for_read(&page.columns);
+            let size = self.write_row(&row, format, &mut page_buffer.body).map_err(|p| budget.refuse(p))?;
+            if mode == ExecutionMode::InTransaction && listed_rows == 0 {
+                budget.reserve(size)?;
+            } else {
+                budget.consume(size);
+            }
             listed_rows += 1;
             last_row = Some(row);
         }
         let keys = |row: Row| {
-            (1..=page.order.keys.len()).map(|index| key_text(&row, index)).collect::<Result<_, _>>()
+            let first = page.columns.len();
+            (first..first + page.order.keys.len())
+                .map(|index| key_text(&row, index))
+                .collect::<Result<_, _>>()
         };
         page_buffer.last_keys = last_row.filter(|_| has_more).map(keys).transpose().map_err(to_problem)?;
         Ok(page_buffer)
@@ -313,7 +349,7 @@ impl Executor<'_> {
 
     async fn apply_change(
         self,
-        change: &ChangePlan,
+        change: &ChangePlan<'_>,
         statement: &Statement,
         budget: &ResponseBudget<'_>,
     ) -> Result<BridgeResponse, Problem> {
@@ -329,18 +365,16 @@ impl Executor<'_> {
             match change.returning {
                 Returning::Number => affected = row.try_get(column).map_err(to_problem)?,
                 Returning::Rows => {
-                    let Some(RawJson(json)) =
-                        row.try_get::<_, Option<RawJson<'_>>>(column).map_err(to_problem)?
-                    else {
+                    if row.try_get::<_, Option<bool>>(column).map_err(to_problem)?.is_none() {
                         continue;
-                    };
+                    }
                     affected += 1;
                     if budget.has_room() {
                         if listed > 0 {
                             rows.put_u8(b',');
                         }
-                        rows.put_slice(json);
-                        budget.consume(json.len());
+                        let format = RowFormat::for_write(column + 1, &change.columns);
+                        budget.consume(self.write_row(&row, format, &mut rows)?);
                         listed += 1;
                     }
                 }
@@ -387,10 +421,20 @@ impl Executor<'_> {
         row.try_get(0).map_err(|error| refusal::from_database_error(&error, self.context))
     }
 
-    fn row_json(self, row: &Row) -> Result<&[u8], Problem> {
-        let raw: RawJson<'_> =
-            row.try_get(0).map_err(|error| refusal::from_database_error(&error, self.context))?;
-        Ok(raw.0)
+    /// Returns `{"data":…}` with one row.
+    fn row_data(self, row: &Row, format: RowFormat<'_>) -> Result<BytesMut, Problem> {
+        let mut data = BytesMut::from(&b"{\"data\":"[..]);
+        self.write_row(row, format, &mut data)?;
+        data.put_u8(b'}');
+        Ok(data)
+    }
+
+    /// Appends a row; returns the size of its JSON.
+    fn write_row(self, row: &Row, format: RowFormat<'_>, out: &mut BytesMut) -> Result<usize, Problem> {
+        row::write_row(row, format, out).map_err(|error| match error {
+            RowError::Database(error) => refusal::from_database_error(&error, self.context),
+            RowError::TooLarge => refusal::row_too_large(),
+        })
     }
 }
 
@@ -406,19 +450,6 @@ fn row_not_found() -> Problem {
     Problem::new(Code::NotFound, "There is no row with this id.")
 }
 
-/// The unparsed bytes of a `json` value.
-struct RawJson<'a>(&'a [u8]);
-
-impl<'a> FromSql<'a> for RawJson<'a> {
-    fn from_sql(_: &Type, raw: &'a [u8]) -> Result<Self, Box<dyn Error + Sync + Send>> {
-        Ok(Self(raw))
-    }
-
-    fn accepts(ty: &Type) -> bool {
-        *ty == Type::JSON
-    }
-}
-
 fn put_json_array<'a>(body: &mut BytesMut, items: impl Iterator<Item = &'a [u8]>) {
     body.put_u8(b'[');
     for (index, item) in items.enumerate() {
@@ -428,14 +459,6 @@ fn put_json_array<'a>(body: &mut BytesMut, items: impl Iterator<Item = &'a [u8]>
         body.put_slice(item);
     }
     body.put_u8(b']');
-}
-
-fn wrap_data(data: &[u8]) -> Bytes {
-    let mut body = BytesMut::with_capacity(data.len() + 10);
-    body.put_slice(b"{\"data\":");
-    body.put_slice(data);
-    body.put_u8(b'}');
-    body.freeze()
 }
 
 pub fn json_response(status: StatusCode, body: Bytes) -> Response {

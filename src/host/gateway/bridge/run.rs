@@ -15,6 +15,8 @@ use crate::gateway::apps::ChangedRows;
 use crate::gateway::database::{Connection, Lease, Pool};
 use svc_http::problem::{Code, Problem};
 
+/// Maximum number of a transaction's statements with possibly large results that are in flight.
+const MAX_LARGE_IN_FLIGHT: usize = 2;
 /// Extra time after `statement_timeout` before the connection is abandoned.
 const TIMEOUT_GRACE: Duration = Duration::from_secs(5);
 
@@ -73,15 +75,16 @@ async fn try_run(
         Err(error) => return Attempt::Ended(Err(refusal::from_pool_error(&error))),
     };
     lease.begin();
+    let budget = ResponseBudget::new(changed);
     let single = async {
         let prepared = PreparedPlan::prepare(&lease, plan).await?;
-        execute(&lease, prepared, ExecutionMode::Single, &ResponseBudget::new(changed)).await
+        execute(&lease, prepared, ExecutionMode::Single, &budget).await
     };
     // A lease that is dropped before it is settled, here or because the client disconnects, cancels its statement.
     let Ok(response) = tokio::time::timeout(statement_timeout + TIMEOUT_GRACE, single).await else {
-        return Attempt::Ended(Err(refusal::statement_timed_out()));
+        return Attempt::Ended(Err(refusal::no_result_in_time(plan.is_write())));
     };
-    if response.as_ref().map_or(true, |response| response.is_fully_read) {
+    if response.as_ref().map_or(!budget.has_unread_results(), |response| response.is_fully_read) {
         lease.settle();
     }
     match response {
@@ -107,7 +110,8 @@ pub async fn run_transaction(
         pool.lease_exclusive().await.map_err(|error| without_index(refusal::from_pool_error(&error)))?;
     let all = execute_transaction(&mut lease, &plans, changed);
     let result = tokio::time::timeout(statement_timeout + TIMEOUT_GRACE, all).await;
-    result.unwrap_or_else(|_| Err(without_index(refusal::statement_timed_out())))
+    let is_write = plans.iter().any(Plan::is_write);
+    result.unwrap_or_else(|_| Err(without_index(refusal::no_result_in_time(is_write))))
 }
 
 async fn execute_transaction(
@@ -124,7 +128,12 @@ async fn execute_transaction(
             return Err(failed);
         }
     };
-    let result = send_pipelined(lease, prepared, changed).await;
+    let budget = ResponseBudget::new(changed);
+    let result = send_pipelined(lease, prepared, &budget).await;
+    if budget.has_unread_results() {
+        // Ending the connection, and with it the transaction, is faster than reading the remaining results.
+        return result;
+    }
     let end = if result.is_ok() { "COMMIT" } else { "ROLLBACK" };
     // A failed transaction acknowledges COMMIT without an error, so each statement's own result counts.
     let ended = lease.client.batch_execute(end).await;
@@ -150,45 +159,69 @@ async fn prepare_all<'p, 't>(
     Ok(all)
 }
 
-/// Sends `BEGIN` and all statements before the first result is read.
+/// Sends `BEGIN` and the statements without waiting for each result. Returns early when the budget is exceeded.
 async fn send_pipelined(
     connection: &Connection,
     all: Vec<PreparedPlan<'_, '_>>,
-    changed: &ChangedRows,
+    budget: &ResponseBudget<'_>,
 ) -> Result<Vec<BridgeResponse>, ExecutionError> {
-    let budget = ResponseBudget::new(changed);
     let begin = async {
         let started = connection.client.batch_execute("BEGIN").await;
         started
             .map(|()| None)
             .map_err(|error| refusal::from_database_error(&error, ErrorContext::for_commit()))
     };
+    let begin = Step { future: begin.boxed(), may_be_large: false, result: None, is_started: false };
     let steps = all.into_iter().map(|prepared| {
-        let step = execute(connection, prepared, ExecutionMode::InTransaction, &budget);
-        step.map(|response| response.map(Some)).boxed()
+        let may_be_large = prepared.plan().returns_stored_rows();
+        let step = execute(connection, prepared, ExecutionMode::InTransaction, budget);
+        let future = step.map(|response| response.map(Some)).boxed();
+        Step { future, may_be_large, result: None, is_started: false }
     });
-    let results = poll_in_order(std::iter::once(begin.boxed()).chain(steps).collect()).await;
+    let results =
+        run_pipelined(std::iter::once(begin).chain(steps).collect(), || budget.has_unread_results()).await;
     let mut responses = Vec::with_capacity(results.len());
-    for (index, result) in results.into_iter().enumerate() {
+    for (index, result) in results {
         let response = result.map_err(|problem| ExecutionError::new(index.checked_sub(1), problem))?;
         responses.extend(response);
     }
     Ok(responses)
 }
 
-/// Polls the futures in order. Each sends on its first poll, so this is also the order on the wire.
-async fn poll_in_order<T>(futures: Vec<Pin<Box<dyn Future<Output = T> + Send + '_>>>) -> Vec<T> {
-    let mut all: Vec<_> = futures.into_iter().map(|future| (future, None)).collect();
+/// One statement of a pipeline. It is sent when its future is polled for the first time.
+struct Step<'f, T> {
+    future: Pin<Box<dyn Future<Output = T> + Send + 'f>>,
+    may_be_large: bool,
+    is_started: bool,
+    result: Option<T>,
+}
+
+/// Runs the steps; their statements are sent in order. Results that arrive before they can be processed are held in
+/// memory, so only a few steps with large results are in flight at a time. When `must_stop` returns true after a result,
+/// no further results are awaited. Returns the results with the steps' indexes.
+async fn run_pipelined<T>(mut steps: Vec<Step<'_, T>>, must_stop: impl Fn() -> bool) -> Vec<(usize, T)> {
     std::future::poll_fn(|cx| {
-        let mut are_all_ready = true;
-        for (future, result) in all.iter_mut().filter(|(_, result)| result.is_none()) {
-            match future.as_mut().poll(cx) {
-                Poll::Ready(value) => *result = Some(value),
-                Poll::Pending => are_all_ready = false,
+        let (mut is_pending, mut large_in_flight) = (false, 0);
+        for step in steps.iter_mut().filter(|step| step.result.is_none()) {
+            if step.may_be_large && !step.is_started && large_in_flight == MAX_LARGE_IN_FLIGHT {
+                break;
+            }
+            step.is_started = true;
+            match step.future.as_mut().poll(cx) {
+                Poll::Ready(value) => {
+                    step.result = Some(value);
+                    if must_stop() {
+                        return Poll::Ready(());
+                    }
+                }
+                Poll::Pending => {
+                    is_pending = true;
+                    large_in_flight += usize::from(step.may_be_large);
+                }
             }
         }
-        if are_all_ready { Poll::Ready(()) } else { Poll::Pending }
+        if is_pending { Poll::Pending } else { Poll::Ready(()) }
     })
     .await;
-    all.into_iter().filter_map(|(_, result)| result).collect()
+    steps.into_iter().enumerate().filter_map(|(index, step)| Some((index, step.result?))).collect()
 }

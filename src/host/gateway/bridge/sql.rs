@@ -6,7 +6,7 @@ use super::param::Param;
 use crate::gateway::apps::{Column, ColumnType};
 use crate::gateway::name::SqlIdentifier;
 
-/// Maximum size of a row's JSON; no response contains a larger row.
+/// Maximum size of a row that is read, as JSON, and of the values of a row that a write returns.
 pub const MAX_ROW_BYTES: usize = 8 * 1024 * 1024;
 
 /// A statement under construction.
@@ -86,31 +86,6 @@ impl Sql {
         self
     }
 
-    /// Adds a column's value in its wire format.
-    pub fn push_wire_value(&mut self, column: &Column) -> &mut Self {
-        match column.kind {
-            // Beyond 2^53 a number loses digits in JavaScript.
-            ColumnType::Bigint => {
-                self.push("CASE WHEN ").push_column(column);
-                self.push(" BETWEEN -9007199254740991 AND 9007199254740991 THEN to_json(")
-                    .push_column(column);
-                self.push(") ELSE to_json(").push_column(column).push("::text) END")
-            }
-            ColumnType::Numeric => self.push_column(column).push("::text"),
-            ColumnType::Bytea => {
-                self.push("translate(encode(").push_column(column).push(", 'base64'), E'\\n', '')")
-            }
-            ColumnType::Timestamptz => {
-                // Infinity has no RFC 3339 representation; it is sent as PostgreSQL prints it.
-                self.push("coalesce(to_char(").push_column(column);
-                self.push(" AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.MS\"Z\"'), ");
-                self.push_column(column).push("::text)")
-            }
-            _ => self.push_column(column),
-        };
-        self.push(" AS ").push_name(&column.name)
-    }
-
     /// Adds a column's value as [`super::cursor::key_text`] reads it. Every row has its order keys, although only those
     /// of the last row become a cursor. Types that are cheap to format here are therefore not converted by the
     /// database.
@@ -122,32 +97,99 @@ impl Sql {
         }
     }
 
-    /// Adds an expression for the row as one JSON object.
-    pub fn push_row_object<'c>(&mut self, columns: impl IntoIterator<Item = &'c Column>) -> &mut Self {
-        self.push("(SELECT ").push_row_json().push(" FROM ").push_row_source(columns).push(")")
+    /// Adds the columns' values as [`super::row::write_row`] reads them, from a source with jsonb columns as text.
+    pub fn push_raw_values(&mut self, columns: &[&Column]) -> &mut Self {
+        self.push_list(columns, ", ", |sql, column| match column.kind {
+            ColumnType::Jsonb => {
+                sql.push_column(column);
+            }
+            _ => sql.push_raw_value(column),
+        })
     }
 
-    /// Adds the JSON of the row from [`Self::push_row_source`]. A row larger than [`MAX_ROW_BYTES`] fails the whole
-    /// statement with SQLSTATE 54000, before the row leaves the server.
-    pub fn push_row_json(&mut self) -> &mut Self {
-        // `repeat` fails, because its result would exceed 1 GB, before PostgreSQL allocates anything. Its argument is a
-        // column, so PostgreSQL does not evaluate it during planning, as it would a constant.
+    /// Adds a column's value. The casts have no effect unless the owner has changed the column's type since the app was
+    /// registered.
+    fn push_raw_value(&mut self, column: &Column) {
+        match column.kind {
+            ColumnType::Numeric | ColumnType::Jsonb => self.push_cast_column(column).push("::text"),
+            ColumnType::Double | ColumnType::Date => self.push("to_json(").push_cast_column(column).push(")"),
+            _ => self.push_cast_column(column),
+        };
+    }
+
+    fn push_cast_column(&mut self, column: &Column) -> &mut Self {
+        self.push_column(column).push("::").push_type_name(column.kind)
+    }
+
+    /// Adds what a write returns of each row: the columns' values, and a column for the size check.
+    pub fn push_returned_values(&mut self, columns: &[&Column]) -> &mut Self {
+        self.push_list(columns, ", ", |sql, column| sql.push_raw_value(column)).push(", ");
+        self.push_size_check(columns, "NULL", Self::push_raw_value)
+    }
+
+    /// Wraps a query that selects `columns`: the result is a source `"t"` with the same columns, with jsonb columns
+    /// converted to text, and with the size check as its condition.
+    pub fn push_checked_source(&mut self, columns: &[&Column], query: Self) -> &mut Self {
+        let Self { text: query, params } = query;
+        // Placeholders are numbered in the query.
+        self.params = params;
+        self.push("(");
+        let has_jsonb = columns.iter().any(|column| column.kind == ColumnType::Jsonb);
+        if has_jsonb {
+            self.push("SELECT ").push_list(columns, ", ", |sql, column| {
+                match column.kind {
+                    ColumnType::Jsonb => sql.push_raw_value(column),
+                    _ => {
+                        sql.push_column(column);
+                    }
+                }
+                sql.push(" AS ").push_name(&column.name);
+            });
+            self.push(" FROM (");
+        }
+        self.text.push_str(&query);
+        if has_jsonb {
+            // Without `OFFSET 0`, the planner would merge the levels and build the text twice.
+            self.push(") AS \"t\" OFFSET 0");
+        }
+        self.push(") AS \"t\" WHERE ").push_size_check(columns, "TRUE", |sql, column| {
+            sql.push_column(column);
+            if column.kind != ColumnType::Jsonb {
+                sql.push("::").push_type_name(column.kind);
+            }
+        })
+    }
+
+    /// Adds an expression that is `value` for each row, but fails the whole statement with SQLSTATE 54000 before a row
+    /// leaves the server whose texts, documents and bytes together exceed [`MAX_ROW_BYTES`]. Other values are short, but
+    /// for a numeric with up to 147,000 characters. `push_value` adds a column's value.
+    fn push_size_check(
+        &mut self,
+        columns: &[&Column],
+        value: &'static str,
+        push_value: impl Fn(&mut Self, &Column),
+    ) -> &mut Self {
+        let has_size = |column: &&&Column| {
+            matches!(column.kind, ColumnType::Text | ColumnType::Bytea | ColumnType::Jsonb)
+        };
+        let mut size = Self::default();
+        size.push_list(columns.iter().filter(has_size), " + ", |sql, column| {
+            sql.push("coalesce(octet_length(");
+            push_value(sql, column);
+            sql.push("), 0)::bigint");
+        });
+        if size.text.is_empty() {
+            return self.push(value);
+        }
+        // `repeat` fails, because its result would exceed 1 GB, before PostgreSQL allocates anything. The length
+        // contains a column, so PostgreSQL does not evaluate it during planning, as it would a constant.
+        let size = size.text;
         write!(
             self.text,
-            "CASE WHEN pg_column_size(\"b\".\"json\") > {MAX_ROW_BYTES} \
-             THEN repeat(\"b\".\"json\"::text, 1000)::json ELSE \"b\".\"json\" END"
+            "CASE WHEN {size} > {MAX_ROW_BYTES} \
+             THEN repeat('abcdefgh', least({size}, {MAX_ROW_BYTES} + 1)::integer * 20) IS NULL ELSE {value} END"
         )
         .expect("writing to a String cannot fail");
         self
-    }
-
-    /// Adds a row source with the columns in wire format as one JSON value. `"#"` cannot be a column name, so it always
-    /// means the whole row. Without `OFFSET 0`, the planner would merge the levels and build the JSON twice.
-    pub fn push_row_source<'c>(&mut self, columns: impl IntoIterator<Item = &'c Column>) -> &mut Self {
-        self.push("(SELECT row_to_json(\"#\") AS \"json\" FROM (SELECT ");
-        self.push_list(columns, ", ", |sql, column| {
-            sql.push_wire_value(column);
-        });
-        self.push(") AS \"#\" OFFSET 0) AS \"b\"")
     }
 }

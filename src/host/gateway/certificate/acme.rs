@@ -69,7 +69,7 @@ impl CertificateIssuance<'_> {
             }
             placed => placed?,
         };
-        let challenges = self.start_validations(&mut order).await?;
+        let challenges = self.start_challenges(&mut order).await?;
         let ready = order.poll_ready(&POLL_POLICY).await;
         drop(challenges);
         match ready {
@@ -88,7 +88,7 @@ impl CertificateIssuance<'_> {
         account.new_order(&NewOrder::new(&identifiers)).await.context("the authority refused the order")
     }
 
-    async fn start_validations(&self, order: &mut Order) -> anyhow::Result<Vec<ChallengeGuard>> {
+    async fn start_challenges(&self, order: &mut Order) -> anyhow::Result<Vec<ChallengeGuard>> {
         let mut guards = Vec::new();
         let mut authorizations = order.authorizations();
         while let Some(authorization) = authorizations.next().await {
@@ -102,7 +102,7 @@ impl CertificateIssuance<'_> {
                 bail!("the authority does not offer validation with tls-alpn-01");
             };
             let digest = challenge.key_authorization().digest();
-            guards.push(self.resolver.respond_to_validation(self.name, digest.as_ref())?);
+            guards.push(self.resolver.respond_to_challenge(self.name, digest.as_ref())?);
             challenge.set_ready().await.context("the authority refused to start the validation")?;
         }
         Ok(guards)

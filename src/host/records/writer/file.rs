@@ -1,4 +1,4 @@
-//! A file that the writer appends to, even if it is renamed or deleted in the meantime.
+//! Appends to the file that currently has a path, even if an earlier one was renamed or deleted in the meantime.
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
@@ -29,7 +29,7 @@ pub struct AppendFile {
     pending_bytes: usize,
     /// Number of bytes in the first buffer that have already been written.
     written_bytes: usize,
-    /// The last written file and its extent after that write. If either has changed, the file's tail is repaired.
+    /// The last written file and its stamp after that write. If either has changed, the file's tail is repaired.
     last: Option<LastWrite>,
     /// Whether `last` has unsynced writes.
     is_dirty: bool,
@@ -39,18 +39,18 @@ pub struct AppendFile {
 
 struct LastWrite {
     file: Arc<File>,
-    extent: Extent,
+    stamp: FileStamp,
 }
 
-/// A file and its length.
+/// Identifies a file and its length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Extent {
+pub struct FileStamp {
     pub inode: u64,
     pub length: u64,
 }
 
-impl Extent {
-    /// Reads the file's extent.
+impl FileStamp {
+    /// Returns the file's stamp.
     ///
     /// # Errors
     /// The file's metadata cannot be read.
@@ -115,7 +115,7 @@ impl AppendFile {
                 Ok(0) => break Err(io::ErrorKind::WriteZero.into()),
                 Ok(written) => {
                     self.is_dirty = true;
-                    last.extent.length += written as u64;
+                    last.stamp.length += written as u64;
                     self.pending_bytes -= written;
                     self.written_bytes += written;
                     if self.written_bytes == buffer.len() {
@@ -139,9 +139,9 @@ impl AppendFile {
         let mut options = OpenOptions::new();
         options.create(true).read(true).append(true).mode(0o640).custom_flags(OFlag::O_NOFOLLOW.bits());
         let mut file = options.open(&self.path)?;
-        let extent = Extent::of_file(&file)?;
+        let stamp = FileStamp::of_file(&file)?;
         if let Some(last) = self.last.take() {
-            if last.extent == extent {
+            if last.stamp == stamp {
                 return Ok(last);
             }
             // Sync the earlier file, even if it was renamed or deleted.
@@ -151,11 +151,11 @@ impl AppendFile {
         self.rewind_to_line();
         let missing = match self.format {
             LineFormat::Json => jsonl::repair_tail(&mut file)?,
-            LineFormat::Text => missing_newline(&file, extent.length)?,
+            LineFormat::Text => missing_newline(&file, stamp.length)?,
         };
         file.write_all(missing)?;
-        let extent = Extent::of_file(&file)?;
-        Ok(LastWrite { file: Arc::new(file), extent })
+        let stamp = FileStamp::of_file(&file)?;
+        Ok(LastWrite { file: Arc::new(file), stamp })
     }
 
     fn rewind_to_line(&mut self) {
@@ -168,8 +168,8 @@ impl AppendFile {
 
     fn retire(&mut self, last: LastWrite) {
         if std::mem::take(&mut self.is_dirty) {
-            let LastWrite { file, extent } = last;
-            self.earlier_files.push(UnsyncedFile::new(self.path.clone(), extent.inode, file));
+            let LastWrite { file, stamp } = last;
+            self.earlier_files.push(UnsyncedFile::new(self.path.clone(), stamp.inode, file));
         }
     }
 
@@ -189,8 +189,8 @@ impl AppendFile {
 ///
 /// # Errors
 /// The files cannot be read or renamed.
-pub fn replace_if_unchanged(path: &Path, replacement: &Path, expected: Extent) -> io::Result<bool> {
-    if Extent::of_file(&File::open(path)?)? != expected {
+pub fn replace_if_unchanged(path: &Path, replacement: &Path, expected: FileStamp) -> io::Result<bool> {
+    if FileStamp::of_file(&File::open(path)?)? != expected {
         return Ok(false);
     }
     std::fs::rename(replacement, path)?;

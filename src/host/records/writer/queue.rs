@@ -6,7 +6,7 @@ use std::sync::mpsc::SyncSender;
 
 use jiff::Timestamp;
 
-use super::file::Extent;
+use super::file::FileStamp;
 use super::record::{BATCH_BYTES, MAX_QUEUED_BYTES, QueueFull, Record};
 use crate::records::entry::{Gap, GapLine};
 use svc_base::clock;
@@ -43,8 +43,8 @@ pub enum ThreadState {
 pub struct Replacement {
     pub record: Record,
     pub new: PathBuf,
-    /// The expected extent of the current file.
-    pub expected: Extent,
+    /// The expected stamp of the current file.
+    pub expected: FileStamp,
     pub reply: SyncSender<std::io::Result<bool>>,
 }
 

@@ -19,7 +19,7 @@ use svc_base::quantity::pluralize;
 use svc_http::problem::format_chain;
 use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
-use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
+use svc_store::snapshot::{self, Sidecar, SnapshotUnusable};
 
 /// Fail points of a run.
 pub const FAILPOINTS: &[&str] =
@@ -126,11 +126,11 @@ async fn drill(settings: &BackupSettings, drilled: &mut Option<SnapshotRef>) -> 
     Ok(format!("{}, {}", pluralize(side.tables.len() as u64, "table"), pluralize(rows, "row")))
 }
 
-/// Finds the latest snapshot. `drilled` is set even if the side record cannot be read.
+/// Finds the latest snapshot. `drilled` is set even if the sidecar cannot be read.
 async fn find_latest(
     settings: &BackupSettings,
     drilled: &mut Option<SnapshotRef>,
-) -> Result<Option<(SnapshotRef, SideRecord)>, DrillError> {
+) -> Result<Option<(SnapshotRef, Sidecar)>, DrillError> {
     let snapshot = match snapshot::find_latest(&settings.bucket, &settings.slot).await {
         Ok(snapshot) => snapshot,
         Err(SnapshotUnusable::Absent) => return Ok(None),
@@ -138,7 +138,7 @@ async fn find_latest(
         Err(SnapshotUnusable::Store(error)) => return Err(DrillError::Store(error)),
     };
     *drilled = Some(snapshot.clone());
-    let side = snapshot::read_side_record(&settings.bucket, &settings.slot, &snapshot).await;
+    let side = snapshot::read_sidecar(&settings.bucket, &settings.slot, &snapshot).await;
     Ok(Some((snapshot, side.map_err(DrillError::Store)?)))
 }
 

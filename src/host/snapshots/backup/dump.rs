@@ -22,7 +22,7 @@ use crate::system::store;
 use svc_base::applet::Exit;
 use svc_base::clock;
 use svc_base::failpoint;
-use svc_store::snapshot::{self as stored, DatabaseFacts, SideRecord, TableCount};
+use svc_store::snapshot::{self as stored, DatabaseFacts, Sidecar, TableCount};
 use svc_store::upload::{Upload, UploadError};
 
 const CHUNK_BYTES: usize = 256 * 1024;
@@ -98,7 +98,7 @@ impl DumpError {
     }
 }
 
-/// A verified dump with the facts for its side record, taken from the same snapshot.
+/// A verified dump with the facts for its sidecar, taken from the same snapshot.
 pub struct DumpedSnapshot {
     pub dump: VerifiedDump,
     pub tables: Vec<TableCount>,
@@ -107,9 +107,9 @@ pub struct DumpedSnapshot {
 }
 
 impl DumpedSnapshot {
-    /// Builds the side record of the dump, which is stored as `key` and has just been verified.
-    pub fn side_record(self, key: &str, identity: &Identity, snapshot: &Snapshot) -> SideRecord {
-        SideRecord {
+    /// Builds the sidecar of the dump, which is stored as `key` and has just been verified.
+    pub fn sidecar(self, key: &str, identity: &Identity, snapshot: &Snapshot) -> Sidecar {
+        Sidecar {
             version: stored::FORMAT,
             key: key.to_owned(),
             size_bytes: self.dump.size_bytes,

@@ -1,5 +1,5 @@
-//! The steps of a backup, ordered so that the pointer never names a missing object: snapshot, dump, object, side
-//! record, pointer.
+//! The steps of a backup, ordered so that the pointer never names a missing object: snapshot, dump, object, sidecar
+//! , pointer.
 //!
 //! A failure never moves the pointer, and no snapshot is ever pruned. Every run leaves a record.
 
@@ -34,7 +34,7 @@ use svc_store::key;
 use svc_store::pointer::{Fenced, SnapshotRef};
 use svc_store::pointer_io::{self, PointerError};
 use svc_store::recorded_snapshot::RecordedSnapshot;
-use svc_store::snapshot::{self as stored, DatabaseIdentity, SideRecord};
+use svc_store::snapshot::{self as stored, DatabaseIdentity, Sidecar};
 use svc_store::upload::{PartLayout, Upload, UploadError};
 
 /// Fail points of a run.
@@ -44,7 +44,7 @@ pub const FAILPOINTS: &[&str] = &[
     "backup.streaming",
     "backup.verified",
     "backup.completed",
-    "backup.side_record",
+    "backup.sidecar",
     "backup.pointer",
     "backup.cleaned",
     "backup.recorded",
@@ -245,9 +245,7 @@ async fn back_up(
         return publish(settings, progress).await;
     }
     let previous = match &latest {
-        Some(latest) => {
-            read_side_record(settings, latest).await?.filter(|_| options.loss == LossPolicy::Refuse)
-        }
+        Some(latest) => read_sidecar(settings, latest).await?.filter(|_| options.loss == LossPolicy::Refuse),
         None => None,
     };
     open_uploads::abort_all(&settings.layout, &settings.bucket).await;
@@ -262,10 +260,9 @@ async fn back_up(
     drop(snapshot);
     failpoint::pass("backup.completed")?;
 
-    progress.enter(Stage::SideRecord);
-    let snapshot =
-        stored::write_side_record(&settings.bucket, &settings.slot, &taken.side, taken.etag).await?;
-    failpoint::pass("backup.side_record")?;
+    progress.enter(Stage::Sidecar);
+    let snapshot = stored::write_sidecar(&settings.bucket, &settings.slot, &taken.side, taken.etag).await?;
+    failpoint::pass("backup.sidecar")?;
 
     progress.enter(Stage::Pointer);
     if let Some(previous) = &previous
@@ -325,24 +322,24 @@ async fn read_latest(settings: &BackupSettings) -> Result<Option<SnapshotRef>, B
     Ok(pointer.value.snapshot)
 }
 
-async fn read_side_record(
+async fn read_sidecar(
     settings: &BackupSettings,
     latest: &SnapshotRef,
-) -> Result<Option<SideRecord>, BackupError> {
-    match stored::read_side_record(&settings.bucket, &settings.slot, latest).await {
+) -> Result<Option<Sidecar>, BackupError> {
+    match stored::read_sidecar(&settings.bucket, &settings.slot, latest).await {
         Ok(side) => Ok(Some(side)),
         // An unusable snapshot must not block its replacement.
         Err(error @ (StoreError::Corrupt { .. } | StoreError::NotFound { .. })) => {
-            tracing::warn!(error = %format_chain(&error), "the previous snapshot has no usable side record; the new one is not compared with it");
+            tracing::warn!(error = %format_chain(&error), "the previous snapshot has no usable sidecar; the new one is not compared with it");
             Ok(None)
         }
         Err(error) => Err(error.into()),
     }
 }
 
-/// A completely uploaded object and its side record.
+/// A completely uploaded object and its sidecar.
 struct UploadedSnapshot {
-    side: SideRecord,
+    side: Sidecar,
     etag: Option<String>,
 }
 
@@ -352,7 +349,7 @@ async fn upload(
     settings: &BackupSettings,
     progress: &mut Progress,
     snapshot: &Snapshot,
-    previous: Option<&SideRecord>,
+    previous: Option<&Sidecar>,
     stop: impl Future<Output = ()>,
 ) -> Result<UploadedSnapshot, BackupError> {
     let key = key::snapshot_key(snapshot.taken_at, settings.identity.epoch);
@@ -381,7 +378,7 @@ async fn dump_to_upload(
     progress: &mut Progress,
     snapshot: &Snapshot,
     key: &str,
-    previous: Option<&SideRecord>,
+    previous: Option<&Sidecar>,
     upload: &mut Upload,
 ) -> Result<UploadedSnapshot, BackupError> {
     let mut sink = TrackedUpload { upload, tracker: &progress.tracker };
@@ -395,7 +392,7 @@ async fn dump_to_upload(
     failpoint::pass("backup.verified")?;
     progress.enter(Stage::Upload);
     progress.dump = Some(dumped.dump.clone());
-    let side = dumped.side_record(key, &settings.identity, snapshot);
+    let side = dumped.sidecar(key, &settings.identity, snapshot);
     let meta = upload.complete().await?;
     Ok(UploadedSnapshot { etag: meta.e_tag, side })
 }

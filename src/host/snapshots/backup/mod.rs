@@ -85,7 +85,7 @@ enum Command {
     Run(RunArgs),
     /// Make the held-back snapshot the latest, and accept its loss of rows since the previous one
     Accept,
-    /// Verify stored snapshots by reading them in full: by default, today's share of all
+    /// Verify stored snapshots by reading them in full: by default, today's share of them
     #[command(after_help = "Examples:\n  svc-db-backup verify\n  svc-db-backup verify --latest\n  \
                             svc-db-backup verify system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump")]
     Verify(VerifyArgs),
@@ -166,7 +166,7 @@ struct RunArgs {
     /// Retry while the store or the database is unavailable, until shortly before the next hourly run
     #[arg(long, conflicts_with = "request")]
     retry: bool,
-    /// Accept the loss of rows since the previous snapshot, even if no row remains
+    /// Accept the loss of rows since the previous snapshot, even if no rows remain
     #[arg(long, visible_alias = "accept-loss")]
     allow_empty: bool,
 }

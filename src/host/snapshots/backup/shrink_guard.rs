@@ -16,7 +16,7 @@ use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
 use svc_base::fsx::FileError;
 use svc_store::pointer_io::{self, PointerError};
-use svc_store::snapshot::{self as stored, SideRecord, SnapshotUnusable};
+use svc_store::snapshot::{self as stored, Sidecar, SnapshotUnusable};
 
 /// Number of hourly snapshots in a row that confirm the loss.
 const MIN_AGREEING_SNAPSHOTS: u32 = 3;
@@ -54,8 +54,8 @@ impl HeldBackError {
 pub fn check_shrinkage(
     settings: &BackupSettings,
     trigger: Trigger,
-    previous: &SideRecord,
-    taken: &SideRecord,
+    previous: &Sidecar,
+    taken: &Sidecar,
 ) -> Result<Option<HeldBackError>, FileError> {
     let layout = &settings.layout;
     let Some(loss) = row_loss::describe_loss(&previous.tables, &taken.tables)
@@ -87,7 +87,7 @@ fn read_uptime() -> Duration {
 
 /// Returns whether both are of the same database. A database that was restored, imported or adopted in between may
 /// legitimately be smaller.
-fn is_same_database(previous: &SideRecord, taken: &SideRecord) -> bool {
+fn is_same_database(previous: &Sidecar, taken: &Sidecar) -> bool {
     match (&previous.database_identity, &taken.database_identity) {
         (Some(previous), Some(taken)) => previous.restore_id == taken.restore_id,
         _ => true,
@@ -144,7 +144,7 @@ pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failu
     record::write(&settings.layout, &record).or_exit(Exit::Internal)
 }
 
-async fn accept_held(settings: &BackupSettings) -> Result<Option<SideRecord>, AcceptError> {
+async fn accept_held(settings: &BackupSettings) -> Result<Option<Sidecar>, AcceptError> {
     let Some(held) = HeldSnapshot::read(&settings.layout)? else { return Ok(None) };
     let (side, snapshot) = stored::load_recorded(&settings.bucket, &settings.slot, &held.key).await?;
     pointer_io::advance(&settings.bucket, &settings.slot, &snapshot).await?;

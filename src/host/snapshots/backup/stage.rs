@@ -10,7 +10,9 @@ pub enum Stage {
     Snapshot,
     Dump,
     Upload,
-    SideRecord,
+    /// Its former name stays in records.
+    #[serde(rename = "sideRecord")]
+    Sidecar,
     Pointer,
     Done,
 }

@@ -20,7 +20,7 @@ use svc_base::fsx::{self, FileError};
 use svc_http::problem::format_chain;
 use svc_store::StoreError;
 use svc_store::key;
-use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
+use svc_store::snapshot::{self, Sidecar, SnapshotUnusable};
 use svc_store::snapshots;
 
 /// Fail points of a run.
@@ -225,7 +225,7 @@ enum VerifyFailure {
     Unknown(VerifyError),
 }
 
-async fn verify_one(settings: &BackupSettings, key: &str) -> Result<SideRecord, VerifyFailure> {
+async fn verify_one(settings: &BackupSettings, key: &str) -> Result<Sidecar, VerifyFailure> {
     let side = snapshot::load(&settings.bucket, &settings.slot, key).await;
     let side = side.map_err(|unusable| match unusable {
         SnapshotUnusable::Store(error) => VerifyFailure::Unknown(error.into()),

@@ -9,7 +9,7 @@ use crate::system::backoff::Backoff;
 use crate::system::postgres_tools::PgTools;
 use svc_http::problem::format_chain;
 use svc_store::key::SlotPrefix;
-use svc_store::snapshot::SideRecord;
+use svc_store::snapshot::Sidecar;
 use svc_store::{Bucket, StoreError};
 
 /// Why a snapshot could not be verified.
@@ -46,7 +46,7 @@ pub async fn verify_object(
     bucket: &Bucket,
     slot: &SlotPrefix,
     tools: &PgTools,
-    side: &SideRecord,
+    side: &Sidecar,
     backoff: &mut Backoff,
 ) -> Result<(), VerifyObjectError> {
     let reader = DumpCheck::start(tools)?;
@@ -86,7 +86,7 @@ impl ReadState {
         bucket: &Bucket,
         slot: &SlotPrefix,
         reader: &DumpCheck,
-        side: &SideRecord,
+        side: &Sidecar,
     ) -> Result<(), VerifyObjectError> {
         let missing = || VerifyObjectError::Missing { key: side.key.clone() };
         let key = slot.snapshot(&side.key).ok_or_else(missing)?;

@@ -24,7 +24,7 @@ use svc_http::request_id;
 use svc_machine::event::RestoreMode;
 use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
-use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
+use svc_store::snapshot::{self, Sidecar, SnapshotUnusable};
 use svc_wire::registration::RestoreFailureCode;
 
 /// Fail points of a run.
@@ -165,7 +165,7 @@ async fn settle_swap(settings: &RestoreSettings) -> Result<(), RestoreError> {
     let database = settings.context.server.database();
     let was_swapped =
         staging::find_oid(&client, database).await.map_err(SwapError::from)? == Some(journal.scratch_oid);
-    swap::allow_connections(&client, database).await?;
+    swap::open_databases(&client, database).await?;
     if was_swapped {
         set_marker(settings, Some(&journal.key)).await?;
         tracing::warn!(key = journal.key, "finished an interrupted swap of databases");
@@ -192,7 +192,7 @@ async fn restore(settings: &RestoreSettings, existing_rows: ExistingRows) -> Res
         if existing_rows == ExistingRows::Refuse && !is_unserved {
             refuse_rows(settings).await?;
         }
-        let side = read_side_record(settings, &snapshot).await?;
+        let side = read_sidecar(settings, &snapshot).await?;
         staging::check_postgres_version(&settings.context, &side).await?;
         let dump = staging::fetch_dump(&settings.context, &settings.layout.restore_state(), &snapshot, &side)
             .await?;
@@ -248,13 +248,10 @@ async fn find_snapshot(settings: &RestoreSettings) -> Result<Option<SnapshotRef>
     }
 }
 
-async fn read_side_record(
-    settings: &RestoreSettings,
-    snapshot: &SnapshotRef,
-) -> Result<SideRecord, RestoreError> {
+async fn read_sidecar(settings: &RestoreSettings, snapshot: &SnapshotRef) -> Result<Sidecar, RestoreError> {
     let mut backoff = Backoff::new(settings.context.outage_timeout);
     loop {
-        match snapshot::read_side_record(&settings.context.bucket, &settings.context.slot, snapshot).await {
+        match snapshot::read_sidecar(&settings.context.bucket, &settings.context.slot, snapshot).await {
             Ok(side) => return Ok(side),
             Err(StoreError::Corrupt { key, why }) => return Err(RestoreError::Damaged { key, why }),
             Err(StoreError::NotFound { key }) => {
@@ -285,12 +282,12 @@ async fn clean_up_earlier_run(
     if let Some(journal) = journal.filter(|journal| journal.is_for(snapshot))
         && staging::find_oid(&client, database).await.map_err(SwapError::from)? == Some(journal.scratch_oid)
     {
-        swap::allow_connections(&client, database).await?;
+        swap::open_databases(&client, database).await?;
         return Ok(true);
     }
     journal::remove(&settings.layout)?;
     staging::drop_scratch_databases(&client).await.map_err(SwapError::from)?;
-    swap::allow_connections(&client, database).await?;
+    swap::open_databases(&client, database).await?;
     Ok(false)
 }
 

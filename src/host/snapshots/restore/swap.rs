@@ -64,9 +64,22 @@ pub async fn swap(server: &PostgresServer, scratch: &ScratchDatabase) -> Result<
         ))
         .await?;
     failpoint::pass("restore.renamed")?;
-    allow_connections(&client, database).await?;
-    allow_connections(&client, &replaced).await?;
+    open_databases(&client, database).await?;
     failpoint::pass("restore.opened")?;
+    Ok(())
+}
+
+/// Allows connections to the owner's database and to all replaced ones. A swap that was interrupted leaves them closed.
+///
+/// # Errors
+/// Errors of the database.
+pub async fn open_databases(client: &Client, database: &str) -> Result<(), SwapError> {
+    allow_connections(client, database).await?;
+    let closed = "SELECT datname::text FROM pg_database \
+                  WHERE datname ~ '^svc_before_[0-9]+$' AND NOT datallowconn";
+    for row in client.query(closed, &[]).await? {
+        allow_connections(client, row.try_get(0)?).await?;
+    }
     Ok(())
 }
 
@@ -75,7 +88,7 @@ pub async fn swap(server: &PostgresServer, scratch: &ScratchDatabase) -> Result<
 pub async fn undo(server: &PostgresServer, scratch: &ScratchDatabase) {
     match server.connect(postgres::MAINTENANCE_DATABASE, "svc-restore").await {
         Ok(client) => {
-            if let Err(error) = allow_connections(&client, server.database()).await {
+            if let Err(error) = open_databases(&client, server.database()).await {
                 tracing::error!(error = %format_chain(&error), "could not reopen the owner's database");
             }
             drop_scratch(&client, &scratch.name).await;
@@ -108,7 +121,7 @@ async fn end_sessions(client: &Client, database: &str) -> Result<(), SwapError> 
 ///
 /// # Errors
 /// Errors of the database.
-pub async fn allow_connections(client: &Client, database: &str) -> Result<(), SwapError> {
+async fn allow_connections(client: &Client, database: &str) -> Result<(), SwapError> {
     if find_oid(client, database).await?.is_some() {
         client
             .batch_execute(&format!("ALTER DATABASE {} ALLOW_CONNECTIONS true", quote_ident(database)))

@@ -17,11 +17,11 @@ use svc_base::partial_file::PartialFile;
 use svc_http::problem::format_chain;
 use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
-use svc_store::snapshot::SideRecord;
+use svc_store::snapshot::Sidecar;
 
 /// Disk space to keep free.
 const FREE_SPACE_MARGIN_BYTES: u64 = 64 << 20;
-/// Assumed ratio of database to compressed dump, if the side record has no size.
+/// Assumed ratio of database to compressed dump, if the sidecar has no size.
 const DEFAULT_GROWTH: u64 = 6;
 const FETCH_PROGRESS: &str = "fetching the snapshot";
 
@@ -70,7 +70,7 @@ pub async fn fetch_dump(
     context: &RestoreContext,
     dir: &Path,
     snapshot: &SnapshotRef,
-    side: &SideRecord,
+    side: &Sidecar,
 ) -> Result<Dump, DownloadError> {
     std::fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
     let name = format!("{}.dump", snapshot.sha256);
@@ -107,7 +107,7 @@ fn plan_streaming(
     partial: PartialFile,
     free: u64,
     snapshot: &SnapshotRef,
-    side: &SideRecord,
+    side: &Sidecar,
 ) -> Result<Dump, DownloadError> {
     let (free, needed) = (free.saturating_add(partial.length()), database_bytes_needed(snapshot, side));
     drop(partial);
@@ -189,7 +189,7 @@ async fn resume_download(
 pub fn ensure_space_for_snapshot(
     dir: &Path,
     snapshot: &SnapshotRef,
-    side: &SideRecord,
+    side: &Sidecar,
     already_downloaded: u64,
 ) -> Result<(), DownloadError> {
     ensure_free_space(
@@ -210,7 +210,7 @@ pub fn ensure_free_space(dir: &Path, needed: u64) -> Result<(), DownloadError> {
     Ok(())
 }
 
-fn database_bytes_needed(snapshot: &SnapshotRef, side: &SideRecord) -> u64 {
+fn database_bytes_needed(snapshot: &SnapshotRef, side: &Sidecar) -> u64 {
     let database = side.database.as_ref().map(|facts| facts.size_bytes);
     let database = database.unwrap_or_else(|| snapshot.size_bytes.saturating_mul(DEFAULT_GROWTH));
     database.saturating_add(FREE_SPACE_MARGIN_BYTES)

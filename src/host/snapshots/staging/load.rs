@@ -21,9 +21,9 @@ use crate::system::postgres::{ConnectError, quote_ident, quote_literal};
 use crate::system::postgres_tools;
 use svc_base::failpoint;
 use svc_base::quantity::pluralize;
-use svc_store::snapshot::{DatabaseFacts, DatabaseSetting, SideRecord};
+use svc_store::snapshot::{DatabaseFacts, DatabaseSetting, Sidecar};
 
-/// No database of a supported server type takes longer to load.
+/// No database on a supported server type takes longer to load.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
 
 /// Interval at which the loaded size is queried.
@@ -51,11 +51,11 @@ pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> R
     }
 }
 
-/// Refuses a dump of a newer PostgreSQL than the server's.
+/// Refuses a dump from a newer PostgreSQL than the server's.
 ///
 /// # Errors
 /// [`LoadError::NewerPostgres`], or an error of the query.
-pub async fn check_postgres_version(context: &RestoreContext, side: &SideRecord) -> Result<(), LoadError> {
+pub async fn check_postgres_version(context: &RestoreContext, side: &Sidecar) -> Result<(), LoadError> {
     let client = connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
     let row = client.query_one("SELECT current_setting('server_version_num')::int4 / 10000", &[]).await;
     let server: i32 = row.and_then(|row| row.try_get(0)).map_err(query("query the server's version"))?;
@@ -71,7 +71,7 @@ pub async fn check_postgres_version(context: &RestoreContext, side: &SideRecord)
 pub async fn load_into_scratch(
     context: &RestoreContext,
     dump: &Dump,
-    side: &SideRecord,
+    side: &Sidecar,
     lifetime: RoleLifetime,
 ) -> Result<ScratchDatabase, LoadError> {
     let mut client = connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
@@ -89,7 +89,7 @@ pub async fn load_into_scratch(
         failpoint::pass("restore.loaded")?;
         let loaded = connect_with_retries(context, &scratch.name).await?;
         if let Some(facts) = &side.database {
-            apply_facts(&loaded, &scratch.name, facts).await?;
+            apply_properties(&loaded, &scratch.name, facts).await?;
         }
         failpoint::pass("restore.applied")?;
         context.progress.start_phase("comparing tables and rows with the record");
@@ -132,7 +132,7 @@ async fn load_file(context: &RestoreContext, dump: &Path, database: &str) -> Res
     run_restore(context.tools.load(&context.server, database, dump).map_err(LoadError::Start)?).await
 }
 
-/// Runs `pg_restore` to its end.
+/// Runs `pg_restore` to completion.
 ///
 /// # Errors
 /// [`LoadError`], with the tool's error output.
@@ -157,12 +157,12 @@ pub async fn run_restore(mut command: tokio::process::Command) -> Result<(), Loa
     Err(LoadError::Restore { status, stderr })
 }
 
-/// Reports the size of the database while it is loaded.
+/// Reports the size of the database while it is being loaded.
 async fn report_progress(
     context: &RestoreContext,
     client: &Client,
     database: &str,
-    side: &SideRecord,
+    side: &Sidecar,
 ) -> Infallible {
     const LOADING: &str = "loading the snapshot";
     let total = side.database.as_ref().map_or(0, |facts| facts.size_bytes);
@@ -177,8 +177,9 @@ async fn report_progress(
     }
 }
 
-/// Applies facts that a dump of the content does not contain: owner, privileges and settings of the database itself.
-async fn apply_facts(client: &Client, database: &str, facts: &DatabaseFacts) -> Result<(), LoadError> {
+/// Applies properties that a dump of the content does not contain: owner, privileges and settings of the database
+/// itself.
+async fn apply_properties(client: &Client, database: &str, facts: &DatabaseFacts) -> Result<(), LoadError> {
     let name = quote_ident(database);
     let run = async |statement: String| {
         client.batch_execute(&statement).await.map_err(query("apply the database's privileges and settings"))
@@ -228,7 +229,7 @@ async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSettin
 pub async fn compare_with_record(
     context: &RestoreContext,
     client: &Client,
-    side: &SideRecord,
+    side: &Sidecar,
 ) -> Result<(), LoadError> {
     client
         .batch_execute("SET search_path = pg_catalog; SET row_security = off; SET statement_timeout = 0")

@@ -14,7 +14,7 @@ use crate::snapshots::roles;
 use crate::snapshots::roles::DRILL_ROLE_COMMENT;
 use crate::system::postgres::{quote_ident, quote_literal};
 use svc_store::role_facts::{Membership, RoleFacts, RoleSetting};
-use svc_store::snapshot::SideRecord;
+use svc_store::snapshot::Sidecar;
 
 /// Lifetime of the roles created for a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,7 +32,7 @@ const APP_PREFIX: &str = "app_";
 /// Creates the missing roles. Returns descriptions of the recorded facts that were not kept.
 pub async fn create(
     client: &mut Client,
-    side: &SideRecord,
+    side: &Sidecar,
     lifetime: RoleLifetime,
 ) -> Result<Vec<String>, LoadError> {
     let facts = side.database.iter().flat_map(|facts| facts.roles.iter().flatten());

@@ -23,7 +23,7 @@ use svc_wire::machine::{Disk, Health};
 // A host trusts the keys in one set of bundle keys.
 const _: () = assert!(MAX_TRUSTED_KEYS == MAX_KEYS);
 
-/// A valid heartbeat, whose texts are bounded and printable.
+/// A valid heartbeat, whose strings are bounded and printable.
 pub struct HeartbeatReport {
     pub sent: Heartbeat,
     /// When the last verified snapshot that the host reports was taken.

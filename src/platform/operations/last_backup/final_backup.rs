@@ -1,7 +1,7 @@
 //! Checks whether an outgoing machine has taken its final backup.
 //!
 //! The pointer alone is not sufficient proof, because every store session for the slot can write it, including a
-//! replaced machine's. The snapshot must be complete, its side record must match the pointer, and the machine,
+//! replaced machine's. The snapshot must be complete, its sidecar must match the pointer, and the machine,
 //! authenticated by its registered key, must report the snapshot as its own. The last condition does not apply to hosts
 //! whose release does not report backups.
 
@@ -62,18 +62,18 @@ pub async fn find_final_backup(
     if !is_final_snapshot_of(machine, &snapshot_ref, window) || !is_reported(report, &snapshot_ref) {
         return None;
     }
-    let side_record = snapshot::load(bucket, &slot, &snapshot_ref.key).await;
-    let matches_side_record = side_record
+    let sidecar = snapshot::load(bucket, &slot, &snapshot_ref.key).await;
+    let matches_sidecar = sidecar
         .as_ref()
         .is_ok_and(|record| record.snapshot_ref() == SnapshotRef { etag: None, ..snapshot_ref.clone() });
-    if let Err(error) = &side_record {
+    if let Err(error) = &sidecar {
         tracing::warn!(machine = %machine.id, key = snapshot_ref.key, error = %format_chain(error),
             "the snapshot that the pointer names cannot be used");
-    } else if !matches_side_record {
+    } else if !matches_sidecar {
         tracing::warn!(machine = %machine.id, key = snapshot_ref.key,
-            "the pointer does not match the snapshot's side record");
+            "the pointer does not match the snapshot's sidecar");
     }
-    matches_side_record.then_some(snapshot_ref.taken_at)
+    matches_sidecar.then_some(snapshot_ref.taken_at)
 }
 
 fn reported_backup(report: &HostReport) -> Option<&BackupOutcome> {

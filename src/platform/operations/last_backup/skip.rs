@@ -15,7 +15,7 @@ use crate::operations::predecessor::name_outgoing_machine;
 use crate::operations::step::{Question, StepError, StepOutcome, StepRecord};
 use svc_base::clock::rfc3339_ms;
 use svc_store::key::SlotPrefix;
-use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
+use svc_store::snapshot::{self, Sidecar, SnapshotUnusable};
 use svc_store::{StoreError, newer_snapshot, pointer_io};
 
 /// The code of the question that asks which snapshot to restore to the new machine.
@@ -111,7 +111,7 @@ fn question(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
     reason: SkipReason,
-    newer: &SideRecord,
+    newer: &Sidecar,
     latest: &NewestCopy,
 ) -> String {
     let (operation, key) = (leased.operation.id, &newer.key);
@@ -160,7 +160,7 @@ fn finish_without_backup(
 async fn find_newer_snapshot(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
-) -> Result<Option<SideRecord>, StepError> {
+) -> Result<Option<Sidecar>, StepError> {
     let (bucket, slot) = (&leased.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let search = async {
         let pointer = pointer_io::read(bucket, &slot).await?;

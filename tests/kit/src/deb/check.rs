@@ -17,7 +17,8 @@ use crate::child;
 use crate::net;
 use crate::story::{RouterTransport, Stack};
 
-const START_TIMEOUT: Duration = Duration::from_secs(60);
+/// Long, because the check may run at idle priority beside virtual machines.
+const START_TIMEOUT: Duration = Duration::from_secs(180);
 const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 const SERVICE_USER: &str = "svc-platform:svc-platform";
 const SETTINGS: &str = "/etc/svc/platform.env";
@@ -79,8 +80,11 @@ fn check_reproducible(options: &Options, first: &[PathBuf]) -> Result<()> {
         let (one, other) = (fs::read(one)?, fs::read(&other).with_context(|| other.display().to_string())?);
         ensure!(one == other, "a second build produced a different package");
     }
-    let bill = fs::read_to_string(options.out.join("svc.cdx.json"))?;
-    ensure!(bill == sbom::generate(&options.source, &options.svc)?, "a second bill of materials differs");
+    let sbom_json = fs::read_to_string(options.out.join("svc.cdx.json"))?;
+    ensure!(
+        sbom_json == sbom::generate(&options.source, &options.svc)?,
+        "a second bill of materials differs"
+    );
     Ok(())
 }
 

@@ -1,6 +1,6 @@
 //! The bill of materials, CycloneDX 1.5: crates that are linked into the binary, Rust's standard library, and glibc.
 //!
-//! cargo-cyclonedx is not used: it includes the features of the whole workspace, writes a new serial number and time in
+//! cargo-cyclonedx is not used: it includes the features of the whole workspace, writes a new serial number and time on
 //! each run, and omits the statically linked C library.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -59,10 +59,10 @@ pub fn generate(source: &Path, svc: &Path) -> Result<String> {
     components.sort_by_key(|component| component["bom-ref"].as_str().unwrap_or_default().to_owned());
     let version = svc_version.context("cargo metadata has no package svc")?;
     let sha256 = fetch::sha256(svc)?;
-    let bill = json!({
+    let sbom = json!({
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
-        // Derived from the binary, so that the same binary has the same bill.
+        // Derived from the binary, so that the same binary has the same SBOM.
         "serialNumber": format!("urn:uuid:{}", serial_uuid(&sha256)),
         "version": 1,
         "metadata": {"component": {
@@ -72,7 +72,7 @@ pub fn generate(source: &Path, svc: &Path) -> Result<String> {
         }},
         "components": components,
     });
-    Ok(serde_json::to_string_pretty(&bill)? + "\n")
+    Ok(serde_json::to_string_pretty(&sbom)? + "\n")
 }
 
 /// Lists the linked crates: normal dependencies of the shipped build, without procedural macros.
@@ -185,11 +185,11 @@ mod tests {
     }
 
     #[test]
-    fn bill_lists_every_linked_crate() {
+    fn sbom_lists_every_linked_crate() {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).parent().and_then(Path::parent).unwrap();
-        let bill = generate(source, &source.join("Cargo.toml")).unwrap();
+        let sbom = generate(source, &source.join("Cargo.toml")).unwrap();
         for name in ["tokio", "rustls"] {
-            assert!(bill.contains(&format!("pkg:cargo/{name}@")), "{name}");
+            assert!(sbom.contains(&format!("pkg:cargo/{name}@")), "{name}");
         }
     }
 

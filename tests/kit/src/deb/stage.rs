@@ -24,7 +24,7 @@ const COMPLETIONS: [(&str, &str); 3] = [
 ];
 
 /// Fills the empty directory `stage` with everything that the package `name` contains.
-pub fn fill_stage(stage: &Path, options: &Options, name: &str, bill: &str, epoch: &str) -> Result<()> {
+pub fn fill_stage(stage: &Path, options: &Options, name: &str, sbom_json: &str, epoch: &str) -> Result<()> {
     let folder = name.strip_prefix("svc-").unwrap_or(name);
     copy_tree(&options.source.join("packaging").join(folder), stage)?;
     let program = stage.join(PROGRAM);
@@ -37,7 +37,7 @@ pub fn fill_stage(stage: &Path, options: &Options, name: &str, bill: &str, epoch
         copy_units(&options.source.join("systemd"), stage)?;
     }
     write_pages_and_completions(&program, name, stage)?;
-    write_documents(stage, options, name, bill, epoch)?;
+    write_documents(stage, options, name, sbom_json, epoch)?;
     compress_pages(&stage.join("usr/share/man"))?;
     write_control(stage, &options.version)?;
     normalize(stage, Duration::from_secs(epoch.parse().context("SOURCE_DATE_EPOCH is not a number")?))
@@ -88,10 +88,10 @@ fn write_pages_and_completions(program: &Path, name: &str, stage: &Path) -> Resu
     Ok(())
 }
 
-fn write_documents(stage: &Path, options: &Options, name: &str, bill: &str, epoch: &str) -> Result<()> {
+fn write_documents(stage: &Path, options: &Options, name: &str, sbom_json: &str, epoch: &str) -> Result<()> {
     let dir = stage.join("usr/share/doc").join(name);
     fs::create_dir_all(&dir)?;
-    fs::write(dir.join("svc.cdx.json"), bill)?;
+    fs::write(dir.join("svc.cdx.json"), sbom_json)?;
     let copyright = "Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/\n\
                      Upstream-Name: svc\n\nFiles: *\nCopyright: 2026 the svc developers\nLicense: Apache-2.0\n \
                      On Debian systems the text is in /usr/share/common-licenses/Apache-2.0.\nComment:\n \

@@ -65,7 +65,7 @@ impl Proxy {
         self.shared.change(|faults| faults.reset_after = Some(bytes));
     }
 
-    /// Withholds all data without closing connections, to provoke timeouts.
+    /// Withholds all data without closing connections, to trigger timeouts.
     pub fn silence(&self) {
         self.shared.change(|faults| faults.is_silent = true);
     }

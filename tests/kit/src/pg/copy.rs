@@ -1,17 +1,17 @@
-//! Copies the platform's tables within their own database, which is equivalent to a dump and its restore. The signing
+//! Copies the platform's tables within their own database, which is equivalent to a dump and restore. The signing
 //! keys and the installation's record are excluded.
 
 use anyhow::Result;
 use tokio_postgres::Client;
 use tokio_postgres::error::SqlState;
 
-pub struct TablesCopy {
+pub struct DatabaseCopy {
     /// The SQL that empties the tables.
     empty_sql: String,
 }
 
-impl TablesCopy {
-    /// Prepares a copy of this connection's database. Triggers are disabled on the connection from now on.
+impl DatabaseCopy {
+    /// Prepares a copy of this connection's database. Triggers are disabled on the connection from then on.
     ///
     /// # Errors
     /// Fails on a database error.
@@ -31,7 +31,7 @@ impl TablesCopy {
         execute_with_retry(client, &self.empty_sql).await
     }
 
-    /// Saves all tables and sequences, and replaces an earlier copy.
+    /// Saves all tables and sequences, replacing any earlier copy.
     ///
     /// # Errors
     /// Fails on a database error.

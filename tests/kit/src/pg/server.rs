@@ -43,7 +43,7 @@ pub struct PgOptions {
 /// Whether a commit waits until its WAL is on disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Durability {
-    /// Survives a killed server, but not a power loss: for tests.
+    /// Commits survive a killed server, but not a power loss: for tests.
     #[default]
     FsyncOff,
     /// As in production: for benchmarks.
@@ -171,7 +171,7 @@ impl PgServer {
         }
     }
 
-    /// Shuts down fast, as with systemd: closes connections and keeps all commits.
+    /// Performs a fast shutdown, as systemd does: closes connections and keeps all commits.
     pub async fn stop(&self) -> Result<()> {
         self.terminate(Signal::SIGINT, STOP_TIMEOUT)
     }

@@ -164,17 +164,17 @@ pub async fn backup(stack: &Stack, machine: &MachineRecord) -> Result<(String, S
         "{key} differs from the pointer"
     );
     let side = stack.slot.json(&stack.store, &format!("{key}.json"))?;
-    ensure!(side["sha256"] == sha256.as_str() && side["key"] == key.as_str(), "the side record is {side}");
+    ensure!(side["sha256"] == sha256.as_str() && side["key"] == key.as_str(), "the sidecar is {side}");
     let notes =
         side["tables"].as_array().and_then(|tables| tables.iter().find(|t| t["name"] == "app_notes.notes"));
-    ensure!(notes.is_some_and(|t| t["rows"] == TITLES.len()), "the side record counts {}", side["tables"]);
+    ensure!(notes.is_some_and(|t| t["rows"] == TITLES.len()), "the sidecar counts {}", side["tables"]);
     let listed = list_dump(stack, &dump).await?;
     ensure!(
         listed.contains("TABLE DATA app_notes notes"),
         "pg_restore -l does not show the notes:\n{listed}"
     );
     let detail =
-        format!("{key}, {} bytes; object, side record and pointer agree; pg_restore reads it", dump.len());
+        format!("{key}, {} bytes; object, sidecar and pointer agree; pg_restore reads it", dump.len());
     Ok((key, detail))
 }
 

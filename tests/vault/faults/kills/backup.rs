@@ -37,7 +37,7 @@ impl Campaign<'_> {
         ensure!(self.checker.seq() == before + 1, "moved from {before} to {}", self.checker.seq());
         let pointer = machine::pointer(self.store).await?.context("there is no pointer")?;
         let named = pointer.snapshot.context("the pointer names no snapshot")?;
-        let side = self.read_side_record(&named.key)?;
+        let side = self.read_sidecar(&named.key)?;
         let rows = side["tables"].as_array().into_iter().flatten().find(|table| table["name"] == "public.t");
         ensure!(rows.is_some_and(|table| table["rows"] == self.rows), "{side}");
         // An upload started at the moment of a kill is not recorded yet, and is empty.
@@ -51,9 +51,9 @@ impl Campaign<'_> {
         Ok(())
     }
 
-    fn read_side_record(&self, key: &str) -> Result<serde_json::Value> {
+    fn read_sidecar(&self, key: &str) -> Result<serde_json::Value> {
         let path = format!("{}/{key}.json", machine::slot().root());
-        Ok(serde_json::from_slice(&self.store.read(BUCKET, &path).context("the side record is missing")?)?)
+        Ok(serde_json::from_slice(&self.store.read(BUCKET, &path).context("the sidecar is missing")?)?)
     }
 
     async fn run_round(&mut self) -> Result<()> {

@@ -63,11 +63,7 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
             single_rule(completes(Fault::Status(500)).always()),
             unavailable("upload"),
         ),
-        (
-            "the side record is refused",
-            single_rule(side(Fault::Status(503)).always()),
-            unavailable("sideRecord"),
-        ),
+        ("the sidecar is refused", single_rule(side(Fault::Status(503)).always()), unavailable("sideRecord")),
         (
             "the pointer's claim is refused",
             single_rule(claims(Fault::Status(500)).always()),
@@ -85,9 +81,9 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
             SUCCESS,
         ),
         ("no response to any completion", single_rule(completes(Fault::LostReply).always()), SUCCESS),
-        ("no response to the side record", single_rule(side(Fault::LostReply).times(3)), SUCCESS),
+        ("no response to the sidecar", single_rule(side(Fault::LostReply).times(3)), SUCCESS),
         (
-            "no response to any side record",
+            "no response to any sidecar",
             single_rule(side(Fault::LostReply).always()),
             unavailable("sideRecord"),
         ),

@@ -11,18 +11,13 @@ use tokio_postgres::Client;
 use tokio_util::sync::CancellationToken;
 
 use super::read::{self, FeedHead};
+use super::shared_read::SharedReads;
 use crate::gateway::apps::Registry;
 use crate::gateway::database::outbox::{self, Retention};
 use crate::gateway::database::{Database, DatabaseError};
 use crate::gateway::name::SqlIdentifier;
 use svc_http::problem::format_chain;
 
-/// Maximum number of open streams for the owner and all apps together.
-const MAX_STREAMS: usize = 128;
-/// Maximum number of open streams for all apps together; the rest is reserved for the owner.
-const MAX_APPS_STREAMS: usize = 96;
-/// Maximum number of open streams per app.
-const MAX_APP_STREAMS: usize = 16;
 /// Poll interval for changes that no notification announces, such as those settled by the end of a long transaction.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 const POLL_TIMEOUT: Duration = Duration::from_secs(2);
@@ -32,8 +27,28 @@ const CLEANUP_INTERVAL: Duration = Duration::from_secs(60);
 const MAX_OUTBOX_ROWS: i64 = 100_000;
 const UNWATCH_AFTER_DAYS: i32 = 7;
 
+/// Maximum numbers of open streams.
+#[derive(Debug, Clone, Copy)]
+pub struct StreamLimits {
+    /// For the owner and all apps together.
+    total: usize,
+    /// For all apps together; the rest is reserved for the owner.
+    all_apps: usize,
+    per_app: usize,
+}
+
+impl StreamLimits {
+    /// Derives the limits from the listener's maximum number of connections, of which the platform's router can use
+    /// three quarters: other requests also need connections, and no app can use more than half of the streams.
+    pub fn from_connections(max_connections: usize) -> Self {
+        let total = max_connections / 8 * 5;
+        Self { total, all_apps: total / 8 * 7, per_app: total / 2 }
+    }
+}
+
 /// The state of the change feed.
 pub struct ChangeFeed {
+    limits: StreamLimits,
     wakeup: Arc<Notify>,
     head: watch::Sender<FeedHead>,
     open_streams: AtomicUsize,
@@ -41,20 +56,8 @@ pub struct ChangeFeed {
     streams_by_app: Mutex<HashMap<String, usize>>,
     /// Number of open streams that follow a schema, by schema.
     streams_by_schema: Mutex<HashMap<String, usize>>,
+    reads: SharedReads,
     pub closing: CancellationToken,
-}
-
-impl Default for ChangeFeed {
-    fn default() -> Self {
-        Self {
-            wakeup: Arc::default(),
-            head: watch::Sender::default(),
-            open_streams: AtomicUsize::new(0),
-            streams_by_app: Mutex::default(),
-            streams_by_schema: Mutex::default(),
-            closing: CancellationToken::new(),
-        }
-    }
 }
 
 /// An open stream; counted until it is dropped.
@@ -67,6 +70,19 @@ pub struct ChangeStream {
 }
 
 impl ChangeFeed {
+    pub fn new(limits: StreamLimits) -> Self {
+        Self {
+            limits,
+            wakeup: Arc::default(),
+            head: watch::Sender::default(),
+            open_streams: AtomicUsize::new(0),
+            streams_by_app: Mutex::default(),
+            streams_by_schema: Mutex::default(),
+            reads: SharedReads::default(),
+            closing: CancellationToken::new(),
+        }
+    }
+
     /// Starts a poll after a write, if any stream is open.
     pub fn wake(&self) {
         if self.open_streams.load(Ordering::Relaxed) > 0 {
@@ -85,11 +101,11 @@ impl ChangeFeed {
         if let Some(app) = app {
             let total: usize = streams_by_app.values().sum();
             let app_streams = streams_by_app.get(app).copied().unwrap_or(0);
-            if total >= MAX_APPS_STREAMS || app_streams >= MAX_APP_STREAMS {
+            if total >= self.limits.all_apps || app_streams >= self.limits.per_app {
                 return None;
             }
         }
-        let increment = |streams| (streams < MAX_STREAMS).then_some(streams + 1);
+        let increment = |streams| (streams < self.limits.total).then_some(streams + 1);
         self.open_streams.fetch_update(Ordering::AcqRel, Ordering::Acquire, increment).ok()?;
         if let Some(app) = app {
             *streams_by_app.entry(app.to_owned()).or_default() += 1;
@@ -110,6 +126,10 @@ impl ChangeFeed {
 impl ChangeStream {
     pub fn schemas(&self) -> &[String] {
         &self.schemas
+    }
+
+    pub fn shared_reads(&self) -> &SharedReads {
+        &self.feed.reads
     }
 
     /// Follows one more app, and creates its table triggers if necessary. From now on, the stream includes all of the
@@ -154,6 +174,9 @@ impl Drop for ChangeStream {
         }
         let mut streams_by_schema = self.feed.streams_by_schema();
         self.schemas.iter().for_each(|schema| decrement(&mut streams_by_schema, schema));
+        if self.schemas.iter().any(|schema| !streams_by_schema.contains_key(schema)) {
+            self.feed.reads.retain(|schema| streams_by_schema.contains_key(schema));
+        }
     }
 }
 
@@ -246,7 +269,7 @@ mod tests {
 
     #[test]
     fn open_stream_limits_apps_and_reserves_owner_share() {
-        let feed = Arc::new(ChangeFeed::default());
+        let feed = Arc::new(ChangeFeed::new(StreamLimits { total: 128, all_apps: 96, per_app: 16 }));
         let open_all = |app: &str| std::iter::from_fn(|| feed.open_stream(Some(app))).collect::<Vec<_>>();
         let greedy = open_all("greedy");
         assert_eq!(greedy.len(), 16);

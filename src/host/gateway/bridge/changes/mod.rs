@@ -7,9 +7,10 @@
 mod feed;
 mod position;
 mod read;
+mod shared_read;
 mod stream;
 
-pub use feed::ChangeFeed;
+pub use feed::{ChangeFeed, StreamLimits};
 pub use position::EventIdSecret;
 #[cfg(feature = "fuzzing")]
 pub use position::{EventId, EventIdFormat};

@@ -2,6 +2,7 @@
 
 use tokio_postgres::Client;
 
+use super::shared_read::ChangeBatch;
 use crate::gateway::database::DatabaseError;
 
 /// Transactions read per query.
@@ -59,7 +60,7 @@ pub struct ChangeEvent {
     pub json: String,
 }
 
-/// Reads the next changes after `position` in these schemas, oldest first, and whether there may be more.
+/// Reads the next changes after `position` in these schemas.
 ///
 /// # Errors
 /// A database error.
@@ -67,7 +68,7 @@ pub async fn fetch_after(
     client: &Client,
     position: i64,
     schemas: &[String],
-) -> Result<(Vec<ChangeEvent>, bool), DatabaseError> {
+) -> Result<ChangeBatch, DatabaseError> {
     let rows = client
         .query(
             "SELECT x.xid::text::bigint,
@@ -93,10 +94,10 @@ pub async fn fetch_after(
             &[&position.to_string(), &schemas, &MAX_LISTED_IDS, &BATCH_SIZE],
         )
         .await?;
-    let changes = rows
+    let events = rows
         .iter()
         .map(|row| Ok(ChangeEvent { position: row.try_get(0)?, json: row.try_get(1)? }))
         .collect::<Result<Vec<_>, tokio_postgres::Error>>()?;
-    let has_more = i64::try_from(changes.len()).unwrap_or(BATCH_SIZE) >= BATCH_SIZE;
-    Ok((changes, has_more))
+    let has_more = i64::try_from(events.len()).unwrap_or(BATCH_SIZE) >= BATCH_SIZE;
+    Ok(ChangeBatch { events, has_more })
 }

@@ -1,7 +1,6 @@
 //! One listener's change stream. It starts after `Last-Event-ID` or at the current position. It ends when the listener
 //! disconnects, its agent's dispatch ends, the database fails, the gateway stops, or the time limit is reached.
 
-use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +14,8 @@ use tokio::time::Instant;
 
 use super::feed::ChangeStream;
 use super::position::{EventId, EventIdFormat};
-use super::read::{self, ChangeEvent};
+use super::read;
+use super::shared_read::{ChangeBatch, ReadRange};
 use crate::gateway::auth::{Caller, Principal};
 use crate::gateway::bridge::handler::{default_app, require_access};
 use crate::gateway::bridge::refusal;
@@ -98,8 +98,13 @@ struct ChangeListener {
     stream: ChangeStream,
     scope: Scope,
     ids: EventIdFormat,
+    /// The position that a listener resumes from.
     position: i64,
-    queued: VecDeque<Bytes>,
+    /// All events up to this position have been read. It is the same for all idle streams, so they share reads.
+    read_position: i64,
+    /// The events that were read, and the index of the next one to send.
+    batch: Option<(Arc<ChangeBatch>, usize)>,
+    queued: Option<Bytes>,
     next_heartbeat: Instant,
     deadline: Instant,
 }
@@ -123,7 +128,9 @@ impl ChangeListener {
             scope,
             ids,
             position: 0,
-            queued: VecDeque::new(),
+            read_position: 0,
+            batch: None,
+            queued: None,
             next_heartbeat: now + HEARTBEAT_INTERVAL,
             deadline: now + MAX_STREAM_DURATION,
         };
@@ -134,7 +141,7 @@ impl ChangeListener {
         })??;
         let id = listener.event_id();
         let ready_event = format!("retry: {RETRY_DELAY_MS}\nid: {id}\nevent: ready\ndata: {{}}\n\n");
-        listener.queued.push_back(Bytes::from(ready_event));
+        listener.queued = Some(Bytes::from(ready_event));
         Ok(listener)
     }
 
@@ -144,6 +151,7 @@ impl ChangeListener {
         let head = self.stream.refresh_head(&client).await?;
         let Some(id) = last_event_id else {
             self.position = head.settled;
+            self.read_position = head.newest;
             return Ok(Ok(()));
         };
         let floor = read::fetch_floor(&client, self.stream.schemas()).await?;
@@ -151,6 +159,7 @@ impl ChangeListener {
             && id.position <= head.settled
             && floor.is_some_and(|floor| id.position >= floor);
         self.position = id.position;
+        self.read_position = id.position;
         let detail = "The changes after this event are no longer available; read the tables again.";
         Ok(if is_available { Ok(()) } else { Err(Problem::new(Code::Gone, detail)) })
     }
@@ -184,14 +193,14 @@ impl ChangeListener {
     async fn next(&mut self) -> Option<Bytes> {
         let closing = self.stream.closing();
         loop {
-            if let Some(chunk) = self.queued.pop_front() {
+            if let Some(chunk) = self.queued.take().or_else(|| self.next_event()) {
                 return Some(chunk);
             }
             if Instant::now() >= self.deadline || self.has_agent_ended() {
                 return None;
             }
             let head = *self.stream.head.borrow_and_update();
-            if head.newest > self.position {
+            if head.newest > self.read_position {
                 if let Err(error) = self.fetch_changes(head.newest).await {
                     tracing::debug!(error = %format_chain(&error), "change stream ended");
                     return None;
@@ -209,26 +218,35 @@ impl ChangeListener {
                     }
                     self.follow_all().await.ok()?;
                     // An id without data moves the resume position without creating an event.
-                    self.queued.push_back(Bytes::from(format!(": heartbeat\nid: {}\n\n", self.event_id())));
+                    self.queued = Some(Bytes::from(format!(": heartbeat\nid: {}\n\n", self.event_id())));
                 }
                 () = tokio::time::sleep_until(self.deadline) => return None,
             }
         }
     }
 
+    /// Returns the next event of the batch.
+    fn next_event(&mut self) -> Option<Bytes> {
+        let (batch, index) = self.batch.take()?;
+        let event = batch.events.get(index)?;
+        self.position = event.position;
+        let chunk = Bytes::from(format!("id: {}\ndata: {}\n\n", self.event_id(), event.json));
+        self.batch = Some((batch, index + 1));
+        Some(chunk)
+    }
+
     async fn fetch_changes(&mut self, newest: i64) -> Result<(), DatabaseError> {
         self.follow_all().await?;
-        let client = self.bridge.database.shared_client().await?;
-        let reading = read::fetch_after(&client, self.position, self.stream.schemas());
-        let (changes, has_more) =
+        let (database, schemas) = (&self.bridge.database, self.stream.schemas());
+        let range = ReadRange { position: self.read_position, newest };
+        let reading = self.stream.shared_reads().get_or_read(schemas, range, async {
+            read::fetch_after(&*database.shared_client().await?, range.position, schemas).await
+        });
+        let batch =
             tokio::time::timeout(DATABASE_TIMEOUT, reading).await.unwrap_or(Err(DatabaseError::Deadline))?;
-        for ChangeEvent { position, json } in changes {
-            self.position = position;
-            self.queued.push_back(Bytes::from(format!("id: {}\ndata: {json}\n\n", self.event_id())));
-        }
-        if !has_more {
-            self.position = self.position.max(newest);
-        }
+        let last = batch.events.last().map_or(self.read_position, |event| event.position);
+        self.read_position = if batch.has_more { last } else { last.max(newest) };
+        self.batch = Some((batch, 0));
         Ok(())
     }
 }

@@ -2,7 +2,7 @@
 
 use serde_json::value::RawValue;
 
-use super::{ChangePlan, ChangeTarget, FieldErrors, InsertGroup, Plan, TablePlanner, field_error};
+use super::{ChangePlan, ChangeTarget, FieldErrors, InsertGroup, Plan, RowQuery, TablePlanner, field_error};
 use crate::gateway::apps::{Column, ColumnOrigin};
 use crate::gateway::bridge::fields::{Fields, array_elements};
 use crate::gateway::bridge::filter::{Filter, escape_segment};
@@ -39,9 +39,8 @@ enum ChangeKind<'t> {
 impl<'t> TablePlanner<'_, 't> {
     pub(super) fn insert(&self, data: &RawValue) -> Result<Plan<'t>, FieldErrors> {
         let values = self.with_id(self.parse_values(data, "/data", RowState::New)?);
-        let mut sql = self.insert_sql(values);
-        sql.push(" RETURNING ").push_row_object(&self.table.columns);
-        Ok(Plan::Insert(sql))
+        let sql = self.insert_sql(values);
+        Ok(Plan::Insert(self.returning(sql)))
     }
 
     /// Rows with the same columns are inserted by one statement, from one array for each column. A column that a row
@@ -87,7 +86,14 @@ impl<'t> TablePlanner<'_, 't> {
         self.table.columns.iter().map(|column| column.name.as_str().len() + "\"\":null,".len()).sum()
     }
 
-    fn insert_group(&self, group: RowGroup<'t>) -> InsertGroup {
+    /// Adds the clause that returns the written row.
+    fn returning(&self, mut sql: Sql) -> RowQuery<'t> {
+        let columns = self.all_columns();
+        sql.push(" RETURNING ").push_returned_values(&columns);
+        RowQuery { sql, columns }
+    }
+
+    fn insert_group(&self, group: RowGroup<'t>) -> InsertGroup<'t> {
         let mut sql = Sql::new("INSERT INTO ");
         self.push_table(&mut sql);
         sql.push(" (").push_list(&group.columns, ", ", |sql, (column, _)| {
@@ -96,8 +102,8 @@ impl<'t> TablePlanner<'_, 't> {
         sql.push(") SELECT * FROM unnest(").push_list(group.columns, ", ", |sql, (column, values)| {
             sql.bind_many(column.kind, values);
         });
-        sql.push(") RETURNING ").push_row_object(&self.table.columns);
-        InsertGroup { sql, rows: group.rows }
+        sql.push(")");
+        InsertGroup { query: self.returning(sql), rows: group.rows }
     }
 
     /// Both resolutions lock an existing row, so that the `fallback` of [`Resolution::Ignore`] finds it in the same
@@ -144,16 +150,8 @@ impl<'t> TablePlanner<'_, 't> {
                 write.push("\"t\".\"updated_at\" WHERE FALSE");
             }
         }
-        write.push(" RETURNING ").push_row_object(&self.table.columns);
-        let fallback = (resolution == Resolution::Ignore).then(|| {
-            let mut sql = Sql::new("SELECT ");
-            sql.push_row_object(&self.table.columns).push(" FROM ");
-            self.push_table(&mut sql);
-            sql.push(" WHERE ");
-            Filter::All(key).write(&mut sql);
-            sql
-        });
-        Ok(Plan::Upsert { write, fallback })
+        let fallback = (resolution == Resolution::Ignore).then(|| self.get_sql(&Filter::All(key)));
+        Ok(Plan::Upsert { write: self.returning(write), fallback })
     }
 
     pub(super) fn update(
@@ -187,7 +185,7 @@ impl<'t> TablePlanner<'_, 't> {
             None => self.unbounded_sql(kind, &filter, returning),
             Some(max_affected) => self.bounded_sql(kind, &filter, returning, max_affected),
         };
-        Ok(Plan::Change(ChangePlan { sql, target, returning, max_affected }))
+        Ok(Plan::Change(ChangePlan { sql, columns: self.all_columns(), target, returning, max_affected }))
     }
 
     fn unbounded_sql(&self, kind: ChangeKind<'t>, filter: &Filter<'_>, returning: Returning) -> Sql {
@@ -196,7 +194,7 @@ impl<'t> TablePlanner<'_, 't> {
         sql.push(" WHERE ");
         filter.write(&mut sql);
         if returning == Returning::Rows {
-            sql.push(" RETURNING ").push_row_object(&self.table.columns);
+            sql.push(" RETURNING TRUE, ").push_returned_values(&self.all_columns());
         }
         sql
     }
@@ -224,8 +222,8 @@ impl<'t> TablePlanner<'_, 't> {
                 sql.push("TRUE) SELECT (").push(hits).push("), (SELECT count(*) FROM \"done\")");
             }
             Returning::Rows => {
-                sql.push_row_object(&self.table.columns)
-                    .push(" AS \"row\") SELECT \"h\".\"count\", \"d\".\"row\" FROM (");
+                sql.push("TRUE, ").push_returned_values(&self.all_columns());
+                sql.push(") SELECT \"h\".\"count\", \"d\".* FROM (");
                 sql.push(hits).push(") AS \"h\" LEFT JOIN \"done\" AS \"d\" ON TRUE");
             }
         }

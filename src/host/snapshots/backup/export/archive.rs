@@ -17,7 +17,7 @@ use super::files::{HomeEntry, OmittedEntry};
 use super::stream::Frame;
 use crate::snapshots::archive;
 use crate::snapshots::archive::{
-    ARCHIVE_INFO, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, Manifest, SIDE_RECORD,
+    ARCHIVE_INFO, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, Manifest, SIDECAR,
 };
 use crate::snapshots::backup::dump;
 use crate::snapshots::backup::dump::{DumpError, Sink};
@@ -99,9 +99,9 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
         dumped
     };
     archive.add_entry(DUMP, EntryKind::File, dumped.dump.size_bytes, Some(dumped.dump.sha256.clone()));
-    let side = dumped.side_record(DUMP, &settings.identity, &snapshot);
+    let side = dumped.sidecar(DUMP, &settings.identity, &snapshot);
     drop(snapshot);
-    archive.write_json(SIDE_RECORD, &side).map_err(write)?;
+    archive.write_json(SIDECAR, &side).map_err(write)?;
     failpoint::pass("export.dumped")?;
 
     let omitted = tokio::task::block_in_place(|| {

@@ -26,7 +26,7 @@ pub struct OmittedEntry {
     pub reason: String,
 }
 
-/// Lists everything below `home` except `except` and the directories of imports, and separately what cannot be
+/// Lists everything under `home` except `except` and the directories of imports, and separately what cannot be
 /// exported: entries that cannot be read, or are not files, directories or links. Links are not followed.
 pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<OmittedEntry>) {
     let except: Vec<PathBuf> = except.iter().filter_map(|path| std::path::absolute(path).ok()).collect();

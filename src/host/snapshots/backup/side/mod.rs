@@ -33,7 +33,7 @@ use svc_base::fsx::FileError;
 use svc_http::problem::format_chain;
 use svc_store::StoreError;
 use svc_store::key;
-use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
+use svc_store::snapshot::{self, Sidecar, SnapshotUnusable};
 use svc_store::snapshots;
 
 /// Fail points of a run.
@@ -73,10 +73,10 @@ enum SideError {
     Connect(#[from] ConnectError),
     #[error(transparent)]
     Load(#[from] LoadError),
-    #[error("create or drop the side database")]
+    #[error("could not create or drop the side database")]
     Query(#[from] tokio_postgres::Error),
     #[error(
-        "the snapshot of the current database, which is taken first, failed: {why}\n  next: retry, or copy without it \
+        "the preliminary snapshot of the current database failed: {why}\n  next: retry, or copy without it \
          (--no-backup)"
     )]
     Snapshot { exit: Exit, why: String },
@@ -144,9 +144,9 @@ async fn serve_pending(settings: &BackupSettings) -> Result<(), Failure> {
             return Err(Failure::new(Exit::Refused, error));
         }
     };
-    let end = serve_action(settings, &request).await;
+    let result = serve_action(settings, &request).await;
     SideRequest::remove(&settings.layout).or_exit(Exit::Internal)?;
-    end.map_err(|error| Failure::new(error.exit(), error))
+    result.map_err(|error| Failure::new(error.exit(), error))
 }
 
 /// Requests an action, serves it, and prints the result. The request file is the same as the gateway's, so the unit
@@ -287,7 +287,7 @@ async fn load_side_database(
 }
 
 /// Finds the record of the snapshot that `choice` selects.
-async fn find_snapshot(settings: &BackupSettings, choice: &SnapshotChoice) -> Result<SideRecord, SideError> {
+async fn find_snapshot(settings: &BackupSettings, choice: &SnapshotChoice) -> Result<Sidecar, SideError> {
     let (bucket, slot) = (&settings.bucket, &settings.slot);
     let unusable = |error| match error {
         SnapshotUnusable::Store(error) => SideError::Store(error),

@@ -16,13 +16,13 @@ use serde::de::DeserializeOwned;
 use super::manifest::{self, EntryDigest, entry_digest};
 use crate::snapshots::archive;
 use crate::snapshots::archive::{
-    ARCHIVE_INFO, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, SIDE_RECORD, SYSTEM,
+    ARCHIVE_INFO, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, SIDECAR, SYSTEM,
 };
 use crate::system::tar_reader::EntryKind;
 use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, name_digest, quote_path};
 use svc_base::applet::Exit;
 use svc_base::fsx::FileError;
-use svc_store::snapshot::SideRecord;
+use svc_store::snapshot::Sidecar;
 
 /// Limit for `export.json` and `database.json`; the latter has a line per table.
 const MAX_JSON_BYTES: u64 = 8 << 20;
@@ -113,7 +113,7 @@ impl ExtractTarget<'_> {
 #[derive(Debug)]
 pub struct VerifiedArchive {
     pub info: ArchiveInfo,
-    pub side: SideRecord,
+    pub side: Sidecar,
     /// Number of entries below the home.
     pub home_entries: usize,
 }
@@ -149,7 +149,7 @@ struct Pass<'a> {
     path: &'a Path,
     extract: &'a ExtractTarget<'a>,
     info: Option<ArchiveInfo>,
-    side: Option<SideRecord>,
+    side: Option<Sidecar>,
     /// Size and SHA-256 of the dump.
     dump: Option<(u64, String)>,
     is_complete: bool,
@@ -210,7 +210,7 @@ impl<'a> Pass<'a> {
                 self.info = Some(info);
                 listed
             }
-            Some(SIDE_RECORD) => {
+            Some(SIDECAR) => {
                 let (side, listed) = self.read_json(&mut entry)?;
                 self.side = Some(side);
                 listed
@@ -234,8 +234,7 @@ impl<'a> Pass<'a> {
     fn check_entry(&mut self, entry: &TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
         let path = entry.path.as_path();
         let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
-        let is_top_level =
-            [ARCHIVE_INFO, DUMP, SIDE_RECORD, MANIFEST].iter().any(|name| path == Path::new(name));
+        let is_top_level = [ARCHIVE_INFO, DUMP, SIDECAR, MANIFEST].iter().any(|name| path == Path::new(name));
         let has_known_parent =
             path.parent().is_some_and(|parent| self.directories.contains(&name_digest(parent)));
         if !is_plain || !(is_top_level || has_known_parent) {
@@ -326,9 +325,9 @@ impl<'a> Pass<'a> {
         if !self.is_complete {
             return Err(damaged("its end is missing".to_owned()));
         }
-        let side = self.side.ok_or_else(|| damaged(format!("{SIDE_RECORD} is missing")))?;
+        let side = self.side.ok_or_else(|| damaged(format!("{SIDECAR} is missing")))?;
         if self.dump != Some((side.size_bytes, side.sha256.clone())) {
-            return Err(damaged(format!("{SIDE_RECORD} does not match {DUMP}")));
+            return Err(damaged(format!("{SIDECAR} does not match {DUMP}")));
         }
         Ok(VerifiedArchive { info, side, home_entries: self.home_entries })
     }

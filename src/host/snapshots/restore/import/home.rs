@@ -16,7 +16,7 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// Returns the directories of the import `number`, below `directory`. They are not created yet.
+    /// Returns the directories of the import `number`, under `directory`. They are not created yet.
     pub fn new(directory: &Path, number: i64) -> Self {
         Self {
             directory: directory.to_owned(),
@@ -60,9 +60,8 @@ impl Staging {
 
     /// Installs all staged entries; returns the directory with the replaced files, if any.
     ///
-    /// # Errors
-    /// [`FileError`]; each entry is then completely replaced or unchanged, except that the previous version of one may be
-    /// in the directory of replaced files, without a new one in its place.
+    /// # Errors [`FileError`]; each entry is then completely replaced or unchanged, except that the previous version of
+    /// one may be in the directory of replaced files, without a new one in its place.
     pub fn install(&self) -> Result<Option<&Path>, FileError> {
         for name in list_names(&self.staged)? {
             self.exchange(&name)?;

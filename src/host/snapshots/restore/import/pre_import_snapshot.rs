@@ -27,7 +27,7 @@ pub enum PreImportSnapshotError {
     #[error("start svc-db-backup")]
     Start(#[source] std::io::Error),
     #[error(
-        "the snapshot of the current database, which is taken first, failed ({end}); nothing was changed\n  next: see the \
+        "the preliminary snapshot of the current database failed ({end}); nothing was changed\n  next: see the \
          message above, or import without it (--no-backup)"
     )]
     Failed { end: String },

@@ -28,7 +28,7 @@ use svc_base::fsx::{self, FileError};
 use svc_base::quantity::pluralize;
 use svc_base::untrusted_text;
 use svc_http::problem::format_chain;
-use svc_store::snapshot::SideRecord;
+use svc_store::snapshot::Sidecar;
 
 const ROLE_PREFIX: &str = "svc_import_";
 /// One session for `pg_restore`, and one for each of its jobs.
@@ -95,7 +95,7 @@ fn query(action: &'static str) -> impl FnOnce(tokio_postgres::Error) -> Untruste
 pub async fn load(
     context: &RestoreContext,
     dump: &Path,
-    side: &SideRecord,
+    side: &Sidecar,
 ) -> Result<ScratchDatabase, UntrustedError> {
     if context.tools == PgTools::Container {
         return Err(UntrustedError::NoTools);
@@ -219,7 +219,7 @@ impl ImportRole {
         admin: &Client,
         scratch: &ScratchDatabase,
         files: DumpFiles<'_>,
-        (selection, side): (&Selection, &SideRecord),
+        (selection, side): (&Selection, &Sidecar),
     ) -> Result<(), UntrustedError> {
         create_extensions(context, scratch, selection).await?;
         let server = context.server.as_role(&self.name, self.password.expose_secret());
@@ -266,7 +266,7 @@ async fn reset_database(admin: &Client, database: &str) -> Result<(), UntrustedE
 
 /// Warns about roles and settings that are not imported: the gateway creates roles for installed apps, and an archive
 /// must not grant any privileges.
-fn warn_about_omissions(side: &SideRecord) {
+fn warn_about_omissions(side: &Sidecar) {
     let others = side.roles.iter().filter(|role| !role.starts_with("app_")).count();
     if others > 0 {
         tracing::warn!("not imported: {} without an app", pluralize(others as u64, "role"));

@@ -1,4 +1,4 @@
-//! A service run by the init, like systemd's `Type=notify` with `Restart=on-failure`.
+//! A service run by the init process, like systemd's `Type=notify` with `Restart=on-failure`.
 //!
 //! A service is ready only after it sends `READY=1`. Exit codes 0 and 78 are final; any other exit triggers a limited
 //! number of restarts.

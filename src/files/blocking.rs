@@ -1,0 +1,13 @@
+//! Work that would block the runtime's threads.
+
+use crate::error::FilesError;
+
+/// Runs `work` on a thread for blocking work.
+///
+/// # Errors
+/// The errors from `work`; [`FilesError::Stopped`] if it panics.
+pub(crate) async fn run_blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, FilesError> + Send + 'static,
+) -> Result<T, FilesError> {
+    tokio::task::spawn_blocking(work).await.map_err(|_| FilesError::Stopped)?
+}

@@ -1,0 +1,64 @@
+//! Why a backup could not be made, read or restored.
+
+use std::path::PathBuf;
+
+use svc_base::failpoint::Injected;
+use svc_store::StoreError;
+
+#[derive(Debug, thiserror::Error)]
+pub enum FilesError {
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// An object or blob is not what its name or its index says.
+    #[error("the repository's {what} is damaged: {why}")]
+    Corrupt { what: String, why: String },
+    #[error(
+        "cannot decrypt the repository's configuration: the key is wrong, or the configuration is damaged"
+    )]
+    WrongKey,
+    #[error("the repository has format version {0}; only version 2 is supported")]
+    UnsupportedVersion(u32),
+    #[error("the system provides no random bytes")]
+    NoRandomness,
+    #[error("cannot {action} {}", path.display())]
+    Io {
+        action: &'static str,
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("the restored files need at least {needed} bytes, but only {available} are available")]
+    NoSpace { needed: u64, available: u64 },
+    #[error("the operation was cancelled, or one of its threads panicked")]
+    Stopped,
+    #[error("cannot start a thread")]
+    Thread(#[source] std::io::Error),
+    #[error("cannot encode the {what}: {why}")]
+    Encode { what: &'static str, why: String },
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl FilesError {
+    pub(crate) fn corrupt(what: impl Into<String>, why: &impl std::fmt::Display) -> Self {
+        let why = svc_base::untrusted_text::truncate_printable(&why.to_string());
+        Self::Corrupt { what: what.into(), why }
+    }
+
+    pub(crate) fn encode(what: &'static str, why: &impl std::fmt::Display) -> Self {
+        Self::Encode { what, why: why.to_string() }
+    }
+
+    /// Returns a function that adds the action and the path to an I/O error.
+    pub(crate) fn io<E: Into<std::io::Error>>(
+        action: &'static str,
+        path: impl Into<PathBuf>,
+    ) -> impl FnOnce(E) -> Self {
+        move |source| Self::Io { action, path: path.into(), source: source.into() }
+    }
+
+    /// Whether a retry may succeed.
+    pub fn is_transient(&self) -> bool {
+        matches!(self, Self::Store(error) if error.is_transient())
+    }
+}

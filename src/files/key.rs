@@ -1,0 +1,218 @@
+//! The key of a repository: a random password, from which the master key that encrypts all objects is derived.
+//!
+//! Stock `restic` takes the password and finds the master key in the repository's key file, which is encrypted with a
+//! key derived from the password by scrypt. Our own programs derive the master key directly, which costs neither time
+//! nor memory. scrypt's cost is low, because a password of 256 random bits cannot be guessed.
+
+use aes256ctr_poly1305aes::aead::{Aead, AeadInPlace};
+use aes256ctr_poly1305aes::{Aes256CtrPoly1305Aes, Nonce};
+use base64::Engine as _;
+use base64::prelude::{BASE64_STANDARD, BASE64_URL_SAFE_NO_PAD};
+use jiff::Timestamp;
+use ring::hkdf;
+use secrecy::{ExposeSecret, SecretString};
+use serde::Serialize;
+use zeroize::Zeroizing;
+
+use crate::error::FilesError;
+use crate::random::fill_random;
+
+/// The number of random bytes in a password.
+const PASSWORD_BYTES: usize = 32;
+const NONCE_BYTES: usize = 16;
+const TAG_BYTES: usize = 16;
+/// The number of bytes that encryption adds to a plaintext.
+pub(crate) const OVERHEAD_BYTES: usize = NONCE_BYTES + TAG_BYTES;
+const MASTER_KEY_BYTES: usize = 64;
+const SALT_BYTES: usize = 64;
+/// The context of the derivation. Changing it would make all repositories unreadable.
+const DERIVATION_CONTEXT: &[&[u8]] = &[b"svc files: master key 1"];
+/// The logarithm of scrypt's cost N: 16 MiB of memory.
+const SCRYPT_LOG_N: u8 = 14;
+const SCRYPT_R: u32 = 8;
+const SCRYPT_P: u32 = 1;
+
+/// The secret that opens a slot's repository: 43 characters, base64url without padding.
+#[derive(Debug, Clone)]
+pub struct RepositoryKey(SecretString);
+
+impl RepositoryKey {
+    /// Generates a random key.
+    ///
+    /// # Errors
+    /// If the system provides no random bytes.
+    pub fn generate() -> Result<Self, FilesError> {
+        let mut bytes = Zeroizing::new([0; PASSWORD_BYTES]);
+        fill_random(&mut *bytes)?;
+        Ok(Self(BASE64_URL_SAFE_NO_PAD.encode(*bytes).into()))
+    }
+
+    pub fn password(&self) -> &SecretString {
+        &self.0
+    }
+
+    pub(crate) fn master_key(&self) -> MasterKey {
+        let salt = hkdf::Salt::new(hkdf::HKDF_SHA256, b"");
+        let derived = salt.extract(self.0.expose_secret().as_bytes());
+        let mut bytes = Zeroizing::new([0; MASTER_KEY_BYTES]);
+        derived
+            .expand(DERIVATION_CONTEXT, MasterKeyLength)
+            .and_then(|output| output.fill(&mut *bytes))
+            .expect("HKDF-SHA256 yields up to 8,160 bytes");
+        MasterKey(bytes)
+    }
+
+    /// Returns the content of the key file, which lets stock `restic` open the repository with the password.
+    ///
+    /// # Errors
+    /// If the system provides no random bytes.
+    pub(crate) fn key_file(&self, created: Timestamp) -> Result<Vec<u8>, FilesError> {
+        let mut salt = [0; SALT_BYTES];
+        fill_random(&mut salt)?;
+        let master = self.master_key();
+        let (encrypt, mac) = master.0.split_at(32);
+        let (k, r) = mac.split_at(16);
+        let encode = |bytes: &[u8]| Zeroizing::new(BASE64_STANDARD.encode(bytes));
+        let plain = Zeroizing::new(format!(
+            r#"{{"mac":{{"k":"{}","r":"{}"}},"encrypt":"{}"}}"#,
+            *encode(k),
+            *encode(r),
+            *encode(encrypt)
+        ));
+        let file = KeyFile {
+            created,
+            kdf: "scrypt",
+            n: 1 << SCRYPT_LOG_N,
+            r: SCRYPT_R,
+            p: SCRYPT_P,
+            salt: BASE64_STANDARD.encode(salt),
+            data: BASE64_STANDARD.encode(self.password_key(&salt).encrypt(plain.as_bytes())?),
+        };
+        serde_json::to_vec(&file).map_err(|error| FilesError::encode("key file", &error))
+    }
+
+    fn password_key(&self, salt: &[u8]) -> MasterKey {
+        let parameters =
+            scrypt::Params::new(SCRYPT_LOG_N, SCRYPT_R, SCRYPT_P).expect("scrypt accepts these constants");
+        let mut bytes = Zeroizing::new([0; MASTER_KEY_BYTES]);
+        scrypt::scrypt(self.0.expose_secret().as_bytes(), salt, &parameters, &mut *bytes)
+            .expect("scrypt fills 64 bytes");
+        MasterKey(bytes)
+    }
+}
+
+impl std::str::FromStr for RepositoryKey {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let decoded = BASE64_URL_SAFE_NO_PAD.decode(text).map(Zeroizing::new);
+        match decoded {
+            Ok(bytes) if bytes.len() == PASSWORD_BYTES => Ok(Self(text.to_owned().into())),
+            _ => Err("a repository key must be 43 characters of base64url without padding"),
+        }
+    }
+}
+
+struct MasterKeyLength;
+
+impl hkdf::KeyType for MasterKeyLength {
+    fn len(&self) -> usize {
+        MASTER_KEY_BYTES
+    }
+}
+
+#[derive(Serialize)]
+struct KeyFile {
+    created: Timestamp,
+    kdf: &'static str,
+    #[serde(rename = "N")]
+    n: u32,
+    r: u32,
+    p: u32,
+    /// Base64.
+    salt: String,
+    /// Base64; the encrypted master key.
+    data: String,
+}
+
+/// The key that encrypts and authenticates all objects: AES-256 in counter mode with Poly1305-AES.
+///
+/// The bytes are the encryption key (32), then `k` (16) and `r` (16) of Poly1305-AES.
+#[derive(Clone)]
+pub(crate) struct MasterKey(Zeroizing<[u8; MASTER_KEY_BYTES]>);
+
+impl MasterKey {
+    fn cipher(&self) -> Aes256CtrPoly1305Aes {
+        Aes256CtrPoly1305Aes::new((&*self.0).into())
+    }
+
+    /// Returns the nonce, the ciphertext and the tag.
+    ///
+    /// # Errors
+    /// If the system provides no random bytes.
+    pub(crate) fn encrypt(&self, plain: &[u8]) -> Result<Vec<u8>, FilesError> {
+        let mut output = Vec::with_capacity(plain.len() + OVERHEAD_BYTES);
+        self.encrypt_into(plain, &mut output)?;
+        Ok(output)
+    }
+
+    /// Like [`Self::encrypt`], but appends to `output`.
+    pub(crate) fn encrypt_into(&self, plain: &[u8], output: &mut Vec<u8>) -> Result<(), FilesError> {
+        let mut nonce = Nonce::default();
+        fill_random(&mut nonce)?;
+        output.extend_from_slice(&nonce);
+        let start = output.len();
+        output.extend_from_slice(plain);
+        let tag = self
+            .cipher()
+            .encrypt_in_place_detached(&nonce, &[], &mut output[start..])
+            .expect("the plaintext is shorter than the cipher's limit");
+        output.extend_from_slice(&tag);
+        Ok(())
+    }
+
+    /// Decrypts what [`Self::encrypt`] returned; `None` if it was encrypted with another key, or was changed.
+    pub(crate) fn decrypt(&self, sealed: &[u8]) -> Option<Vec<u8>> {
+        let (nonce, sealed) = sealed.split_at_checked(NONCE_BYTES)?;
+        self.cipher().decrypt(Nonce::from_slice(nonce), sealed).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn decrypt_refuses_changed_ciphertext_and_other_key() {
+        let (key, other) = (RepositoryKey::generate().unwrap(), RepositoryKey::generate().unwrap());
+        let sealed = key.master_key().encrypt(b"secret").unwrap();
+        assert_eq!(sealed.len(), b"secret".len() + OVERHEAD_BYTES);
+        assert_eq!(key.master_key().decrypt(&sealed).as_deref(), Some(&b"secret"[..]));
+        assert_eq!(other.master_key().decrypt(&sealed), None);
+        for at in 0..sealed.len() {
+            let mut changed = sealed.clone();
+            changed[at] ^= 1;
+            assert_eq!(key.master_key().decrypt(&changed), None, "byte {at}");
+        }
+        assert_eq!(key.master_key().decrypt(b"short"), None);
+    }
+
+    #[test]
+    fn key_is_parsed_only_in_its_own_format() {
+        let key = RepositoryKey::generate().unwrap();
+        let text = key.password().expose_secret().to_owned();
+        assert_eq!(text.len(), 43);
+        assert!(text.parse::<RepositoryKey>().is_ok());
+        for wrong in ["", "secret", &text[1..], &format!("{text}A"), &text.replace(&text[..1], "!")] {
+            assert!(wrong.parse::<RepositoryKey>().is_err(), "{wrong}");
+        }
+        assert!(!format!("{key:?}").contains(&text), "a key must not appear in logs");
+    }
+
+    #[test]
+    fn master_key_of_a_password_never_changes() {
+        let key: RepositoryKey = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA".parse().unwrap();
+        let digest = crate::id::Id::of(&*key.master_key().0).to_string();
+        assert_eq!(&digest[..16], "36d84c3be0160b94", "repositories of earlier releases would be unreadable");
+    }
+}

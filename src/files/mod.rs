@@ -1,0 +1,39 @@
+//! Backups of an owner's files in the object store, in the restic repository format, version 2
+//! (<https://restic.readthedocs.io/en/v0.14.0/100_references.html>). Stock `restic` lists, checks and restores them.
+//!
+//! A directory's state is a tree of hashes, so that unchanged directories and chunks are stored once. Chunks and
+//! trees are encrypted blobs in packs, and the index says in which pack a blob is. Objects are named by their
+//! hash and never change, except the configuration; a snapshot refers to the tree of the home directory at a moment.
+//!
+//! [`save`], [`restore`] and [`verify`] run on the host. [`prune`] deletes objects, so it runs only on the platform.
+//! `svc_store::files_pointer` names the latest snapshot.
+
+mod blocking;
+mod cache;
+mod chunker;
+mod error;
+mod escape;
+mod id;
+mod index;
+mod key;
+mod pack;
+pub mod prune;
+mod random;
+mod repository;
+pub mod restore;
+pub mod retention;
+pub mod save;
+mod snapshot;
+#[cfg(test)]
+mod tests;
+mod tree;
+mod tree_reader;
+pub mod verify;
+mod xattrs;
+
+pub use cache::Cache;
+pub use error::FilesError;
+pub use id::Id;
+pub use key::RepositoryKey;
+pub use repository::Repository;
+pub use snapshot::{Snapshot, SnapshotOrigin};

@@ -1,0 +1,271 @@
+//! Packs: objects of encrypted blobs. The encrypted header with each blob's type, length and id is at the end, and the
+//! header's length, 4 bytes, comes last.
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+use crate::error::FilesError;
+use crate::id::Id;
+use crate::key::{MasterKey, OVERHEAD_BYTES};
+
+/// A pack is finished when it reaches this size. `restic` writes 16 MiB; smaller packs take less memory.
+const TARGET_PACK_BYTES: usize = 8 << 20;
+/// Maximum number of blobs in a pack, so that its header stays small.
+const MAX_BLOBS: usize = 8192;
+/// The zstd level that `restic` uses by default.
+pub(crate) const ZSTD_LEVEL: i32 = 3;
+/// Maximum size of a blob. A chunk of a file has at most 8 MiB; the tree of a directory may be larger.
+const MAX_BLOB_BYTES: usize = 1 << 30;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum BlobType {
+    /// A chunk of a file's content.
+    Data,
+    /// A directory.
+    Tree,
+}
+
+/// Where a blob is in its pack.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct PackedBlob {
+    pub id: Id,
+    #[serde(rename = "type")]
+    pub blob_type: BlobType,
+    pub offset: u32,
+    /// The length of the encrypted blob.
+    pub length: u32,
+    /// The length before compression; absent or 0 if the blob is not compressed.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub uncompressed_length: u32,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(value: &u32) -> bool {
+    *value == 0
+}
+
+/// A pack that is ready for its upload.
+#[derive(Debug, Clone)]
+pub(crate) struct FinishedPack {
+    pub id: Id,
+    pub bytes: Bytes,
+    pub blobs: Vec<PackedBlob>,
+}
+
+/// Collects blobs of one type.
+pub(crate) struct PackWriter {
+    key: MasterKey,
+    blob_type: BlobType,
+    buffer: Vec<u8>,
+    blobs: Vec<PackedBlob>,
+    compressor: zstd::bulk::Compressor<'static>,
+}
+
+impl PackWriter {
+    /// Creates an empty writer.
+    ///
+    /// # Errors
+    /// If zstd cannot allocate its memory.
+    pub(crate) fn new(key: MasterKey, blob_type: BlobType) -> Result<Self, FilesError> {
+        let compressor =
+            zstd::bulk::Compressor::new(ZSTD_LEVEL).map_err(|error| FilesError::encode("blob", &error))?;
+        Ok(Self { key, blob_type, buffer: Vec::new(), blobs: Vec::new(), compressor })
+    }
+
+    /// Adds a blob, and returns the pack if it is now full.
+    ///
+    /// # Errors
+    /// If the blob cannot be compressed or encrypted.
+    pub(crate) fn add(&mut self, id: Id, content: &[u8]) -> Result<Option<FinishedPack>, FilesError> {
+        let compressed =
+            self.compressor.compress(content).map_err(|error| FilesError::encode("blob", &error))?;
+        let is_smaller = compressed.len() < content.len();
+        let stored = if is_smaller { &compressed[..] } else { content };
+        let offset = self.buffer.len();
+        self.key.encrypt_into(stored, &mut self.buffer)?;
+        self.blobs.push(PackedBlob {
+            id,
+            blob_type: self.blob_type,
+            offset: to_u32(offset)?,
+            length: to_u32(self.buffer.len() - offset)?,
+            uncompressed_length: if is_smaller { to_u32(content.len())? } else { 0 },
+        });
+        self.finish_if_full()
+    }
+
+    /// Adds a blob as it is in another pack, and returns the pack if it is now full.
+    ///
+    /// # Errors
+    /// If the header cannot be encrypted.
+    pub(crate) fn add_sealed(
+        &mut self,
+        blob: PackedBlob,
+        sealed: &[u8],
+    ) -> Result<Option<FinishedPack>, FilesError> {
+        self.blobs.push(PackedBlob { offset: to_u32(self.buffer.len())?, ..blob });
+        self.buffer.extend_from_slice(sealed);
+        self.finish_if_full()
+    }
+
+    fn finish_if_full(&mut self) -> Result<Option<FinishedPack>, FilesError> {
+        let is_full = self.buffer.len() >= TARGET_PACK_BYTES || self.blobs.len() >= MAX_BLOBS;
+        if is_full { self.finish() } else { Ok(None) }
+    }
+
+    /// Returns the pack with the blobs that were added since the last pack; `None` if there are none.
+    ///
+    /// # Errors
+    /// If the header cannot be encrypted.
+    pub(crate) fn finish(&mut self) -> Result<Option<FinishedPack>, FilesError> {
+        if self.blobs.is_empty() {
+            return Ok(None);
+        }
+        let (mut bytes, blobs) = (std::mem::take(&mut self.buffer), std::mem::take(&mut self.blobs));
+        let header = encode_header(&blobs);
+        let start = bytes.len();
+        self.key.encrypt_into(&header, &mut bytes)?;
+        let header_length = to_u32(bytes.len() - start)?;
+        bytes.extend_from_slice(&header_length.to_le_bytes());
+        let bytes = Bytes::from(bytes);
+        Ok(Some(FinishedPack { id: Id::of(&bytes), bytes, blobs }))
+    }
+}
+
+fn to_u32(length: usize) -> Result<u32, FilesError> {
+    u32::try_from(length).map_err(|_| FilesError::encode("pack", &"it would be larger than 4 GiB"))
+}
+
+fn encode_header(blobs: &[PackedBlob]) -> Vec<u8> {
+    let mut header = Vec::with_capacity(blobs.len() * (1 + 4 + 4 + Id::BYTES));
+    for blob in blobs {
+        let is_compressed = blob.uncompressed_length > 0;
+        header.push(match (blob.blob_type, is_compressed) {
+            (BlobType::Data, false) => 0,
+            (BlobType::Tree, false) => 1,
+            (BlobType::Data, true) => 2,
+            (BlobType::Tree, true) => 3,
+        });
+        header.extend_from_slice(&blob.length.to_le_bytes());
+        if is_compressed {
+            header.extend_from_slice(&blob.uncompressed_length.to_le_bytes());
+        }
+        header.extend_from_slice(blob.id.as_bytes());
+    }
+    header
+}
+
+/// Decrypts, decompresses and verifies a blob.
+///
+/// # Errors
+/// [`FilesError::Corrupt`] if the result is not the blob of this id.
+pub(crate) fn open_blob(key: &MasterKey, blob: &PackedBlob, sealed: &[u8]) -> Result<Vec<u8>, FilesError> {
+    let corrupt = |why: &str| FilesError::corrupt(format!("blob {}", blob.id), &why);
+    let stored = key.decrypt(sealed).ok_or_else(|| corrupt("decryption failed"))?;
+    let content = match blob.uncompressed_length as usize {
+        0 => stored,
+        length if length > MAX_BLOB_BYTES => return Err(corrupt("its length is implausible")),
+        length => zstd::bulk::decompress(&stored, length).map_err(|_| corrupt("decompression failed"))?,
+    };
+    if Id::of(&content) != blob.id {
+        return Err(corrupt("its content does not match its hash"));
+    }
+    Ok(content)
+}
+
+/// Parses the header of a whole pack, and checks that it describes the pack's bytes.
+///
+/// # Errors
+/// [`FilesError::Corrupt`].
+pub(crate) fn parse_header(key: &MasterKey, pack: Id, bytes: &[u8]) -> Result<Vec<PackedBlob>, FilesError> {
+    let corrupt = |why: &str| FilesError::corrupt(format!("pack {pack}"), &why);
+    let (rest, length) = bytes.split_last_chunk::<4>().ok_or_else(|| corrupt("it is too short"))?;
+    let start = rest.len().checked_sub(u32::from_le_bytes(*length) as usize);
+    let (blobs_end, sealed) = start
+        .and_then(|start| Some((start, rest.get(start..)?)))
+        .ok_or_else(|| corrupt("it is too short"))?;
+    let header = key.decrypt(sealed).ok_or_else(|| corrupt("its header cannot be decrypted"))?;
+    let (mut blobs, mut offset, mut entries) = (Vec::new(), 0_u32, &header[..]);
+    while !entries.is_empty() {
+        let (blob, rest) =
+            parse_entry(entries, offset).ok_or_else(|| corrupt("its header is not readable"))?;
+        offset = offset.checked_add(blob.length).ok_or_else(|| corrupt("its blobs are too long"))?;
+        blobs.push(blob);
+        entries = rest;
+    }
+    if offset as usize != blobs_end {
+        return Err(corrupt("its header does not describe all of its bytes"));
+    }
+    Ok(blobs)
+}
+
+fn parse_entry(entries: &[u8], offset: u32) -> Option<(PackedBlob, &[u8])> {
+    let (&kind, rest) = entries.split_first()?;
+    let (blob_type, is_compressed) = match kind {
+        0 => (BlobType::Data, false),
+        1 => (BlobType::Tree, false),
+        2 => (BlobType::Data, true),
+        3 => (BlobType::Tree, true),
+        _ => return None,
+    };
+    let (length, rest) = rest.split_first_chunk::<4>()?;
+    let (uncompressed_length, rest) = if is_compressed {
+        let (length, rest) = rest.split_first_chunk::<4>()?;
+        (u32::from_le_bytes(*length), rest)
+    } else {
+        (0, rest)
+    };
+    let (id, rest) = rest.split_first_chunk::<{ Id::BYTES }>()?;
+    let length = u32::from_le_bytes(*length);
+    let is_plausible = length as usize >= OVERHEAD_BYTES;
+    let blob = PackedBlob { id: Id::from_bytes(*id), blob_type, offset, length, uncompressed_length };
+    is_plausible.then_some((blob, rest))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::key::RepositoryKey;
+
+    proptest! {
+        #[test]
+        fn pack_returns_every_blob(
+            contents in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..300), 1..20),
+        ) {
+            let key = RepositoryKey::generate().unwrap().master_key();
+            let mut writer = PackWriter::new(key.clone(), BlobType::Data).unwrap();
+            for content in &contents {
+                prop_assert!(writer.add(Id::of(content), content).unwrap().is_none());
+            }
+            let pack = writer.finish().unwrap().unwrap();
+            prop_assert_eq!(&parse_header(&key, pack.id, &pack.bytes).unwrap(), &pack.blobs);
+            for (blob, content) in pack.blobs.iter().zip(&contents) {
+                let sealed = &pack.bytes[blob.offset as usize..(blob.offset + blob.length) as usize];
+                prop_assert_eq!(&open_blob(&key, blob, sealed).unwrap(), content);
+            }
+            prop_assert!(writer.finish().unwrap().is_none());
+        }
+
+        #[test]
+        fn damaged_pack_is_an_error(at in any::<prop::sample::Index>(), bit in 0..8_u32, cut in any::<bool>()) {
+            let key = RepositoryKey::generate().unwrap().master_key();
+            let mut writer = PackWriter::new(key.clone(), BlobType::Tree).unwrap();
+            let content = [7; 1000];
+            writer.add(Id::of(&content), &content).unwrap();
+            let pack = writer.finish().unwrap().unwrap();
+            let mut bytes = pack.bytes.to_vec();
+            let at = at.index(bytes.len());
+            if cut { bytes.truncate(at) } else { bytes[at] ^= 1 << bit }
+            let blob = &pack.blobs[0];
+            let content = |bytes: &[u8]| {
+                parse_header(&key, pack.id, bytes)?;
+                let sealed = bytes.get(blob.offset as usize..(blob.offset + blob.length) as usize);
+                open_blob(&key, blob, sealed.unwrap_or_default())
+            };
+            prop_assert!(content(&bytes).is_err(), "byte {at}");
+            prop_assert!(content(&pack.bytes).is_ok());
+        }
+    }
+}

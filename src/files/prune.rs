@@ -1,0 +1,311 @@
+//! Removes expired snapshots, and the packs that no snapshot needs.
+//!
+//! A machine may save at the same time, and rely on blobs that are in the index. So a pack is deleted in two phases: it
+//! is first marked in the index, which keeps later saves from relying on it, and deleted only after a grace period, if
+//! still no snapshot needs it. Packs younger than the grace period are not marked: a save may be about to refer to them.
+//!
+//! Invariant: a crash between any two requests leaves a repository in which every remaining snapshot can be restored.
+//! An index file is deleted only after its replacement has been written, and a pack only after no index file lists it.
+
+use std::collections::{HashMap, HashSet};
+
+use jiff::{SignedDuration, Timestamp};
+
+use svc_base::failpoint;
+
+use crate::error::FilesError;
+use crate::id::Id;
+use crate::index::{BlobLocations, IndexFile, IndexedPack};
+use crate::pack::{BlobType, FinishedPack, PackWriter, PackedBlob};
+use crate::repository::{Kind, Repository};
+use crate::retention::RetentionPolicy;
+use crate::snapshot::Snapshot;
+use crate::tree_reader::TreeReader;
+
+/// The fail points of a run.
+pub const FAILPOINTS: &[&str] =
+    &["files.prune.snapshot", "files.prune.repacked", "files.prune.indexed", "files.prune.replaced"];
+
+/// A pack is rewritten without its unused blobs if more than this percentage of its bytes is unused.
+const MAX_UNUSED_PERCENT: u64 = 50;
+/// Index files with fewer blobs are merged, if there are more than [`MAX_SMALL_INDEX_FILES`].
+const MIN_INDEX_BLOBS: usize = 10_000;
+const MAX_SMALL_INDEX_FILES: usize = 16;
+/// A merged index file is written once it has this many blobs.
+const MAX_INDEX_BLOBS: usize = 20_000;
+
+#[derive(Debug, Clone)]
+pub struct PruneOptions {
+    pub policy: RetentionPolicy,
+    /// Snapshots that are kept regardless of the policy, such as the pointer's.
+    pub protected: Vec<Id>,
+    /// Must be longer than any save and any restore.
+    pub grace_period: SignedDuration,
+    pub now: Timestamp,
+    /// Whether to only report what would be done.
+    pub is_dry_run: bool,
+}
+
+/// The result of a run; of a dry run, the changes that it would make.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Pruned {
+    pub kept_snapshots: u64,
+    pub removed_snapshots: u64,
+    /// Packs that were marked for deletion, including rewritten ones.
+    pub marked_packs: u64,
+    /// Bytes of unused blobs in these packs.
+    pub reclaimable_bytes: u64,
+    /// Marked packs that a snapshot needs again.
+    pub unmarked_packs: u64,
+    pub rewritten_packs: u64,
+    /// Marked packs whose grace period has ended, and orphans, which no index file lists.
+    pub deleted_packs: u64,
+}
+
+/// Prunes a repository.
+///
+/// # Errors
+/// [`FilesError`]; `Corrupt` if a snapshot needs a blob that no index file lists: then nothing is removed. `Corrupt` also
+/// if a pack to rewrite is damaged: then expired snapshots are removed, but no pack.
+pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pruned, FilesError> {
+    // Snapshots come first: all blobs of these are in the index that is read afterwards.
+    let snapshots = repository.list_snapshots().await?;
+    let index = repository.load_index().await?;
+    let times: Vec<_> = snapshots.iter().map(|(id, snapshot)| (*id, snapshot.time)).collect();
+    let mut expired: HashSet<Id> = options.policy.select_expired(&times, options.now).into_iter().collect();
+    expired.retain(|id| !options.protected.contains(id));
+    let kept: Vec<&Snapshot> =
+        snapshots.iter().filter(|(id, _)| !expired.contains(id)).map(|(_, snapshot)| snapshot).collect();
+    let used = UsedBlobs::find(repository, &index, &kept).await?;
+    let uploads: HashMap<Id, Timestamp> = repository.list_packs().await?.into_iter().collect();
+    let plan = PrunePlan::create(&index, &used, &uploads, options);
+    let pruned = Pruned {
+        kept_snapshots: kept.len() as u64,
+        removed_snapshots: expired.len() as u64,
+        marked_packs: plan.marked.len() as u64,
+        reclaimable_bytes: plan.reclaimable_bytes,
+        unmarked_packs: plan.unmarked.len() as u64,
+        rewritten_packs: plan.rewritten.len() as u64,
+        deleted_packs: plan.deleted.len() as u64,
+    };
+    if options.is_dry_run {
+        return Ok(pruned);
+    }
+    for id in &expired {
+        failpoint::pass("files.prune.snapshot")?;
+        repository.delete(&repository.path(Kind::Snapshot, *id)).await?;
+    }
+    let new_packs = rewrite_packs(repository, &index, &plan, &used).await?;
+    failpoint::pass("files.prune.repacked")?;
+    replace_index(repository, index, &plan, new_packs, options.now).await?;
+    failpoint::pass("files.prune.replaced")?;
+    for id in &plan.deleted {
+        repository.delete(&repository.pack_path(*id)).await?;
+    }
+    Ok(pruned)
+}
+
+/// The blobs that snapshots need.
+struct UsedBlobs(HashSet<(BlobType, Id)>);
+
+impl UsedBlobs {
+    async fn find(
+        repository: &Repository,
+        index: &[(Id, IndexFile)],
+        snapshots: &[&Snapshot],
+    ) -> Result<Self, FilesError> {
+        let mut locations = BlobLocations::default();
+        for (_, file) in index {
+            locations.load(file.clone());
+        }
+        let mut used = HashSet::new();
+        let mut trees = TreeReader::new(repository, &locations);
+        let mut pending: Vec<Id> = snapshots.iter().map(|snapshot| snapshot.tree).collect();
+        while let Some(id) = pending.pop() {
+            if !used.insert((BlobType::Tree, id)) {
+                continue;
+            }
+            locations.find(BlobType::Tree, id)?;
+            for node in trees.read(id).await?.nodes {
+                pending.extend(node.subtree);
+                for chunk in node.content.unwrap_or_default() {
+                    locations.find(BlobType::Data, chunk)?;
+                    used.insert((BlobType::Data, chunk));
+                }
+            }
+        }
+        Ok(Self(used))
+    }
+
+    fn contains(&self, blob: &PackedBlob) -> bool {
+        self.0.contains(&(blob.blob_type, blob.id))
+    }
+}
+
+#[derive(Default)]
+struct PrunePlan {
+    marked: HashSet<Id>,
+    reclaimable_bytes: u64,
+    unmarked: HashSet<Id>,
+    /// Packs that are marked in one index file, but not in another: an earlier run was interrupted. The mark is dropped.
+    half_marked: HashSet<Id>,
+    /// Packs whose used blobs are written to new packs. They are marked as well.
+    rewritten: HashSet<Id>,
+    /// Packs that leave the index, and packs that are in none.
+    deleted: HashSet<Id>,
+}
+
+impl PrunePlan {
+    fn create(
+        index: &[(Id, IndexFile)],
+        used: &UsedBlobs,
+        uploads: &HashMap<Id, Timestamp>,
+        options: &PruneOptions,
+    ) -> Self {
+        let is_old = |time: Timestamp| options.now.duration_since(time) > options.grace_period;
+        let mut plan = Self::default();
+        let active: HashMap<Id, &IndexedPack> =
+            index.iter().flat_map(|(_, file)| &file.packs).map(|pack| (pack.id, pack)).collect();
+        let marked: HashMap<Id, &IndexedPack> =
+            index.iter().flat_map(|(_, file)| &file.packs_to_delete).map(|pack| (pack.id, pack)).collect();
+        // A blob counts as used in one pack only. Larger packs come first, so that small ones become unused.
+        let mut counted = HashSet::new();
+        // A pack that is not in the store provides no blob.
+        let mut packs: Vec<&IndexedPack> =
+            active.values().copied().filter(|pack| uploads.contains_key(&pack.id)).collect();
+        packs.sort_unstable_by_key(|pack| (std::cmp::Reverse(pack.blobs.len()), pack.id));
+        for pack in packs {
+            let mut is_needed =
+                |blob: &&PackedBlob| used.contains(blob) && counted.insert((blob.blob_type, blob.id));
+            let used_bytes: u64 =
+                pack.blobs.iter().filter(&mut is_needed).map(|blob| u64::from(blob.length)).sum();
+            let bytes: u64 = pack.blobs.iter().map(|blob| u64::from(blob.length)).sum();
+            let is_settled = uploads.get(&pack.id).is_some_and(|time| is_old(*time));
+            if !is_settled || (bytes - used_bytes) * 100 <= bytes * MAX_UNUSED_PERCENT {
+                continue;
+            }
+            if used_bytes > 0 {
+                plan.rewritten.insert(pack.id);
+            }
+            plan.marked.insert(pack.id);
+            plan.reclaimable_bytes += bytes - used_bytes;
+        }
+        for (id, pack) in &marked {
+            let is_needed =
+                |blob: &PackedBlob| used.contains(blob) && !counted.contains(&(blob.blob_type, blob.id));
+            if active.contains_key(id) {
+                plan.half_marked.insert(*id);
+            } else if pack.blobs.iter().any(is_needed) {
+                plan.unmarked.insert(*id);
+            } else if pack.time.is_none_or(is_old) {
+                plan.deleted.insert(*id);
+            }
+        }
+        let is_orphan = |id: &Id| !active.contains_key(id) && !marked.contains_key(id);
+        let orphans = uploads.iter().filter(|(id, time)| is_orphan(id) && is_old(**time)).map(|(id, _)| *id);
+        plan.deleted.extend(orphans);
+        plan
+    }
+
+    /// Whether a marked pack's mark is dropped.
+    fn unmarks(&self, pack: Id) -> bool {
+        self.unmarked.contains(&pack) || self.half_marked.contains(&pack)
+    }
+}
+
+/// Writes the used blobs of packs to new ones.
+async fn rewrite_packs(
+    repository: &Repository,
+    index: &[(Id, IndexFile)],
+    plan: &PrunePlan,
+    used: &UsedBlobs,
+) -> Result<Vec<IndexedPack>, FilesError> {
+    if plan.rewritten.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut written = HashSet::new();
+    let mut new_packs = Vec::new();
+    let mut writers = [BlobType::Data, BlobType::Tree]
+        .into_iter()
+        .map(|blob_type| PackWriter::new(repository.key.clone(), blob_type).map(|writer| (blob_type, writer)))
+        .collect::<Result<HashMap<_, _>, _>>()?;
+    let mut upload = async |pack: Option<FinishedPack>| {
+        if let Some(pack) = pack {
+            repository.write_pack(&pack).await?;
+            new_packs.push(IndexedPack::from(pack));
+        }
+        Ok::<_, FilesError>(())
+    };
+    let packs = index.iter().flat_map(|(_, file)| &file.packs);
+    for pack in packs.filter(|pack| plan.rewritten.contains(&pack.id)) {
+        let bytes = repository.read_whole_pack(pack.id).await?;
+        let missing = || FilesError::corrupt(format!("pack {}", pack.id), &"it does not exist");
+        let bytes = bytes.ok_or_else(missing)?;
+        for blob in pack.blobs.iter().filter(|blob| used.contains(blob)) {
+            if !written.insert((blob.blob_type, blob.id)) {
+                continue;
+            }
+            let range = blob.offset as usize..(blob.offset as usize).saturating_add(blob.length as usize);
+            let sealed = bytes.get(range).unwrap_or_default();
+            // A damaged blob must not be copied to a pack whose hash then says that it is sound.
+            repository.open_blob(blob, sealed)?;
+            let writer = writers.get_mut(&blob.blob_type).expect("there is a writer for each type");
+            upload(writer.add_sealed(*blob, sealed)?).await?;
+        }
+    }
+    for writer in writers.values_mut() {
+        upload(writer.finish()?).await?;
+    }
+    Ok(new_packs)
+}
+
+/// Replaces the index files that the plan changes, and merges small ones: each save adds one.
+async fn replace_index(
+    repository: &Repository,
+    index: Vec<(Id, IndexFile)>,
+    plan: &PrunePlan,
+    new_packs: Vec<IndexedPack>,
+    now: Timestamp,
+) -> Result<(), FilesError> {
+    let is_changed = |file: &IndexFile| {
+        let is_unlisted = |pack: &IndexedPack| plan.unmarks(pack.id) || plan.deleted.contains(&pack.id);
+        file.packs.iter().any(|pack| plan.marked.contains(&pack.id))
+            || file.packs_to_delete.iter().any(is_unlisted)
+    };
+    let is_small = |file: &IndexFile| file.blob_count() < MIN_INDEX_BLOBS;
+    let should_merge = index.iter().filter(|(_, file)| is_small(file)).count() > MAX_SMALL_INDEX_FILES;
+    let mut replaced = Vec::new();
+    let mut new = IndexFile { packs: new_packs, ..IndexFile::default() };
+    for (id, file) in index {
+        let is_merged = should_merge && is_small(&file);
+        if !is_changed(&file) && !is_merged {
+            continue;
+        }
+        replaced.push(id);
+        for pack in file.packs {
+            if plan.marked.contains(&pack.id) {
+                new.packs_to_delete.push(IndexedPack { time: Some(now), ..pack });
+            } else {
+                new.packs.push(pack);
+            }
+        }
+        for pack in file.packs_to_delete {
+            if plan.unmarked.contains(&pack.id) {
+                new.packs.push(IndexedPack { time: None, ..pack });
+            } else if !plan.unmarks(pack.id) && !plan.deleted.contains(&pack.id) {
+                new.packs_to_delete.push(pack);
+            }
+        }
+        if new.blob_count() >= MAX_INDEX_BLOBS {
+            repository.write_json(Kind::Index, &std::mem::take(&mut new)).await?;
+        }
+    }
+    if !new.packs.is_empty() || !new.packs_to_delete.is_empty() {
+        repository.write_json(Kind::Index, &new).await?;
+    }
+    failpoint::pass("files.prune.indexed")?;
+    for id in replaced {
+        repository.delete(&repository.path(Kind::Index, id)).await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,11 @@
+//! The system's random bytes.
+
+use ring::rand::{SecureRandom, SystemRandom};
+
+use crate::error::FilesError;
+
+/// # Errors
+/// [`FilesError::NoRandomness`].
+pub(crate) fn fill_random(bytes: &mut [u8]) -> Result<(), FilesError> {
+    SystemRandom::new().fill(bytes).map_err(|_| FilesError::NoRandomness)
+}

@@ -1,0 +1,391 @@
+//! A repository in the object store: its configuration, and its objects, which are all encrypted.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::{StreamExt, TryStreamExt, stream};
+use jiff::Timestamp;
+use object_store::path::Path;
+use object_store::{ObjectMeta, ObjectStoreExt};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use svc_store::bucket::Condition;
+use svc_store::{Bucket, StoreError};
+
+use crate::cache::Cache;
+use crate::chunker::{self, Polynomial};
+use crate::error::FilesError;
+use crate::id::Id;
+use crate::index::{BlobLocations, IndexFile, KnownBlobs};
+use crate::key::{MasterKey, RepositoryKey};
+use crate::pack::{BlobType, FinishedPack, PackedBlob, ZSTD_LEVEL, open_blob};
+use crate::random::fill_random;
+use crate::snapshot::Snapshot;
+use crate::tree::Tree;
+
+/// The format's version: version 2 has compression.
+const VERSION: u32 = 2;
+/// Maximum size of an object that is read whole.
+const MAX_OBJECT_BYTES: u64 = 256 << 20;
+/// The first byte of compressed JSON.
+const COMPRESSED: u8 = 2;
+/// Maximum size of decompressed JSON.
+const MAX_JSON_BYTES: usize = 1 << 30;
+/// Index files that are read at the same time.
+const MAX_CONCURRENT_READS: usize = 4;
+/// Maximum number of attempts to read an index that pruning changes.
+const MAX_INDEX_READS: u32 = 5;
+/// Timeout for one ranged read, one deletion, and the next entry of a listing.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
+
+#[derive(Serialize, Deserialize)]
+struct Config {
+    version: u32,
+    id: Id,
+    #[serde(rename = "chunker_polynomial", with = "chunker::hex_polynomial")]
+    polynomial: Polynomial,
+}
+
+/// The kinds of objects with encrypted JSON.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Index,
+    Snapshot,
+}
+
+impl Kind {
+    fn folder(self) -> &'static str {
+        match self {
+            Self::Index => "index",
+            Self::Snapshot => "snapshots",
+        }
+    }
+
+    fn noun(self) -> &'static str {
+        match self {
+            Self::Index => "index file",
+            Self::Snapshot => "snapshot",
+        }
+    }
+}
+
+/// An open repository.
+#[derive(Clone)]
+pub struct Repository {
+    bucket: Bucket,
+    root: Path,
+    pub(crate) key: MasterKey,
+    pub(crate) polynomial: Polynomial,
+    cache: Cache,
+}
+
+impl Repository {
+    /// Opens the repository below `root`; `None` if there is none.
+    ///
+    /// # Errors
+    /// `WrongKey`, `UnsupportedVersion`, `Corrupt` for an invalid configuration, or a store error.
+    pub async fn open(
+        bucket: Bucket,
+        root: Path,
+        key: &RepositoryKey,
+        cache: Cache,
+    ) -> Result<Option<Self>, FilesError> {
+        let Some(sealed) = bucket.get(&root.clone().join("config"), MAX_OBJECT_BYTES).await? else {
+            return Ok(None);
+        };
+        let key = key.master_key();
+        let plain = key.decrypt(&sealed.value).ok_or(FilesError::WrongKey)?;
+        let config: Config =
+            serde_json::from_slice(&plain).map_err(|error| FilesError::corrupt("config", &error))?;
+        if config.version != VERSION {
+            return Err(FilesError::UnsupportedVersion(config.version));
+        }
+        Ok(Some(Self { bucket, root, key, polynomial: config.polynomial, cache }))
+    }
+
+    /// Opens the repository, and creates it if there is none. If another process creates it at the same time, both use
+    /// the same one.
+    ///
+    /// # Errors
+    /// Those of [`Self::open`]; `NoRandomness`.
+    pub async fn open_or_create(
+        bucket: Bucket,
+        root: Path,
+        key: &RepositoryKey,
+        cache: Cache,
+    ) -> Result<Self, FilesError> {
+        if let Some(opened) = Self::open(bucket.clone(), root.clone(), key, cache.clone()).await? {
+            return Ok(opened);
+        }
+        // The key file comes first, so that a repository with a configuration can always be opened with `restic`.
+        let key_file = key.key_file(Timestamp::now())?;
+        let key_path = root.clone().join("keys").join(Id::of(&key_file).to_string());
+        bucket.put(&key_path, key_file).await?;
+        let master = key.master_key();
+        let mut id = [0; Id::BYTES];
+        fill_random(&mut id)?;
+        let config =
+            Config { version: VERSION, id: Id::from_bytes(id), polynomial: chunker::random_polynomial()? };
+        let json = serde_json::to_vec(&config).map_err(|error| FilesError::encode("config", &error))?;
+        let sealed = master.encrypt(&json)?;
+        match bucket.put_if(&root.clone().join("config"), sealed, Condition::Absent).await {
+            // The object may be our own, if the response to the first attempt was lost.
+            Ok(()) | Err(StoreError::Precondition { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+        Self::open(bucket, root.clone(), key, cache)
+            .await?
+            .ok_or_else(|| StoreError::NotFound { key: root.join("config").to_string() }.into())
+    }
+
+    pub(crate) fn path(&self, kind: Kind, id: Id) -> Path {
+        self.root.clone().join(kind.folder()).join(id.to_string())
+    }
+
+    pub(crate) fn pack_path(&self, id: Id) -> Path {
+        let name = id.to_string();
+        self.root.clone().join("data").join(&name[..2]).join(name)
+    }
+
+    pub(crate) async fn list(&self, kind: Kind) -> Result<Vec<Id>, FilesError> {
+        let folder = self.root.clone().join(kind.folder());
+        let objects = self.list_objects(&folder).await?;
+        // Other names are not objects of the repository, such as temporary files of a directory store.
+        Ok(objects.iter().filter_map(|meta| meta.location.filename()?.parse().ok()).collect())
+    }
+
+    async fn list_objects(&self, folder: &Path) -> Result<Vec<ObjectMeta>, FilesError> {
+        let mut listing = self.bucket.raw().list(Some(folder));
+        let mut objects = Vec::new();
+        loop {
+            let next =
+                async { listing.try_next().await.map_err(|error| StoreError::classify(folder, error)) };
+            match self.bucket.run_with_timeout(folder, REQUEST_TIMEOUT, next).await? {
+                Some(meta) => objects.push(meta),
+                None => return Ok(objects),
+            }
+        }
+    }
+
+    async fn read_json<T: DeserializeOwned>(&self, kind: Kind, id: Id) -> Result<T, FilesError> {
+        let what = || format!("{} {id}", kind.noun());
+        let sealed = if let Some(cached) = self.cache.read(kind.folder(), id) {
+            Bytes::from(cached)
+        } else {
+            let path = self.path(kind, id);
+            let object = self.bucket.get(&path, MAX_OBJECT_BYTES).await?;
+            let sealed = object.ok_or_else(|| StoreError::NotFound { key: path.to_string() })?.value;
+            if Id::of(&sealed) != id {
+                return Err(FilesError::corrupt(what(), &"its content does not match its hash"));
+            }
+            if kind == Kind::Index {
+                self.cache.write(kind.folder(), id, &sealed);
+            }
+            sealed
+        };
+        let plain =
+            self.key.decrypt(&sealed).ok_or_else(|| FilesError::corrupt(what(), &"decryption failed"))?;
+        let json = match plain.split_first() {
+            Some((&COMPRESSED, compressed)) => {
+                decompress(compressed).map_err(|error| FilesError::corrupt(what(), &error))?
+            }
+            _ => plain,
+        };
+        serde_json::from_slice(&json).map_err(|error| FilesError::corrupt(what(), &error))
+    }
+
+    pub(crate) async fn write_json(&self, kind: Kind, value: &impl Serialize) -> Result<Id, FilesError> {
+        let what = kind.noun();
+        let json = serde_json::to_vec(value).map_err(|error| FilesError::encode(what, &error))?;
+        let compressed =
+            zstd::bulk::compress(&json, ZSTD_LEVEL).map_err(|error| FilesError::encode(what, &error))?;
+        let mut plain = Vec::with_capacity(1 + compressed.len());
+        plain.push(COMPRESSED);
+        plain.extend_from_slice(&compressed);
+        let sealed = self.key.encrypt(&plain)?;
+        let id = Id::of(&sealed);
+        self.bucket.put(&self.path(kind, id), sealed.clone()).await?;
+        if kind == Kind::Index {
+            self.cache.write(kind.folder(), id, &sealed);
+        }
+        Ok(id)
+    }
+
+    pub(crate) async fn write_pack(&self, pack: &FinishedPack) -> Result<(), FilesError> {
+        Ok(self.bucket.put(&self.pack_path(pack.id), pack.bytes.clone()).await?)
+    }
+
+    /// Reads a range of a pack.
+    pub(crate) async fn read_pack(&self, id: Id, range: std::ops::Range<u64>) -> Result<Bytes, FilesError> {
+        let path = self.pack_path(id);
+        let expected = range.end - range.start;
+        let read = async {
+            let bytes = self.bucket.raw().get_range(&path, range).await;
+            bytes.map_err(|error| StoreError::classify(&path, error))
+        };
+        let bytes = self.bucket.run_with_timeout(&path, REQUEST_TIMEOUT, read).await?;
+        if bytes.len() as u64 != expected {
+            return Err(FilesError::corrupt(format!("pack {id}"), &"it is shorter than its index says"));
+        }
+        Ok(bytes)
+    }
+
+    /// Reads a whole pack; `None` if it does not exist.
+    pub(crate) async fn read_whole_pack(&self, id: Id) -> Result<Option<Bytes>, FilesError> {
+        let object = self.bucket.get(&self.pack_path(id), MAX_OBJECT_BYTES).await?;
+        Ok(object.map(|object| object.value))
+    }
+
+    /// Reads the index, and returns the ids of its files.
+    ///
+    /// Pruning may replace files meanwhile: then it is read again.
+    async fn read_index<T: Default>(
+        &self,
+        add: impl Fn(&mut T, Id, IndexFile),
+    ) -> Result<(T, Vec<Id>), FilesError> {
+        let mut attempts = 1;
+        loop {
+            let files = self.list(Kind::Index).await?;
+            match self.read_index_files(&files, &add).await {
+                Ok(index) => {
+                    let present: HashSet<Id> = self.list(Kind::Index).await?.into_iter().collect();
+                    let is_unchanged =
+                        present.len() == files.len() && files.iter().all(|id| present.contains(id));
+                    if is_unchanged || attempts >= MAX_INDEX_READS {
+                        return Ok((index, files));
+                    }
+                }
+                Err(FilesError::Store(StoreError::NotFound { .. })) if attempts < MAX_INDEX_READS => {}
+                Err(error) => return Err(error),
+            }
+            attempts += 1;
+        }
+    }
+
+    async fn read_index_files<T: Default>(
+        &self,
+        files: &[Id],
+        add: impl Fn(&mut T, Id, IndexFile),
+    ) -> Result<T, FilesError> {
+        let mut index = T::default();
+        let reads = files
+            .iter()
+            .map(|id| async { self.read_json::<IndexFile>(Kind::Index, *id).await.map(|file| (*id, file)) });
+        let mut reads = stream::iter(reads).buffer_unordered(MAX_CONCURRENT_READS);
+        while let Some(read) = reads.next().await {
+            let (id, file) = read?;
+            add(&mut index, id, file);
+        }
+        Ok(index)
+    }
+
+    pub(crate) async fn load_known_blobs(&self) -> Result<(KnownBlobs, Vec<Id>), FilesError> {
+        let (mut known, files) = self.read_index(|known: &mut KnownBlobs, _, file| known.load(&file)).await?;
+        known.finish_loading();
+        Ok((known, files))
+    }
+
+    /// Lists all packs with the times of their uploads, by the store's clock.
+    pub(crate) async fn list_packs(&self) -> Result<Vec<(Id, Timestamp)>, FilesError> {
+        let folder = self.root.clone().join("data");
+        let mut packs = Vec::new();
+        for meta in self.list_objects(&folder).await? {
+            let id = meta.location.filename().and_then(|name| name.parse::<Id>().ok());
+            let time = Timestamp::from_second(meta.last_modified.timestamp()).unwrap_or(Timestamp::MAX);
+            packs.extend(id.map(|id| (id, time)));
+        }
+        Ok(packs)
+    }
+
+    /// Reads all index files.
+    pub(crate) async fn load_index(&self) -> Result<Vec<(Id, IndexFile)>, FilesError> {
+        let (files, _) = self.read_index(|files: &mut Vec<_>, id, file| files.push((id, file))).await?;
+        Ok(files)
+    }
+
+    /// Deletes an object, which need not exist. Only the platform's credentials permit it.
+    pub(crate) async fn delete(&self, path: &Path) -> Result<(), FilesError> {
+        let deletion = async {
+            match self.bucket.raw().delete(path).await {
+                Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
+                Err(error) => Err(StoreError::classify(path, error)),
+            }
+        };
+        Ok(self.bucket.run_with_timeout(path, REQUEST_TIMEOUT, deletion).await?)
+    }
+
+    pub(crate) async fn load_locations(&self) -> Result<BlobLocations, FilesError> {
+        let (locations, _) = self.read_index(|all: &mut BlobLocations, _, file| all.load(file)).await?;
+        Ok(locations)
+    }
+
+    /// Like [`Self::load_locations`], for trees only, which takes much less memory.
+    pub(crate) async fn load_tree_locations(&self) -> Result<BlobLocations, FilesError> {
+        let add = |all: &mut BlobLocations, _, mut file: IndexFile| {
+            file.retain_blobs(BlobType::Tree);
+            all.load(file);
+        };
+        let (locations, _) = self.read_index(add).await?;
+        Ok(locations)
+    }
+
+    pub(crate) fn open_blob(&self, blob: &PackedBlob, sealed: &[u8]) -> Result<Vec<u8>, FilesError> {
+        open_blob(&self.key, blob, sealed)
+    }
+
+    /// Reads a tree from the cache.
+    ///
+    /// # Errors
+    /// [`FilesError::Corrupt`] if it is no tree.
+    pub(crate) fn cached_tree(&self, id: Id) -> Result<Option<Tree>, FilesError> {
+        let Some(compressed) = self.cache.read_unverified("trees", id) else { return Ok(None) };
+        let json = decompress(&compressed).ok().filter(|json| Id::of(json) == id);
+        json.map(|json| Tree::parse(id, &json)).transpose()
+    }
+
+    pub(crate) fn cache_tree(&self, id: Id, json: &[u8]) {
+        if let Ok(compressed) = zstd::bulk::compress(json, 1) {
+            self.cache.write("trees", id, &compressed);
+        }
+    }
+
+    /// Removes the trees from the cache that are not in `used`.
+    pub(crate) fn retain_cached_trees(&self, used: &HashSet<Id>) {
+        self.cache.retain("trees", |id| used.contains(&id));
+    }
+
+    /// Removes index files from the cache that the repository no longer has.
+    pub(crate) fn retain_cached_index(&self, files: &HashSet<Id>) {
+        self.cache.retain(Kind::Index.folder(), |id| files.contains(&id));
+    }
+
+    /// Reads a snapshot.
+    ///
+    /// # Errors
+    /// The errors of the store; [`FilesError::Corrupt`].
+    pub async fn read_snapshot(&self, id: Id) -> Result<Snapshot, FilesError> {
+        self.read_json(Kind::Snapshot, id).await
+    }
+
+    /// Reads all snapshots, the newest first.
+    ///
+    /// # Errors
+    /// The errors of the store; [`FilesError::Corrupt`].
+    pub async fn list_snapshots(&self) -> Result<Vec<(Id, Snapshot)>, FilesError> {
+        let mut snapshots = Vec::new();
+        for id in self.list(Kind::Snapshot).await? {
+            snapshots.push((id, self.read_snapshot(id).await?));
+        }
+        snapshots.sort_by_key(|(_, snapshot)| std::cmp::Reverse(snapshot.time));
+        Ok(snapshots)
+    }
+}
+
+fn decompress(bytes: &[u8]) -> std::io::Result<Vec<u8>> {
+    use std::io::Read;
+    let mut output = Vec::new();
+    zstd::stream::read::Decoder::new(bytes)?.take(MAX_JSON_BYTES as u64).read_to_end(&mut output)?;
+    Ok(output)
+}

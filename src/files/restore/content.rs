@@ -1,0 +1,114 @@
+//! Reads chunks pack by pack, and writes each to all of its places.
+
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bytes::Bytes;
+use futures_util::{StreamExt, TryStreamExt, stream};
+
+use super::RestoreProgress;
+use super::plan::{ChunkPlacement, PlannedEntry, RestorePlan};
+use super::target::Target;
+use crate::blocking::run_blocking;
+use crate::error::FilesError;
+use crate::id::Id;
+use crate::index::BlobLocations;
+use crate::key::MasterKey;
+use crate::pack::{BlobType, open_blob};
+use crate::repository::Repository;
+
+/// Ranges of a pack that are nearer than this are read together.
+const MAX_GAP_BYTES: u64 = 256 << 10;
+/// Bounds the memory for one request. A single chunk may be larger.
+const MAX_READ_BYTES: u64 = 16 << 20;
+const MAX_CONCURRENT_READS: usize = 4;
+
+/// One request, and the pieces that it serves.
+struct RangeRead {
+    pack: Id,
+    range: Range<u64>,
+    pieces: Vec<ChunkPlacement>,
+}
+
+pub(super) async fn write_contents(
+    repository: &Repository,
+    locations: &BlobLocations,
+    mut plan: RestorePlan,
+    target: &Path,
+    progress: &RestoreProgress,
+) -> Result<RestorePlan, FilesError> {
+    let pieces = std::mem::take(&mut plan.pieces);
+    let files = Arc::new(std::mem::take(&mut plan.files));
+    let reads = plan_reads(locations, &pieces);
+    drop(pieces);
+    let read_one = |read: RangeRead| {
+        let (files, target, key) = (Arc::clone(&files), target.to_owned(), repository.key.clone());
+        async move {
+            let bytes = repository.read_pack(read.pack, read.range.clone()).await?;
+            let written = run_blocking(move || write_pieces(&key, &read, &bytes, &files, &target)).await?;
+            progress.written_bytes.fetch_add(written, Ordering::Relaxed);
+            Ok::<(), FilesError>(())
+        }
+    };
+    stream::iter(reads.into_iter().map(read_one))
+        .buffer_unordered(MAX_CONCURRENT_READS)
+        .try_collect::<()>()
+        .await?;
+    plan.files = Arc::into_inner(files).expect("all tasks have ended, so this is the only reference");
+    Ok(plan)
+}
+
+/// Groups pieces, which are sorted by pack and offset, into requests.
+fn plan_reads(locations: &BlobLocations, pieces: &[ChunkPlacement]) -> Vec<RangeRead> {
+    let mut reads: Vec<RangeRead> = Vec::new();
+    for piece in pieces {
+        let (pack, range) = (locations.pack(piece.location).id, piece.location.range());
+        match reads.last_mut() {
+            Some(last)
+                if last.pack == pack
+                    && range.start <= last.range.end + MAX_GAP_BYTES
+                    && range.end - last.range.start <= MAX_READ_BYTES =>
+            {
+                last.range.end = last.range.end.max(range.end);
+                last.pieces.push(*piece);
+            }
+            _ => reads.push(RangeRead { pack, range, pieces: vec![*piece] }),
+        }
+    }
+    reads
+}
+
+/// Decrypts the chunks of a read, and writes each to all of its places. Returns the bytes written, including holes.
+fn write_pieces(
+    key: &MasterKey,
+    read: &RangeRead,
+    bytes: &Bytes,
+    files: &[PlannedEntry],
+    target: &Path,
+) -> Result<u64, FilesError> {
+    let mut written = 0;
+    let mut target = Target::open(target).map_err(FilesError::io("open", target))?;
+    for same in read.pieces.chunk_by(|a, b| a.location == b.location) {
+        let (id, location) = (same[0].id, same[0].location);
+        let range = location.range();
+        let sealed = usize::try_from(range.start - read.range.start)
+            .ok()
+            .and_then(|start| bytes.get(start..start + location.length as usize))
+            .unwrap_or_default();
+        let content = open_blob(key, &location.to_packed(BlobType::Data, id), sealed)?;
+        written += content.len() as u64 * same.len() as u64;
+        // The file already has its size, so that zeros become a hole.
+        if content.iter().all(|byte| *byte == 0) {
+            continue;
+        }
+        for piece in same {
+            let path = &files[piece.file as usize].path;
+            let file = target.open_for_writing(path).map_err(FilesError::io("open", path))?;
+            file.write_all_at(&content, piece.file_offset).map_err(FilesError::io("write", path))?;
+        }
+    }
+    Ok(written)
+}

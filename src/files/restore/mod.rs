@@ -1,0 +1,93 @@
+//! Restores a snapshot to an empty directory.
+//!
+//! First the directories, links and empty files are created from the trees; then the chunks are read pack by pack and
+//! written to their places; owners, modes and times come last. Names are checked when a tree is parsed: each entry stays
+//! in its directory.
+
+mod content;
+mod metadata;
+mod plan;
+mod target;
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use svc_base::accounts::Accounts;
+use svc_base::failpoint;
+
+use crate::blocking::run_blocking;
+use crate::error::FilesError;
+use crate::repository::Repository;
+use crate::snapshot::Snapshot;
+
+/// The fail points of a restore.
+pub const FAILPOINTS: &[&str] =
+    &["files.restore.planned", "files.restore.written", "files.restore.completed"];
+
+/// Where to restore.
+#[derive(Debug, Clone)]
+pub struct RestoreOptions {
+    /// Must be empty and closed to other users. Neither is checked.
+    pub target: PathBuf,
+    /// The root directory of the system whose accounts own the files. An id is kept if the system has no account of that
+    /// name.
+    pub system_root: PathBuf,
+}
+
+/// The progress of a restore, shared with another task. Bytes are uncompressed.
+#[derive(Debug, Default)]
+pub struct RestoreProgress {
+    total_bytes: AtomicU64,
+    written_bytes: AtomicU64,
+    total_files: AtomicU64,
+}
+
+impl RestoreProgress {
+    pub fn total_bytes(&self) -> u64 {
+        self.total_bytes.load(Ordering::Relaxed)
+    }
+
+    pub fn written_bytes(&self) -> u64 {
+        self.written_bytes.load(Ordering::Relaxed)
+    }
+
+    pub fn total_files(&self) -> u64 {
+        self.total_files.load(Ordering::Relaxed)
+    }
+}
+
+/// The result of a restore.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Restored {
+    pub files: u64,
+    pub directories: u64,
+    pub bytes: u64,
+    /// Entries whose owner, mode, times or attributes could not be set.
+    pub incomplete: u64,
+    pub first_incomplete: Option<String>,
+}
+
+/// Restores a snapshot. Every chunk's hash is checked before it is written.
+///
+/// # Errors
+/// `NoSpace`, `Corrupt`, `Io`, or a store error. The target may then be partly written: retry with a new, empty one.
+pub async fn restore(
+    repository: &Repository,
+    snapshot: &Snapshot,
+    options: &RestoreOptions,
+    progress: &RestoreProgress,
+) -> Result<Restored, FilesError> {
+    let locations = repository.load_locations().await?;
+    let plan = plan::RestorePlan::create(repository, &locations, snapshot.tree, &options.target).await?;
+    plan.check_space(&options.target)?;
+    progress.total_bytes.store(plan.total_bytes, Ordering::Relaxed);
+    progress.total_files.store(plan.files.len() as u64, Ordering::Relaxed);
+    failpoint::pass("files.restore.planned")?;
+    let plan = content::write_contents(repository, &locations, plan, &options.target, progress).await?;
+    failpoint::pass("files.restore.written")?;
+    let names = Accounts::load(&options.system_root).names();
+    let target = options.target.clone();
+    let restored = run_blocking(move || metadata::apply(&plan, &target, &names)).await?;
+    failpoint::pass("files.restore.completed")?;
+    Ok(restored)
+}

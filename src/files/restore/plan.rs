@@ -1,0 +1,152 @@
+//! Plans a restore: reads the trees, creates directories, links and empty files, and lists the chunks of each file.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use super::target::Target;
+use crate::error::FilesError;
+use crate::id::Id;
+use crate::index::{BlobLocation, BlobLocations};
+use crate::pack::BlobType;
+use crate::repository::Repository;
+use crate::tree::{Node, NodeType};
+use crate::tree_reader::TreeReader;
+
+/// An entry that is restored. Its node has no content.
+#[derive(Debug)]
+pub(super) struct PlannedEntry {
+    /// Below the target.
+    pub(super) path: PathBuf,
+    pub(super) node: Node,
+}
+
+/// A chunk of a file.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ChunkPlacement {
+    pub(super) location: BlobLocation,
+    pub(super) id: Id,
+    /// The file's position in [`RestorePlan::files`].
+    pub(super) file: u32,
+    /// The chunk's offset in the file, in bytes.
+    pub(super) file_offset: u64,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct RestorePlan {
+    /// Parents come before their subdirectories.
+    pub(super) directories: Vec<PlannedEntry>,
+    pub(super) files: Vec<PlannedEntry>,
+    pub(super) links: Vec<PlannedEntry>,
+    /// Further names of files: the path, and the file's position in `files`.
+    pub(super) hard_links: Vec<(PathBuf, u32)>,
+    /// Sorted by pack and offset.
+    pub(super) pieces: Vec<ChunkPlacement>,
+    pub(super) total_bytes: u64,
+    /// The first name of each file with several names, by device, inode and content: a save of changes visits only some
+    /// of the names.
+    linked: HashMap<(u64, u64, Id), u32>,
+}
+
+impl RestorePlan {
+    pub(super) async fn create(
+        repository: &Repository,
+        locations: &BlobLocations,
+        root: Id,
+        target: &Path,
+    ) -> Result<Self, FilesError> {
+        let mut plan = Self::default();
+        let mut target = Target::open(target).map_err(FilesError::io("open", target))?;
+        let mut trees = TreeReader::new(repository, locations);
+        let mut pending = vec![(root, PathBuf::new())];
+        while let Some((id, directory)) = pending.pop() {
+            let tree = trees.read(id).await?;
+            for node in tree.nodes {
+                let name = node.file_name().ok_or_else(|| {
+                    FilesError::corrupt(format!("tree {id}"), &"an entry has an invalid name")
+                })?;
+                let path = directory.join(name);
+                if let Some(subtree) = plan.add(node, path.clone(), locations, &mut target)? {
+                    pending.push((subtree, path));
+                }
+            }
+        }
+        plan.pieces.sort_unstable_by_key(|piece| (piece.location.pack, piece.location.offset));
+        Ok(plan)
+    }
+
+    /// Adds an entry and creates it. Returns the tree of a directory.
+    fn add(
+        &mut self,
+        mut node: Node,
+        path: PathBuf,
+        locations: &BlobLocations,
+        target: &mut Target,
+    ) -> Result<Option<Id>, FilesError> {
+        match node.node_type {
+            NodeType::Dir => {
+                let missing = || FilesError::corrupt(format!("entry {}", path.display()), &"it has no tree");
+                let subtree = node.subtree.ok_or_else(missing)?;
+                target.create_directory(&path).map_err(FilesError::io("create", &path))?;
+                self.directories.push(PlannedEntry { path, node });
+                return Ok(Some(subtree));
+            }
+            NodeType::Symlink => {
+                let missing =
+                    || FilesError::corrupt(format!("entry {}", path.display()), &"it has no target");
+                let link_target = node.link_target().ok_or_else(missing)?;
+                let created = target.create_symlink(&path, &link_target);
+                created.map_err(FilesError::io("create", &path))?;
+                self.links.push(PlannedEntry { path, node });
+            }
+            NodeType::File => {
+                let number = u32::try_from(self.files.len())
+                    .map_err(|_| FilesError::corrupt("snapshot", &"it has more than 2^32 files"))?;
+                let content = node.content.take().unwrap_or_default();
+                if node.links > 1 && node.inode != 0 {
+                    let key = (node.device_id, node.inode, Id::of_all(&content));
+                    let first = *self.linked.entry(key).or_insert(number);
+                    if first != number {
+                        self.hard_links.push((path, first));
+                        return Ok(None);
+                    }
+                }
+                let size = self.add_pieces(number, content, locations)?;
+                let file = target.create_file(&path).map_err(FilesError::io("create", &path))?;
+                file.set_len(size).map_err(FilesError::io("extend", &path))?;
+                self.total_bytes += size;
+                self.files.push(PlannedEntry { path, node });
+            }
+            NodeType::Special => {}
+        }
+        Ok(None)
+    }
+
+    /// Lists a file's chunks, and returns its size.
+    fn add_pieces(
+        &mut self,
+        file: u32,
+        content: Vec<Id>,
+        locations: &BlobLocations,
+    ) -> Result<u64, FilesError> {
+        let mut size = 0;
+        for id in content {
+            let location = locations.find(BlobType::Data, id)?;
+            self.pieces.push(ChunkPlacement { location, id, file, file_offset: size });
+            size += location.content_length();
+        }
+        Ok(size)
+    }
+
+    /// Checks that the target's file system has enough free space.
+    ///
+    /// # Errors
+    /// [`FilesError::NoSpace`] if the files do not fit on the target's file system.
+    pub(super) fn check_space(&self, target: &Path) -> Result<(), FilesError> {
+        let stat = rustix::fs::statvfs(target).map_err(FilesError::io("read the free space of", target))?;
+        let available = stat.f_bavail.saturating_mul(stat.f_frsize);
+        // A lower bound: holes take no space, and each chunk is counted once and compressed.
+        let needed: u64 =
+            self.pieces.chunk_by(|a, b| a.id == b.id).map(|same| u64::from(same[0].location.length)).sum();
+        if needed > available { Err(FilesError::NoSpace { needed, available }) } else { Ok(()) }
+    }
+}

@@ -1,0 +1,150 @@
+//! Which snapshots are kept: all for a day, then one for each hour, day and month.
+
+use jiff::{SignedDuration, Timestamp, tz::TimeZone};
+
+use crate::id::Id;
+
+/// How long snapshots are kept. Periods are UTC hours, days and months, so that the result does not depend on when
+/// it is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RetentionPolicy {
+    /// How long every snapshot is kept.
+    pub all: SignedDuration,
+    /// How long the last snapshot of each hour is kept.
+    pub hourly: SignedDuration,
+    /// How long the last snapshot of each day is kept.
+    pub daily: SignedDuration,
+    /// How long the last snapshot of each month is kept; `None` for ever.
+    pub monthly: Option<SignedDuration>,
+    /// How many of the newest snapshots are kept, however old they are.
+    pub newest: usize,
+}
+
+impl Default for RetentionPolicy {
+    fn default() -> Self {
+        Self {
+            all: SignedDuration::from_hours(24),
+            hourly: SignedDuration::from_hours(7 * 24),
+            daily: SignedDuration::from_hours(90 * 24),
+            monthly: None,
+            newest: 3,
+        }
+    }
+}
+
+/// The period whose last snapshot is kept.
+#[derive(Debug, PartialEq, Eq)]
+enum Period {
+    Instant(Timestamp),
+    Hour(i64),
+    Day(i64),
+    Month(i16, i8),
+}
+
+impl RetentionPolicy {
+    /// Returns the snapshots to remove. Snapshots from the future, by a wrong clock, are kept.
+    pub fn select_expired(&self, snapshots: &[(Id, Timestamp)], now: Timestamp) -> Vec<Id> {
+        let mut newest_first: Vec<_> = snapshots.to_vec();
+        newest_first.sort_unstable_by(|a, b| b.1.cmp(&a.1).then(b.0.cmp(&a.0)));
+        let mut last_kept = None;
+        let mut expired = Vec::new();
+        for (number, (id, time)) in newest_first.into_iter().enumerate() {
+            let period = self.period(time, now);
+            let is_kept = number < self.newest
+                || period.as_ref().is_some_and(|period| last_kept.as_ref() != Some(period));
+            if is_kept {
+                last_kept = period;
+            } else {
+                expired.push(id);
+            }
+        }
+        expired
+    }
+
+    /// Returns the period of a snapshot; `None` if no rule keeps one so old.
+    fn period(&self, time: Timestamp, now: Timestamp) -> Option<Period> {
+        let age = now.duration_since(time);
+        let date = || time.to_zoned(TimeZone::UTC).date();
+        if age <= self.all {
+            Some(Period::Instant(time))
+        } else if age <= self.hourly {
+            Some(Period::Hour(time.as_second().div_euclid(3600)))
+        } else if age <= self.daily {
+            Some(Period::Day(time.as_second().div_euclid(86_400)))
+        } else if self.monthly.is_none_or(|monthly| age <= monthly) {
+            Some(Period::Month(date().year(), date().month()))
+        } else {
+            None
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn snapshots(times: impl IntoIterator<Item = Timestamp>) -> Vec<(Id, Timestamp)> {
+        times.into_iter().enumerate().map(|(n, time)| (Id::of(&n.to_le_bytes()), time)).collect()
+    }
+
+    fn kept(policy: RetentionPolicy, snapshots: &[(Id, Timestamp)], now: Timestamp) -> Vec<Timestamp> {
+        let expired: HashSet<Id> = policy.select_expired(snapshots, now).into_iter().collect();
+        snapshots.iter().filter(|(id, _)| !expired.contains(id)).map(|(_, time)| *time).collect()
+    }
+
+    #[test]
+    fn last_snapshot_of_each_period_is_kept() {
+        let now: Timestamp = "2026-11-27T12:00:00Z".parse().unwrap();
+        let minutes = (0..2 * 365 * 24 * 4).map(|n| now - SignedDuration::from_mins(15 * n));
+        let kept = kept(RetentionPolicy::default(), &snapshots(minutes), now);
+        let count = |from: i64, to: i64| {
+            let days = |days| SignedDuration::from_hours(24 * days);
+            kept.iter().filter(|time| (days(from)..days(to)).contains(&now.duration_since(**time))).count()
+        };
+        assert_eq!(count(0, 1), 96, "all for a day");
+        assert_eq!(count(1, 7), 6 * 24 + 1);
+        assert_eq!(count(7, 90), 83 + 1);
+        assert!((20..=23).contains(&count(90, 800)), "one for each of 21 months, {}", count(90, 800));
+        assert!(kept.contains(&"2025-12-31T23:45:00Z".parse().unwrap()), "the last of its month");
+    }
+
+    #[test]
+    fn newest_snapshots_are_kept_at_any_age() {
+        let now: Timestamp = "2026-11-27T12:00:00Z".parse().unwrap();
+        let policy =
+            RetentionPolicy { monthly: Some(SignedDuration::from_hours(24 * 365)), ..Default::default() };
+        let old = snapshots((0..5).map(|n| now - SignedDuration::from_hours(24 * 3000 + n)));
+        assert_eq!(kept(policy, &old, now).len(), 3);
+        let future = snapshots([now + SignedDuration::from_hours(9000)]);
+        assert_eq!(kept(RetentionPolicy { newest: 0, ..policy }, &future, now).len(), 1);
+    }
+
+    proptest! {
+        /// Pruning repeatedly keeps the same snapshots as pruning once at the end.
+        #[test]
+        fn pruning_often_keeps_what_pruning_once_keeps(
+            minutes in prop::collection::btree_set(0..200_000_i64, 1..60),
+            steps in prop::collection::btree_set(0..400_000_i64, 0..12),
+        ) {
+            let start: Timestamp = "2026-01-15T00:30:00Z".parse().unwrap();
+            let at = |minutes: i64| start + SignedDuration::from_mins(minutes);
+            let all = snapshots(minutes.iter().map(|minute| at(*minute)));
+            let (policy, end) = (RetentionPolicy { newest: 0, ..Default::default() }, at(400_000));
+            let once = kept(policy, &all, end);
+            let mut remaining = all;
+            for step in steps {
+                let now = at(step);
+                let expired: HashSet<Id> = policy
+                    .select_expired(&remaining.iter().filter(|(_, time)| *time <= now).copied().collect::<Vec<_>>(), now)
+                    .into_iter()
+                    .collect();
+                remaining.retain(|(id, _)| !expired.contains(id));
+            }
+            prop_assert_eq!(kept(policy, &remaining, end), once);
+        }
+    }
+}

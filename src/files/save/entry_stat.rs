@@ -1,0 +1,95 @@
+//! Opens entries of a directory and reads their state, without following links.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, SystemTime};
+
+use jiff::Timestamp;
+use rustix::fs::{AtFlags, Mode, OFlags, Statx, StatxFlags, StatxTimestamp};
+use rustix::io::Errno;
+
+use crate::tree::Node;
+
+/// File systems record changes at this granularity or a finer one. Two changes within it can leave the same times.
+const TIME_GRANULARITY: Duration = Duration::from_millis(20);
+/// The kernel writes a changed page back within 35 s (`vm.dirty_expire_centisecs` and `vm.dirty_writeback_centisecs`).
+const WRITE_BACK_TIME: Duration = Duration::from_secs(120);
+/// The first bytes of a CACHEDIR.TAG (<https://bford.info/cachedir/>).
+const CACHE_TAG_START: &[u8] = b"Signature: 8a477f597d28d172789f06886806bc55";
+pub(super) const CACHE_TAG: &str = "CACHEDIR.TAG";
+
+/// Fields of a stat, of which at least one differs after any change.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct StatFingerprint {
+    mtime: Timestamp,
+    ctime: Timestamp,
+    size: u64,
+    inode: u64,
+}
+
+impl StatFingerprint {
+    pub(super) fn of(stat: &Statx) -> Self {
+        Self {
+            mtime: to_timestamp(stat.stx_mtime),
+            ctime: to_timestamp(stat.stx_ctime),
+            size: stat.stx_size,
+            inode: stat.stx_ino,
+        }
+    }
+
+    pub(super) fn of_node(node: &Node) -> Self {
+        Self { mtime: node.mtime, ctime: node.ctime, size: node.size, inode: node.inode }
+    }
+}
+
+pub(super) fn open_in(directory: &OwnedFd, name: &OsStr, flags: OFlags) -> Result<OwnedFd, Errno> {
+    let flags = flags | OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    rustix::fs::openat(directory, name, flags, Mode::empty())
+}
+
+pub(super) fn stat_in(directory: &OwnedFd, name: &OsStr) -> Result<Statx, Errno> {
+    rustix::fs::statx(directory, name, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::BASIC_STATS)
+}
+
+pub(super) fn stat_open(file: &impl AsFd) -> Result<Statx, Errno> {
+    rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)
+}
+
+/// Returns the state of a file, and whether any later change is certain to change its times. If the file has changed
+/// within [`TIME_GRANULARITY`], waits first.
+pub(super) fn stat_settled(file: &File) -> Result<(Statx, bool), Errno> {
+    let is_settled = |stat: &Statx| {
+        let changed = SystemTime::from(to_timestamp(stat.stx_ctime));
+        SystemTime::now().duration_since(changed).is_ok_and(|age| age > TIME_GRANULARITY)
+    };
+    let stat = stat_open(file)?;
+    if is_settled(&stat) {
+        return Ok((stat, true));
+    }
+    std::thread::sleep(TIME_GRANULARITY * 2);
+    let stat = stat_open(file)?;
+    Ok((stat, is_settled(&stat)))
+}
+
+/// Whether the file may have pages in memory that are not written to the disk yet.
+pub(super) fn has_changed_recently(stat: &Statx) -> bool {
+    let changed = SystemTime::from(to_timestamp(stat.stx_ctime));
+    SystemTime::now().duration_since(changed).map_or(true, |age| age < WRITE_BACK_TIME)
+}
+
+/// Whether the directory's CACHEDIR.TAG has the signature.
+pub(super) fn is_cache_tag(directory: &OwnedFd) -> bool {
+    let mut start = [0; CACHE_TAG_START.len()];
+    open_in(directory, OsStr::new(CACHE_TAG), OFlags::NONBLOCK | OFlags::NOCTTY)
+        .is_ok_and(|tag| File::from(tag).read_exact(&mut start).is_ok() && start == CACHE_TAG_START)
+}
+
+/// Returns the time, limited to the years that RFC 3339 can represent.
+pub(super) fn to_timestamp(time: StatxTimestamp) -> Timestamp {
+    /// 0000-01-01T00:00:00Z.
+    const MIN_SECONDS: i64 = -62_167_219_200;
+    let seconds = time.tv_sec.max(MIN_SECONDS);
+    Timestamp::new(seconds, time.tv_nsec.cast_signed()).unwrap_or(Timestamp::MAX)
+}

@@ -1,0 +1,190 @@
+//! Saves regular files.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+
+use rustix::fs::{FileType, OFlags, Statx};
+use rustix::io::Errno;
+
+use super::entry_stat::{StatFingerprint, has_changed_recently, open_in, stat_open, stat_settled};
+use super::walk::{EntryError, MAX_READ_ATTEMPTS, Walker, check_same};
+use crate::chunker::MAX_CHUNK_BYTES;
+use crate::error::FilesError;
+use crate::id::Id;
+use crate::pack::BlobType;
+use crate::tree::{Node, NodeType};
+use crate::xattrs::read_xattrs;
+
+/// Larger files are not saved: their lists of chunks would not fit in memory. Only sparse files are so large.
+const MAX_FILE_BYTES: u64 = 1 << 40;
+/// Smaller holes are read as zeros.
+const MIN_HOLE_BYTES: u64 = 1 << 20;
+/// The size in which `stx_blocks` counts.
+const BLOCK_BYTES: u64 = 512;
+
+/// The content of a file with several names.
+pub(super) struct HardLinkedContent {
+    fingerprint: StatFingerprint,
+    content: Vec<Id>,
+    size: u64,
+    /// Names that have not been visited yet.
+    remaining_names: u32,
+}
+
+impl Walker<'_> {
+    pub(super) fn save_file(
+        &mut self,
+        directory: &OwnedFd,
+        name: &OsStr,
+        stat: &Statx,
+        earlier: Option<&Node>,
+    ) -> Result<Option<Node>, EntryError> {
+        let node = match earlier.filter(|earlier| self.is_saved(earlier, stat)) {
+            Some(earlier) => earlier.clone(),
+            None => self.read_file(directory, name, stat)?,
+        };
+        self.counts.files += 1;
+        self.counts.bytes += node.size;
+        Ok(Some(node))
+    }
+
+    /// Whether the file has not changed since an earlier snapshot, and the repository still has its content.
+    fn is_saved(&self, earlier: &Node, stat: &Statx) -> bool {
+        let has_content = |chunks: &Vec<Id>| chunks.iter().all(|id| self.known.contains(BlobType::Data, *id));
+        earlier.node_type == NodeType::File
+            && StatFingerprint::of_node(earlier) == StatFingerprint::of(stat)
+            && earlier.content.as_ref().is_none_or(has_content)
+    }
+
+    fn read_file(&mut self, directory: &OwnedFd, name: &OsStr, found: &Statx) -> Result<Node, EntryError> {
+        let mut file = File::from(open_in(directory, name, OFlags::NONBLOCK | OFlags::NOCTTY)?);
+        check_same(found, &stat_open(&file)?)?;
+        let mut reads = 0;
+        loop {
+            // A write through a memory map changes the file's times only if its page is clean. Old pages are: the kernel
+            // writes them back within half a minute.
+            if has_changed_recently(&stat_open(&file)?) {
+                rustix::fs::fdatasync(&file)?;
+            }
+            let (stat, is_settled) = stat_settled(&file)?;
+            if FileType::from_raw_mode(stat.stx_mode.into()) != FileType::RegularFile {
+                return Err(EntryError::Replaced);
+            }
+            if stat.stx_size > MAX_FILE_BYTES {
+                let why = format!("larger than {MAX_FILE_BYTES} bytes");
+                return Err(EntryError::Unreadable(io::Error::new(io::ErrorKind::FileTooLarge, why)));
+            }
+            let mut node = self.new_node(name, NodeType::File, &stat);
+            node.extended_attributes = read_xattrs(&file)?;
+            let fingerprint = StatFingerprint::of(&stat);
+            if let Some((content, size)) = self.take_linked(stat.stx_ino, fingerprint) {
+                (node.content, node.size) = (Some(content), size);
+                return Ok(node);
+            }
+            let (content, size) = self.read_content(&mut file, &stat)?;
+            reads += 1;
+            let is_stable = is_settled && StatFingerprint::of(&stat_open(&file)?) == fingerprint;
+            if !is_stable && reads < MAX_READ_ATTEMPTS {
+                continue;
+            }
+            if !is_stable {
+                // No file has the number 0, so that the next save reads the file again.
+                (node.inode, node.links) = (0, 1);
+                self.counts.unstable += 1;
+                self.retry.mark_subtree(&self.path);
+                self.note("changed while it was read");
+            } else if stat.stx_nlink > 1 {
+                let (content, remaining_names) = (content.clone(), stat.stx_nlink - 1);
+                let linked = HardLinkedContent { fingerprint, content, size, remaining_names };
+                self.linked.insert(stat.stx_ino, linked);
+            }
+            self.counts.files_read += 1;
+            (node.content, node.size) = (Some(content), size);
+            return Ok(node);
+        }
+    }
+
+    /// Returns the content of a file that was read under another name.
+    fn take_linked(&mut self, inode: u64, fingerprint: StatFingerprint) -> Option<(Vec<Id>, u64)> {
+        let linked = self.linked.get_mut(&inode).filter(|linked| linked.fingerprint == fingerprint)?;
+        linked.remaining_names = linked.remaining_names.saturating_sub(1);
+        let content = (linked.content.clone(), linked.size);
+        if linked.remaining_names == 0 {
+            self.linked.remove(&inode);
+        }
+        Some(content)
+    }
+
+    /// Saves the file's chunks, up to the size in `stat`: a file that grows meanwhile is not stable.
+    fn read_content(&mut self, file: &mut File, stat: &Statx) -> Result<(Vec<Id>, u64), EntryError> {
+        let (mut content, mut size) = (Vec::new(), 0);
+        let is_sparse = stat.stx_blocks.saturating_mul(BLOCK_BYTES) < stat.stx_size;
+        while size < stat.stx_size {
+            let (start, end) =
+                if is_sparse { find_data(file, size, stat.stx_size)? } else { (size, stat.stx_size) };
+            self.add_zeros(start - size, &mut content)?;
+            size = start;
+            file.seek(SeekFrom::Start(start))?;
+            let mut data = Read::by_ref(file).take(end - start);
+            self.chunker.reset();
+            while let Some(chunk) = self.chunker.next_chunk(&mut data)? {
+                size += chunk.len() as u64;
+                self.add_chunk(chunk, &mut content)?;
+            }
+            if size < end {
+                // The file was truncated.
+                break;
+            }
+        }
+        Ok((content, size))
+    }
+
+    fn add_chunk(&mut self, chunk: Vec<u8>, content: &mut Vec<Id>) -> Result<(), FilesError> {
+        if self.is_stopped.load(Ordering::Relaxed) {
+            return Err(FilesError::Stopped);
+        }
+        let id = Id::of(&chunk);
+        content.push(id);
+        if self.known.insert(BlobType::Data, id) { self.workers.add(id, chunk) } else { Ok(()) }
+    }
+
+    fn add_zeros(&mut self, length: u64, content: &mut Vec<Id>) -> Result<(), FilesError> {
+        let (whole, rest) = (length / MAX_CHUNK_BYTES as u64, length % MAX_CHUNK_BYTES as u64);
+        if whole > 0 {
+            self.add_chunk(vec![0; MAX_CHUNK_BYTES], content)?;
+            let id = content[content.len() - 1];
+            content.extend((1..whole).map(|_| id));
+        }
+        if rest > 0 {
+            // The remainder of a division by 8 MiB fits in memory.
+            self.add_chunk(vec![0; usize::try_from(rest).unwrap_or(0)], content)?;
+        }
+        Ok(())
+    }
+}
+
+/// Returns the next range with data at or after `from`. Holes in it are shorter than `MIN_HOLE_BYTES`.
+fn find_data(file: &File, from: u64, size: u64) -> io::Result<(u64, u64)> {
+    use rustix::fs::SeekFrom::{Data, Hole};
+    let seek = |to, otherwise| match rustix::fs::seek(file, to) {
+        Ok(at) => Ok(at.min(size)),
+        // There is no data up to the end.
+        Err(Errno::NXIO) => Ok(otherwise),
+        Err(error) => Err(io::Error::from(error)),
+    };
+    let start = seek(Data(from), size)?;
+    let start = if start - from < MIN_HOLE_BYTES { from } else { start };
+    let mut end = seek(Data(start), size)?;
+    while end < size {
+        let hole = seek(Hole(end), size)?;
+        let data = seek(Data(hole), size)?;
+        if data - hole >= MIN_HOLE_BYTES || hole == size {
+            return Ok((start, hole));
+        }
+        end = data;
+    }
+    Ok((start, end))
+}

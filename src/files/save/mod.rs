@@ -1,0 +1,272 @@
+//! Saves the home directory: a thread walks it and splits changed files into chunks, workers compress and encrypt the
+//! chunks that the repository does not have, and this task uploads their packs.
+//!
+//! A snapshot is written last, after the packs that it needs and the index of their blobs. A save that fails leaves
+//! packs behind that the next one uses if they are in an index.
+
+mod changes;
+mod entry_stat;
+mod exclusions;
+mod file;
+mod upload;
+mod walk;
+mod workers;
+
+use std::collections::HashSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use jiff::Timestamp;
+use tokio::sync::mpsc;
+
+use svc_base::failpoint;
+
+use crate::error::FilesError;
+use crate::id::Id;
+use crate::index::KnownBlobs;
+use crate::pack::BlobType;
+use crate::repository::{Kind, Repository};
+use crate::snapshot::{Snapshot, SnapshotOrigin};
+use crate::tree_reader::TreeReader;
+
+pub use changes::Changes;
+use changes::Scope;
+pub use exclusions::Exclusions;
+
+/// The fail points of a save.
+pub const FAILPOINTS: &[&str] =
+    &["files.save.walked", "files.save.pack", "files.save.index", "files.save.snapshot"];
+
+/// Default number of threads that compress and encrypt.
+const DEFAULT_WORKERS: usize = 1;
+/// The stack of the walking thread, for deep directories. It takes memory only where it is used.
+const WALK_STACK_BYTES: usize = 64 << 20;
+
+/// The directory to save, and how its snapshots are labelled.
+#[derive(Debug, Clone)]
+pub struct SaveOptions {
+    /// The directory to save.
+    pub home: PathBuf,
+    /// The directory's path as the snapshot shows it.
+    pub shown_path: String,
+    /// The snapshots' host name: the owner's handle.
+    pub hostname: String,
+    pub username: String,
+    pub origin: SnapshotOrigin,
+    pub exclusions: Exclusions,
+    /// The root directory of the system whose accounts own the files.
+    pub system_root: PathBuf,
+    pub workers: usize,
+}
+
+impl SaveOptions {
+    pub fn new(home: PathBuf, origin: SnapshotOrigin) -> Self {
+        let shown_path = home.to_string_lossy().into_owned();
+        Self {
+            home,
+            shown_path,
+            hostname: String::new(),
+            username: String::new(),
+            origin,
+            exclusions: Exclusions::default(),
+            system_root: PathBuf::from("/"),
+            workers: DEFAULT_WORKERS,
+        }
+    }
+}
+
+/// The counts of a save. A save of [`Changes`] counts only what it visited.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SaveCounts {
+    pub files: u64,
+    pub directories: u64,
+    /// The sum of the files' sizes.
+    pub bytes: u64,
+    /// Files that were read, because they are new or changed.
+    pub files_read: u64,
+    /// Sockets, FIFOs and devices.
+    pub special: u64,
+    pub excluded: u64,
+    /// Files that changed during every attempt to read them; the last read is saved.
+    pub unstable: u64,
+    /// Entries that could not be read. Their earlier state is kept, if there is one.
+    pub unreadable: u64,
+    pub first_unreadable: Option<String>,
+    /// Descriptions of the first special and unstable files.
+    pub notes: Vec<String>,
+}
+
+/// A finished save.
+#[derive(Debug, Clone)]
+pub struct Saved {
+    pub id: Id,
+    pub snapshot: Snapshot,
+    pub counts: SaveCounts,
+    /// Files that could not be read, or that changed meanwhile: the next save of changes must visit them.
+    pub retry: Changes,
+    /// Uploaded bytes of packs.
+    pub uploaded_bytes: u64,
+    /// Whether nothing had changed, so that no snapshot was written and `id` is the parent.
+    pub is_unchanged: bool,
+}
+
+/// Saves one directory again and again.
+pub struct Saver {
+    repository: Repository,
+    options: SaveOptions,
+    /// `None` before the first save, and after a save that failed: its packs may not be in the repository.
+    known: Option<LoadedIndex>,
+}
+
+struct LoadedIndex {
+    blobs: KnownBlobs,
+    /// The index files that were read.
+    files: Vec<Id>,
+}
+
+impl Saver {
+    pub fn new(repository: Repository, options: SaveOptions) -> Self {
+        Self { repository, options, known: None }
+    }
+
+    pub fn repository(&self) -> &Repository {
+        &self.repository
+    }
+
+    pub fn options_mut(&mut self) -> &mut SaveOptions {
+        &mut self.options
+    }
+
+    /// Saves the whole directory. `parent` is the earlier snapshot, whose unchanged files are not read again.
+    ///
+    /// # Errors
+    /// [`FilesError`]. The repository stays consistent; the next save reuses the packs that are already indexed.
+    pub async fn save(&mut self, parent: Option<(Id, Snapshot)>) -> Result<Saved, FilesError> {
+        self.save_scope(parent, None).await
+    }
+
+    /// Saves what has changed since the snapshot `parent`. Nothing else is visited.
+    ///
+    /// # Errors
+    /// Those of [`Self::save`].
+    pub async fn save_changes(
+        &mut self,
+        parent: (Id, Snapshot),
+        changes: Changes,
+    ) -> Result<Saved, FilesError> {
+        self.save_scope(Some(parent), Some(changes)).await
+    }
+
+    async fn save_scope(
+        &mut self,
+        parent: Option<(Id, Snapshot)>,
+        changes: Option<Changes>,
+    ) -> Result<Saved, FilesError> {
+        let (LoadedIndex { blobs: known, mut files }, is_new) = self.take_index().await?;
+        // Without its tree, the parent says nothing: the whole home is read.
+        let parent = parent.filter(|(_, snapshot)| known.contains(BlobType::Tree, snapshot.tree));
+        let changes = changes.filter(|_| parent.is_some());
+        if let Some((_, snapshot)) = parent.as_ref().filter(|_| is_new) {
+            self.load_missing_trees(snapshot.tree).await?;
+        }
+        let repository = &self.repository;
+        let time = Timestamp::now();
+        // Capacity 1: a worker waits while the store is slow, so that packs do not fill the memory.
+        let (packs, finished_packs) = mpsc::channel(1);
+        let is_stopped = StopOnDrop(Arc::new(AtomicBool::new(false)));
+        let walk = walk::Walk {
+            repository: repository.clone(),
+            options: self.options.clone(),
+            known,
+            packs,
+            is_stopped: Arc::clone(&is_stopped.0),
+        };
+        let parent_tree = parent.as_ref().map(|(_, snapshot)| snapshot.tree);
+        let (result, walked) = tokio::sync::oneshot::channel();
+        std::thread::Builder::new()
+            .name("files-walk".to_owned())
+            .stack_size(WALK_STACK_BYTES)
+            .spawn(move || {
+                // The receiver is gone if the save was cancelled.
+                let scope = changes.as_ref().map_or(Scope::All, Scope::Changed);
+                let _ = result.send(walk.run(parent_tree, scope));
+            })
+            .map_err(FilesError::Thread)?;
+        let uploaded = upload::upload(repository, finished_packs).await;
+        is_stopped.0.store(uploaded.is_err(), Ordering::Relaxed);
+        // The error of the upload is the cause if both failed.
+        let walked = walked.await.map_err(|_| FilesError::Stopped);
+        let upload::Uploaded { bytes: uploaded_bytes, index_files } = uploaded?;
+        files.extend(index_files);
+        let walk::Walked { tree, counts, retry, trees, known } = walked??;
+        if let Some(trees) = trees {
+            repository.retain_cached_trees(&trees);
+        }
+        failpoint::pass("files.save.walked")?;
+        if let Some((id, snapshot)) = &parent
+            && snapshot.tree == tree
+        {
+            self.known = Some(LoadedIndex { blobs: known, files });
+            let (id, snapshot) = (*id, snapshot.clone());
+            return Ok(Saved { id, snapshot, counts, retry, uploaded_bytes, is_unchanged: true });
+        }
+        let snapshot = Snapshot {
+            time,
+            parent: parent.map(|(id, _)| id),
+            tree,
+            paths: vec![self.options.shown_path.clone()],
+            hostname: self.options.hostname.clone(),
+            username: self.options.username.clone(),
+            tags: self.options.origin.to_tags(),
+        };
+        failpoint::pass("files.save.snapshot")?;
+        let id = repository.write_json(Kind::Snapshot, &snapshot).await?;
+        self.known = Some(LoadedIndex { blobs: known, files });
+        Ok(Saved { id, snapshot, counts, retry, uploaded_bytes, is_unchanged: false })
+    }
+
+    /// Returns the index, and whether it was read. It is read again if one of its files was replaced: blobs that were
+    /// known may be marked for deletion since.
+    async fn take_index(&mut self) -> Result<(LoadedIndex, bool), FilesError> {
+        if let Some(loaded) = self.known.take() {
+            let present: HashSet<Id> = self.repository.list(Kind::Index).await?.into_iter().collect();
+            if loaded.files.iter().all(|file| present.contains(file)) {
+                return Ok((loaded, false));
+            }
+        }
+        let (blobs, files) = self.repository.load_known_blobs().await?;
+        self.repository.retain_cached_index(&files.iter().copied().collect());
+        Ok((LoadedIndex { blobs, files }, true))
+    }
+
+    /// Puts the trees of the parent into the cache, from which the walk reads them. If one is missing there, the walk
+    /// reads all files below.
+    async fn load_missing_trees(&self, root: Id) -> Result<(), FilesError> {
+        let mut pending = vec![root];
+        while let Some(id) = pending.pop() {
+            let Some(tree) = self.repository.cached_tree(id)? else {
+                pending.push(id);
+                break;
+            };
+            pending.extend(tree.nodes.iter().filter_map(|node| node.subtree));
+        }
+        if pending.is_empty() {
+            return Ok(());
+        }
+        let locations = self.repository.load_tree_locations().await?;
+        let mut trees = TreeReader::new(&self.repository, &locations);
+        while let Some(id) = pending.pop() {
+            pending.extend(trees.read(id).await?.nodes.iter().filter_map(|node| node.subtree));
+        }
+        Ok(())
+    }
+}
+
+struct StopOnDrop(Arc<AtomicBool>);
+
+impl Drop for StopOnDrop {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,415 @@
+//! Walks the home directory. Unchanged files keep the content of the earlier snapshot; all others are read.
+//!
+//! Entries are opened from their directory's descriptor, one name at a time and without following links, so that a
+//! link or a renamed directory never leads out of the home. Other file systems are not entered.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::fs::{Dir, FileType, Mode, OFlags, Statx};
+use rustix::io::Errno;
+use tokio::sync::mpsc;
+
+use svc_base::accounts::{AccountNames, Accounts};
+use svc_base::untrusted_text::truncate_printable;
+
+use super::changes::{Changes, Scope};
+use super::entry_stat::{CACHE_TAG, is_cache_tag, open_in, stat_in, stat_open, to_timestamp};
+use super::file::HardLinkedContent;
+use super::workers::Workers;
+use super::{SaveCounts, SaveOptions};
+use crate::chunker::Chunker;
+use crate::error::FilesError;
+use crate::id::Id;
+use crate::index::KnownBlobs;
+use crate::pack::{BlobType, FinishedPack, PackWriter};
+use crate::repository::Repository;
+use crate::tree::{Node, NodeType, Tree};
+use crate::xattrs::read_xattrs;
+
+/// A file that changes while it is read is read again, up to this number of times in all.
+pub(super) const MAX_READ_ATTEMPTS: u32 = 3;
+/// Directories that are nested deeper are not saved: each level takes a descriptor and stack.
+const MAX_DEPTH: usize = 1000;
+/// Paths that are named in the result.
+const MAX_NOTES: usize = 20;
+pub(super) struct Walk {
+    pub(super) repository: Repository,
+    pub(super) options: SaveOptions,
+    pub(super) known: KnownBlobs,
+    pub(super) packs: mpsc::Sender<FinishedPack>,
+    pub(super) is_stopped: Arc<AtomicBool>,
+}
+
+pub(super) struct Walked {
+    pub(super) tree: Id,
+    pub(super) counts: SaveCounts,
+    pub(super) retry: Changes,
+    /// All trees of the home; `None` if only changes were visited.
+    pub(super) trees: Option<HashSet<Id>>,
+    pub(super) known: KnownBlobs,
+}
+
+impl Walk {
+    /// Walks the home, and hands over all packs. `parent` is the tree of the snapshot before.
+    pub(super) fn run(self, parent: Option<Id>, scope: Scope<'_>) -> Result<Walked, FilesError> {
+        let Self { repository, options, known, packs, is_stopped } = self;
+        let home = &options.home;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let directory = rustix::fs::open(home, flags, Mode::empty()).map_err(FilesError::io("open", home))?;
+        let stat = stat_open(&directory).map_err(FilesError::io("read", home))?;
+        let workers = Workers::start(options.workers, &repository.key, &packs)?;
+        let mut walker = Walker {
+            tree_packs: PackWriter::new(repository.key.clone(), BlobType::Tree)?,
+            chunker: Chunker::new(repository.polynomial),
+            names: Accounts::load(&options.system_root).names(),
+            device: (stat.stx_dev_major, stat.stx_dev_minor),
+            repository,
+            options,
+            known,
+            packs,
+            is_stopped,
+            workers: &workers,
+            counts: SaveCounts::default(),
+            retry: Changes::default(),
+            trees: HashSet::new(),
+            linked: HashMap::new(),
+            path: PathBuf::new(),
+        };
+        let saved = walker.save_home(&directory, parent, scope);
+        let Walker { counts, retry, trees, known, packs, .. } = walker;
+        drop(packs);
+        // An error of a worker is the cause if it stopped the walk.
+        let finished = workers.finish();
+        let tree = match (saved, finished) {
+            (Ok(tree), Ok(())) => tree,
+            (Err(FilesError::Stopped) | Ok(_), Err(error)) | (Err(error), _) => {
+                return Err(error);
+            }
+        };
+        // The trees below a directory that could not be read are not in the set, but in the snapshot.
+        let is_complete = matches!(scope, Scope::All) && counts.unreadable == 0;
+        let trees = is_complete.then_some(trees);
+        Ok(Walked { tree, counts, retry, trees, known })
+    }
+}
+
+pub(super) struct Walker<'a> {
+    repository: Repository,
+    options: SaveOptions,
+    pub(super) known: KnownBlobs,
+    packs: mpsc::Sender<FinishedPack>,
+    pub(super) is_stopped: Arc<AtomicBool>,
+    pub(super) workers: &'a Workers,
+    tree_packs: PackWriter,
+    pub(super) chunker: Chunker,
+    names: AccountNames,
+    device: (u32, u32),
+    pub(super) counts: SaveCounts,
+    /// The directories of files that were not saved as they are now.
+    pub(super) retry: Changes,
+    /// The visited directories' trees.
+    trees: HashSet<Id>,
+    pub(super) linked: HashMap<u64, HardLinkedContent>,
+    /// The current directory, below the home.
+    pub(super) path: PathBuf,
+}
+
+impl Walker<'_> {
+    fn save_home(
+        &mut self,
+        directory: &OwnedFd,
+        earlier: Option<Id>,
+        scope: Scope<'_>,
+    ) -> Result<Id, FilesError> {
+        let tree = self.save_directory(directory, earlier, scope).map_err(|error| match error {
+            EntryError::Fatal(error) => error,
+            EntryError::Unreadable(error) => FilesError::io("list", &self.options.home)(error),
+            EntryError::Vanished | EntryError::Replaced => {
+                FilesError::io("list", &self.options.home)(io::Error::from(io::ErrorKind::NotFound))
+            }
+        })?;
+        self.finish_trees()?;
+        Ok(tree)
+    }
+
+    /// Saves a directory, and returns its tree.
+    fn save_directory(
+        &mut self,
+        directory: &OwnedFd,
+        earlier: Option<Id>,
+        scope: Scope<'_>,
+    ) -> Result<Id, EntryError> {
+        self.counts.directories += 1;
+        let earlier_nodes = self.load_earlier(earlier)?;
+        let is_cached = earlier_nodes.is_some();
+        let mut nodes = match earlier_nodes {
+            Some(earlier) if !scope.lists_directory() && !earlier.contains_key(OsStr::new(CACHE_TAG)) => {
+                self.save_marked(directory, earlier, scope)?
+            }
+            Some(earlier) => self.save_all(directory, earlier, scope)?,
+            None => self.save_all(directory, BTreeMap::new(), Scope::All)?,
+        };
+        nodes.sort_by_cached_key(Node::file_name);
+        let json = Tree { nodes }.to_json()?;
+        let id = Id::of(&json);
+        if earlier != Some(id) || !is_cached {
+            self.repository.cache_tree(id, &json);
+        }
+        self.trees.insert(id);
+        if self.known.insert(BlobType::Tree, id) {
+            let pack = self.tree_packs.add(id, &json)?;
+            self.send(pack)?;
+        }
+        Ok(id)
+    }
+
+    fn save_all(
+        &mut self,
+        directory: &OwnedFd,
+        mut earlier: BTreeMap<OsString, Node>,
+        scope: Scope<'_>,
+    ) -> Result<Vec<Node>, EntryError> {
+        let mut nodes = Vec::new();
+        for name in self.list(directory)? {
+            let earlier = earlier.remove(&name);
+            nodes.extend(self.save_entry(directory, &name, earlier, scope)?);
+        }
+        Ok(nodes)
+    }
+
+    /// Saves the entries that the scope marks, and keeps all others.
+    fn save_marked(
+        &mut self,
+        directory: &OwnedFd,
+        mut earlier: BTreeMap<OsString, Node>,
+        scope: Scope<'_>,
+    ) -> Result<Vec<Node>, FilesError> {
+        let mut nodes = Vec::new();
+        for name in scope.marked_names() {
+            let earlier = earlier.remove(name);
+            nodes.extend(self.save_entry(directory, name, earlier, scope)?);
+        }
+        nodes.extend(earlier.into_values());
+        Ok(nodes)
+    }
+
+    fn finish_trees(&mut self) -> Result<(), FilesError> {
+        let pack = self.tree_packs.finish()?;
+        self.send(pack)
+    }
+
+    fn send(&self, pack: Option<FinishedPack>) -> Result<(), FilesError> {
+        pack.map_or(Ok(()), |pack| self.packs.blocking_send(pack).map_err(|_| FilesError::Stopped))
+    }
+
+    /// Returns the earlier nodes of a directory by name; `None` if there is no earlier tree, or if it is not in the
+    /// cache: then all files are read again.
+    fn load_earlier(&self, tree: Option<Id>) -> Result<Option<BTreeMap<OsString, Node>>, FilesError> {
+        let Some(tree) = tree.map(|id| self.repository.cached_tree(id)).transpose()?.flatten() else {
+            return Ok(None);
+        };
+        Ok(Some(tree.nodes.into_iter().filter_map(|node| Some((node.file_name()?, node))).collect()))
+    }
+
+    /// Returns the names in a directory, sorted. Of a cache's directory, only the tag is saved; the home itself is never
+    /// a cache.
+    fn list(&mut self, directory: &OwnedFd) -> Result<Vec<OsString>, EntryError> {
+        let mut names = Vec::new();
+        for entry in Dir::read_from(directory)? {
+            let entry = entry?;
+            let name = entry.file_name().to_bytes();
+            if !matches!(name, b"." | b"..") {
+                names.push(OsStr::from_bytes(name).to_owned());
+            }
+        }
+        names.sort_unstable();
+        // Some file systems list a name twice if it is removed and created again meanwhile.
+        names.dedup();
+        let is_tag = |name: &OsString| name == CACHE_TAG;
+        if !self.path.as_os_str().is_empty() && names.iter().any(is_tag) && is_cache_tag(directory) {
+            self.counts.excluded += names.len() as u64 - 1;
+            names.retain(is_tag);
+        }
+        Ok(names)
+    }
+
+    /// Saves an entry; `None` if it is left out or has vanished.
+    fn save_entry(
+        &mut self,
+        directory: &OwnedFd,
+        name: &OsStr,
+        earlier: Option<Node>,
+        scope: Scope<'_>,
+    ) -> Result<Option<Node>, FilesError> {
+        if self.is_stopped.load(Ordering::Relaxed) {
+            return Err(FilesError::Stopped);
+        }
+        self.path.push(name);
+        let mut attempts = 1;
+        let saved = loop {
+            match self.save_current(directory, name, earlier.as_ref(), scope) {
+                Err(EntryError::Replaced) if attempts < MAX_READ_ATTEMPTS => attempts += 1,
+                saved => break saved,
+            }
+        };
+        let saved = match saved {
+            Ok(node) => Ok(node),
+            Err(EntryError::Vanished) => Ok(None),
+            Err(EntryError::Replaced) => {
+                Ok(self.keep_unreadable(&"it was replaced again and again", earlier))
+            }
+            Err(EntryError::Unreadable(error)) => Ok(self.keep_unreadable(&error, earlier)),
+            Err(EntryError::Fatal(error)) => Err(error),
+        };
+        self.path.pop();
+        saved
+    }
+
+    fn save_current(
+        &mut self,
+        directory: &OwnedFd,
+        name: &OsStr,
+        earlier: Option<&Node>,
+        scope: Scope<'_>,
+    ) -> Result<Option<Node>, EntryError> {
+        let stat = stat_in(directory, name)?;
+        let file_type = FileType::from_raw_mode(stat.stx_mode.into());
+        let is_directory = file_type == FileType::Directory;
+        if self.options.exclusions.excludes(&self.path, name, is_directory)
+            || (stat.stx_dev_major, stat.stx_dev_minor) != self.device
+        {
+            self.counts.excluded += 1;
+            return Ok(None);
+        }
+        match file_type {
+            FileType::RegularFile => self.save_file(directory, name, &stat, earlier),
+            FileType::Directory => self.save_subdirectory(directory, name, &stat, earlier, scope),
+            FileType::Symlink => self.save_link(directory, name, &stat),
+            _ => {
+                self.counts.special += 1;
+                self.note("special file");
+                Ok(None)
+            }
+        }
+    }
+
+    /// Counts an entry that cannot be read. Its earlier state stays in the snapshot.
+    fn keep_unreadable(&mut self, error: &dyn std::fmt::Display, earlier: Option<Node>) -> Option<Node> {
+        self.counts.unreadable += 1;
+        self.retry.mark_subtree(&self.path);
+        let path = self.path.display();
+        self.counts.first_unreadable.get_or_insert_with(|| truncate_printable(&format!("{path}: {error}")));
+        earlier
+    }
+
+    pub(super) fn note(&mut self, what: &str) {
+        if self.counts.notes.len() < MAX_NOTES {
+            let note = truncate_printable(&format!("{what}: {}", self.path.display()));
+            self.counts.notes.push(note);
+        }
+    }
+
+    pub(super) fn new_node(&self, name: &OsStr, node_type: NodeType, stat: &Statx) -> Node {
+        let mut node = Node::new(name, node_type, stat.stx_mode.into());
+        node.set_times(to_timestamp(stat.stx_mtime), to_timestamp(stat.stx_ctime));
+        (node.uid, node.gid) = (stat.stx_uid, stat.stx_gid);
+        node.user = self.names.user(node.uid).unwrap_or_default().to_owned();
+        node.group = self.names.group(node.gid).unwrap_or_default().to_owned();
+        (node.inode, node.links) = (stat.stx_ino, stat.stx_nlink.into());
+        node.device_id = rustix::fs::makedev(stat.stx_dev_major, stat.stx_dev_minor);
+        node
+    }
+
+    fn save_subdirectory(
+        &mut self,
+        directory: &OwnedFd,
+        name: &OsStr,
+        stat: &Statx,
+        earlier: Option<&Node>,
+        scope: Scope<'_>,
+    ) -> Result<Option<Node>, EntryError> {
+        if self.path.components().count() > MAX_DEPTH {
+            let why = format!("nested more than {MAX_DEPTH} deep");
+            return Err(EntryError::Unreadable(io::Error::other(why)));
+        }
+        let opened = open_in(directory, name, OFlags::DIRECTORY)?;
+        let opened_stat = stat_open(&opened)?;
+        check_same(stat, &opened_stat)?;
+        let mut node = self.new_node(name, NodeType::Dir, &opened_stat);
+        node.extended_attributes = read_xattrs(&opened)?;
+        // A directory of another inode is another one, moved here; nothing is known about it.
+        let scope = match earlier {
+            Some(earlier) if earlier.inode == node.inode => scope.below(name),
+            _ => Some(Scope::All),
+        };
+        // Times also differ if the directory was moved away, changed, and moved back, or if the number was reused.
+        let is_untouched = earlier.is_some_and(|earlier| earlier.ctime == node.ctime);
+        let earlier = earlier.and_then(|node| node.subtree);
+        node.subtree = match (scope, earlier) {
+            (None, Some(unchanged)) if is_untouched && self.known.contains(BlobType::Tree, unchanged) => {
+                Some(unchanged)
+            }
+            (scope, earlier) => Some(self.save_directory(&opened, earlier, scope.unwrap_or(Scope::All))?),
+        };
+        Ok(Some(node))
+    }
+
+    fn save_link(
+        &mut self,
+        directory: &OwnedFd,
+        name: &OsStr,
+        stat: &Statx,
+    ) -> Result<Option<Node>, EntryError> {
+        let target = rustix::fs::readlinkat(directory, name, Vec::new())?;
+        let mut node = self.new_node(name, NodeType::Symlink, stat);
+        node.set_link_target(OsStr::from_bytes(target.to_bytes()));
+        Ok(Some(node))
+    }
+}
+
+/// Why an entry was not saved.
+pub(super) enum EntryError {
+    /// It was removed during the save.
+    Vanished,
+    /// Another entry took its place during the save.
+    Replaced,
+    Unreadable(io::Error),
+    /// The save cannot go on.
+    Fatal(FilesError),
+}
+
+impl From<FilesError> for EntryError {
+    fn from(error: FilesError) -> Self {
+        Self::Fatal(error)
+    }
+}
+
+impl From<io::Error> for EntryError {
+    fn from(error: io::Error) -> Self {
+        match Errno::from_io_error(&error) {
+            Some(Errno::NOENT) => Self::Vanished,
+            Some(Errno::NOTDIR | Errno::LOOP) => Self::Replaced,
+            _ => Self::Unreadable(error),
+        }
+    }
+}
+
+impl From<Errno> for EntryError {
+    fn from(error: Errno) -> Self {
+        io::Error::from(error).into()
+    }
+}
+
+/// # Errors
+/// `Replaced` if the opened entry is not the one that was found by its name, but possibly one on another file system.
+pub(super) fn check_same(found: &Statx, opened: &Statx) -> Result<(), EntryError> {
+    let identity = |stat: &Statx| (stat.stx_dev_major, stat.stx_dev_minor, stat.stx_ino);
+    if identity(found) == identity(opened) { Ok(()) } else { Err(EntryError::Replaced) }
+}

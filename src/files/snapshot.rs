@@ -1,0 +1,38 @@
+//! Snapshots: the state of the home directory at a moment.
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use svc_machine::epoch::Epoch;
+use svc_machine::id::MachineId;
+
+use crate::id::Id;
+
+/// A snapshot, as `restic` stores it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Snapshot {
+    pub time: Timestamp,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<Id>,
+    pub tree: Id,
+    pub paths: Vec<String>,
+    #[serde(default)]
+    pub hostname: String,
+    #[serde(default)]
+    pub username: String,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tags: Vec<String>,
+}
+
+/// Which machine made a snapshot; tags, because `restic` shows them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SnapshotOrigin {
+    pub machine: MachineId,
+    pub epoch: Epoch,
+}
+
+impl SnapshotOrigin {
+    pub(crate) fn to_tags(self) -> Vec<String> {
+        vec![format!("machine={}", self.machine), format!("epoch={}", self.epoch)]
+    }
+}

@@ -1,0 +1,172 @@
+//! Pruning: nothing that a remaining snapshot needs is ever missing, also if a machine saves at the same time or a run
+//! is interrupted.
+
+use jiff::{SignedDuration, Timestamp};
+
+use super::*;
+use crate::prune::{PruneOptions, Pruned, prune};
+use crate::retention::RetentionPolicy;
+use crate::verify::{Share, verify};
+
+/// Keeps only the newest snapshot.
+const NEWEST: RetentionPolicy = RetentionPolicy {
+    all: SignedDuration::ZERO,
+    hourly: SignedDuration::ZERO,
+    daily: SignedDuration::ZERO,
+    monthly: Some(SignedDuration::ZERO),
+    newest: 1,
+};
+const GRACE: SignedDuration = SignedDuration::from_hours(48);
+
+pub(super) fn days_later(days: i64) -> PruneOptions {
+    let now = Timestamp::now() + SignedDuration::from_hours(24 * days);
+    PruneOptions { policy: NEWEST, protected: Vec::new(), grace_period: GRACE, now, is_dry_run: false }
+}
+
+pub(super) async fn run(fixture: &Fixture, options: &PruneOptions) -> Pruned {
+    prune(&fixture.open(&fixture.key).await.unwrap().unwrap(), options).await.unwrap()
+}
+
+async fn bytes_in_packs(fixture: &Fixture) -> u64 {
+    verify(&fixture.open(&fixture.key).await.unwrap().unwrap(), Share::ALL).await.unwrap().bytes
+}
+
+pub(super) async fn fixture_with_history(mut fixture: Fixture) -> Fixture {
+    for n in 0..5_u8 {
+        fixture.write("kept", "kept");
+        fixture.write("replaced", random_bytes(300_000));
+        fixture.write(&format!("removed/{n}"), random_bytes(100_000));
+        fixture.save().await;
+    }
+    fs::remove_dir_all(fixture.home().join("removed")).unwrap();
+    fixture.save().await;
+    fixture
+}
+
+#[tokio::test]
+async fn pruning_frees_space_in_two_phases() {
+    let fixture = fixture_with_history(Fixture::new().await).await;
+    let before = bytes_in_packs(&fixture).await;
+    assert_eq!(run(&fixture, &PruneOptions { is_dry_run: true, ..days_later(3) }).await.removed_snapshots, 5);
+    assert_eq!(fixture.open(&fixture.key).await.unwrap().unwrap().list_snapshots().await.unwrap().len(), 6);
+
+    let young = run(&fixture, &days_later(1)).await;
+    assert_eq!((young.removed_snapshots, young.marked_packs, young.deleted_packs), (5, 0, 0));
+    let marked = run(&fixture, &days_later(3)).await;
+    assert!(marked.marked_packs >= 4 && marked.deleted_packs == 0, "{marked:?}");
+    assert_eq!(run(&fixture, &days_later(4)).await.deleted_packs, 0, "the grace period has not ended");
+    let deleted = run(&fixture, &days_later(6)).await;
+    assert_eq!(deleted.deleted_packs, marked.marked_packs);
+    let after = bytes_in_packs(&fixture).await;
+    assert!(after < before / 3, "{after} of {before} bytes");
+    assert_eq!(run(&fixture, &days_later(9)).await, Pruned { kept_snapshots: 1, ..Pruned::default() });
+
+    let snapshot = fixture.last.clone().unwrap().1;
+    let (target, _) = fixture.restore(&snapshot).await;
+    assert_same(&describe(target.path()), &describe(&fixture.home()));
+}
+
+#[tokio::test]
+async fn protected_snapshot_survives_with_its_packs() {
+    let fixture = fixture_with_history(Fixture::new().await).await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    let (oldest, snapshot) = repository.list_snapshots().await.unwrap().pop().unwrap();
+    for days in [3, 6, 9] {
+        let pruned = run(&fixture, &PruneOptions { protected: vec![oldest], ..days_later(days) }).await;
+        assert_eq!(pruned.kept_snapshots, 2);
+    }
+    let (target, _) = fixture.restore(&snapshot).await;
+    assert_eq!(fs::metadata(target.path().join("removed/0")).unwrap().len(), 100_000);
+}
+
+#[tokio::test]
+async fn save_after_marking_does_not_rely_on_marked_packs() {
+    let mut fixture = Fixture::new().await;
+    let content = random_bytes(600_000);
+    let path = fixture.write("file", &content);
+    fixture.save().await;
+    fs::remove_file(&path).unwrap();
+    fixture.save().await;
+    run(&fixture, &days_later(3)).await;
+    // The same content again, in the process that had the marked blobs in memory.
+    fs::write(&path, &content).unwrap();
+    let saved = fixture.save().await;
+    assert!(saved.uploaded_bytes > 600_000, "{} bytes", saved.uploaded_bytes);
+    run(&fixture, &days_later(6)).await;
+    let (target, _) = fixture.restore(&saved.snapshot).await;
+    assert_eq!(fs::read(target.path().join("file")).unwrap(), content);
+}
+
+#[tokio::test]
+async fn marked_pack_that_is_needed_again_is_unmarked() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("file", random_bytes(600_000));
+    let (id, snapshot) = {
+        let saved = fixture.save().await;
+        (saved.id, saved.snapshot)
+    };
+    fs::remove_file(fixture.home().join("file")).unwrap();
+    fixture.save().await;
+    run(&fixture, &days_later(3)).await;
+    // A save that began before the marking refers to the marked packs.
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    repository.write_json(crate::repository::Kind::Snapshot, &snapshot).await.unwrap();
+    let protected = repository.list_snapshots().await.unwrap().into_iter().map(|(id, _)| id).collect();
+    let pruned = run(&fixture, &PruneOptions { protected, ..days_later(6) }).await;
+    assert!(pruned.unmarked_packs > 0 && pruned.deleted_packs == 0, "{pruned:?}");
+    let (target, _) = fixture.restore(&snapshot).await;
+    assert_eq!(fs::metadata(target.path().join("file")).unwrap().len(), 600_000, "{id}");
+}
+
+#[tokio::test]
+async fn pack_of_mixed_use_is_written_again() {
+    let mut fixture = Fixture::new().await;
+    for n in 0..10 {
+        fixture.write(&format!("{n}"), random_bytes(50_000));
+    }
+    fixture.save().await;
+    for n in 1..10 {
+        fs::remove_file(fixture.home().join(format!("{n}"))).unwrap();
+    }
+    let saved = fixture.save().await;
+    let pruned = run(&fixture, &days_later(3)).await;
+    assert_eq!(pruned.rewritten_packs, 1);
+    run(&fixture, &days_later(6)).await;
+    let after = bytes_in_packs(&fixture).await;
+    assert!((50_000..60_000).contains(&after), "{after} bytes");
+    let (target, _) = fixture.restore(&saved.snapshot).await;
+    assert_same(&describe(target.path()), &describe(&fixture.home()));
+}
+
+#[tokio::test]
+async fn damaged_pack_is_reported_with_its_blobs() {
+    let fixture = fixture_with_history(Fixture::new().await).await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    let sound = verify(&repository, Share::ALL).await.unwrap();
+    assert!(sound.damaged.is_empty() && sound.packs >= 10, "{sound:?}");
+    let shares = async |of: u16| {
+        let mut packs = 0;
+        for part in 0..of {
+            packs += verify(&repository, Share { part, of }).await.unwrap().packs;
+        }
+        packs
+    };
+    assert_eq!(shares(7).await, sound.packs, "the shares cover every pack");
+
+    let (first, second) = {
+        let mut packs = repository.list_packs().await.unwrap().into_iter().map(|(id, _)| id);
+        (packs.next().unwrap(), packs.next().unwrap())
+    };
+    let path = repository.pack_path(first);
+    let mut bytes = repository.read_whole_pack(first).await.unwrap().unwrap().to_vec();
+    bytes[20] ^= 1;
+    fixture.bucket.put(&path, bytes).await.unwrap();
+    repository.delete(&repository.pack_path(second)).await.unwrap();
+    let damaged = verify(&repository, Share::ALL).await.unwrap().damaged;
+    let mut expected = [first, second];
+    expected.sort_unstable();
+    assert_eq!(damaged.iter().map(|damaged| damaged.pack).collect::<Vec<_>>(), expected);
+    assert!(damaged.iter().all(|damaged| !damaged.blobs.is_empty()), "{damaged:?}");
+    let missing = damaged.iter().find(|damaged| damaged.pack == second).unwrap();
+    assert_eq!(missing.why, "it does not exist");
+}

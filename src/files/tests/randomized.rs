@@ -1,0 +1,252 @@
+//! Random trees with random writers, kills, restarts and pruning. The model is independent of the code under test: a
+//! description of the home at each moment that was reported as saved.
+
+use jiff::SignedDuration;
+use kit::long_tests::Figures;
+
+use super::kills::Action;
+use super::*;
+use crate::prune::{self, PruneOptions};
+use crate::retention::RetentionPolicy;
+use crate::save as saving;
+use crate::verify::{Share, verify};
+
+/// A reproducible random number generator (xorshift64).
+struct Random(u64);
+
+impl Random {
+    fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 16) as usize % limit.max(1)
+    }
+
+    fn chance(&mut self, percent: usize) -> bool {
+        self.below(100) < percent
+    }
+
+    fn bytes(&mut self, length: usize) -> Vec<u8> {
+        (0..length).map(|_| self.below(256) as u8).collect()
+    }
+
+    fn choose<'a, T>(&mut self, from: &'a [T]) -> Option<&'a T> {
+        let at = self.below(from.len());
+        from.get(at)
+    }
+}
+
+/// Changes a home at random.
+struct Writer {
+    home: PathBuf,
+    random: Random,
+    /// The changes since the last save.
+    changes: Changes,
+    /// A change through one name of a file also changes its other names, which are not in `changes`.
+    has_hard_links: bool,
+}
+
+impl Writer {
+    /// Lists directories and files below the home; the home itself comes first.
+    fn paths(&self) -> (Vec<PathBuf>, Vec<PathBuf>) {
+        let (mut directories, mut files) = (vec![PathBuf::new()], Vec::new());
+        let mut at = 0;
+        while at < directories.len() {
+            let directory = directories[at].clone();
+            for entry in fs::read_dir(self.home.join(&directory)).into_iter().flatten().flatten() {
+                let is_directory = entry.file_type().is_ok_and(|kind| kind.is_dir());
+                let list = if is_directory { &mut directories } else { &mut files };
+                list.push(directory.join(entry.file_name()));
+            }
+            at += 1;
+        }
+        directories.sort();
+        files.sort();
+        (directories, files)
+    }
+
+    fn mark(&mut self, path: &Path) {
+        self.changes.mark_directory(path.parent().unwrap_or(Path::new("")));
+    }
+
+    /// Makes one change. A change that is not possible is skipped.
+    fn change(&mut self) {
+        let (directories, files) = self.paths();
+        let name = format!("n{}", self.random.below(12));
+        let new = self.random.choose(&directories).unwrap().join(name);
+        let file = self.random.choose(&files).cloned().unwrap_or_else(|| new.clone());
+        let (full_new, full_file) = (self.home.join(&new), self.home.join(&file));
+        let is_link = fs::symlink_metadata(&full_file).is_ok_and(|meta| meta.is_symlink());
+        self.mark(&new);
+        self.mark(&file);
+        let length = match self.random.below(10) {
+            0 => 900_000,
+            1 => 0,
+            _ => 2000,
+        };
+        let length = self.random.below(length + 1);
+        let content = self.random.bytes(length);
+        let is_plain = !is_link && full_file.is_file();
+        let result = match self.random.below(13) {
+            0..=2 => fs::write(&full_new, content),
+            3 if is_plain => {
+                File::options().append(true).open(&full_file).and_then(|mut file| file.write_all(&content))
+            }
+            4 if is_plain => {
+                File::options().write(true).open(&full_file).and_then(|file| file.write_all_at(&content, 10))
+            }
+            5 if is_plain => {
+                File::options().write(true).open(&full_file).and_then(|file| file.set_len(length as u64 / 2))
+            }
+            6 => fs::remove_file(&full_file),
+            7 => fs::create_dir(&full_new),
+            8 => {
+                let directory = self.random.choose(&directories).unwrap();
+                let is_home = directory.as_os_str().is_empty();
+                self.changes.mark_directory(directory.parent().unwrap_or(Path::new("")));
+                if is_home { Ok(()) } else { fs::remove_dir_all(self.home.join(directory)) }
+            }
+            9 => {
+                let from = self.random.choose(&directories).unwrap().clone();
+                self.changes.mark_directory(from.parent().unwrap_or(Path::new("")));
+                if from.as_os_str().is_empty() {
+                    Ok(())
+                } else {
+                    fs::rename(self.home.join(&from), &full_new)
+                }
+            }
+            10 => fs::rename(&full_file, &full_new),
+            11 if is_plain => {
+                let mode = [0o600, 0o644, 0o4755, 0o400][self.random.below(4)];
+                fs::set_permissions(&full_file, Permissions::from_mode(mode))
+            }
+            12 if self.random.chance(20) && is_plain => {
+                self.has_hard_links = true;
+                fs::hard_link(&full_file, &full_new)
+            }
+            _ => symlink(&file, &full_new),
+        };
+        // Some changes fail, for example if the name exists or a directory would move into itself.
+        drop(result);
+    }
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    saves: u64,
+    kills: u64,
+    moments: u64,
+}
+
+async fn run_seed(seed: u64) -> Counts {
+    let mut fixture = Fixture::in_directory().await;
+    let mut random = Random::new(seed);
+    let (home, writer_random) = (fixture.home(), Random::new(seed ^ 0xffff));
+    let mut writer =
+        Writer { home, random: writer_random, changes: Changes::default(), has_hard_links: false };
+    let mut moments: Vec<(Id, Snapshot, Option<Description>)> = Vec::new();
+    let mut counts = Counts::default();
+    for round in 0..8 {
+        for _ in 0..random.below(if round == 0 { 60 } else { 12 }) {
+            writer.change();
+        }
+        if random.chance(15) {
+            fixture.restart().await;
+        }
+        if random.chance(25) {
+            let point = random.choose(saving::FAILPOINTS).unwrap();
+            let parent = fixture.last.clone();
+            counts.kills += u64::from(fixture.run_killed_at(point, Action::Save { parent }));
+        }
+        let is_concurrent = random.chance(20);
+        let saved = save(&mut fixture, &mut writer, is_concurrent, random.chance(60)).await;
+        counts.saves += 1;
+        let description = (!is_concurrent).then(|| describe(&writer.home));
+        moments.push((saved.id, saved.snapshot, description));
+        if random.chance(20) {
+            let kept = moments.len() - random.below(3).min(moments.len() - 1);
+            moments.drain(..moments.len() - kept);
+            let protected: Vec<Id> = moments.iter().map(|(id, _, _)| *id).collect();
+            let options = prune_options(protected.clone(), i64::from(round) * 3 + 3);
+            if random.chance(40) {
+                let point = random.choose(prune::FAILPOINTS).unwrap();
+                counts.kills +=
+                    u64::from(fixture.run_killed_at(point, Action::Prune { now: options.now, protected }));
+            }
+            prune::prune(fixture.saver.repository(), &options).await.unwrap();
+        }
+    }
+    for (id, snapshot, expected) in &moments {
+        let (target, restored) = fixture.restore(snapshot).await;
+        assert_eq!(restored.incomplete, 0, "seed {seed}, {id}: {:?}", restored.first_incomplete);
+        if let Some(expected) = expected {
+            assert_same(&describe(target.path()), expected);
+            counts.moments += 1;
+        }
+    }
+    let damaged = verify(fixture.saver.repository(), Share::ALL).await.unwrap().damaged;
+    assert!(damaged.is_empty(), "seed {seed}: {damaged:?}");
+    fixture.restic().check().unwrap_or_else(|error| panic!("seed {seed}: {error:#}"));
+    counts
+}
+
+fn prune_options(protected: Vec<Id>, days: i64) -> PruneOptions {
+    let policy = RetentionPolicy { newest: 0, all: SignedDuration::ZERO, ..RetentionPolicy::default() };
+    PruneOptions { protected, policy, ..pruning::days_later(days) }
+}
+
+/// Saves all or only the changes, optionally while the writer keeps changing files.
+async fn save(fixture: &mut Fixture, writer: &mut Writer, is_concurrent: bool, is_partial: bool) -> Saved {
+    let changes = std::mem::take(&mut writer.changes);
+    let parent = fixture.last.clone().filter(|_| is_partial && !writer.has_hard_links);
+    let parent_of_all = fixture.last.clone();
+    let saver = &mut fixture.saver;
+    let saved = std::thread::scope(|scope| {
+        let running = is_concurrent.then(|| scope.spawn(|| (0..40).for_each(|_| writer.change())));
+        let saved = tokio::task::block_in_place(|| {
+            tokio::runtime::Handle::current().block_on(async {
+                match parent {
+                    Some(parent) => saver.save_changes(parent, changes).await,
+                    None => saver.save(parent_of_all).await,
+                }
+            })
+        });
+        if let Some(thread) = running {
+            thread.join().unwrap();
+        }
+        saved.unwrap()
+    });
+    writer.changes.merge(saved.retry.clone());
+    fixture.last = Some((saved.id, saved.snapshot.clone()));
+    saved
+}
+
+async fn run_seeds(first: u64, count: u64) -> Counts {
+    let mut total = Counts::default();
+    for seed in first..first + count {
+        let Counts { saves, kills, moments } = run_seed(seed).await;
+        total.saves += saves;
+        total.kills += kills;
+        total.moments += moments;
+    }
+    println!("{count} seeds from {first}: {total:?}");
+    assert!(total.moments > 3 * count && total.kills > count / 2, "{total:?}");
+    total
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn random_histories_restore_every_snapshot() {
+    run_seeds(0, 8).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "long: 1,000 runs"]
+async fn long_random_histories_restore_every_snapshot() {
+    let Counts { saves, kills, .. } = run_seeds(1000, 1000).await;
+    let figures = Figures { kills_survived: kills, snapshots_taken: saves, ..Figures::new("saved homes") };
+    figures.record().unwrap();
+}

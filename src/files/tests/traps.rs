@@ -1,0 +1,212 @@
+//! Sequences in which a simpler implementation loses data or never ends.
+
+use std::os::unix::fs::FileExt;
+
+use super::*;
+use crate::index::IndexFile;
+use crate::repository::Kind;
+
+fn changes_in(directories: &[&str]) -> Changes {
+    let mut changes = Changes::default();
+    directories.iter().for_each(|directory| changes.mark_directory(Path::new(directory)));
+    changes
+}
+
+impl Fixture {
+    async fn save_changes(&mut self, changes: Changes) -> Saved {
+        let saved = self.saver.save_changes(self.last.clone().unwrap(), changes).await.unwrap();
+        self.last = Some((saved.id, saved.snapshot.clone()));
+        saved
+    }
+
+    async fn assert_restores(&self, saved: &Saved) {
+        let (target, _) = self.restore(&saved.snapshot).await;
+        assert_same(&describe(target.path()), &describe(&self.home()));
+    }
+}
+
+#[tokio::test]
+async fn directory_that_was_moved_away_and_back_is_visited() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("d/old", "old");
+    fixture.save().await;
+    fs::rename(fixture.home().join("d"), fixture.home().join("e")).unwrap();
+    fixture.write("e/new", "new");
+    fs::rename(fixture.home().join("e"), fixture.home().join("d")).unwrap();
+    let saved = fixture.save_changes(changes_in(&["", "e"])).await;
+    fixture.assert_restores(&saved).await;
+}
+
+#[tokio::test]
+async fn directory_that_takes_the_inode_of_another_is_visited() {
+    let mut fixture = Fixture::new().await;
+    fs::create_dir(fixture.home().join("d")).unwrap();
+    fixture.save().await;
+    fs::remove_dir(fixture.home().join("d")).unwrap();
+    fixture.write("x/file", "in the new directory");
+    fs::rename(fixture.home().join("x"), fixture.home().join("d")).unwrap();
+    let saved = fixture.save_changes(changes_in(&["", "x"])).await;
+    fixture.assert_restores(&saved).await;
+}
+
+#[tokio::test]
+async fn names_of_a_hard_link_may_differ_in_a_save_of_changes() {
+    let mut fixture = Fixture::new().await;
+    let first = fixture.write("a/x", "old content");
+    fs::create_dir(fixture.home().join("b")).unwrap();
+    fs::hard_link(&first, fixture.home().join("b/x")).unwrap();
+    fixture.save().await;
+    let file = File::options().write(true).open(fixture.home().join("b/x")).unwrap();
+    file.write_all_at(b"new content", 0).unwrap();
+    let saved = fixture.save_changes(changes_in(&["b"])).await;
+    let (target, _) = fixture.restore(&saved.snapshot).await;
+    assert_eq!(fs::read(target.path().join("b/x")).unwrap(), b"new content");
+    let saved = fixture.save().await;
+    fixture.assert_restores(&saved).await;
+}
+
+#[tokio::test]
+async fn tag_of_a_cache_also_holds_for_changes() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("target/CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55");
+    fixture.write("target/debug/a", "a");
+    fixture.save().await;
+    fixture.write("target/debug/b", random_bytes(500_000));
+    let saved = fixture.save_changes(changes_in(&["target/debug"])).await;
+    assert!(saved.uploaded_bytes < 20_000, "{} bytes", saved.uploaded_bytes);
+    fixture.write("CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55");
+    fixture.write("kept", "kept");
+    let saved = fixture.save().await;
+    let (target, _) = fixture.restore(&saved.snapshot).await;
+    assert!(target.path().join("kept").exists(), "a tag in the home itself is ignored");
+}
+
+#[tokio::test]
+async fn sparse_file_is_saved_quickly_and_restored_sparse() {
+    let mut fixture = Fixture::new().await;
+    let path = fixture.write("sparse", "start");
+    let file = File::options().write(true).open(&path).unwrap();
+    file.set_len(300 << 30).unwrap();
+    file.write_all_at(b"middle", (100 << 30) + 12_345).unwrap();
+    file.write_all_at(b"end", (300 << 30) - 3).unwrap();
+    let began = std::time::Instant::now();
+    let saved = fixture.save().await;
+    assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
+    assert_eq!(saved.counts.bytes, 300 << 30);
+    let (target, _) = fixture.restore(&saved.snapshot).await;
+    let restored = File::open(target.path().join("sparse")).unwrap();
+    assert_eq!(restored.metadata().unwrap().len(), 300 << 30);
+    assert!(restored.metadata().unwrap().blocks() * 512 < 64 << 20);
+    for (text, at) in [("start", 0), ("middle", (100 << 30) + 12_345), ("end", (300 << 30) - 3)] {
+        let mut found = vec![0; text.len()];
+        restored.read_exact_at(&mut found, at).unwrap();
+        assert_eq!(found, text.as_bytes());
+    }
+}
+
+#[tokio::test]
+async fn file_of_an_implausible_size_is_reported() {
+    let mut fixture = Fixture::new().await;
+    let path = fixture.write("huge", "");
+    if File::options().write(true).open(&path).unwrap().set_len(2 << 40).is_err() {
+        eprintln!("skipped: the file system has no files of 2 TiB");
+        return;
+    }
+    fixture.write("small", "small");
+    let saved = fixture.save().await;
+    assert_eq!((saved.counts.unreadable, saved.counts.files), (1, 1));
+    assert!(saved.counts.first_unreadable.unwrap().starts_with("huge: larger than"));
+    assert!(!saved.retry.is_empty());
+}
+
+#[tokio::test]
+async fn expired_parent_does_not_make_later_snapshots_incomplete() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("file", random_bytes(100_000));
+    fixture.save().await;
+    // The parent and all of its packs are gone, as after too long a pause.
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    for (pack, _) in repository.list_packs().await.unwrap() {
+        repository.delete(&repository.pack_path(pack)).await.unwrap();
+    }
+    for file in repository.list(Kind::Index).await.unwrap() {
+        repository.delete(&repository.path(Kind::Index, file)).await.unwrap();
+    }
+    let saved = fixture.save().await;
+    fixture.assert_restores(&saved).await;
+    fixture.write("other", "other");
+    let saved = fixture.save_changes(changes_in(&[""])).await;
+    fixture.assert_restores(&saved).await;
+}
+
+#[tokio::test]
+async fn small_index_files_are_merged() {
+    let mut fixture = Fixture::new().await;
+    for n in 0..20_u8 {
+        fixture.write("counter", [n]);
+        fixture.save().await;
+    }
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    assert_eq!(repository.list(Kind::Index).await.unwrap().len(), 20);
+    let options = crate::prune::PruneOptions {
+        policy: crate::retention::RetentionPolicy::default(),
+        ..pruning::days_later(0)
+    };
+    crate::prune::prune(&repository, &options).await.unwrap();
+    assert_eq!(repository.list(Kind::Index).await.unwrap().len(), 1);
+    // The process that knew the old files goes on.
+    fixture.write("counter", "more");
+    let saved = fixture.save().await;
+    fixture.assert_restores(&saved).await;
+}
+
+#[tokio::test]
+async fn index_that_is_replaced_while_it_is_read_is_read_again() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("a", "a");
+    let saved = fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    let (old, file) = repository.load_index().await.unwrap().remove(0);
+    // Replaces the file again and again, as no pruning does.
+    let replacing = async {
+        let mut previous = old;
+        for _ in 0..200 {
+            let new = repository.write_json(Kind::Index, &IndexFile::clone(&file)).await.unwrap();
+            repository.delete(&repository.path(Kind::Index, previous)).await.unwrap();
+            previous = new;
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    let reading = async {
+        for _ in 0..20 {
+            let index = repository.load_index().await.unwrap();
+            assert!(!index.is_empty());
+        }
+    };
+    tokio::join!(replacing, reading);
+    fixture.assert_restores(&saved).await;
+}
+
+#[tokio::test]
+async fn paths_longer_than_the_limit_are_saved_and_restored() {
+    let mut fixture = Fixture::new().await;
+    let mut directory: std::os::fd::OwnedFd = File::open(fixture.home()).unwrap().into();
+    let flags = rustix::fs::OFlags::DIRECTORY;
+    let name = "n".repeat(200);
+    for _ in 0..30 {
+        rustix::fs::mkdirat(&directory, &name, rustix::fs::Mode::RWXU).unwrap();
+        directory = rustix::fs::openat(&directory, &name, flags, rustix::fs::Mode::empty()).unwrap();
+    }
+    let create = rustix::fs::OFlags::CREATE | rustix::fs::OFlags::WRONLY;
+    let file = rustix::fs::openat(&directory, "file", create, rustix::fs::Mode::RUSR).unwrap();
+    File::from(file).write_all(b"deep").unwrap();
+    let saved = fixture.save().await;
+    let (target, restored) = fixture.restore(&saved.snapshot).await;
+    assert_eq!((restored.files, restored.directories, restored.incomplete), (1, 30, 0));
+    let mut directory: std::os::fd::OwnedFd = File::open(target.path()).unwrap().into();
+    for _ in 0..30 {
+        directory = rustix::fs::openat(&directory, &name, flags, rustix::fs::Mode::empty()).unwrap();
+    }
+    let file = rustix::fs::openat(&directory, "file", rustix::fs::OFlags::RDONLY, rustix::fs::Mode::empty());
+    assert_eq!(std::io::read_to_string(File::from(file.unwrap())).unwrap(), "deep");
+}

@@ -1,0 +1,274 @@
+//! Trees: the JSON of a directory, with a node for each of its entries.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use crate::error::FilesError;
+use crate::escape::{escape_name, unescape_name};
+use crate::id::Id;
+
+/// Go's bits of a file mode, in which `restic` stores it. The lowest nine bits are those of Unix.
+mod go_mode {
+    pub(super) const DIR: u32 = 1 << 31;
+    pub(super) const SYMLINK: u32 = 1 << 27;
+    pub(super) const SETUID: u32 = 1 << 23;
+    pub(super) const SETGID: u32 = 1 << 22;
+    pub(super) const STICKY: u32 = 1 << 20;
+}
+
+const UNIX_SETUID: u32 = 0o4000;
+const UNIX_SETGID: u32 = 0o2000;
+const UNIX_STICKY: u32 = 0o1000;
+
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tree {
+    /// Sorted by the bytes of their names.
+    #[serde(deserialize_with = "null_as_default")]
+    pub nodes: Vec<Node>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum NodeType {
+    File,
+    Dir,
+    Symlink,
+    /// A device, FIFO or socket, which is never written and not restored.
+    #[serde(rename = "socket", alias = "fifo", alias = "dev", alias = "chardev", alias = "irregular")]
+    Special,
+}
+
+/// An entry of a directory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Node {
+    /// Escaped; [`Node::file_name`] returns the name itself.
+    name: String,
+    #[serde(rename = "type")]
+    pub node_type: NodeType,
+    /// In Go's format; [`Node::unix_mode`] returns Unix's.
+    #[serde(default)]
+    mode: u32,
+    pub mtime: Timestamp,
+    /// `restic` restores it, so it is always written; it is the modification time.
+    #[serde(default)]
+    atime: Timestamp,
+    #[serde(default)]
+    pub ctime: Timestamp,
+    #[serde(default)]
+    pub uid: u32,
+    #[serde(default)]
+    pub gid: u32,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub user: String,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub group: String,
+    #[serde(default)]
+    pub inode: u64,
+    #[serde(default)]
+    pub device_id: u64,
+    /// The number of bytes in a file.
+    #[serde(default)]
+    pub size: u64,
+    #[serde(default)]
+    pub links: u64,
+    /// The target of a symbolic link, if it is UTF-8; otherwise an approximation.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    linktarget: String,
+    /// Base64 of the target of a symbolic link that is not UTF-8.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    linktarget_raw: Option<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "null_as_default")]
+    pub extended_attributes: Vec<ExtendedAttribute>,
+    /// The chunks of a file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub content: Option<Vec<Id>>,
+    /// The tree of a directory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub subtree: Option<Id>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExtendedAttribute {
+    pub name: String,
+    /// Base64.
+    #[serde(default)]
+    value: Option<String>,
+}
+
+impl ExtendedAttribute {
+    pub fn new(name: String, value: &[u8]) -> Self {
+        Self { name, value: Some(BASE64_STANDARD.encode(value)) }
+    }
+
+    /// Returns the value; `None` if it is not base64.
+    pub fn value(&self) -> Option<Vec<u8>> {
+        BASE64_STANDARD.decode(self.value.as_deref().unwrap_or_default()).ok()
+    }
+}
+
+fn null_as_default<'de, T, D>(deserializer: D) -> Result<T, D::Error>
+where
+    T: Default + Deserialize<'de>,
+    D: serde::Deserializer<'de>,
+{
+    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
+}
+
+impl Node {
+    /// Creates a node without content, owner or times.
+    pub fn new(name: &OsStr, node_type: NodeType, unix_mode: u32) -> Self {
+        Self {
+            name: escape_name(name),
+            node_type,
+            mode: to_go_mode(node_type, unix_mode),
+            mtime: Timestamp::UNIX_EPOCH,
+            atime: Timestamp::UNIX_EPOCH,
+            ctime: Timestamp::UNIX_EPOCH,
+            uid: 0,
+            gid: 0,
+            user: String::new(),
+            group: String::new(),
+            inode: 0,
+            device_id: 0,
+            size: 0,
+            links: 0,
+            linktarget: String::new(),
+            linktarget_raw: None,
+            extended_attributes: Vec::new(),
+            content: None,
+            subtree: None,
+        }
+    }
+
+    pub fn set_times(&mut self, mtime: Timestamp, ctime: Timestamp) {
+        (self.mtime, self.atime, self.ctime) = (mtime, mtime, ctime);
+    }
+
+    /// The name; `None` if its escapes are not valid, or if it is not a name of one entry, such as `..` or `a/b`.
+    pub fn file_name(&self) -> Option<OsString> {
+        let name = unescape_name(&self.name)?;
+        let bytes = name.as_bytes();
+        let is_plain = !matches!(bytes, b"" | b"." | b"..") && !bytes.contains(&b'/') && !bytes.contains(&0);
+        is_plain.then_some(name)
+    }
+
+    /// The lowest twelve bits of a Unix mode.
+    pub fn unix_mode(&self) -> u32 {
+        let bit = |go, unix| if self.mode & go != 0 { unix } else { 0 };
+        self.mode & 0o777
+            | bit(go_mode::SETUID, UNIX_SETUID)
+            | bit(go_mode::SETGID, UNIX_SETGID)
+            | bit(go_mode::STICKY, UNIX_STICKY)
+    }
+
+    pub fn set_link_target(&mut self, target: &OsStr) {
+        self.linktarget = target.to_string_lossy().into_owned();
+        self.linktarget_raw = target.to_str().is_none().then(|| BASE64_STANDARD.encode(target.as_bytes()));
+    }
+
+    /// The target of a symbolic link; `None` if it is not valid base64 or is empty.
+    pub fn link_target(&self) -> Option<OsString> {
+        let target = match &self.linktarget_raw {
+            Some(raw) => OsString::from_vec(BASE64_STANDARD.decode(raw).ok()?),
+            None => OsString::from(&self.linktarget),
+        };
+        let is_valid = !target.is_empty() && !target.as_bytes().contains(&0);
+        is_valid.then_some(target)
+    }
+}
+
+fn to_go_mode(node_type: NodeType, unix_mode: u32) -> u32 {
+    let bit = |unix, go| if unix_mode & unix != 0 { go } else { 0 };
+    let kind = match node_type {
+        NodeType::Dir => go_mode::DIR,
+        NodeType::Symlink => go_mode::SYMLINK,
+        NodeType::File | NodeType::Special => 0,
+    };
+    kind | unix_mode & 0o777
+        | bit(UNIX_SETUID, go_mode::SETUID)
+        | bit(UNIX_SETGID, go_mode::SETGID)
+        | bit(UNIX_STICKY, go_mode::STICKY)
+}
+
+impl Tree {
+    /// Serializes the tree as `restic` does, with a line feed at the end.
+    pub(crate) fn to_json(&self) -> Result<Vec<u8>, FilesError> {
+        let mut json = serde_json::to_vec(self).map_err(|error| FilesError::encode("tree", &error))?;
+        json.push(b'\n');
+        Ok(json)
+    }
+
+    /// Parses a tree, and checks that every entry has a name of its own that stays in the directory.
+    ///
+    /// # Errors
+    /// [`FilesError::Corrupt`].
+    pub(crate) fn parse(id: Id, json: &[u8]) -> Result<Self, FilesError> {
+        let corrupt = |why: &dyn std::fmt::Display| FilesError::corrupt(format!("tree {id}"), &why);
+        let tree: Self = serde_json::from_slice(json).map_err(|error| corrupt(&error))?;
+        let mut names = std::collections::HashSet::with_capacity(tree.nodes.len());
+        for node in &tree.nodes {
+            let name =
+                node.file_name().ok_or_else(|| corrupt(&format!("invalid entry name {:?}", node.name)))?;
+            if !names.insert(name) {
+                return Err(corrupt(&format!("duplicate entry name {:?}", node.name)));
+            }
+        }
+        Ok(tree)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tree_with_names(names: &[&str]) -> Vec<u8> {
+        let nodes = names.iter().map(|name| Node::new(OsStr::new(name), NodeType::File, 0o644)).collect();
+        Tree { nodes }.to_json().unwrap()
+    }
+
+    #[test]
+    fn parse_refuses_names_that_leave_the_directory() {
+        for names in [&[".."][..], &["."], &[""], &["a/b"], &["/etc"], &["a\0"], &["a", "b", "a"]] {
+            let json = tree_with_names(names);
+            assert!(Tree::parse(Id::of(&json), &json).is_err(), "{names:?}");
+        }
+        let json = tree_with_names(&["a", "...", "b c", "\"", "\\x2e"]);
+        assert_eq!(Tree::parse(Id::of(&json), &json).unwrap().nodes.len(), 5);
+    }
+
+    #[test]
+    fn mode_keeps_special_bits() {
+        for mode in [0o644, 0o7777, 0o4755, 0o2750, 0o1777, 0] {
+            assert_eq!(Node::new(OsStr::new("a"), NodeType::Dir, mode).unix_mode(), mode, "{mode:o}");
+        }
+    }
+
+    #[test]
+    fn link_target_keeps_bytes_that_are_no_text() {
+        let mut node = Node::new(OsStr::new("a"), NodeType::Symlink, 0o777);
+        for target in [&b"../b"[..], b"\xff\xfe", "ä".as_bytes()] {
+            node.set_link_target(OsStr::from_bytes(target));
+            let json = serde_json::to_string(&node).unwrap();
+            let read: Node = serde_json::from_str(&json).unwrap();
+            assert_eq!(read.link_target().unwrap().as_bytes(), target);
+        }
+    }
+
+    #[test]
+    fn tree_of_restic_is_read() {
+        // From `restic cat blob`, version 0.14.
+        let json = br#"{"nodes":[{"name":"a","type":"file","mode":420,"mtime":"2026-11-27T10:00:00.5+01:00",
+            "atime":"2026-11-27T10:00:00+01:00","ctime":"2026-11-27T10:00:00+01:00","uid":0,"gid":0,"user":"root",
+            "group":"root","device_id":2049,"size":0,"content":null},
+            {"name":"s","type":"socket","mode":16777645,"mtime":"2026-11-27T10:00:00Z","content":null}]}"#;
+        let tree = Tree::parse(Id::of(json), json).unwrap();
+        assert_eq!(tree.nodes[0].unix_mode(), 0o644);
+        assert_eq!(tree.nodes[0].mtime.to_string(), "2026-11-27T09:00:00.5Z");
+        assert_eq!((tree.nodes[0].content.clone(), tree.nodes[1].node_type), (None, NodeType::Special));
+    }
+}

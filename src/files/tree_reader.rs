@@ -1,0 +1,63 @@
+//! Reads trees from the store, by whole packs: the trees of one save are together.
+
+use std::collections::VecDeque;
+
+use bytes::Bytes;
+
+use crate::error::FilesError;
+use crate::id::Id;
+use crate::index::{BlobLocation, BlobLocations};
+use crate::pack::BlobType;
+use crate::repository::Repository;
+use crate::tree::Tree;
+
+/// Packs of trees that are kept in memory: the trees of one save are in few packs, but not in the order of the walk.
+const MAX_CACHED_PACKS: usize = 4;
+
+pub(crate) struct TreeReader<'a> {
+    repository: &'a Repository,
+    locations: &'a BlobLocations,
+    /// The most recently used pack is the last.
+    packs: VecDeque<(u32, Bytes)>,
+}
+
+impl<'a> TreeReader<'a> {
+    pub(crate) fn new(repository: &'a Repository, locations: &'a BlobLocations) -> Self {
+        Self { repository, locations, packs: VecDeque::new() }
+    }
+
+    /// Reads a tree, from the cache if it is there.
+    ///
+    /// # Errors
+    /// [`FilesError::Corrupt`] if it is in no index, or damaged; errors of the store.
+    pub(crate) async fn read(&mut self, id: Id) -> Result<Tree, FilesError> {
+        if let Some(tree) = self.repository.cached_tree(id)? {
+            return Ok(tree);
+        }
+        let location = self.locations.find(BlobType::Tree, id)?;
+        let pack = self.read_pack(location).await?;
+        let range = location.range();
+        let sealed = usize::try_from(range.start).ok().zip(usize::try_from(range.end).ok());
+        let sealed = sealed.and_then(|(start, end)| pack.get(start..end)).unwrap_or_default();
+        let json = self.repository.open_blob(&location.to_packed(BlobType::Tree, id), sealed)?;
+        self.repository.cache_tree(id, &json);
+        Tree::parse(id, &json)
+    }
+
+    async fn read_pack(&mut self, location: BlobLocation) -> Result<Bytes, FilesError> {
+        if let Some(at) = self.packs.iter().position(|(pack, _)| *pack == location.pack)
+            && let Some(found) = self.packs.remove(at)
+        {
+            let bytes = found.1.clone();
+            self.packs.push_back(found);
+            return Ok(bytes);
+        }
+        let pack = self.locations.pack(location);
+        let bytes = self.repository.read_pack(pack.id, 0..pack.end).await?;
+        if self.packs.len() >= MAX_CACHED_PACKS {
+            self.packs.pop_front();
+        }
+        self.packs.push_back((location.pack, bytes.clone()));
+        Ok(bytes)
+    }
+}

@@ -1,0 +1,83 @@
+//! Extended attributes of files and directories: those of users (`user.`) and access control lists.
+
+use std::ffi::CString;
+use std::io;
+use std::os::fd::AsFd;
+
+use rustix::fs::XattrFlags;
+use rustix::io::Errno;
+
+use crate::tree::ExtendedAttribute;
+
+/// The namespaces that are saved. `security.` and `trusted.` belong to the system, not to the owner.
+const NAMESPACES: [&str; 2] = ["user.", "system.posix_acl_"];
+/// The kernel's limit for a file's list of attribute names, and for one value.
+const MAX_XATTR_BYTES: usize = 65_536;
+
+/// Maximum size of a file's values together. Some file systems permit hundreds of MB.
+const MAX_TOTAL_BYTES: usize = 1 << 20;
+
+/// Reads the attributes. A file system without attributes has none.
+pub(crate) fn read_xattrs(file: &impl AsFd) -> io::Result<Vec<ExtendedAttribute>> {
+    // Most files have none.
+    let size = match rustix::fs::flistxattr_query(file) {
+        Ok(0) | Err(Errno::NOTSUP) => return Ok(Vec::new()),
+        Ok(size) => size,
+        Err(error) => return Err(error.into()),
+    };
+    let mut buffer = vec![0; size.min(MAX_XATTR_BYTES)];
+    let length = match rustix::fs::flistxattr(file, &mut buffer[..]) {
+        // Attributes were added between the two calls.
+        Err(Errno::RANGE) => return read_xattrs(file),
+        result => result?,
+    };
+    let (mut attributes, mut total) = (Vec::new(), 0);
+    for name in buffer[..length].split(|byte| *byte == 0) {
+        let Some(name) = std::str::from_utf8(name).ok().filter(|name| is_saved(name)) else { continue };
+        if let Some(value) = read_value(file, name)? {
+            total += value.len();
+            if total > MAX_TOTAL_BYTES {
+                let why = format!("its extended attributes are larger than {MAX_TOTAL_BYTES} bytes");
+                return Err(io::Error::new(io::ErrorKind::FileTooLarge, why));
+            }
+            attributes.push(ExtendedAttribute::new(name.to_owned(), &value));
+        }
+    }
+    attributes.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(attributes)
+}
+
+fn is_saved(name: &str) -> bool {
+    NAMESPACES.iter().any(|namespace| name.starts_with(namespace))
+}
+
+fn read_value(file: &impl AsFd, name: &str) -> io::Result<Option<Vec<u8>>> {
+    let mut value = vec![0; MAX_XATTR_BYTES];
+    match rustix::fs::fgetxattr(file, name, &mut value[..]) {
+        Ok(length) => {
+            value.truncate(length);
+            Ok(Some(value))
+        }
+        Err(Errno::NODATA) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Sets the attributes of a restored file.
+///
+/// # Errors
+/// Errors of the file system, such as one without attributes; a name or value that is not valid.
+pub(crate) fn write_xattrs(file: &impl AsFd, attributes: &[ExtendedAttribute]) -> io::Result<()> {
+    for attribute in attributes.iter().filter(|attribute| is_saved(&attribute.name)) {
+        let invalid = || {
+            io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("invalid extended attribute {}", attribute.name),
+            )
+        };
+        let value = attribute.value().ok_or_else(invalid)?;
+        let name = CString::new(attribute.name.as_str()).map_err(|_| invalid())?;
+        rustix::fs::fsetxattr(file, &name, &value, XattrFlags::empty())?;
+    }
+    Ok(())
+}

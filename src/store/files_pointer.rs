@@ -1,0 +1,147 @@
+//! `files/latest`: the pointer to the latest snapshot of the owner's files. It uses the same protocol as the
+//! database's pointer.
+//!
+//! Its fence needs no signature: the platform raises it only after the fence of the database's pointer, which is signed
+//! and says which machine is the slot's current one.
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use svc_base::clock;
+use svc_machine::epoch::Epoch;
+use svc_machine::id::MachineId;
+
+use super::bucket::{Bucket, StoreError};
+use super::key::SlotPrefix;
+use super::pointer::{self, Fence, PointerTarget};
+use super::pointer_io::{self, PointerError, PointerRead};
+
+/// A reference to a snapshot of the owner's files.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct FilesSnapshotRef {
+    /// The snapshot's id in the repository: 64 hexadecimal digits.
+    pub id: String,
+    pub machine_id: MachineId,
+    pub epoch: Epoch,
+    /// Everything written before this time is in the snapshot.
+    #[serde(with = "clock::wire")]
+    pub taken_at: Timestamp,
+}
+
+impl PointerTarget for FilesSnapshotRef {
+    fn key(&self) -> &str {
+        &self.id
+    }
+
+    fn machine_id(&self) -> MachineId {
+        self.machine_id
+    }
+
+    fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    fn taken_at(&self) -> Timestamp {
+        self.taken_at
+    }
+}
+
+/// Reads the pointer; `None` if there is neither `latest` nor a log entry.
+///
+/// # Errors
+/// [`StoreError`]; `Corrupt` for an unknown format, and for an impossible `seq` or epoch.
+pub async fn read(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+) -> Result<Option<PointerRead<FilesSnapshotRef>>, StoreError> {
+    pointer_io::read_at(bucket, &slot.files_pointer_paths()).await
+}
+
+/// Moves the pointer to a snapshot, on behalf of the machine that took it.
+///
+/// # Errors
+/// [`PointerError`]; `Fenced` if that machine has been replaced.
+pub async fn advance(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    snapshot: &FilesSnapshotRef,
+) -> Result<(), PointerError> {
+    pointer_io::write(bucket, &slot.files_pointer_paths(), |current| pointer::advance(current, snapshot))
+        .await
+}
+
+/// Replaces the fence with one for the slot's current machine, even if the present fence has a higher epoch. Only the platform calls this, after it has fenced the
+/// database's pointer for the same machine.
+///
+/// # Errors
+/// [`PointerError`], but not `Fenced`.
+pub async fn set_fence(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    epoch: Epoch,
+    machine: MachineId,
+) -> Result<(), PointerError> {
+    let fence = Fence::unsigned(epoch, machine);
+    pointer_io::write(bucket, &slot.files_pointer_paths(), |current| {
+        Ok(pointer::set_fence::<FilesSnapshotRef>(current, &fence))
+    })
+    .await
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use object_store::memory::InMemory;
+
+    use super::*;
+    use svc_machine::name::Slot;
+
+    fn machine(n: u128) -> MachineId {
+        MachineId(uuid::Uuid::from_u128(n))
+    }
+
+    fn snapshot(n: u8, epoch: u32) -> FilesSnapshotRef {
+        FilesSnapshotRef {
+            id: hex::encode([n; 32]),
+            machine_id: machine(epoch.into()),
+            epoch: Epoch(epoch),
+            taken_at: Timestamp::UNIX_EPOCH,
+        }
+    }
+
+    #[tokio::test]
+    async fn advance_refuses_replaced_machine() {
+        let bucket = Bucket::new(Arc::new(InMemory::new()));
+        let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+        assert!(read(&bucket, &slot).await.unwrap().is_none());
+        advance(&bucket, &slot, &snapshot(1, 1)).await.unwrap();
+        set_fence(&bucket, &slot, Epoch(2), machine(2)).await.unwrap();
+        let refused = advance(&bucket, &slot, &snapshot(2, 1)).await.unwrap_err();
+        assert!(matches!(refused, PointerError::Fenced(_)), "{refused}");
+        let pointer = read(&bucket, &slot).await.unwrap().unwrap().value;
+        assert_eq!(
+            pointer.snapshot,
+            Some(snapshot(1, 1)),
+            "the successor restores what its predecessor saved"
+        );
+        advance(&bucket, &slot, &snapshot(3, 2)).await.unwrap();
+        let pointer = read(&bucket, &slot).await.unwrap().unwrap().value;
+        assert_eq!((pointer.snapshot, pointer.seq), (Some(snapshot(3, 2)), 3));
+        let database = pointer_io::read(&bucket, &slot).await.unwrap();
+        assert!(database.is_none(), "the two pointers are independent");
+    }
+
+    #[tokio::test]
+    async fn set_fence_replaces_a_fence_that_a_host_raised() {
+        let bucket = Bucket::new(Arc::new(InMemory::new()));
+        let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+        advance(&bucket, &slot, &snapshot(1, 9000)).await.unwrap();
+        set_fence(&bucket, &slot, Epoch(3), machine(3)).await.unwrap();
+        advance(&bucket, &slot, &snapshot(2, 3)).await.unwrap();
+        set_fence(&bucket, &slot, Epoch(3), machine(3)).await.unwrap();
+        let pointer = read(&bucket, &slot).await.unwrap().unwrap().value;
+        assert_eq!((pointer.fence_epoch, pointer.seq), (Epoch(3), 3), "the same fence is not written again");
+    }
+}

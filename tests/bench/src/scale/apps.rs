@@ -1,0 +1,97 @@
+//! Fifty apps on one machine; twenty of them busy at the same time; and one app that sends far more than another.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow};
+use serde_json::json;
+
+use super::super::figures::Tally;
+use super::super::gateway::{Gateway, Machine};
+use super::super::peers::wrk::{LoadResult, Wrk};
+use super::super::process::memory_mib;
+use super::{Round, SETTLE_DELAY, add};
+
+pub const READY: &str = "50 apps: exec to all ready";
+pub const MEMORY: &str = "50 apps: idle memory";
+pub const TOTAL: &str = "20 busy apps: finds/s in total";
+pub const FAIRNESS: &str = "20 busy apps: slowest to fastest app";
+pub const BUSY_P99: &str = "20 busy apps: p99 of the slowest";
+pub const QUIET_P99: &str = "find's p99, 1 connection beside 64 of another app";
+
+const APPS: usize = 50;
+const BUSY_APPS: usize = 20;
+const CONNECTIONS_PER_BUSY_APP: u32 = 4;
+/// Time for the greedy app's load to start.
+const HEAD_START: Duration = Duration::from_millis(500);
+
+pub async fn measure(round: &Round<'_>, tally: &mut Tally) -> Result<()> {
+    let machine = round.new_machine("apps").await?;
+    machine.install_apps(APPS)?;
+    // The first start creates the schemas; the second one is an ordinary start.
+    let first = machine.start(&round.options.svc)?;
+    first.wait_until_ready(&machine, APPS).await?;
+    drop(first);
+    let started = Instant::now();
+    let gateway = machine.start(&round.options.svc)?;
+    gateway.wait_until_ready(&machine, APPS).await?;
+    add(tally, READY, started.elapsed().as_secs_f64() * 1000.0);
+    for app in 0..APPS {
+        gateway.query(&machine, &find(app)).await?;
+    }
+    tokio::time::sleep(SETTLE_DELAY).await;
+    add(tally, MEMORY, memory_mib(gateway.process.pid())?);
+
+    let seconds = round.options.seconds;
+    let busy = |app| AppLoad { app, connections: CONNECTIONS_PER_BUSY_APP, delay: Duration::ZERO, seconds };
+    let loads: Vec<_> = (0..BUSY_APPS).map(busy).collect();
+    let results = load_at_once(round.wrk, &gateway, &machine, &loads)?;
+    let rates: Vec<f64> = results.iter().map(LoadResult::per_second).collect();
+    let (slowest, fastest) =
+        rates.iter().fold((f64::MAX, 0.0_f64), |(low, high), rate| (low.min(*rate), high.max(*rate)));
+    add(tally, TOTAL, rates.iter().sum());
+    add(tally, FAIRNESS, slowest / fastest);
+    add(tally, BUSY_P99, results.iter().map(|result| result.p99 / 1000.0).fold(0.0, f64::max));
+
+    let greedy = AppLoad { app: 0, connections: 64, delay: Duration::ZERO, seconds: seconds + 1 };
+    let quiet = AppLoad { app: 1, connections: 1, delay: HEAD_START, seconds };
+    let results = load_at_once(round.wrk, &gateway, &machine, &[greedy, quiet])?;
+    add(tally, QUIET_P99, results.last().context("no result")?.p99 / 1000.0);
+    Ok(())
+}
+
+fn find(app: usize) -> String {
+    json!({ "action": "find", "app": format!("app{app}"), "table": "items", "limit": 20 }).to_string()
+}
+
+/// The load on one app.
+struct AppLoad {
+    app: usize,
+    connections: u32,
+    delay: Duration,
+    seconds: u32,
+}
+
+/// Drives several apps at the same time.
+fn load_at_once(
+    wrk: &Wrk,
+    gateway: &Gateway,
+    machine: &Machine,
+    loads: &[AppLoad],
+) -> Result<Vec<LoadResult>> {
+    std::thread::scope(|scope| {
+        let running: Vec<_> = loads
+            .iter()
+            .map(|load| {
+                let request = gateway.bridge_request(machine, find(load.app));
+                scope.spawn(move || {
+                    std::thread::sleep(load.delay);
+                    wrk.load(&request, load.connections, load.seconds)
+                })
+            })
+            .collect();
+        let join = |load: std::thread::ScopedJoinHandle<'_, Result<LoadResult>>| {
+            load.join().map_err(|_| anyhow!("a load's thread panicked"))?
+        };
+        running.into_iter().map(join).collect()
+    })
+}
