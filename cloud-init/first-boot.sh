@@ -178,6 +178,8 @@ retry accepts_queries || fail "the database svc does not respond: $(last_log_lin
 sync
 : >"$svc/database-made"
 stage restore
+# Earlier releases do not have this unit.
+if systemctl cat svc-files-restore.service >/dev/null 2>&1; then start svc-files-restore.service; fi
 start svc-restore.service
 stage gateway
 start svc-gateway.service

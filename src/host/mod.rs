@@ -3,6 +3,7 @@
 pub mod agents;
 pub mod audit;
 pub mod doctor;
+pub mod files;
 pub mod gateway;
 pub mod launch;
 pub mod link;

@@ -10,7 +10,7 @@ use super::config::PlatformConfig;
 use super::db::Db;
 use super::db::platform_keys::ProcessKeys;
 use super::host_store::HostStore;
-use super::keys::SigningSet;
+use super::keys::{Seal, SigningSet};
 use super::process_clock::ProcessClock;
 use super::quote_cache::QuoteCache;
 use super::rate_limits::ApiRateLimits;
@@ -35,6 +35,8 @@ pub struct Platform {
     pub host_store: HostStore,
     pub provider: Arc<dyn Provider>,
     pub mint: TokenMint,
+    /// Seals the keys of file backups.
+    pub seal: Seal,
     /// The id of this process and the fingerprints of its platform keys.
     pub process: ProcessKeys,
     /// The value of the label that marks this installation's servers at the provider.

@@ -1,7 +1,7 @@
 //! The rotation of `PLATFORM_KEY` while two keys are active: secrets made with the previous key are replaced until
 //! nothing needs that key.
 //!
-//! Signing keys are resealed and fences re-signed here; host tokens rotate through heartbeats. None of this starts
+//! Signing keys and file keys are resealed and fences re-signed here; host tokens rotate through heartbeats. None of this starts
 //! before every running process is using the current key: processes with different current keys would undo each other's
 //! work.
 //!
@@ -21,6 +21,7 @@ use super::config::Timing;
 use super::context::Platform;
 use super::db::platform_keys::{self, ProcessKeys};
 use super::db::{self, Db, DbError};
+use super::file_keys;
 use super::keys::{KeyError, SIGNING_KEYS_LOCK, Seal};
 use super::platform_key::KeyIds;
 use svc_base::failpoint::{self, Injected};
@@ -126,6 +127,9 @@ async fn run_pass(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError
     }
     drop(session);
     reseal_keys(platform, seal).await?;
+    if !reseal_file_keys(platform, seal).await? {
+        return Ok(());
+    }
     if fences::re_sign_batch(platform).await? == fences::FenceProgress::Done {
         finish_change(platform, seal).await?;
     }
@@ -151,6 +155,15 @@ async fn reseal_keys(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeEr
     failpoint::pass("platform-key-after-reseal")?;
     tracing::info!(keys = sealed.len(), "resealed signing keys with the current platform key");
     Ok(())
+}
+
+/// Reseals a batch of file keys. Returns whether that was the last batch.
+async fn reseal_file_keys(platform: &Platform, seal: &Seal) -> Result<bool, KeyChangeError> {
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    let is_last = file_keys::reseal_batch(&tx, seal).await?;
+    db::commit(tx).await?;
+    Ok(is_last)
 }
 
 async fn list_sealed_with_previous(

@@ -1,4 +1,4 @@
-//! The platform's signing keys. They are created in the database under a lock, sealed with a key derived from
+//! The platform's signing keys, and the seal of all keys in the database. Signing keys are created in the database under a lock, sealed with a key derived from
 //! `PLATFORM_KEY`, and shared by all platform processes.
 //!
 //! Invariant: a private key leaves the process only when sealed and bound to its `kid`.
@@ -12,7 +12,7 @@ use ring::rand::{SecureRandom, SystemRandom};
 use secrecy::{ExposeSecret, SecretSlice};
 
 use super::db::{self, Db, DbError};
-use super::platform_key::PlatformKeys;
+use super::platform_key::{KeyId, PlatformKeys};
 use svc_http::proof::{ProofKeys, Signer};
 
 /// Maximum number of retired keys that still sign for hosts without a newer key.
@@ -57,11 +57,11 @@ pub enum KeyError {
     #[error(transparent)]
     Db(#[from] DbError),
     #[error(
-        "cannot open signing key {kid}: it was sealed with a key other than PLATFORM_KEY and PLATFORM_KEY_PREVIOUS; set \
+        "cannot open key {kid}: it was sealed with a key other than PLATFORM_KEY and PLATFORM_KEY_PREVIOUS; set \
          PLATFORM_KEY_PREVIOUS to that key"
     )]
     Sealed { kid: String },
-    #[error("signing key {kid} in the database is damaged")]
+    #[error("key {kid} in the database is damaged")]
     Damaged { kid: String },
     #[error("the system's random number generator failed")]
     Randomness,
@@ -76,7 +76,8 @@ impl From<ring::error::Unspecified> for KeyError {
 /// Seals private keys with the current platform key, and opens keys sealed with the current or the previous one.
 pub struct Seal {
     key: LessSafeKey,
-    previous: Option<LessSafeKey>,
+    id: KeyId,
+    previous: Option<(LessSafeKey, KeyId)>,
 }
 
 /// Which platform key opens a sealed key.
@@ -89,12 +90,22 @@ pub enum OpeningKey {
 
 impl Seal {
     pub fn new(platform_key: &SecretSlice<u8>) -> Self {
-        Self { key: derive_sealing_key(platform_key), previous: None }
+        Self { key: derive_sealing_key(platform_key), id: KeyId::from_key(platform_key), previous: None }
     }
 
     /// Seals with the current key, and opens with either key.
     pub fn from_keys(keys: &PlatformKeys) -> Self {
-        Self { previous: keys.previous.as_ref().map(derive_sealing_key), ..Self::new(&keys.current) }
+        let previous = keys.previous.as_ref().map(|key| (derive_sealing_key(key), KeyId::from_key(key)));
+        Self { previous, ..Self::new(&keys.current) }
+    }
+
+    /// Returns the fingerprint of the platform key that seals.
+    pub fn id(&self) -> &KeyId {
+        &self.id
+    }
+
+    pub fn previous_id(&self) -> Option<&KeyId> {
+        self.previous.as_ref().map(|(_, id)| id)
     }
 
     pub fn has_previous(&self) -> bool {
@@ -105,7 +116,7 @@ impl Seal {
         if open_with(&self.key, kid, sealed).is_some() {
             return OpeningKey::Current;
         }
-        match self.previous.as_ref().and_then(|key| open_with(key, kid, sealed)) {
+        match self.previous.as_ref().and_then(|(key, _)| open_with(key, kid, sealed)) {
             Some(_) => OpeningKey::Previous,
             None => OpeningKey::Neither,
         }
@@ -120,7 +131,10 @@ impl Seal {
     }
 
     /// Returns the nonce, ciphertext and tag.
-    fn seal(&self, kid: &str, secret: &[u8]) -> Result<Vec<u8>, KeyError> {
+    ///
+    /// # Errors
+    /// `Randomness`.
+    pub fn seal(&self, kid: &str, secret: &[u8]) -> Result<Vec<u8>, KeyError> {
         let mut nonce = [0; NONCE_LEN];
         SystemRandom::new().fill(&mut nonce)?;
         let mut sealed = secret.to_vec();
@@ -129,8 +143,12 @@ impl Seal {
         Ok([nonce.as_slice(), &sealed].concat())
     }
 
-    fn open(&self, kid: &str, sealed: &[u8]) -> Result<Vec<u8>, KeyError> {
-        let mut keys = std::iter::once(&self.key).chain(&self.previous);
+    /// Returns the secret.
+    ///
+    /// # Errors
+    /// `Sealed` if neither key opens it, or if it was sealed with another `kid`.
+    pub fn open(&self, kid: &str, sealed: &[u8]) -> Result<Vec<u8>, KeyError> {
+        let mut keys = std::iter::once(&self.key).chain(self.previous.as_ref().map(|(key, _)| key));
         keys.find_map(|key| open_with(key, kid, sealed))
             .ok_or_else(|| KeyError::Sealed { kid: kid.to_owned() })
     }

@@ -13,6 +13,7 @@ pub mod db;
 pub mod doctor;
 pub mod ended_machines;
 pub mod exercises;
+pub mod file_keys;
 pub mod fleet;
 pub mod fleet_metrics;
 pub mod host_domain;
@@ -173,7 +174,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let row_renewal = tokio::spawn(key_change::renew_process_row(db.clone(), process.clone()));
     let installation = load_installation_id(&db).await.or_exit(Exit::Unavailable)?;
     let (keys_sender, keys) = watch::channel(Arc::new(keys));
-    let (rotation_seal, change_seal) = (seal(), seal());
+    let (rotation_seal, change_seal, file_seal) = (seal(), seal(), seal());
     // A separate pool, because its connections run on the router's threads and end with them.
     let sessions = pool(config.connections.router)?;
     let freshness = Arc::new(RouteFreshness::new(config.routing.max_staleness));
@@ -198,6 +199,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         bucket,
         host_store,
         mint,
+        seal: file_seal,
         process,
         installation,
         db: db.clone(),

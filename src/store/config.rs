@@ -75,6 +75,23 @@ impl StoreConfig {
         }))
     }
 
+    /// Returns the location of a repository as `restic` takes it, such as
+    /// `s3:https://s3.eu-central-1.amazonaws.com/bucket/user_1/primary/files`.
+    pub fn restic_location(&self, repository: &object_store::path::Path) -> String {
+        match self {
+            Self::Directory(dir) => format!("{}/{repository}", dir.display()),
+            Self::S3(s3) => {
+                let endpoint = match &s3.endpoint {
+                    Some(endpoint) => endpoint.trim_end_matches('/').to_owned(),
+                    None => format!("https://s3.{}.amazonaws.com", s3.region),
+                };
+                // restic decodes the URL, and an object's key can contain percent signs.
+                let key = repository.as_ref().replace('%', "%25");
+                format!("s3:{endpoint}/{}/{key}", s3.bucket)
+            }
+        }
+    }
+
     /// Opens the store, without sending a request to it.
     ///
     /// # Errors

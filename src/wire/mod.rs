@@ -11,6 +11,7 @@ pub mod audit;
 pub mod backup;
 pub mod change;
 pub mod copies;
+pub mod files;
 pub mod fleet;
 pub mod heartbeat;
 pub mod host;

@@ -35,12 +35,15 @@ case $prompt in
   environment*) env | sort > environment.txt; pwd >> environment.txt
     echo '{"type":"result","status":"success"}' ;;
   fail*) echo "no luck: password=hunter2-s3cret, $LLM_KEY" >&2; exit 3 ;;
-  leave*) setsid sh -c 'echo $$ > left.pid; exec sleep 300' & sleep 0.3
+  leave*) setsid sh -c 'echo $$ > left.pid; exec sleep 300' &
+    until [ -s left.pid ]; do sleep 0.05; done
     echo '{"type":"result","status":"success","text":"left one"}' ;;
-  sleep*) echo $$ > sleeping.pid
-    trap '' TERM
+  sleep*) trap '' TERM
     echo '{"type":"usage","tokensIn":5,"tokensOut":1,"cost":0.01}'
-    setsid sh -c 'echo $$ > sleeper.pid; exec sleep 300' & sleep 300 ;;
+    setsid sh -c 'echo $$ > sleeper.pid; exec sleep 300' &
+    # The test acts when this file exists, so everything before it has happened.
+    until [ -s sleeper.pid ]; do sleep 0.05; done
+    echo $$ > sleeping.pid; sleep 300 ;;
   interrupt*) trap 'echo "{\"type\":\"usage\",\"tokensIn\":5,\"tokensOut\":1,\"cost\":0.02}"; exit 0' INT
     echo $$ > sleeping.pid; sleep 300 ;;
   flood*) yes & sleep 0.2
@@ -318,7 +321,7 @@ async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
     // The agent exceeds its deadline.
     std::fs::remove_file(host.machine.path("home/svc/home/sleeping.pid"))?;
     std::fs::remove_file(host.machine.path("home/svc/home/sleeper.pid"))?;
-    request_dispatch(&host, json!({ "prompt": "sleep", "id": "s2", "deadlineSeconds": 1 })).await?;
+    request_dispatch(&host, json!({ "prompt": "sleep", "id": "s2", "deadlineSeconds": 3 })).await?;
     let pid = wait_for_pid(&host, "sleeping.pid").await?;
     let shown = wait_until_finished(&host, "s2").await?;
     assert_eq!(shown["dispatches"][0]["interaction"]["error"]["name"], "DeadlineExceeded");

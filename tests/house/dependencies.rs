@@ -5,13 +5,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::{File, format_violation, source};
 
 /// The modules in `src/host`, each with the modules that it may import.
-const HOST_MODULES: [(&str, &[&str]); 11] = [
+const HOST_MODULES: [(&str, &[&str]); 12] = [
     ("agents", &["audit", "records", "system"]),
     ("audit", &["records", "system"]),
     ("doctor", &["snapshots", "system", "update"]),
+    ("files", &["audit", "system"]),
     ("gateway", &["agents", "records", "snapshots", "system", "update"]),
     ("launch", &["system"]),
-    ("link", &["snapshots", "system", "update"]),
+    ("link", &["files", "snapshots", "system", "update"]),
     ("records", &["system"]),
     ("retention", &["agents", "records", "system"]),
     ("snapshots", &["records", "system"]),
@@ -46,10 +47,10 @@ const PACKAGES: [(&str, &[&str]); 11] = [
     ("base", &["machine"]),
     ("ctl", &["base", "http", "machine", "store", "verify", "wire"]),
     ("files", &["base", "machine", "store"]),
-    ("host", &["base", "http", "machine", "store", "wire"]),
+    ("host", &["base", "files", "http", "machine", "store", "wire"]),
     ("http", &["base", "machine"]),
     ("machine", &[]),
-    ("platform", &["base", "http", "machine", "provider", "store", "verify", "wire"]),
+    ("platform", &["base", "files", "http", "machine", "provider", "store", "verify", "wire"]),
     ("provider", &["base", "http", "machine"]),
     ("store", &["base", "http", "machine"]),
     ("verify", &["base", "http"]),

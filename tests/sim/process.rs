@@ -17,6 +17,7 @@ use svc::platform::api;
 use svc::platform::config::PlatformConfig;
 use svc::platform::context::Platform;
 use svc::platform::host_store::HostStore;
+use svc::platform::keys::Seal;
 use svc::platform::operations::{reconcile, runner};
 use svc::platform::process_clock::ProcessClock;
 use svc::platform::quote_cache::QuoteCache;
@@ -114,6 +115,7 @@ impl Process {
             host_store: HostStore::new(&config.store, &config.host_credentials)
                 .expect("the host store's settings are valid"),
             mint: TokenMint::new(&config.keys.current),
+            seal: Seal::from_keys(&config.keys),
             process: svc::platform::key_change::current_process_keys(config.keys.ids(), &config.timing),
             db: database.db.clone(),
             host_db: database.db.clone(),

@@ -35,6 +35,7 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
         "restart svc-code.service",
         "restart svc-sync-agent.service",
         "restart svc-watch.service",
+        "restart svc-files.service",
     ];
     assert_eq!(fixture.service_calls()?[1..], expected_calls, "after the boot's calls");
     let requests = fixture.source.requests();

@@ -27,7 +27,8 @@ pub use self::machine::{
 pub use self::operation::{Operation, OperationCommand};
 pub use self::operator::{Audit, OperatorCommand, TokenOptions};
 pub use self::resource::{
-    AlarmCommand, BackupCommand, BundleCommand, PointerCommand, SlotCommand, SlotTarget, slot_arguments,
+    AlarmCommand, BackupCommand, BundleCommand, FilesCommand, PointerCommand, SlotCommand, SlotTarget,
+    slot_arguments,
 };
 pub use self::usage::Usage;
 use svc_base::applet;
@@ -178,6 +179,9 @@ Example: svcctl discard 019a0000-0000-7000-8000-000000000001"
     /// Take, list, download and verify backups of a machine's slot
     #[command(subcommand, after_help = "Example: svcctl backup now ada --wait")]
     Backup(BackupCommand),
+    /// Show the key of a slot's file backups
+    #[command(subcommand, after_help = "Example: svcctl files key user_1")]
+    Files(FilesCommand),
     /// Show or rebuild the pointer to a slot's latest snapshot
     #[command(subcommand, after_help = "Example: svcctl pointer show user_1")]
     Pointer(PointerCommand),

@@ -194,6 +194,20 @@ impl fmt::Display for SlotTarget {
 }
 
 #[derive(Debug, Subcommand)]
+pub enum FilesCommand {
+    /// Show the location and the password of a slot's file backups, for `restic`
+    #[command(
+        after_help = "The password opens all of the owner's files, so the command needs the scope admin and is recorded in \
+the audit log. `restic` also needs credentials for the object store in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.\n\n\
+Example: svcctl files key user_1"
+    )]
+    Key {
+        #[command(flatten)]
+        slot: SlotTarget,
+    },
+}
+
+#[derive(Debug, Subcommand)]
 pub enum PointerCommand {
     /// Show the pointer's snapshot, whether it can be restored, and the snapshot that a rebuild would choose
     #[command(after_help = "Example: svcctl pointer show user_1 --slot second")]

@@ -5,6 +5,7 @@ mod audit;
 mod backup;
 mod deploy;
 mod dump;
+mod files;
 mod kept_server;
 mod machine;
 mod operation;
@@ -65,6 +66,7 @@ async fn run_api_command(api: &ApiClient, command: Command, out: &Output) -> Res
         Command::Delete(args) => machine::delete(api, args, out).await,
         Command::Alarm(command) => alarm::run(api, command, out).await,
         Command::Backup(command) => backup::run(api, command, out).await,
+        Command::Files(command) => files::run(api, command, out).await,
         Command::Pointer(command) => pointer::run(api, command, out).await,
         Command::Deploy(command) => deploy::run(api, command, out).await,
         Command::Undelete(args) => kept_server::undelete(api, args, out).await,

@@ -11,6 +11,7 @@ mod certificates;
 pub mod copies;
 pub mod deploy;
 pub mod failure;
+pub mod files;
 pub mod fleet;
 mod human;
 pub mod machine;

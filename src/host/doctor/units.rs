@@ -9,13 +9,14 @@ use crate::system::systemd;
 use svc_base::diagnosis::Findings;
 
 /// Services that always run.
-const SERVICES: [&str; 6] = [
+const SERVICES: [&str; 7] = [
     "svc-postgres.service",
     "svc-gateway.service",
     "svc-shell.service",
     "svc-code.service",
     "svc-sync-agent.service",
     "svc-watch.service",
+    "svc-files.service",
 ];
 const TRIGGER_UNITS: [&str; 9] = [
     "svc-agent.socket",

@@ -5,6 +5,9 @@ use std::path::{Path, PathBuf};
 use super::vars;
 use svc_machine::name::ImageVersion;
 
+/// The directory in the user's home where files are restored to first. It is never saved.
+pub const FILES_STAGING: &str = ".svc-restore";
+
 /// The file name of the agents' socket in [`Layout::bridge_sockets`].
 pub const BRIDGE_SOCKET: &str = "bridge.sock";
 
@@ -290,6 +293,16 @@ impl Layout {
     /// The `UPGRADE_TOKEN` after its last rotation; `host.env` has the initial one.
     pub fn upgrade_token(&self) -> PathBuf {
         self.state("upgrade-token.json")
+    }
+
+    /// The key, cache and status of the file backup.
+    pub fn files_state(&self) -> PathBuf {
+        self.state("files")
+    }
+
+    /// Files that are being restored, until they are moved into place. On the same file system as the home directory.
+    pub fn files_staging(&self) -> PathBuf {
+        self.user_home().join(FILES_STAGING)
     }
 
     pub fn sync_state(&self) -> PathBuf {

@@ -10,8 +10,13 @@ use crate::system::probe::GatewayClient;
 
 pub const GATEWAY_UNIT: &str = "svc-gateway.service";
 /// Services that must be running after an update if they were running before it.
-pub const OTHER_SERVICES: [&str; 4] =
-    ["svc-shell.service", "svc-code.service", "svc-sync-agent.service", "svc-watch.service"];
+pub const OTHER_SERVICES: [&str; 5] = [
+    "svc-shell.service",
+    "svc-code.service",
+    "svc-sync-agent.service",
+    "svc-watch.service",
+    "svc-files.service",
+];
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 /// Time for which the release must stay healthy. A short timeout reduces it.
 const MIN_HEALTHY_TIME: Duration = Duration::from_secs(3);

@@ -19,6 +19,7 @@ pub mod discard;
 pub mod endpoint;
 pub mod entitlement;
 pub mod fail;
+pub mod files_key;
 pub mod fleet;
 pub mod heal;
 pub mod health;
@@ -71,7 +72,7 @@ use svc_http::openapi::Operation;
 use svc_http::problem::{Code, Problem};
 
 /// All routes, in OpenAPI document order.
-pub static ENDPOINTS: [&Endpoint; 52] = [
+pub static ENDPOINTS: [&Endpoint; 54] = [
     &provision::ENDPOINT,
     &quote::ENDPOINT,
     &register::ENDPOINT,
@@ -97,6 +98,7 @@ pub static ENDPOINTS: [&Endpoint; 52] = [
     &usage::ENDPOINT,
     &heartbeat::ENDPOINT,
     &storage_credentials::ENDPOINT,
+    &files_key::FOR_HOST,
     &boot_stage::ENDPOINT,
     &boot_failure::ENDPOINT,
     &operation::ENDPOINT,
@@ -110,6 +112,7 @@ pub static ENDPOINTS: [&Endpoint; 52] = [
     &deploy::ABORT,
     &slots::LIST,
     &slots::PUT,
+    &files_key::FOR_OPERATOR,
     &pointer::SHOW,
     &pointer::REBUILD,
     &bundle::ENDPOINT,

@@ -44,6 +44,7 @@ const MIGRATIONS: &[(&str, &str)] = embed_migrations![
     "V26__rollout_verification",
     "V27__failed_updates",
     "V28__reported_budget",
+    "V29__file_keys",
 ];
 
 /// The advisory lock's key: `svc_migr` in ASCII. No other code uses this key.

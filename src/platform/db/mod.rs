@@ -9,6 +9,7 @@ pub mod audit;
 pub mod budget;
 pub mod ended_machines;
 pub mod exercises;
+pub mod file_keys;
 pub mod fleet;
 pub mod idempotency;
 pub mod kept_servers;

@@ -22,6 +22,8 @@ const MAX_NAMED: usize = 5;
 #[derive(Debug, Default)]
 pub struct KeyNeed {
     signing_keys: CountedNames,
+    /// Slots whose file key is sealed with another key.
+    file_keys: CountedNames,
     /// Machines whose hosts are sending heartbeats, with which their tokens rotate.
     machines: CountedNames,
     /// Silent machines. A rotation does not wait for them: their tokens are accepted by the stored hash, and rotate
@@ -59,6 +61,8 @@ impl KeyNeed {
         process_ttl: Duration,
     ) -> Result<Self, DbError> {
         let mut need = Self::find_for_signing_keys(client, seal).await?;
+        (need.file_keys.count, need.file_keys.names) =
+            db::file_keys::list_sealed_with_other(client, current, MAX_NAMED as i64).await?;
         need.add_tokens(client, mint, max_silence).await?;
         need.add_fences(client, current).await?;
         for OtherProcess { process, .. } in
@@ -123,8 +127,8 @@ impl KeyNeed {
     /// Returns whether nothing needs a different key. Ignores silent machines, because a rotation does not wait for
     /// them.
     pub fn is_empty(&self) -> bool {
-        let Self { signing_keys, machines, silent: _, fences, processes } = self;
-        [signing_keys, machines, fences, processes].iter().all(|names| names.count == 0)
+        let Self { signing_keys, file_keys, machines, silent: _, fences, processes } = self;
+        [signing_keys, file_keys, machines, fences, processes].iter().all(|names| names.count == 0)
     }
 
     /// Returns whether processes with a different current key are running. No secret is replaced before they have
@@ -143,6 +147,7 @@ impl fmt::Display for KeyNeed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts = [
             ("sealed signing key", &self.signing_keys),
+            ("slot's file key", &self.file_keys),
             ("machine's token", &self.machines),
             ("slot's fence", &self.fences),
             ("running process", &self.processes),

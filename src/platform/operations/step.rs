@@ -17,10 +17,12 @@ use crate::db::{self, DbError};
 use crate::keys::KeyError;
 use svc_base::failpoint::Injected;
 use svc_base::metrics::{OPERATION_STEP_DURATION, OPERATION_STEPS};
+use svc_http::problem::format_chain;
 use svc_machine::event::Event;
 use svc_machine::id::MachineId;
 use svc_provider::{ErrorKind, ProviderError};
 use svc_store::StoreError;
+use svc_store::files_pointer;
 use svc_store::key::SlotPrefix;
 use svc_store::pointer::Fence;
 use svc_store::pointer_io::{self, PointerError};
@@ -217,7 +219,7 @@ async fn fence_slot(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepErr
     let machine = leased.machine().await?;
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     match pointer_io::fence(&leased.platform.bucket, &slot, &build_fence(leased, &machine)).await {
-        Ok(()) => Ok(StepOutcome::done()),
+        Ok(()) => fence_files(leased, &machine, &slot).await,
         // A host raised the fence, or an operator is reinstating a machine in a database that is older than the store:
         // this machine's epoch is raised above the store's.
         Err(PointerError::Fenced(fenced))
@@ -235,6 +237,29 @@ async fn fence_slot(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepErr
         }
         Err(error) => Err(StepError::transient("cannot write the fence to the object store", error)),
     }
+}
+
+/// Fences the pointer of the file backups, after that of the database's snapshots.
+async fn fence_files(
+    leased: &LeasedOperation<'_>,
+    machine: &MachineRow,
+    slot: &SlotPrefix,
+) -> Result<StepOutcome, StepError> {
+    match files_pointer::set_fence(&leased.platform.bucket, slot, machine.epoch, machine.id).await {
+        Ok(()) => {}
+        // Hosts write this pointer, so a damaged one must not prevent the machine's replacement. The new host reports
+        // that it cannot restore the files.
+        Err(error @ PointerError::Store(StoreError::Corrupt { .. })) => {
+            tracing::error!(slot = %slot.root(), error = %format_chain(&error), "cannot read the pointer of the slot's file backups");
+        }
+        Err(error) => {
+            return Err(StepError::transient(
+                "cannot write the fence of the file backups to the object store",
+                error,
+            ));
+        }
+    }
+    Ok(StepOutcome::done())
 }
 
 /// Builds the signed fence that admits this machine.

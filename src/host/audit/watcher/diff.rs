@@ -93,6 +93,15 @@ impl DirtySet {
         !self.is_everything_dirty && self.name_count == 0
     }
 
+    pub fn is_everything_dirty(&self) -> bool {
+        self.is_everything_dirty
+    }
+
+    /// Returns the names with events, by folder.
+    pub fn names(&self) -> impl Iterator<Item = (Inode, &HashMap<Name, Marks>)> {
+        self.folders.iter().map(|(folder, names)| (*folder, names))
+    }
+
     pub fn name_count(&self) -> usize {
         self.name_count
     }

@@ -6,6 +6,7 @@
 
 mod call_windows;
 mod calls;
+mod change_log;
 pub mod diff;
 mod dispatches;
 pub mod home_watcher;
@@ -33,7 +34,8 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 
 use self::peer::Peer;
-use self::thread::{HookRequest, Watcher};
+use self::thread::{HookRequest, Request, Watcher};
+use super::file_changes::{self, ChangesReply, ChangesRequest};
 use super::protocol::{self, MAX_MESSAGE_BYTES, Message, SOCKET};
 use crate::records::writer::Writer;
 use crate::system::config::init_log;
@@ -47,6 +49,8 @@ use svc_base::applet::{self, Exit, Failure, OrExit};
 const MAX_CONNECTIONS: usize = 128;
 /// Timeout for one hook connection; longer than the hook itself waits.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(1);
+/// Timeout for one connection of the file backup.
+const READER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time between two iterations of the watcher thread; a full check of a million names takes several seconds.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -91,9 +95,12 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
     let WatcherThread { handle, has_progressed, thread, ended } =
         spawn_watcher_thread(watcher).or_exit(Exit::Internal)?;
     let listener = unix_socket::bind(&layout.watch_sockets(), SOCKET).or_exit(Exit::Internal)?;
+    let change_listener =
+        unix_socket::bind(&layout.watch_sockets(), file_changes::SOCKET).or_exit(Exit::Internal)?;
     systemd::notify(&[NotifyState::Ready]);
     let is_stopped = tokio::select! {
-        () = listen(listener, handle) => false,
+        () = listen(listener, handle.clone()) => false,
+        () = listen_for_readers(change_listener, handle) => false,
         // The thread has panicked; the panic hook has logged it.
         _ = ended => false,
         never = feed_watchdog(has_progressed) => match never {},
@@ -129,7 +136,7 @@ async fn feed_watchdog(has_progressed: Arc<AtomicBool>) -> Infallible {
 /// Sends messages to the watcher thread.
 #[derive(Clone)]
 struct WatcherHandle {
-    requests: Sender<HookRequest>,
+    requests: Sender<Request>,
     waker: Arc<StdStream>,
 }
 
@@ -166,12 +173,25 @@ impl WatcherHandle {
     /// Sends a message; returns whether the thread has processed it.
     async fn send(&self, message: Message, peer: Peer) -> bool {
         let (done, completion) = oneshot::channel();
-        if self.requests.send(HookRequest { message, peer, done }).is_err() {
+        self.request(Request::Hook(HookRequest { message, peer, done })) && completion.await.is_ok()
+    }
+
+    /// Returns the changes since the reply with the token `saved`; `None` if the thread has ended.
+    async fn take_changes(&self, saved: Option<String>) -> Option<ChangesReply> {
+        let (done, reply) = oneshot::channel();
+        if !self.request(Request::Changes { saved, done }) {
+            return None;
+        }
+        reply.await.ok()
+    }
+
+    fn request(&self, request: Request) -> bool {
+        if self.requests.send(request).is_err() {
             return false;
         }
         // A full socket buffer already wakes the thread.
         let _ = (&*self.waker).write(&[1]);
-        completion.await.is_ok()
+        true
     }
 }
 
@@ -195,6 +215,43 @@ async fn listen(listener: UnixListener, handle: WatcherHandle) {
             }
         }
     }
+}
+
+/// Answers the backup of files, one connection at a time.
+async fn listen_for_readers(listener: UnixListener, handle: WatcherHandle) {
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let served = serve_reader(stream, &handle);
+                // A reader that disconnected or timed out asks again.
+                let _ = tokio::time::timeout(READER_TIMEOUT, served).await;
+            }
+            Err(error) => {
+                tracing::error!(%error, "cannot accept a connection of the file backup");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+async fn serve_reader(mut stream: UnixStream, handle: &WatcherHandle) -> std::io::Result<()> {
+    // Agents can enter the directory, too; they must not make the backup forget changes.
+    let peer = PeerCredentials::from_stream(&stream).uid;
+    if peer != Some(nix::unistd::geteuid().as_raw()) {
+        tracing::warn!(uid = ?peer, "refused to tell another user the changes for the file backup");
+        return Ok(());
+    }
+    let mut line = Vec::new();
+    let (read, mut write) = stream.split();
+    BufReader::new(read).take(file_changes::MAX_REQUEST_BYTES).read_until(b'\n', &mut line).await?;
+    let Ok(request) = serde_json::from_slice::<ChangesRequest>(&line) else {
+        tracing::warn!("invalid request of the file backup");
+        return Ok(());
+    };
+    if let Some(reply) = handle.take_changes(request.saved).await {
+        write.write_all(&reply.encode()).await?;
+    }
+    Ok(())
 }
 
 async fn serve_hook(mut stream: UnixStream, handle: WatcherHandle) -> std::io::Result<()> {

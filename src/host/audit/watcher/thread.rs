@@ -17,6 +17,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::call_windows::{Agent, CallWindow, CallWindows};
 use super::calls::{Authority, Call, EndedCall, determine_authority, sanitize_names};
+use super::change_log::ChangeLog;
 use super::diff;
 use super::diff::{Change, DirtySet};
 use super::dispatches::Dispatches;
@@ -25,6 +26,7 @@ use super::peer::Peer;
 use super::state_file::{WatcherState, load_state};
 use super::tool_paths;
 use super::tree::Tree;
+use crate::audit::file_changes::ChangesReply;
 use crate::audit::protocol::{Message, Phase, Process, UndeliveredHook};
 use crate::records::entry::{AuditEntry, Gap, GapLine, GapReason, Op};
 use crate::records::writer::{Record, Records};
@@ -49,6 +51,16 @@ pub struct HookRequest {
     pub done: tokio::sync::oneshot::Sender<()>,
 }
 
+/// What other tasks ask of the watcher thread.
+pub enum Request {
+    Hook(HookRequest),
+    /// The changes since the reply with this token.
+    Changes {
+        saved: Option<String>,
+        done: tokio::sync::oneshot::Sender<ChangesReply>,
+    },
+}
+
 pub struct Watcher {
     home: PathBuf,
     state_file: PathBuf,
@@ -57,6 +69,7 @@ pub struct Watcher {
     home_watcher: HomeWatcher,
     tree: Tree,
     dirty: DirtySet,
+    change_log: ChangeLog,
     windows: CallWindows,
     dispatches: Dispatches,
     /// Tool calls whose gap has already been recorded.
@@ -96,6 +109,7 @@ impl Watcher {
             home_watcher,
             tree,
             dirty: DirtySet::default(),
+            change_log: ChangeLog::new(),
             windows: CallWindows::default(),
             dispatches,
             calls_with_gap: VecDeque::new(),
@@ -113,12 +127,7 @@ impl Watcher {
     }
 
     /// Runs until all handles are dropped. `waker` is readable when there are requests.
-    pub fn run(
-        mut self,
-        requests: &Receiver<HookRequest>,
-        waker: &UnixStream,
-        has_progressed: &Arc<AtomicBool>,
-    ) {
+    pub fn run(mut self, requests: &Receiver<Request>, waker: &UnixStream, has_progressed: &Arc<AtomicBool>) {
         let mut last_tick = Instant::now();
         loop {
             has_progressed.store(true, Ordering::Relaxed);
@@ -129,11 +138,15 @@ impl Watcher {
             while std::io::Read::read(&mut &*waker, &mut byte).is_ok_and(|read| read > 0) {}
             loop {
                 match requests.try_recv() {
-                    Ok(HookRequest { message, peer, done }) => {
+                    Ok(Request::Hook(HookRequest { message, peer, done })) => {
                         self.collect_saved();
                         self.process_message(message, &peer);
                         // The hook may have disconnected.
                         let _ = done.send(());
+                    }
+                    Ok(Request::Changes { saved, done }) => {
+                        // The reader may have disconnected: it asks again.
+                        let _ = done.send(self.take_changes(saved.as_deref()));
                     }
                     Err(TryRecvError::Empty) => break,
                     Err(TryRecvError::Disconnected) => {
@@ -149,6 +162,16 @@ impl Watcher {
                 self.check_home();
             }
         }
+    }
+
+    /// Returns the changes that the backup of files has not saved, up to this moment.
+    fn take_changes(&mut self, saved: Option<&str>) -> ChangesReply {
+        self.home_watcher.drain(&mut self.dirty);
+        if self.home_watcher.is_at_watch_limit() {
+            self.change_log.record_everything();
+        }
+        self.change_log.record(&self.dirty, &self.tree);
+        self.change_log.take(saved)
     }
 
     fn wait_for_events(&self, waker: &UnixStream, timeout: Duration) {
@@ -410,7 +433,10 @@ impl Watcher {
             return;
         }
         let dirty = std::mem::take(&mut self.dirty);
+        // A moved folder's changes are recorded at both of its paths.
+        self.change_log.record(&dirty, &self.tree);
         let update = diff::update_tree(&mut self.tree, &dirty, &mut self.home_watcher);
+        self.change_log.record(&dirty, &self.tree);
         self.home_watcher.unwatch(&update.removed_folders);
         self.report_watch_limit();
         let entries = self.windows.attribute(update.changes, clock::now_ms());

@@ -1,5 +1,6 @@
 //! `svc-sync-agent`: sends heartbeats to the platform, applies its responses, such as new proof keys or the replacement
-//! of this machine, and writes the machine's metadata to the object store.
+//! of this machine, and writes the machine's metadata to the object store. Its commands save and restore the owner's
+//! files ([`crate::files`]).
 
 mod apply_response;
 mod code_probe;
@@ -18,6 +19,7 @@ use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
+use crate::files;
 use crate::system::config::init_log;
 use crate::system::layout::Layout;
 use crate::system::quiesce::Quiesce;
@@ -34,7 +36,27 @@ use svc_http::request_id;
     version = applet::version(),
     about = "Sends this machine's heartbeats to the platform and its metadata to the object store"
 )]
-struct Args {}
+struct Args {
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Save the owner's files until stopped
+    Files,
+    /// Restore the owner's files on a new machine
+    #[command(
+        after_help = "A machine that is already in use restores nothing, because its files are newer. If the restore of its \
+first boot failed, --retry repeats it: files of the snapshot then replace files of the same name.\n\n\
+Example: svc-sync-agent restore-home --retry"
+    )]
+    RestoreHome {
+        /// Repeat a restore that failed, although the machine is in use
+        #[arg(long)]
+        retry: bool,
+    },
+}
 
 /// Returns the command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
@@ -42,34 +64,45 @@ pub fn command() -> clap::Command {
 }
 
 pub fn run(args: Vec<OsString>) -> ExitCode {
-    if let Err(code) = applet::parse::<Args>(args) {
-        return code;
+    let args = match applet::parse::<Args>(args) {
+        Ok(args) => args,
+        Err(code) => return code,
+    };
+    let layout = Layout::from_process();
+    init_log("svc-sync-agent", &layout);
+    match args.command {
+        None => applet::block_on("svc-sync-agent", send_heartbeats()),
+        Some(Command::Files) => applet::block_on("svc-sync-agent", files::service::run(layout)),
+        Some(Command::RestoreHome { retry }) => {
+            let restore = request_id::run_with_new_id(files::gate::run(layout, retry));
+            applet::block_on("svc-sync-agent", restore)
+        }
     }
-    init_log("svc-sync-agent", &Layout::from_process());
-    applet::block_on("svc-sync-agent", async {
-        let config = SyncConfig::read(Layout::from_process())?;
-        if config.layout.superseded().exists() {
-            let why = anyhow!("another machine has taken this one's place: the agent does not run here");
-            return Err(Failure::new(Exit::Permission, why));
+}
+
+async fn send_heartbeats() -> Result<(), Failure> {
+    let config = SyncConfig::read(Layout::from_process())?;
+    if config.layout.superseded().exists() {
+        let why = anyhow!("another machine has taken this one's place: the agent does not run here");
+        return Err(Failure::new(Exit::Permission, why));
+    }
+    config.platform.upgrade_token.make_durable().or_exit(Exit::Internal)?;
+    let heartbeats = HeartbeatClient::new(&config).or_exit(Exit::Config)?;
+    let mut term = signal(SignalKind::terminate()).or_exit(Exit::Internal)?;
+    let mut int = signal(SignalKind::interrupt()).or_exit(Exit::Internal)?;
+    // Outside systemd the notification fails, which is harmless.
+    let _ = sd_notify::notify(&[NotifyState::Ready]);
+    tokio::select! {
+        superseded = run_heartbeats(&config, &heartbeats) => {
+            superseded.write(&config.layout).or_exit(Exit::Internal)?;
+            tracing::warn!(epoch = ?superseded.epoch, "another machine has taken this one's place: stopping");
         }
-        config.platform.upgrade_token.make_durable().or_exit(Exit::Internal)?;
-        let heartbeats = HeartbeatClient::new(&config).or_exit(Exit::Config)?;
-        let mut term = signal(SignalKind::terminate()).or_exit(Exit::Internal)?;
-        let mut int = signal(SignalKind::interrupt()).or_exit(Exit::Internal)?;
-        // Outside systemd the notification fails, which is harmless.
-        let _ = sd_notify::notify(&[NotifyState::Ready]);
-        tokio::select! {
-            superseded = run_heartbeats(&config, &heartbeats) => {
-                superseded.write(&config.layout).or_exit(Exit::Internal)?;
-                tracing::warn!(epoch = ?superseded.epoch, "another machine has taken this one's place: stopping");
-            }
-            never = run_meta_writer(&config) => match never {},
-            _ = term.recv() => {}
-            _ = int.recv() => {}
-        }
-        let _ = sd_notify::notify(&[NotifyState::Stopping]);
-        Ok(())
-    })
+        never = run_meta_writer(&config) => match never {},
+        _ = term.recv() => {}
+        _ = int.recv() => {}
+    }
+    let _ = sd_notify::notify(&[NotifyState::Stopping]);
+    Ok(())
 }
 
 /// Maximum delay before the first heartbeat while the host is starting.

@@ -5,6 +5,7 @@
 //! disks and objects. [`Breakage`] injects one defect from outside; the scenario must then fail at the matching step.
 
 mod breakage;
+mod files;
 pub(crate) mod first_machine;
 mod platform;
 mod program;
@@ -161,12 +162,14 @@ async fn run_steps(
         report.step("failed-recovery", recovery::fail_recovery_midway(stack, &first, Timeouts::DEMO)).await?
     };
     report.step("later-row", first_machine::insert_later_row(stack)).await?;
+    report.step("files", files::save(stack, &first)).await?;
     report.step("loss", recovery::lose_machine(stack, &first)).await?;
     if is_broken(Breakage::Restore) {
         breakage::corrupt_snapshot_gets(stack);
     }
     let second = report.step("recover", recovery::recover(stack, &first)).await?;
     report.step("rows", recovery::check_restored_rows(stack)).await?;
+    report.step("restored-files", async { files::check_restored(stack, &second) }).await?;
     if is_broken(Breakage::Fence) {
         breakage::remove_fence(stack, &first);
     }

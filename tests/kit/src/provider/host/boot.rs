@@ -21,15 +21,19 @@ pub(super) const CODE: &str = "svc-code";
 /// Started with `--listen` here; systemd would start an instance for each connection to its socket.
 pub(super) const AGENT: &str = "svc-agent";
 pub(super) const WATCH: &str = "svc-watch";
+/// `svc-sync-agent files`.
+pub(super) const FILES: &str = "svc-files";
 /// All services, in start order.
-pub(super) const SERVICES: [&str; 6] = [GATEWAY, SHELL, CODE, AGENT, SYNC_AGENT, WATCH];
+pub(super) const SERVICES: [&str; 7] = [GATEWAY, SHELL, CODE, AGENT, SYNC_AGENT, WATCH, FILES];
+const WATCH_PROGRAM: &str = "current/bin/svc-watch";
 /// Services that are optional in a release, with the files they require. The boot does not wait for them.
-const OPTIONAL: [(&str, &str); 4] = [
+const OPTIONAL: [(&str, &str); 5] = [
     (SHELL, "current/app/shell"),
     (CODE, "current/runtime/code-server"),
     // Missing from earlier releases.
     (AGENT, "current/bin/svc-agent"),
-    (WATCH, "current/bin/svc-watch"),
+    (WATCH, WATCH_PROGRAM),
+    (FILES, WATCH_PROGRAM),
 ];
 
 /// A path unit: the watched paths under `/var/lib/svc`, the unit they start, and its arguments.
@@ -84,6 +88,9 @@ async fn run_units(session: &Arc<PowerSession>, settings: &HostSettings) -> Resu
         run_unit(session, settings, "svc-update", &["boot"]).await.map_err(boot_failure("bundle"))?;
     }
     report_stage(session, settings, "restore").await;
+    if session.disk.opt(WATCH_PROGRAM).exists() {
+        run_unit(session, settings, SYNC_AGENT, &["restore-home"]).await.map_err(boot_failure("restore"))?;
+    }
     run_unit(session, settings, "svc-restore", &[]).await.map_err(boot_failure("restore"))?;
     report_stage(session, settings, "gateway").await;
     // Like `svc-apps.service`: ordered before the gateway, but not required by it.
@@ -151,12 +158,16 @@ pub(super) fn start_service(
     name: &'static str,
 ) -> Arc<Service> {
     let gate = (name == GATEWAY).then(|| session.disk.opt("restore-complete"));
-    let listening = (name == AGENT).then(|| PathBuf::from("--listen"));
+    let (program, argument) = match name {
+        AGENT => (AGENT, Some("--listen")),
+        FILES => (SYNC_AGENT, Some("files")),
+        _ => (name, None),
+    };
     Service::start(
         session,
         ServiceUnit {
             name,
-            program: vec![session.disk.program(name)].into_iter().chain(listening).collect(),
+            program: [session.disk.program(program)].into_iter().chain(argument.map(PathBuf::from)).collect(),
             condition: gate,
             ready_timeout: settings.ready_timeout,
             stop_timeout: settings.stop_timeout,

@@ -1,0 +1,171 @@
+//! The changed paths that the backup of files has not saved yet.
+
+use std::collections::BTreeSet;
+
+use super::diff::DirtySet;
+use super::tree::{Tree, join_path};
+use crate::audit::file_changes::{ChangedPaths, ChangesReply};
+
+/// Maximum number of paths; beyond that, anything may have changed.
+const MAX_PATHS: usize = 50_000;
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct PathSet {
+    is_everything: bool,
+    directories: BTreeSet<Vec<u8>>,
+    subtrees: BTreeSet<Vec<u8>>,
+}
+
+impl PathSet {
+    fn everything() -> Self {
+        Self { is_everything: true, ..Self::default() }
+    }
+
+    fn is_empty(&self) -> bool {
+        !self.is_everything && self.directories.is_empty() && self.subtrees.is_empty()
+    }
+
+    fn limit(&mut self) {
+        if self.directories.len() + self.subtrees.len() > MAX_PATHS {
+            *self = Self::everything();
+        }
+    }
+
+    fn merge(&mut self, other: Self) {
+        if self.is_everything || other.is_everything {
+            *self = Self::everything();
+            return;
+        }
+        self.directories.extend(other.directories);
+        self.subtrees.extend(other.subtrees);
+        self.limit();
+    }
+}
+
+/// Collects changed paths until a reader reports that it has saved them.
+#[derive(Debug)]
+pub struct ChangeLog {
+    /// Distinguishes the tokens of this process from earlier ones.
+    instance: String,
+    /// The number of the last reply, and of the reply whose changes are saved.
+    last_reply: u64,
+    last_saved: Option<u64>,
+    /// Changes in replies since the saved one.
+    unsaved: PathSet,
+    /// Changes since the last reply.
+    fresh: PathSet,
+}
+
+impl ChangeLog {
+    /// Starts without knowledge: until a reader has saved the home, anything may have changed.
+    pub fn new() -> Self {
+        Self {
+            instance: uuid::Uuid::now_v7().simple().to_string(),
+            last_reply: 0,
+            last_saved: None,
+            unsaved: PathSet::everything(),
+            fresh: PathSet::default(),
+        }
+    }
+
+    /// Whether changes need not be recorded, because anything may have changed.
+    fn is_everything_fresh(&self) -> bool {
+        // Without a reader, nothing needs to be collected.
+        self.fresh.is_everything || self.last_reply == 0
+    }
+
+    pub fn record_everything(&mut self) {
+        if self.last_reply > 0 {
+            self.fresh = PathSet::everything();
+        }
+    }
+
+    /// Records the dirty names at their paths in the tree.
+    pub fn record(&mut self, dirty: &DirtySet, tree: &Tree) {
+        if self.is_everything_fresh() {
+            return;
+        }
+        if dirty.is_everything_dirty() {
+            return self.record_everything();
+        }
+        for (folder, names) in dirty.names() {
+            // A folder that is not in the tree is below one whose name is dirty.
+            let Some(path) = tree.path(folder) else { continue };
+            for (name, _) in names.iter().filter(|(_, marks)| marks.has_name_change) {
+                self.fresh.subtrees.insert(join_path(&path, name));
+            }
+            self.fresh.directories.insert(path);
+        }
+        self.fresh.limit();
+    }
+
+    /// Returns the changes since the reply whose token is `saved`.
+    pub fn take(&mut self, saved: Option<&str>) -> ChangesReply {
+        let saved =
+            saved.and_then(|token| token.strip_prefix(&self.instance)?.strip_prefix('-')?.parse().ok());
+        let has_new = !self.fresh.is_empty();
+        let fresh = std::mem::take(&mut self.fresh);
+        if saved.is_some() && saved == Some(self.last_reply) {
+            self.unsaved = fresh;
+            self.last_saved = saved;
+        } else if saved.is_some() && saved == self.last_saved {
+            self.unsaved.merge(fresh);
+        } else {
+            // The reader has saved nothing, or something that this process does not know.
+            self.unsaved = PathSet::everything();
+            self.last_saved = None;
+        }
+        self.last_reply += 1;
+        let paths = (!self.unsaved.is_everything).then(|| ChangedPaths {
+            directories: self.unsaved.directories.iter().cloned().collect(),
+            subtrees: self.unsaved.subtrees.iter().cloned().collect(),
+        });
+        ChangesReply { token: format!("{}-{}", self.instance, self.last_reply), has_new, paths }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn directories(reply: &ChangesReply) -> Option<Vec<&str>> {
+        let paths = reply.paths.as_ref()?;
+        Some(paths.directories.iter().map(|path| std::str::from_utf8(path).unwrap()).collect())
+    }
+
+    fn change(log: &mut ChangeLog, path: &str) {
+        log.fresh.directories.insert(path.as_bytes().to_vec());
+    }
+
+    #[test]
+    fn take_repeats_changes_until_they_are_saved() {
+        let mut log = ChangeLog::new();
+        let first = log.take(None);
+        assert_eq!(first.paths, None, "the first save reads everything");
+        change(&mut log, "a");
+        let second = log.take(Some(&first.token));
+        assert_eq!((directories(&second), second.has_new), (Some(vec!["a"]), true));
+        change(&mut log, "b");
+        let third = log.take(Some(&first.token));
+        assert_eq!(directories(&third), Some(vec!["a", "b"]), "the save of `a` failed");
+        let fourth = log.take(Some(&third.token));
+        assert_eq!((directories(&fourth), fourth.has_new), (Some(vec![]), false));
+        for unknown in [None, Some("other-1"), Some(second.token.as_str())] {
+            let mut log = ChangeLog { instance: log.instance.clone(), last_reply: 9, ..ChangeLog::new() };
+            assert_eq!(log.take(unknown).paths, None, "{unknown:?}");
+        }
+    }
+
+    #[test]
+    fn too_many_changes_become_everything() {
+        let mut log = ChangeLog::new();
+        let first = log.take(None);
+        for number in 0..=MAX_PATHS {
+            change(&mut log, &number.to_string());
+        }
+        log.fresh.limit();
+        let second = log.take(Some(&first.token));
+        assert_eq!(second.paths, None);
+        assert_eq!(directories(&log.take(Some(&second.token))), Some(vec![]));
+    }
+}

@@ -1,0 +1,221 @@
+//! A machine's access to the repository of its slot: the key, which the platform keeps, and the store.
+
+use std::time::Duration;
+
+use http::StatusCode;
+use secrecy::{ExposeSecret, SecretString};
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::chain::format_chain;
+use svc_base::fsx::{self, FileError};
+use svc_files::{Cache, FilesError, Repository, RepositoryKey, SnapshotOrigin};
+use svc_http::client::{self, Deadlines};
+use svc_http::request_id;
+use svc_machine::epoch::Epoch;
+use svc_store::Bucket;
+use svc_store::key::SlotPrefix;
+use svc_wire::files::{FilesKey, FilesKeyRequest};
+
+use crate::system::config::{self, Identity, PlatformLink};
+use crate::system::epoch;
+use crate::system::layout::Layout;
+use crate::system::platform_response::{ProblemBody, read_body};
+use crate::system::store::StoreLink;
+
+/// The file with the key, readable by the gateway's user only.
+const KEY_FILE: &str = "key";
+const KEY_MODE: u32 = 0o600;
+
+/// Why the repository cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum AccessError {
+    #[error("cannot get the key of the file backup from the platform: {0}")]
+    KeyUnavailable(String),
+    #[error("the platform refuses to give this machine the key of the file backup: {0}")]
+    KeyRefused(String),
+    #[error(
+        "the files of the machine's predecessor could not be restored, so this home is not saved: it would hide theirs; \
+         `svc-sync-agent restore-home --retry` repeats the restore"
+    )]
+    NotRestored,
+    #[error(transparent)]
+    Files(#[from] FilesError),
+    #[error(transparent)]
+    File(#[from] FileError),
+}
+
+impl AccessError {
+    /// Whether a retry may succeed.
+    pub fn is_transient(&self) -> bool {
+        match self {
+            Self::KeyUnavailable(_) => true,
+            Self::Files(error) => error.is_transient(),
+            Self::KeyRefused(_) | Self::NotRestored | Self::File(_) => false,
+        }
+    }
+}
+
+/// The settings of the programs that save and restore files.
+pub struct FilesSettings {
+    pub layout: Layout,
+    pub identity: Identity,
+    pub slot: SlotPrefix,
+    pub bucket: Bucket,
+    platform: PlatformLink,
+    client: reqwest::Client,
+}
+
+impl FilesSettings {
+    pub fn read(layout: Layout) -> Result<Self, Failure> {
+        let mut env = config::environment(&layout);
+        let identity = Identity::read(&mut env);
+        let platform = PlatformLink::read(&mut env, &layout);
+        let store = StoreLink::read(&mut env, &layout);
+        let parts = identity.zip(platform).zip(store);
+        let ((identity, platform), store) = env.finish(parts)?;
+        Ok(Self {
+            slot: SlotPrefix::new(&identity.user, &identity.slot),
+            bucket: store.open().or_exit(Exit::Config)?,
+            client: client::build(Deadlines::CALL).or_exit(Exit::Internal)?,
+            layout,
+            identity,
+            platform,
+        })
+    }
+
+    /// Returns the current epoch, which a heartbeat may have raised.
+    pub fn epoch(&self) -> Epoch {
+        epoch::current(&self.layout, self.identity.epoch)
+    }
+
+    pub fn origin(&self) -> SnapshotOrigin {
+        SnapshotOrigin { machine: self.identity.machine, epoch: self.epoch() }
+    }
+
+    fn cache(&self) -> Cache {
+        Cache::new(self.layout.files_state().join("cache"))
+    }
+
+    /// Opens the slot's repository; `None` if nothing has been saved yet.
+    ///
+    /// # Errors
+    /// [`AccessError`]; `WrongKey` if neither the platform's key nor this machine's opens it.
+    pub async fn open(&self) -> Result<Option<Repository>, AccessError> {
+        Ok(self.open_with_known_keys().await?.1)
+    }
+
+    /// Opens the slot's repository, and creates it if there is none.
+    ///
+    /// # Errors
+    /// Those of [`Self::open`].
+    pub async fn open_or_create(&self) -> Result<Repository, AccessError> {
+        match self.open_with_known_keys().await? {
+            (_, Some(repository)) => Ok(repository),
+            (key, None) => {
+                let (bucket, root) = (self.bucket.clone(), self.slot.files());
+                Ok(Repository::open_or_create(bucket, root, &key, self.cache()).await?)
+            }
+        }
+    }
+
+    /// Returns the key to use, and the repository if there is one. The platform's key and the machine's differ only if
+    /// the platform's database is older than the machine's key.
+    async fn open_with_known_keys(&self) -> Result<(RepositoryKey, Option<Repository>), AccessError> {
+        let stored = self.read_key()?;
+        let keys = match self.request_key(stored.as_ref()).await {
+            Ok(key) => vec![key].into_iter().chain(stored).collect(),
+            Err(error @ AccessError::KeyUnavailable(_)) => match stored {
+                Some(stored) => {
+                    tracing::warn!(error = %format_chain(&error), "using the stored key of the file backup");
+                    vec![stored]
+                }
+                None => return Err(error),
+            },
+            Err(error) => return Err(error),
+        };
+        let mut refusal = None;
+        for key in keys {
+            let (bucket, root) = (self.bucket.clone(), self.slot.files());
+            match Repository::open(bucket, root, &key, self.cache()).await {
+                Ok(repository) => {
+                    self.store_key(&key)?;
+                    return Ok((key, repository));
+                }
+                Err(error @ FilesError::WrongKey) => refusal = Some(error),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Err(refusal.unwrap_or(FilesError::WrongKey).into())
+    }
+
+    fn read_key(&self) -> Result<Option<RepositoryKey>, FileError> {
+        let text = fsx::read_if_exists(&self.layout.files_state().join(KEY_FILE))?;
+        // An invalid file is replaced by the platform's key.
+        Ok(text.and_then(|text| std::str::from_utf8(&text).ok()?.trim().parse().ok()))
+    }
+
+    fn store_key(&self, key: &RepositoryKey) -> Result<(), FileError> {
+        let dir = self.layout.files_state();
+        let path = dir.join(KEY_FILE);
+        let text = key.password().expose_secret();
+        if fsx::read_if_exists(&path)?.as_deref() == Some(text.as_bytes()) {
+            return Ok(());
+        }
+        std::fs::create_dir_all(&dir).map_err(FileError::wrap("create", &dir))?;
+        fsx::write_atomic(&path, text.as_bytes(), KEY_MODE)
+    }
+
+    async fn request_key(&self, stored: Option<&RepositoryKey>) -> Result<RepositoryKey, AccessError> {
+        let url = self.platform.url(&format!("/vps/{}/files-key", self.identity.machine));
+        let body = FilesKeyRequest { key: stored.map(|key| SecretString::clone(key.password())) };
+        let token = self.platform.upgrade_token.current();
+        let request = self.client.post(url).bearer_auth(token.expose_secret()).json(&body);
+        let response = request_id::attach(request).send().await.map_err(unavailable)?;
+        let status = response.status();
+        let body = read_body(response).await.map_err(unavailable)?;
+        if !status.is_success() {
+            let problem = ProblemBody::parse(&body);
+            let text = format!("{status} {}: {}", problem.code, problem.detail);
+            let is_final = status.is_client_error()
+                && !matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT);
+            return Err(if is_final {
+                AccessError::KeyRefused(text)
+            } else {
+                AccessError::KeyUnavailable(text)
+            });
+        }
+        let invalid = || AccessError::KeyUnavailable("cannot parse the platform's response".to_owned());
+        let key: FilesKey = serde_json::from_slice(&body).map_err(|_| invalid())?;
+        key.key.expose_secret().parse().map_err(|_| invalid())
+    }
+}
+
+fn unavailable(error: impl std::error::Error + 'static) -> AccessError {
+    AccessError::KeyUnavailable(format_chain(&error))
+}
+
+/// Repeats a call until it succeeds, fails for good, or `timeout` has passed.
+///
+/// # Errors
+/// The last error.
+pub async fn retry<T, E>(
+    timeout: Duration,
+    is_transient: impl Fn(&E) -> bool,
+    mut call: impl AsyncFnMut() -> Result<T, E>,
+) -> Result<T, E>
+where
+    E: std::error::Error + 'static,
+{
+    let mut backoff = crate::system::backoff::Backoff::new(timeout);
+    loop {
+        match call().await {
+            Ok(value) => return Ok(value),
+            Err(error) if is_transient(&error) => {
+                tracing::warn!(error = %format_chain(&error), "the file backup is not reachable; retrying");
+                if backoff.pause().await.is_err() {
+                    return Err(error);
+                }
+            }
+            Err(error) => return Err(error),
+        }
+    }
+}

@@ -1,0 +1,313 @@
+//! `svc-sync-agent restore-home`: restores the owner's files on a new machine, before the database is restored and the
+//! gateway starts.
+//!
+//! The files are restored to a directory beside them and moved into place only when they are complete. A killed run is
+//! simply repeated.
+//!
+//! If the snapshot is damaged, the machine starts without the files, because the owner still needs the database. The
+//! outcome is recorded, and the machine then saves no files, so that the snapshot stays the latest one. After any other
+//! error the boot fails, and is tried again.
+
+use std::fs::{self, DirBuilder};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::chain::format_chain;
+use svc_base::clock;
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::{self, FileError};
+use svc_files::restore::{RestoreOptions, RestoreProgress, Restored, restore};
+use svc_files::{FilesError, Id};
+use svc_store::StoreError;
+use svc_store::files_pointer::{self, FilesSnapshotRef};
+
+use super::access::{AccessError, FilesSettings, retry};
+use super::place;
+use crate::system::activity;
+use crate::system::boot_progress::BootReporter;
+use crate::system::layout::Layout;
+use crate::system::progress::Progress;
+
+/// How long the store or the platform may be unreachable before the boot fails. systemd then starts it again.
+const OUTAGE_TIMEOUT: Duration = Duration::from_secs(3600);
+const PHASE: &str = "restoring the owner's files";
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
+const OUTCOME_FILE: &str = "restored.json";
+const FORMAT: u32 = 1;
+/// Exists in the staging directory once all files are complete.
+const COMPLETE_MARK: &str = "complete";
+
+/// The fail points of the gate.
+pub const FAILPOINTS: &[&str] = &["files.gate.restored", "files.gate.marked", "files.gate.placed"];
+
+/// Why the files are not in place.
+#[derive(Debug, thiserror::Error)]
+enum GateError {
+    #[error(transparent)]
+    Access(#[from] AccessError),
+    #[error("cannot read the pointer of the file backup")]
+    Pointer(#[from] StoreError),
+    #[error("there is no repository, but a pointer to its snapshot {0}")]
+    NoRepository(String),
+    #[error("the pointer names an invalid snapshot")]
+    InvalidSnapshot,
+    #[error(transparent)]
+    Files(#[from] FilesError),
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error("a thread was cancelled")]
+    Thread(#[from] tokio::task::JoinError),
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl GateError {
+    /// Whether the snapshot itself is unusable, so that neither a repeated boot nor a larger disk helps.
+    fn is_damage(&self) -> bool {
+        match self {
+            Self::NoRepository(_) | Self::InvalidSnapshot => true,
+            Self::Pointer(error) => is_damaged_object(error),
+            Self::Files(error) | Self::Access(AccessError::Files(error)) => match error {
+                FilesError::Corrupt { .. } | FilesError::WrongKey | FilesError::UnsupportedVersion(_) => true,
+                FilesError::Store(error) => is_damaged_object(error),
+                _ => false,
+            },
+            Self::Access(_) | Self::File(_) | Self::Thread(_) | Self::Injected(_) => false,
+        }
+    }
+}
+
+fn is_damaged_object(error: &StoreError) -> bool {
+    matches!(error, StoreError::Corrupt { .. } | StoreError::NotFound { .. })
+}
+
+/// The result of the restore: the content of `/var/lib/svc/files/restored.json`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RestoreOutcome {
+    version: u32,
+    #[serde(with = "clock::wire")]
+    pub ended_at: Timestamp,
+    /// The restored snapshot; `None` if there was none.
+    pub snapshot: Option<String>,
+    /// Everything that was written before this time is restored.
+    #[serde(with = "clock::wire_option")]
+    pub taken_at: Option<Timestamp>,
+    pub files: u64,
+    pub bytes: u64,
+    /// Entries whose owner, mode, times or attributes could not be set.
+    pub incomplete: u64,
+    /// Why nothing was restored.
+    pub error: Option<String>,
+}
+
+impl RestoreOutcome {
+    /// Reads the outcome; `None` on a machine that has restored nothing yet, or never had to.
+    ///
+    /// # Errors
+    /// If the file exists and cannot be read.
+    pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
+        let text = fsx::read_if_exists(&layout.files_state().join(OUTCOME_FILE))?;
+        Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
+    }
+
+    fn write(&self, layout: &Layout) -> Result<(), FileError> {
+        let dir = layout.files_state();
+        fs::create_dir_all(&dir).map_err(FileError::wrap("create", &dir))?;
+        let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
+        fsx::write_atomic(&dir.join(OUTCOME_FILE), &text, 0o644)
+    }
+}
+
+/// Restores the owner's files on a new machine. On a machine that is in use, repeats only a failed restore, and only if
+/// `retry` is set.
+pub async fn run(layout: Layout, retry: bool) -> Result<(), Failure> {
+    let outcome = RestoreOutcome::read(&layout).or_exit(Exit::Internal)?;
+    let is_done = match outcome {
+        Some(RestoreOutcome { error: None, .. }) => true,
+        Some(RestoreOutcome { error: Some(_), .. }) => !retry,
+        // An earlier release did not restore files.
+        None => layout.restore_complete().exists(),
+    };
+    if is_done {
+        tracing::info!("the files of this machine are already in use; nothing is restored");
+        return Ok(());
+    }
+    let settings = FilesSettings::read(layout)?;
+    let progress = Arc::new(Progress::default());
+    let _reporter = BootReporter::start(&settings.layout, progress.subscribe());
+    match restore_files(&settings, &progress).await {
+        Ok(outcome) => {
+            outcome.write(&settings.layout).or_exit(Exit::Internal)?;
+            activity::note(&settings.layout, &describe(&outcome));
+            Ok(())
+        }
+        Err(error) if !error.is_damage() => Err(Failure::new(Exit::Unavailable, error)),
+        Err(error) => {
+            let text = format_chain(&error);
+            tracing::error!(
+                error = text,
+                "the owner's files cannot be restored; the machine starts without them"
+            );
+            let outcome = RestoreOutcome {
+                version: FORMAT,
+                ended_at: clock::now_ms(),
+                error: Some(text.clone()),
+                ..RestoreOutcome::default()
+            };
+            outcome.write(&settings.layout).or_exit(Exit::Internal)?;
+            activity::note(&settings.layout, &format!("the owner's files could not be restored: {text}"));
+            Ok(())
+        }
+    }
+}
+
+fn describe(outcome: &RestoreOutcome) -> String {
+    match (&outcome.snapshot, outcome.taken_at) {
+        (Some(_), Some(at)) => {
+            format!("{} files were restored as they were at {}", outcome.files, clock::rfc3339_ms(at))
+        }
+        _ => "the machine starts without earlier files: there is no file backup".to_owned(),
+    }
+}
+
+async fn restore_files(settings: &FilesSettings, progress: &Progress) -> Result<RestoreOutcome, GateError> {
+    let read = async || files_pointer::read(&settings.bucket, &settings.slot).await;
+    let pointer = retry(OUTAGE_TIMEOUT, StoreError::is_transient, read).await?;
+    let Some(latest) = pointer.and_then(|pointer| pointer.value.snapshot) else {
+        return Ok(RestoreOutcome {
+            version: FORMAT,
+            ended_at: clock::now_ms(),
+            ..RestoreOutcome::default()
+        });
+    };
+    let staging = Staging::new(&settings.layout);
+    let outcome = match staging.read_complete()? {
+        // An earlier run was interrupted while it moved the files.
+        Some(outcome) => outcome,
+        None => download(settings, &latest, &staging, progress).await?,
+    };
+    failpoint::pass("files.gate.marked")?;
+    let (from, to) = (staging.files(), settings.layout.user_home());
+    let replaced = tokio::task::spawn_blocking(move || place::move_contents(&from, &to)).await??;
+    failpoint::pass("files.gate.placed")?;
+    staging.remove()?;
+    tracing::info!(
+        snapshot = latest.id,
+        files = outcome.files,
+        bytes = outcome.bytes,
+        replaced,
+        "restored the owner's files"
+    );
+    Ok(outcome)
+}
+
+/// Restores the snapshot to the staging directory.
+async fn download(
+    settings: &FilesSettings,
+    latest: &FilesSnapshotRef,
+    staging: &Staging,
+    progress: &Progress,
+) -> Result<RestoreOutcome, GateError> {
+    let id: Id = latest.id.parse().map_err(|_| GateError::InvalidSnapshot)?;
+    let open = async || settings.open().await;
+    let repository = retry(OUTAGE_TIMEOUT, AccessError::is_transient, open).await?;
+    let repository = repository.ok_or_else(|| GateError::NoRepository(latest.id.clone()))?;
+    let options = RestoreOptions { target: staging.files(), system_root: settings.layout.root().to_owned() };
+    let counts = Arc::new(RestoreProgress::default());
+    let attempt = async || -> Result<Restored, GateError> {
+        let snapshot = repository.read_snapshot(id).await?;
+        staging.clear()?;
+        Ok(restore(&repository, &snapshot, &options, &counts).await?)
+    };
+    let is_transient = |error: &GateError| matches!(error, GateError::Files(error) if error.is_transient());
+    let began = Instant::now();
+    let restored = tokio::select! {
+        restored = retry(OUTAGE_TIMEOUT, is_transient, attempt) => restored?,
+        never = show_progress(&counts, progress) => match never {},
+    };
+    failpoint::pass("files.gate.restored")?;
+    if let Some(first) = &restored.first_incomplete {
+        tracing::warn!(
+            entries = restored.incomplete,
+            first,
+            "the owner, mode, times or attributes of some files could not be restored"
+        );
+    }
+    tracing::info!(seconds = began.elapsed().as_secs(), "downloaded the owner's files");
+    let outcome = RestoreOutcome {
+        version: FORMAT,
+        ended_at: clock::now_ms(),
+        snapshot: Some(latest.id.clone()),
+        taken_at: Some(latest.taken_at),
+        files: restored.files,
+        bytes: restored.bytes,
+        incomplete: restored.incomplete,
+        error: None,
+    };
+    staging.mark_complete(&outcome)?;
+    Ok(outcome)
+}
+
+async fn show_progress(counts: &RestoreProgress, progress: &Progress) -> std::convert::Infallible {
+    let mut is_started = false;
+    loop {
+        tokio::time::sleep(PROGRESS_INTERVAL).await;
+        if counts.total_bytes() > 0 && !is_started {
+            progress.start_bytes_phase(PHASE, counts.total_bytes());
+            is_started = true;
+        }
+        if is_started {
+            progress.report_bytes(PHASE, counts.written_bytes(), counts.total_bytes());
+        }
+    }
+}
+
+/// The directory beside the user's files in which a restore collects them.
+struct Staging(PathBuf);
+
+impl Staging {
+    fn new(layout: &Layout) -> Self {
+        Self(layout.files_staging())
+    }
+
+    fn files(&self) -> PathBuf {
+        self.0.join("files")
+    }
+
+    /// Returns the outcome of a complete restore whose files may not have been moved yet.
+    fn read_complete(&self) -> Result<Option<RestoreOutcome>, FileError> {
+        let text = fsx::read_if_exists(&self.0.join(COMPLETE_MARK))?;
+        Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
+    }
+
+    fn mark_complete(&self, outcome: &RestoreOutcome) -> Result<(), FileError> {
+        let text = serde_json::to_vec(outcome).expect("plain fields serialize to JSON");
+        fsx::write_atomic(&self.0.join(COMPLETE_MARK), &text, 0o600)
+    }
+
+    /// Creates the empty directory, closed to other users. Removes what a killed run left.
+    fn clear(&self) -> Result<(), FileError> {
+        self.remove()?;
+        let files = self.files();
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&files)
+            .map_err(FileError::wrap("create", &files))
+    }
+
+    fn remove(&self) -> Result<(), FileError> {
+        match fs::remove_dir_all(&self.0) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(FileError::wrap("remove", &self.0)(error))
+            }
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,373 @@
+//! `svc-sync-agent files`: saves the user's home directory until it is stopped.
+//!
+//! Invariant: `savedUntil` in the status, and the pointer in the store, name only what is completely in the store. A
+//! change is forgotten only after the save that contains it.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use jiff::Timestamp;
+use sd_notify::NotifyState;
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::chain::format_chain;
+use svc_base::clock;
+use svc_base::failpoint::{self, Injected};
+use svc_files::save::{Changes, Exclusions, SaveOptions, Saved, Saver};
+use svc_files::{FilesError, Id, Repository, Snapshot};
+use svc_store::StoreError;
+use svc_store::files_pointer::{self, FilesSnapshotRef};
+use svc_store::pointer_io::PointerError;
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::access::{AccessError, FilesSettings};
+use super::changes;
+use super::gate::RestoreOutcome;
+use super::schedule::{Observation, Save, Schedule};
+use super::status::FilesStatus;
+use crate::audit::file_changes::{ChangedPaths, ChangesReply};
+use crate::system::layout::{FILES_STAGING, Layout};
+use crate::system::quiesce::Quiesce;
+use crate::system::systemd;
+
+/// Interval of looks at the watcher's changes. Changes are settled if there are none between two looks.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+/// Minimum interval between two warnings about the same failure.
+const WARNING_INTERVAL: Duration = Duration::from_secs(600);
+/// The path of the home directory as snapshots show it, also in tests.
+const SHOWN_HOME: &str = "/home/svc";
+/// Directories that programs create again, left out wherever they are.
+const EXCLUDED_DIRECTORIES: &[&str] = &["node_modules", ".cache", "__pycache__"];
+/// The name of a file that requests a save, in the directory of requests.
+pub const SAVE_REQUEST: &str = "files";
+
+/// The service's fail points.
+pub const FAILPOINTS: &[&str] = &["files.service.saved", "files.service.advanced"];
+
+/// Why a save failed.
+#[derive(Debug, thiserror::Error)]
+enum SaveError {
+    #[error(transparent)]
+    Access(#[from] AccessError),
+    #[error(transparent)]
+    Files(#[from] FilesError),
+    #[error("cannot move the pointer to the snapshot")]
+    Pointer(#[from] PointerError),
+    #[error("cannot read the pointer")]
+    Store(#[from] StoreError),
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl SaveError {
+    /// Whether the platform has withdrawn this machine's credentials. A failed recovery may give them back.
+    fn is_withdrawn(&self) -> bool {
+        match self {
+            Self::Pointer(PointerError::Store(error)) | Self::Store(error) => is_withdrawn(error),
+            Self::Files(FilesError::Store(error))
+            | Self::Access(AccessError::Files(FilesError::Store(error))) => is_withdrawn(error),
+            _ => false,
+        }
+    }
+}
+
+fn is_withdrawn(error: &StoreError) -> bool {
+    matches!(error, StoreError::Withdrawn { .. })
+}
+
+/// Runs the service until it is stopped or this machine has been replaced.
+pub async fn run(layout: Layout) -> Result<(), Failure> {
+    let settings = FilesSettings::read(layout)?;
+    if settings.layout.superseded().exists() {
+        return Err(superseded());
+    }
+    let mut term = signal(SignalKind::terminate()).or_exit(Exit::Internal)?;
+    let mut int = signal(SignalKind::interrupt()).or_exit(Exit::Internal)?;
+    systemd::notify(&[NotifyState::Ready]);
+    let mut service = FileBackup::new(settings);
+    let stopped = tokio::select! {
+        ended = service.run() => ended,
+        _ = term.recv() => Ok(()),
+        _ = int.recv() => Ok(()),
+    };
+    systemd::notify(&[NotifyState::Stopping]);
+    stopped
+}
+
+fn superseded() -> Failure {
+    let why = anyhow::anyhow!("another machine has taken this one's place: its files are not saved");
+    Failure::new(Exit::Permission, why)
+}
+
+struct FileBackup {
+    settings: FilesSettings,
+    schedule: Schedule,
+    status: FilesStatus,
+    /// `None` until the repository has been opened.
+    saver: Option<OpenSaver>,
+    /// The token of the watcher's last reply whose changes are saved.
+    saved_token: Option<String>,
+    /// Paths that the last save could not read, or that changed meanwhile.
+    retry: Changes,
+    last_warning: Option<(String, Instant)>,
+}
+
+struct OpenSaver {
+    saver: Saver,
+    /// The latest snapshot.
+    parent: Option<(Id, Snapshot)>,
+    /// The snapshot that the pointer names.
+    pointed: Option<String>,
+}
+
+impl FileBackup {
+    fn new(settings: FilesSettings) -> Self {
+        let status = FilesStatus::read(&settings.layout).ok().flatten().unwrap_or_default();
+        Self {
+            settings,
+            schedule: Schedule::new(Instant::now()),
+            status,
+            saver: None,
+            saved_token: None,
+            retry: Changes::default(),
+            last_warning: None,
+        }
+    }
+
+    /// Saves until this machine has been replaced.
+    async fn run(&mut self) -> Result<(), Failure> {
+        let mut looks = tokio::time::interval(LOOK_INTERVAL);
+        looks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            looks.tick().await;
+            if self.settings.layout.superseded().exists() {
+                return Err(superseded());
+            }
+            if self.take_request() {
+                self.schedule.request();
+            }
+            // Everything written before this time is in the save.
+            let looked_at = clock::now_ms();
+            let sockets = self.settings.layout.watch_sockets();
+            let reply = changes::request(&sockets, self.saved_token.clone()).await;
+            let seen = observe(&reply);
+            let save = self.schedule.decide(seen, Instant::now());
+            self.record_changed_since(looked_at);
+            if save == Save::Nothing {
+                continue;
+            }
+            let began = Instant::now();
+            match self.save(save, reply.ok(), looked_at).await {
+                Ok(()) => self.schedule.record_success(save, began.elapsed(), Instant::now()),
+                // Another machine may have taken this one's place: then the heartbeat says so, or the platform gives the
+                // slot back.
+                Err(error) => {
+                    // The saver's view of the repository may be wrong.
+                    self.saver = None;
+                    if error.is_withdrawn() {
+                        self.settings = FilesSettings::read(self.settings.layout.clone())?;
+                    }
+                    self.schedule.record_failure(Instant::now());
+                    self.record_failure(&error);
+                }
+            }
+        }
+    }
+
+    /// Returns whether a save was requested, or must happen soon because this machine's writers are stopped.
+    fn take_request(&self) -> bool {
+        let layout = &self.settings.layout;
+        let is_quiesced = Quiesce::read(layout)
+            .ok()
+            .flatten()
+            .and_then(|quiesce| quiesce.quiesced_at)
+            .is_some_and(|at| self.status.saved_until.is_none_or(|saved| saved <= at));
+        std::fs::remove_file(layout.request(SAVE_REQUEST)).is_ok() || is_quiesced
+    }
+
+    /// Saves, and moves the pointer to the snapshot.
+    async fn save(
+        &mut self,
+        save: Save,
+        reply: Option<ChangesReply>,
+        looked_at: Timestamp,
+    ) -> Result<(), SaveError> {
+        self.ensure_home_is_complete()?;
+        let open = match self.saver.take() {
+            Some(open) => open,
+            None => self.open().await?,
+        };
+        let open = self.saver.insert(open);
+        let paths = reply.as_ref().and_then(|reply| reply.paths.as_ref());
+        open.saver.options_mut().origin = self.settings.origin();
+        let (saved, is_full) = match (save, open.parent.clone()) {
+            (Save::Changes, Some(parent)) => {
+                let mut changes = unwatched_changes(&self.settings.layout.user_home());
+                changes.merge(self.retry.clone());
+                changes.merge(watched_changes(paths));
+                (open.saver.save_changes(parent, changes).await?, false)
+            }
+            (_, parent) => (open.saver.save(parent).await?, true),
+        };
+        failpoint::pass("files.service.saved")?;
+        open.parent = Some((saved.id, saved.snapshot.clone()));
+        let id = saved.id.to_string();
+        if open.pointed.as_ref() != Some(&id) {
+            let snapshot = FilesSnapshotRef {
+                id: id.clone(),
+                machine_id: self.settings.identity.machine,
+                epoch: self.settings.epoch(),
+                taken_at: looked_at,
+            };
+            files_pointer::advance(&self.settings.bucket, &self.settings.slot, &snapshot).await?;
+            open.pointed = Some(id);
+        }
+        failpoint::pass("files.service.advanced")?;
+        // Without an answer, the watcher's changes since then are unknown.
+        self.saved_token = reply.map(|reply| reply.token);
+        self.record_saved(&saved, is_full, looked_at);
+        Ok(())
+    }
+
+    /// Refuses to save a home directory whose files could not be restored: its snapshot would hide the earlier ones.
+    fn ensure_home_is_complete(&self) -> Result<(), SaveError> {
+        match RestoreOutcome::read(&self.settings.layout).map_err(AccessError::File)? {
+            Some(RestoreOutcome { error: Some(_), .. }) => Err(AccessError::NotRestored.into()),
+            _ => Ok(()),
+        }
+    }
+
+    async fn open(&self) -> Result<OpenSaver, SaveError> {
+        let repository = self.settings.open_or_create().await?;
+        let pointer = files_pointer::read(&self.settings.bucket, &self.settings.slot).await?;
+        let pointed = pointer.and_then(|pointer| pointer.value.snapshot).map(|snapshot| snapshot.id);
+        let parent = match pointed.as_deref().and_then(|id| id.parse::<Id>().ok()) {
+            Some(id) => read_parent(&repository, id).await?,
+            None => None,
+        };
+        let identity = &self.settings.identity;
+        let options = SaveOptions {
+            shown_path: SHOWN_HOME.to_owned(),
+            hostname: identity.handle.to_string(),
+            username: "svc".to_owned(),
+            exclusions: Exclusions {
+                directory_names: EXCLUDED_DIRECTORIES.iter().map(OsString::from).collect(),
+                paths: vec![PathBuf::from(FILES_STAGING)],
+            },
+            system_root: self.settings.layout.root().to_owned(),
+            ..SaveOptions::new(self.settings.layout.user_home(), self.settings.origin())
+        };
+        Ok(OpenSaver { saver: Saver::new(repository, options), parent, pointed })
+    }
+
+    fn record_changed_since(&mut self, looked_at: Timestamp) {
+        let is_changed = self.schedule.changed_since().is_some();
+        if is_changed == self.status.changed_since.is_some() {
+            return;
+        }
+        self.status.changed_since = is_changed.then_some(looked_at);
+        self.write_status();
+    }
+
+    fn record_saved(&mut self, saved: &Saved, is_full: bool, looked_at: Timestamp) {
+        let counts = &saved.counts;
+        self.retry = saved.retry.clone();
+        let status = &mut self.status;
+        if is_full {
+            (status.files, status.bytes) = (counts.files, counts.bytes);
+            (status.excluded, status.special) = (counts.excluded, counts.special);
+        }
+        (status.unreadable, status.unstable) = (counts.unreadable, counts.unstable);
+        status.first_unreadable.clone_from(&counts.first_unreadable);
+        status.snapshot = Some(saved.id.to_string());
+        status.saved_until = Some(looked_at);
+        (status.changed_since, status.error, status.failing_since) = (None, None, None);
+        self.write_status();
+        if !saved.is_unchanged {
+            tracing::info!(
+                snapshot = %saved.id,
+                files_read = counts.files_read,
+                uploaded_bytes = saved.uploaded_bytes,
+                is_full,
+                "saved the owner's files"
+            );
+        }
+    }
+
+    fn record_failure(&mut self, error: &SaveError) {
+        let text = format_chain(error);
+        let is_repeated = |(last, at): &(String, Instant)| *last == text && at.elapsed() < WARNING_INTERVAL;
+        if !self.last_warning.as_ref().is_some_and(is_repeated) {
+            tracing::warn!(error = text, "cannot save the owner's files; retrying");
+            self.last_warning = Some((text.clone(), Instant::now()));
+        }
+        self.status.failing_since.get_or_insert(clock::now_ms());
+        self.status.error = Some(text);
+        self.write_status();
+    }
+
+    fn write_status(&mut self) {
+        // A full disk must not end the backup.
+        if let Err(error) = self.status.write(&self.settings.layout) {
+            tracing::warn!(error = %format_chain(&error), "cannot write the status of the file backup");
+        }
+    }
+}
+
+fn observe(reply: &Result<ChangesReply, changes::ChangesError>) -> Observation {
+    match reply {
+        Ok(ChangesReply { paths: None, .. }) => Observation::Unknown,
+        Ok(ChangesReply { paths: Some(paths), has_new, .. }) => {
+            if paths.directories.is_empty() && paths.subtrees.is_empty() {
+                Observation::Unchanged
+            } else {
+                Observation::Changed { is_settled: !has_new }
+            }
+        }
+        Err(error) => {
+            tracing::debug!(error = %format_chain(error), "the watcher does not say what has changed");
+            Observation::Unattended
+        }
+    }
+}
+
+/// Reads the snapshot that the pointer names; `None` if it cannot be used as a parent.
+async fn read_parent(repository: &Repository, id: Id) -> Result<Option<(Id, Snapshot)>, FilesError> {
+    match repository.read_snapshot(id).await {
+        Ok(snapshot) => Ok(Some((id, snapshot))),
+        // All files are read again.
+        Err(error @ (FilesError::Corrupt { .. } | FilesError::Store(StoreError::NotFound { .. }))) => {
+            tracing::error!(error = %format_chain(&error), "cannot read the latest snapshot of the owner's files");
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// The watcher's paths, which are below `home`.
+fn watched_changes(paths: Option<&ChangedPaths>) -> Changes {
+    use std::os::unix::ffi::OsStrExt;
+    let below_home = |path: &[u8]| Path::new("home").join(std::ffi::OsStr::from_bytes(path));
+    let mut changes = Changes::default();
+    for path in paths.into_iter().flat_map(|paths| &paths.directories) {
+        changes.mark_directory(&below_home(path));
+    }
+    for path in paths.into_iter().flat_map(|paths| &paths.subtrees) {
+        changes.mark_subtree(&below_home(path));
+    }
+    changes
+}
+
+/// Everything that the watcher does not watch: the settings of programs beside `home`, and the machine's records.
+fn unwatched_changes(user_home: &Path) -> Changes {
+    let mut changes = Changes::default();
+    changes.mark_directory(Path::new(""));
+    changes.mark_subtree(Path::new("home/system"));
+    // If the directory cannot be listed, the save reports it.
+    for entry in std::fs::read_dir(user_home).into_iter().flatten().flatten() {
+        if entry.file_name() != "home" && entry.file_name() != FILES_STAGING {
+            changes.mark_subtree(Path::new(&entry.file_name()));
+        }
+    }
+    changes
+}

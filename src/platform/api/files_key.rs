@@ -1,0 +1,158 @@
+//! POST `/vps/:id/files-key`: the key with which a host encrypts its slot's file backups. GET `/vps/slots/files-key`: the
+//! same key for an operator; it opens all of the owner's files, so it needs the scope `admin`, and each request is
+//! audited.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use http::Method;
+use http::header::{CACHE_CONTROL, HeaderValue};
+use serde::Serialize;
+use serde_json::json;
+
+use super::access::unauthorized;
+use super::call::{ApiCall, path_id};
+use super::endpoint::{
+    ADMIN, Access, Endpoint, HOST, MACHINE_ID, OPERATOR, documented_json, idp_user_id, slot_name,
+};
+use super::heartbeat;
+use super::mutation::{self, AuditChange};
+use crate::context::Platform;
+use crate::db::{self, machine_row::MachineRow};
+use crate::file_keys;
+use crate::keys::KeyError;
+use svc_files::RepositoryKey;
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, request_object, schema_of, text_matching};
+use svc_http::path_params::PathParams;
+use svc_http::problem::{Code, Problem, format_chain};
+use svc_machine::id::MachineId;
+use svc_machine::name::Slot;
+use svc_store::key::SlotPrefix;
+use svc_wire::files::{FilesAccess, FilesKey};
+
+pub async fn for_host(
+    State(platform): State<Arc<Platform>>,
+    PathParams(id): PathParams<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = ApiCall::read(request).await?;
+    let machine = call.authenticate_host(&platform).await?;
+    let id: MachineId = path_id("machineId", &id)?;
+    if id != machine.id {
+        return Err(Problem::new(Code::Forbidden, "This token belongs to another machine."));
+    }
+    let mut fields = call.json_fields()?;
+    let offered: Option<RepositoryKey> = fields.optional("key");
+    fields.finish(Some(()))?;
+    platform.rate_limits.admit_credentials(id)?;
+    ensure_holds_slot(&platform, &machine).await?;
+    let slot = (&machine.user, &machine.slot);
+    let key = file_keys::load_or_create(&platform.host_db, &platform.seal, slot, offered);
+    let key = key.await.map_err(key_unavailable)?;
+    Ok(respond(FilesKey { key: key.password().clone() }))
+}
+
+/// Refuses a host that may not read its slot's store.
+async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Result<(), Problem> {
+    if machine.is_active() || heartbeat::is_final_backup_pending(platform, machine).await? {
+        Ok(())
+    } else if machine.deleted_at.is_some() {
+        Err(unauthorized())
+    } else {
+        Err(Problem::new(Code::Superseded, "Another machine has replaced this one."))
+    }
+}
+
+pub async fn for_operator(
+    State(platform): State<Arc<Platform>>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
+    let mut query = call.query_fields();
+    let user = query.required("idpUserId");
+    let slot = query.optional("slot").unwrap_or_else(Slot::primary);
+    let user = query.finish(user)?;
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    let key = file_keys::find(&tx, &platform.seal, (&user, &slot)).await.map_err(key_unavailable)?;
+    let key = key.ok_or_else(|| {
+        let detail =
+            format!("No host of slot {user}/{slot} has asked for a key yet, so it has no file backups.");
+        Problem::new(Code::NotFound, detail)
+    })?;
+    let target = format!("{user}/{slot}");
+    let change = AuditChange { action: "files.key", target, before: None, after: Some(json!({})) };
+    mutation::write_audit(&tx, operator.actor(), &change).await?;
+    db::commit(tx).await?;
+    let repository = platform.config.store.restic_location(&SlotPrefix::new(&user, &slot).files());
+    let key = FilesKey { key: key.password().clone() };
+    Ok(respond(FilesAccess { idp_user_id: user.into(), slot: slot.into(), key, repository }))
+}
+
+fn respond(body: impl Serialize) -> Response {
+    let mut response = Json(body).into_response();
+    response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    response
+}
+
+fn key_unavailable(error: KeyError) -> Problem {
+    match error {
+        KeyError::Db(error) => error.into(),
+        error => {
+            tracing::error!(error = %format_chain(&error), "cannot open the key of a slot's file backups");
+            Problem::new(
+                Code::Internal,
+                "The key of the slot's file backups cannot be opened; the platform's log says why.",
+            )
+        }
+    }
+}
+
+pub static FOR_HOST: Endpoint = Endpoint {
+    access: Access::Machine,
+    operation: Operation {
+        id: "getHostFilesKey",
+        method: Method::POST,
+        path: "/vps/{id}/files-key",
+        summary: "Returns the key with which a host encrypts its slot's file backups. The first request of a slot creates it.",
+        credentials: &[HOST],
+        parameters: &[MACHINE_ID],
+        body: Some(|| request_object(&[], &[("key", text_matching("^[A-Za-z0-9_-]{43}$"))])),
+        responses: &[documented_json(200, "The key.", schema_of::<FilesKey>)],
+        problems: &[Code::Forbidden, Code::RateLimited, Code::Superseded, Code::DatabaseUnavailable],
+    },
+    serve: || post(for_host),
+};
+
+pub static FOR_OPERATOR: Endpoint = Endpoint {
+    access: Access::Operator(ADMIN),
+    operation: Operation {
+        id: "getFilesKey",
+        method: Method::GET,
+        path: "/vps/slots/files-key",
+        summary: "Returns the key of a slot's file backups, with which `restic` reads them. Audited.",
+        credentials: &[OPERATOR],
+        parameters: &[
+            Parameter {
+                name: "idpUserId",
+                location: ParameterLocation::Query,
+                schema: idp_user_id,
+                description: "The slot's user.",
+            },
+            Parameter {
+                name: "slot",
+                location: ParameterLocation::Query,
+                schema: slot_name,
+                description: "The slot; default: primary.",
+            },
+        ],
+        body: None,
+        responses: &[documented_json(200, "The key.", schema_of::<FilesAccess>)],
+        problems: &[Code::NotFound, Code::DatabaseUnavailable],
+    },
+    serve: || get(for_operator),
+};

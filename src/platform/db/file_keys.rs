@@ -1,0 +1,72 @@
+//! Rows of `file_keys`: the sealed key of each slot's file backups.
+
+use deadpool_postgres::GenericClient;
+use tokio_postgres::Row;
+
+use super::{DbError, execute, query, query_opt};
+use crate::platform_key::KeyId;
+
+/// A slot's sealed key. The names are as stored; they bind the seal.
+pub struct SealedFileKey {
+    pub user: String,
+    pub slot: String,
+    pub sealed: Vec<u8>,
+}
+
+pub async fn find(
+    client: &impl GenericClient,
+    user: &str,
+    slot: &str,
+) -> Result<Option<SealedFileKey>, DbError> {
+    let sql = "SELECT idp_user_id, slot, sealed FROM file_keys WHERE idp_user_id = $1 AND slot = $2";
+    Ok(query_opt(client, sql, &[&user, &slot]).await?.as_ref().map(parse))
+}
+
+/// Stores a key unless the slot has one.
+pub async fn insert_if_absent(
+    client: &impl GenericClient,
+    key: &SealedFileKey,
+    sealed_with: &KeyId,
+) -> Result<(), DbError> {
+    let sql = "INSERT INTO file_keys (idp_user_id, slot, sealed, key_id) VALUES ($1, $2, $3, $4) \
+               ON CONFLICT DO NOTHING";
+    execute(client, sql, &[&key.user, &key.slot, &key.sealed, &sealed_with.as_str()]).await.map(drop)
+}
+
+/// Lists keys that were sealed with this platform key.
+pub async fn list_sealed_with(
+    client: &impl GenericClient,
+    sealed_with: &KeyId,
+    limit: i64,
+) -> Result<Vec<SealedFileKey>, DbError> {
+    let sql = "SELECT idp_user_id, slot, sealed FROM file_keys WHERE key_id = $1 \
+               ORDER BY idp_user_id, slot LIMIT $2";
+    Ok(query(client, sql, &[&sealed_with.as_str(), &limit]).await?.iter().map(parse).collect())
+}
+
+/// Counts the keys that were sealed with another platform key, and lists the first of their slots.
+pub async fn list_sealed_with_other(
+    client: &impl GenericClient,
+    current: &KeyId,
+    limit: i64,
+) -> Result<(u64, Vec<String>), DbError> {
+    let sql = "SELECT idp_user_id || '/' || slot, count(*) OVER () FROM file_keys WHERE key_id <> $1 \
+               ORDER BY idp_user_id, slot LIMIT $2";
+    let rows = query(client, sql, &[&current.as_str(), &limit]).await?;
+    let count: i64 = rows.first().map_or(0, |row| row.get(1));
+    Ok((count.unsigned_abs(), rows.iter().map(|row| row.get(0)).collect()))
+}
+
+/// Replaces a key's sealed form.
+pub async fn reseal(
+    client: &impl GenericClient,
+    key: &SealedFileKey,
+    sealed_with: &KeyId,
+) -> Result<(), DbError> {
+    let sql = "UPDATE file_keys SET sealed = $3, key_id = $4 WHERE idp_user_id = $1 AND slot = $2";
+    execute(client, sql, &[&key.user, &key.slot, &key.sealed, &sealed_with.as_str()]).await.map(drop)
+}
+
+fn parse(row: &Row) -> SealedFileKey {
+    SealedFileKey { user: row.get(0), slot: row.get(1), sealed: row.get(2) }
+}

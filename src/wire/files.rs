@@ -1,0 +1,42 @@
+//! The key of a slot's file backups.
+
+use schemars::JsonSchema;
+use secrecy::SecretString;
+use serde::{Deserialize, Serialize};
+
+use crate::secret;
+use crate::text::Text;
+use svc_machine::name::{IdpUserId, Slot};
+
+/// The body of `POST /vps/:id/files-key`, as a host sends it.
+#[derive(Debug, Clone, Serialize)]
+pub struct FilesKeyRequest {
+    /// The key that the host has; the platform stores it if it has none.
+    #[serde(serialize_with = "secret::expose_option", skip_serializing_if = "Option::is_none")]
+    pub key: Option<SecretString>,
+}
+
+/// The slot's key.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub struct FilesKey {
+    /// 43 characters of base64url: the password of the repository, for `restic`.
+    #[serde(serialize_with = "secret::expose")]
+    #[schemars(with = "String")]
+    pub key: SecretString,
+}
+
+/// The slot's key and the location of its repository, for an operator.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct FilesAccess {
+    #[serde(default)]
+    pub idp_user_id: Text<IdpUserId>,
+    #[serde(default)]
+    pub slot: Text<Slot>,
+    #[serde(flatten)]
+    pub key: FilesKey,
+    /// The repository's location, as `restic` takes it.
+    pub repository: String,
+}

@@ -1,0 +1,78 @@
+//! The owner's files: what was saved survives the loss of the machine, and what was deleted stays deleted.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use super::first_machine::MachineRecord;
+use super::stack::{Stack, eventually};
+
+/// Below the user's home. The first is beside the directory that the watcher watches.
+const KEPT: [(&str, &str, u32); 3] = [
+    (".agent/login.json", "{\"token\":\"of the owner\"}", 0o600),
+    ("home/projects/plan.md", "version 2", 0o640),
+    ("home/projects/new/deep/er.txt", "", 0o644),
+];
+const DELETED: &str = "home/projects/deleted.md";
+/// Left out of every backup.
+const EXCLUDED: &str = "home/projects/node_modules/module.js";
+const SAVE_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Writes files, deletes one that was saved before, and waits until this state is saved.
+pub async fn save(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let home = stack.provider.disk(&machine.server)?.join("home/svc");
+    let write = |path: &str, text: &str| -> Result<()> {
+        let path = home.join(path);
+        fs::create_dir_all(path.parent().context("the file has no directory")?)?;
+        Ok(fs::write(path, text)?)
+    };
+    write("home/projects/plan.md", "version 1")?;
+    write(DELETED, "to be deleted")?;
+    write(EXCLUDED, "downloaded again")?;
+    wait_until_saved(stack, machine).await?;
+    fs::remove_file(home.join(DELETED))?;
+    for (path, text, mode) in KEPT {
+        write(path, text)?;
+        fs::set_permissions(home.join(path), Permissions::from_mode(mode))?;
+    }
+    std::os::unix::fs::symlink("plan.md", home.join("home/projects/current"))?;
+    let status = wait_until_saved(stack, machine).await?;
+    Ok(((), format!("{} files, snapshot {}", status["files"], status["snapshot"])))
+}
+
+/// Waits until everything written so far is in the store.
+async fn wait_until_saved(stack: &Stack, machine: &MachineRecord) -> Result<Value> {
+    let now = jiff::Timestamp::now();
+    let disk = stack.provider.disk(&machine.server)?;
+    eventually("the files are saved", SAVE_TIMEOUT, || async {
+        let text = fs::read_to_string(disk.join("var/lib/svc/files/status.json"))?;
+        let status: Value = serde_json::from_str(&text)?;
+        let saved: Option<jiff::Timestamp> = status["savedUntil"].as_str().and_then(|time| time.parse().ok());
+        ensure!(saved.is_some_and(|saved| saved > now), "not saved since {now}: {status}");
+        Ok(status)
+    })
+    .await
+}
+
+/// Checks the files on the new machine.
+pub fn check_restored(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let disk = stack.provider.disk(&machine.server)?;
+    let home = disk.join("home/svc");
+    for (path, text, mode) in KEPT {
+        let restored = fs::read_to_string(home.join(path)).with_context(|| format!("{path} is missing"))?;
+        ensure!(restored == text, "{path} is {restored:?}");
+        let found = fs::metadata(home.join(path))?.mode() & 0o7777;
+        ensure!(found == mode, "{path} has mode {found:o}");
+    }
+    ensure!(fs::read_link(home.join("home/projects/current"))?.to_str() == Some("plan.md"), "the link");
+    for absent in [DELETED, EXCLUDED, ".svc-restore"] {
+        ensure!(fs::symlink_metadata(home.join(absent)).is_err(), "{absent} was restored");
+    }
+    let outcome = fs::read_to_string(disk.join("var/lib/svc/files/restored.json"))?;
+    let outcome: Value = serde_json::from_str(&outcome)?;
+    ensure!(outcome["snapshot"].is_string() && outcome["error"].is_null(), "the outcome is {outcome}");
+    Ok(((), format!("{} files, as they were at {}", outcome["files"], outcome["takenAt"])))
+}
