@@ -7,6 +7,10 @@ CREATE TABLE file_keys (
     key_id      text NOT NULL,
     sealed      bytea NOT NULL,
     created_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- When a pruning of the slot's repository last began, and why it failed.
+    pruned_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+    prune_error text,
     PRIMARY KEY (idp_user_id, slot)
 );
 CREATE INDEX file_keys_key_id ON file_keys (key_id);
+CREATE INDEX file_keys_pruned_at ON file_keys (pruned_at);

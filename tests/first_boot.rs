@@ -245,8 +245,9 @@ fn read_request(stream: &mut TcpStream) -> Option<(String, String)> {
     }
 }
 
-const UNITS: [&str; 5] = [
+const UNITS: [&str; 6] = [
     "svc-postgres.service",
+    "svc-files-restore.service",
     "svc-restore.service",
     "svc-gateway.service",
     "svc-register.service",
@@ -378,7 +379,8 @@ async fn failure_before_the_binary_exists_is_reported() {
 
 #[tokio::test]
 async fn failed_unit_is_reported_with_its_log_and_stops_the_boot() {
-    for (index, stage) in ["database", "restore", "gateway", "register"].into_iter().enumerate() {
+    let stages = ["database", "restore", "restore", "gateway", "register"];
+    for (index, stage) in stages.into_iter().enumerate() {
         let machine = Machine::new(BundleResponse::Whole).await;
         fs::write(machine.dir.path().join(format!("{}.fails", UNITS[index])), "first\nthe \"last\" words\n")
             .unwrap();

@@ -10,6 +10,7 @@ mod canary;
 mod contract;
 mod ctl;
 mod exposition;
+mod files;
 mod first_boot;
 mod fuzz;
 mod gateway;

@@ -178,6 +178,7 @@ impl UserDataInput {
             last_backup: None,
             proof_kids: Vec::new(),
             certificate: None,
+            files: None,
             replaced_by: None,
             retired_at: None,
             deleted_at: None,

@@ -229,20 +229,14 @@ async fn rewrite_packs(
         .into_iter()
         .map(|blob_type| PackWriter::new(repository.key.clone(), blob_type).map(|writer| (blob_type, writer)))
         .collect::<Result<HashMap<_, _>, _>>()?;
-    let mut upload = async |pack: Option<FinishedPack>| {
-        if let Some(pack) = pack {
-            repository.write_pack(&pack).await?;
-            new_packs.push(IndexedPack::from(pack));
-        }
-        Ok::<_, FilesError>(())
-    };
     let packs = index.iter().flat_map(|(_, file)| &file.packs);
-    for pack in packs.filter(|pack| plan.rewritten.contains(&pack.id)) {
+    let packs: Vec<&IndexedPack> = packs.filter(|pack| plan.rewritten.contains(&pack.id)).collect();
+    for pack in packs {
         let bytes = repository.read_whole_pack(pack.id).await?;
         let missing = || FilesError::corrupt(format!("pack {}", pack.id), &"it does not exist");
         let bytes = bytes.ok_or_else(missing)?;
-        for blob in pack.blobs.iter().filter(|blob| used.contains(blob)) {
-            if !written.insert((blob.blob_type, blob.id)) {
+        for blob in &pack.blobs {
+            if !used.contains(blob) || !written.insert((blob.blob_type, blob.id)) {
                 continue;
             }
             let range = blob.offset as usize..(blob.offset as usize).saturating_add(blob.length as usize);
@@ -250,13 +244,25 @@ async fn rewrite_packs(
             // A damaged blob must not be copied to a pack whose hash then says that it is sound.
             repository.open_blob(blob, sealed)?;
             let writer = writers.get_mut(&blob.blob_type).expect("there is a writer for each type");
-            upload(writer.add_sealed(*blob, sealed)?).await?;
+            upload(repository, writer.add_sealed(*blob, sealed)?, &mut new_packs).await?;
         }
     }
     for writer in writers.values_mut() {
-        upload(writer.finish()?).await?;
+        upload(repository, writer.finish()?, &mut new_packs).await?;
     }
     Ok(new_packs)
+}
+
+async fn upload(
+    repository: &Repository,
+    pack: Option<FinishedPack>,
+    new_packs: &mut Vec<IndexedPack>,
+) -> Result<(), FilesError> {
+    if let Some(pack) = pack {
+        repository.write_pack(&pack).await?;
+        new_packs.push(IndexedPack::from(pack));
+    }
+    Ok(())
 }
 
 /// Replaces the index files that the plan changes, and merges small ones: each save adds one.

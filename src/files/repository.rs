@@ -122,7 +122,7 @@ impl Repository {
         // The key file comes first, so that a repository with a configuration can always be opened with `restic`.
         let key_file = key.key_file(Timestamp::now())?;
         let key_path = root.clone().join("keys").join(Id::of(&key_file).to_string());
-        bucket.put(&key_path, key_file).await?;
+        bucket.put_if(&key_path, key_file, Condition::Absent).await?;
         let master = key.master_key();
         let mut id = [0; Id::BYTES];
         fill_random(&mut id)?;
@@ -206,7 +206,7 @@ impl Repository {
         plain.extend_from_slice(&compressed);
         let sealed = self.key.encrypt(&plain)?;
         let id = Id::of(&sealed);
-        self.bucket.put(&self.path(kind, id), sealed.clone()).await?;
+        self.create(&self.path(kind, id), sealed.clone()).await?;
         if kind == Kind::Index {
             self.cache.write(kind.folder(), id, &sealed);
         }
@@ -214,7 +214,16 @@ impl Repository {
     }
 
     pub(crate) async fn write_pack(&self, pack: &FinishedPack) -> Result<(), FilesError> {
-        Ok(self.bucket.put(&self.pack_path(pack.id), pack.bytes.clone()).await?)
+        self.create(&self.pack_path(pack.id), pack.bytes.clone()).await
+    }
+
+    /// Writes an object that is named by its content's hash. Hosts may not overwrite such objects.
+    async fn create(&self, path: &Path, content: impl Into<Bytes>) -> Result<(), FilesError> {
+        match self.bucket.put_if(path, content.into(), Condition::Absent).await {
+            // The response to an earlier attempt was lost.
+            Ok(()) | Err(StoreError::Precondition { .. }) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Reads a range of a pack.
@@ -270,10 +279,12 @@ impl Repository {
         add: impl Fn(&mut T, Id, IndexFile),
     ) -> Result<T, FilesError> {
         let mut index = T::default();
-        let reads = files
-            .iter()
-            .map(|id| async { self.read_json::<IndexFile>(Kind::Index, *id).await.map(|file| (*id, file)) });
-        let mut reads = stream::iter(reads).buffer_unordered(MAX_CONCURRENT_READS);
+        // Owned values, because the compiler cannot show that futures of borrowing closures are `Send`.
+        let read = |id: Id| {
+            let repository = self.clone();
+            async move { repository.read_json::<IndexFile>(Kind::Index, id).await.map(|file| (id, file)) }
+        };
+        let mut reads = stream::iter(files.to_vec()).map(read).buffer_unordered(MAX_CONCURRENT_READS);
         while let Some(read) = reads.next().await {
             let (id, file) = read?;
             add(&mut index, id, file);

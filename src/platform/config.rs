@@ -106,6 +106,8 @@ pub struct Timing {
     pub predecessor_keep: Duration,
     /// Retention period for a deleted machine's server.
     pub delete_grace: Duration,
+    /// Interval between prunings of one slot's file backups; zero disables them.
+    pub files_prune: Duration,
     /// Maximum difference between this process's clock and the database's.
     pub max_clock_skew: Duration,
     /// Interval at which the runner polls for due operations.
@@ -211,6 +213,7 @@ impl PlatformConfig {
             power_off_retry: read_seconds(env, &vars::POWER_OFF_RETRY_SECONDS),
             predecessor_keep: read_seconds(env, &vars::PREDECESSOR_KEEP_SECONDS),
             delete_grace: read_seconds(env, &vars::DELETE_GRACE_SECONDS),
+            files_prune: Duration::from_secs(env.or_default(&vars::FILES_PRUNE_SECONDS)),
             max_clock_skew: Duration::from_millis(env.or_default(&vars::MAX_CLOCK_SKEW_MS)),
             poll_interval: Duration::from_millis(env.or_default::<u64>(&vars::PLATFORM_POLL_MS).max(10)),
             lease_ttl: read_seconds(env, &vars::PLATFORM_LEASE_SECONDS).max(Duration::from_secs(1)),

@@ -14,6 +14,7 @@ pub mod doctor;
 pub mod ended_machines;
 pub mod exercises;
 pub mod file_keys;
+pub mod file_pruning;
 pub mod fleet;
 pub mod fleet_metrics;
 pub mod host_domain;
@@ -225,6 +226,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     tasks.spawn(operations::runner::run(platform.clone()));
     tasks.spawn(operations::reconcile::run(platform.clone()));
     tasks.spawn(rollouts::run(platform.clone()));
+    tasks.spawn(file_pruning::run(platform.clone()));
     println!("listening api {}", api.url);
     let control =
         api::routes(platform.clone()).layer(Extension(scrape)).layer(Extension(OpenApi(&openapi::JSON)));

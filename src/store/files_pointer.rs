@@ -4,7 +4,10 @@
 //! Its fence needs no signature: the platform raises it only after the fence of the database's pointer, which is signed
 //! and says which machine is the slot's current one.
 
+use futures_util::TryStreamExt;
 use jiff::Timestamp;
+use object_store::ObjectStoreExt;
+use object_store::path::Path;
 use serde::{Deserialize, Serialize};
 
 use svc_base::clock;
@@ -12,7 +15,7 @@ use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
 use super::bucket::{Bucket, StoreError};
-use super::key::SlotPrefix;
+use super::key::{self, SlotPrefix};
 use super::pointer::{self, Fence, PointerTarget};
 use super::pointer_io::{self, PointerError, PointerRead};
 
@@ -89,6 +92,38 @@ pub async fn set_fence(
     .await
 }
 
+/// Maximum number of log entries that [`trim_log`] deletes at once.
+const MAX_TRIMMED: usize = 20_000;
+
+/// Deletes all but the last `kept` entries below the pointer's own from its log. Only the platform calls this: hosts may
+/// not delete. Returns the number of deleted entries.
+///
+/// # Errors
+/// [`StoreError`]. What was deleted stays deleted; no reader needs it.
+pub async fn trim_log(bucket: &Bucket, slot: &SlotPrefix, kept: u64) -> Result<u64, StoreError> {
+    let paths = slot.files_pointer_paths();
+    let Some(pointer) = read(bucket, slot).await? else { return Ok(0) };
+    let Some(first_kept) = pointer.value.seq.checked_sub(kept) else { return Ok(0) };
+    let mut listing = bucket.raw().list(Some(&paths.log));
+    let mut expired: Vec<Path> = Vec::new();
+    while expired.len() < MAX_TRIMMED {
+        let next = listing.try_next().await.map_err(|error| StoreError::classify(&paths.log, error))?;
+        let Some(meta) = next else { break };
+        if key::entry_seq(&meta.location).is_some_and(|seq| seq < first_kept) {
+            expired.push(meta.location);
+        }
+    }
+    drop(listing);
+    let count = expired.len() as u64;
+    for path in expired {
+        match bucket.raw().delete(&path).await {
+            Ok(()) | Err(object_store::Error::NotFound { .. }) => {}
+            Err(error) => return Err(StoreError::classify(&path, error)),
+        }
+    }
+    Ok(count)
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
@@ -131,6 +166,29 @@ mod tests {
         assert_eq!((pointer.snapshot, pointer.seq), (Some(snapshot(3, 2)), 3));
         let database = pointer_io::read(&bucket, &slot).await.unwrap();
         assert!(database.is_none(), "the two pointers are independent");
+    }
+
+    #[tokio::test]
+    async fn trim_log_keeps_the_newest_entries_and_the_pointer() {
+        let bucket = Bucket::new(Arc::new(InMemory::new()));
+        let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+        assert_eq!(trim_log(&bucket, &slot, 2).await.unwrap(), 0);
+        for number in 1..=6 {
+            advance(&bucket, &slot, &snapshot(number, 1)).await.unwrap();
+        }
+        let before = read(&bucket, &slot).await.unwrap().unwrap().value;
+        let entries = async || {
+            let log = slot.files_pointer_paths().log;
+            let names: Vec<_> = bucket.raw().list(Some(&log)).try_collect().await.unwrap();
+            names.iter().filter_map(|meta| key::entry_seq(&meta.location)).min()
+        };
+        assert_eq!((before.seq, entries().await), (6, Some(1)));
+        assert_eq!(trim_log(&bucket, &slot, 2).await.unwrap(), 3);
+        assert_eq!(entries().await, Some(4));
+        assert_eq!(read(&bucket, &slot).await.unwrap().unwrap().value, before);
+        advance(&bucket, &slot, &snapshot(7, 1)).await.unwrap();
+        assert_eq!(read(&bucket, &slot).await.unwrap().unwrap().value.seq, 7);
+        assert_eq!(trim_log(&bucket, &slot, 100).await.unwrap(), 0);
     }
 
     #[tokio::test]

@@ -50,7 +50,9 @@ pub fn slot_policy(partition: &str, bucket: &str, slot: &SlotPrefix, writes: Sna
         }),
     ];
     if writes == SnapshotWrites::Once {
-        let once = ["snapshots", "pointer-log"].map(|folder| format!("{bucket}/{slot}/system/db/{folder}/*"));
+        // Of the file backups, everything except the pointer and the configuration is in a folder.
+        let once = ["system/db/snapshots", "system/db/pointer-log", "files/*"];
+        let once = once.map(|folder| format!("{bucket}/{slot}/{folder}/*"));
         statements.push(deny_overwrites(&once));
     }
     render_document(&statements)

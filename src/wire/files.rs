@@ -26,6 +26,29 @@ pub struct FilesKey {
     pub key: SecretString,
 }
 
+/// What a pruning of a slot's file backups would do.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", default)]
+#[schemars(inline)]
+pub struct FilesPrunePlan {
+    pub kept_snapshots: u64,
+    pub removed_snapshots: u64,
+    /// Packs that would be marked for deletion, and the bytes that this would free after the grace period.
+    pub marked_packs: u64,
+    pub reclaimable_bytes: u64,
+    /// Packs whose grace period has ended.
+    pub deleted_packs: u64,
+}
+
+/// A pruning was requested.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", default)]
+#[schemars(inline)]
+pub struct FilesPruneRequest {
+    pub idp_user_id: Text<IdpUserId>,
+    pub slot: Text<Slot>,
+}
+
 /// The slot's key and the location of its repository, for an operator.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]

@@ -4,7 +4,7 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use secrecy::SecretString;
 use serde::{Deserialize, Serialize};
 
-use crate::host::{ComponentStatus, HostCertificate, LastBackup, LastUpdate, SnapshotChecks};
+use crate::host::{ComponentStatus, FilesReport, HostCertificate, LastBackup, LastUpdate, SnapshotChecks};
 use crate::machine::{Attention, Disk};
 use crate::registration::Registration;
 use crate::secret;
@@ -65,6 +65,9 @@ pub struct Heartbeat {
     /// Absent until the host's gateway has reported the certificate.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub certificate: Option<HostCertificate>,
+    /// Absent until the host's file backup has started.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub files: Option<FilesReport>,
     /// The registration that the platform accepted; a database restored from an older copy may lack it. Absent before
     /// the registration.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -50,6 +50,30 @@ pub struct HostCertificate {
     pub next_attempt_at: Option<Time>,
 }
 
+/// The state of a host's file backup, by the host's clock.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct FilesReport {
+    /// Everything that was written before this time is saved. Absent until the first save.
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub saved_until: Option<Time>,
+    /// When the host saw the first change that is not saved yet; absent if there is none.
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub changed_since: Option<Time>,
+    /// The number of files, and their sizes together, when the whole home was last saved.
+    #[serde(default)]
+    pub files: u64,
+    #[serde(default)]
+    pub bytes: u64,
+    /// The moment of the predecessor's files that this machine restored, if it restored any.
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub restored_as_of: Option<Time>,
+    /// Why the last save failed.
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
 /// The last backup.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]

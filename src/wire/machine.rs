@@ -7,7 +7,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::copies::Copies;
-use crate::host::{ComponentStatus, HostCertificate, LastBackup, LastUpdate, SnapshotChecks};
+use crate::host::{ComponentStatus, FilesReport, HostCertificate, LastBackup, LastUpdate, SnapshotChecks};
 use crate::operation::Operation;
 use crate::text::{Text, Time, unknown, words};
 use svc_machine::event::RestoreMode;
@@ -60,6 +60,9 @@ pub struct Machine {
     pub heartbeat_at: Option<Time>,
     pub health: Option<Health>,
     pub last_backup: Option<LastBackup>,
+    /// The state of its host's file backup, as last reported.
+    #[serde(default)]
+    pub files: Option<FilesReport>,
     pub last_update: Option<LastUpdate>,
     /// The last checks of the machine's snapshots.
     pub checks: Option<SnapshotChecks>,

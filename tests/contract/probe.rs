@@ -64,7 +64,7 @@ pub fn sample_strings() -> Vec<String> {
     ]
     .map(str::to_owned)
     .into();
-    all.extend(["ab".repeat(32), "AB".repeat(32), "x".repeat(5000)]);
+    all.extend(["A".repeat(43), "ab".repeat(32), "AB".repeat(32), "x".repeat(5000)]);
     all
 }
 

@@ -8,9 +8,9 @@ use super::{File, format_violation, source};
 const HOST_MODULES: [(&str, &[&str]); 12] = [
     ("agents", &["audit", "records", "system"]),
     ("audit", &["records", "system"]),
-    ("doctor", &["snapshots", "system", "update"]),
+    ("doctor", &["files", "snapshots", "system", "update"]),
     ("files", &["audit", "system"]),
-    ("gateway", &["agents", "records", "snapshots", "system", "update"]),
+    ("gateway", &["agents", "files", "records", "snapshots", "system", "update"]),
     ("launch", &["system"]),
     ("link", &["files", "snapshots", "system", "update"]),
     ("records", &["system"]),

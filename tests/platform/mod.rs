@@ -18,6 +18,7 @@ mod empty_start;
 mod exercises;
 mod fail;
 mod fake_host;
+mod files_key;
 mod fleet;
 mod fuse;
 mod idempotency;

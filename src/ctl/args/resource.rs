@@ -205,6 +205,18 @@ Example: svcctl files key user_1"
         #[command(flatten)]
         slot: SlotTarget,
     },
+    /// Prune a slot's file backups now, instead of with the next daily pruning
+    #[command(
+        after_help = "Expired snapshots are removed, and what no other snapshot needs is deleted three days later. The latest \
+snapshot is always kept.\n\nExample: svcctl files prune user_1 --dry-run"
+    )]
+    Prune {
+        #[command(flatten)]
+        slot: SlotTarget,
+        /// Show what would be removed
+        #[arg(long)]
+        dry_run: bool,
+    },
 }
 
 #[derive(Debug, Subcommand)]

@@ -3,7 +3,7 @@
 use super::copies::{SlotExitTimes, format_unsaved};
 use super::human::{format_ago, format_bytes, format_time, seconds_between};
 use super::table::{self, Cell};
-use super::{Colour, View, boot, certificates, copies, failure, operation, or_empty, token};
+use super::{Colour, View, boot, certificates, copies, failure, files, operation, or_empty, token};
 use crate::args;
 use svc_store::bucket::is_unusable_pointer;
 use svc_wire::host::{ComponentStatus, LastBackup, LastUpdate, Outcome, UpdateOutcome};
@@ -200,6 +200,7 @@ pub fn details_with_slot_exit_times(
         ("heartbeat", heartbeat_cell(view, m, format_time)),
         ("health", health_cell(m.health.as_ref())),
         ("backup", backup_cell(view, m.last_backup.as_ref(), format_time)),
+        ("files", m.files.as_ref().map_or_else(|| "".into(), |files| files::cell(view, files))),
         ("update", update.map_or_else(|| "".into(), |update| update_cell(view, update))),
         ("certificate", m.certificate.as_ref().map_or("".into(), certificates::machine_cell)),
         ("token", m.upgrade_token.as_ref().map(|token| token::line(view, token)).unwrap_or_default().into()),

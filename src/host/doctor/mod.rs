@@ -6,6 +6,7 @@ mod backup;
 mod certificate;
 mod configuration;
 mod database;
+mod file_backup;
 mod files;
 mod firewall;
 mod gateway;
@@ -69,6 +70,7 @@ pub async fn run_checks() -> Report {
         Check::new("store", SLOW_CHECK_TIMEOUT, store::check(&layout)),
         file_checks.check("backup", backup::check),
         file_checks.check("snapshots", backup::check_snapshots),
+        file_checks.check("file-backup", file_backup::check),
         file_checks.check("disk", space::check),
         file_checks.check("ports", ports::check),
         Check::new("firewall", SLOW_CHECK_TIMEOUT, firewall::check(&layout)),

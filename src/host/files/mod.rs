@@ -7,6 +7,7 @@
 
 mod access;
 mod changes;
+pub mod command;
 pub mod gate;
 mod place;
 mod schedule;

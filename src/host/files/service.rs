@@ -301,7 +301,9 @@ impl FileBackup {
             tracing::warn!(error = text, "cannot save the owner's files; retrying");
             self.last_warning = Some((text.clone(), Instant::now()));
         }
-        self.status.failing_since.get_or_insert(clock::now_ms());
+        let now = clock::now_ms();
+        self.status.failing_since.get_or_insert(now);
+        self.status.failed_at = Some(now);
         self.status.error = Some(text);
         self.write_status();
     }

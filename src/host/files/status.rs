@@ -1,6 +1,6 @@
 //! The state of the file backup, for the heartbeat, `svc-doctor` and the operator. The service writes it.
 
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
 
 use crate::system::layout::Layout;
@@ -9,6 +9,10 @@ use svc_base::fsx::{self, FileError};
 
 const FORMAT: u32 = 1;
 const FILE: &str = "status.json";
+/// How long changes may be unsaved.
+const MAX_PENDING: SignedDuration = SignedDuration::from_mins(10);
+/// How old the last save may be. Even without changes, the service looks at some files every few minutes.
+const MAX_SILENCE: SignedDuration = SignedDuration::from_mins(40);
 
 /// The content of `/var/lib/svc/files/status.json`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,6 +41,9 @@ pub struct FilesStatus {
     pub error: Option<String>,
     #[serde(with = "clock::wire_option")]
     pub failing_since: Option<Timestamp>,
+    /// When the last save failed.
+    #[serde(with = "clock::wire_option")]
+    pub failed_at: Option<Timestamp>,
 }
 
 impl FilesStatus {
@@ -50,6 +57,16 @@ impl FilesStatus {
         Ok(status.filter(|status| status.version == FORMAT))
     }
 
+    /// Returns since when changes are not saved, if that is too long: the first change was seen long ago, or the service
+    /// has written nothing for long.
+    pub fn find_unsaved_since(&self, now: Timestamp) -> Option<Timestamp> {
+        let since = self.changed_since.or(self.failing_since).or(self.saved_until)?;
+        let is_old = |at: Timestamp, limit: SignedDuration| now.duration_since(at) >= limit;
+        let is_pending = self.changed_since.or(self.failing_since).is_some_and(|at| is_old(at, MAX_PENDING));
+        let is_silent = self.saved_until.is_some_and(|at| is_old(at, MAX_SILENCE));
+        (is_pending || is_silent).then_some(since)
+    }
+
     /// # Errors
     /// If the file cannot be written.
     pub fn write(&mut self, layout: &Layout) -> Result<(), FileError> {
@@ -58,5 +75,25 @@ impl FilesStatus {
         std::fs::create_dir_all(&dir).map_err(FileError::wrap("create", &dir))?;
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(&dir.join(FILE), &text, 0o644)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn changes_are_unsaved_for_long_only_after_the_limit() {
+        let at = |minute: i64| Timestamp::from_second(minute * 60).unwrap();
+        let status = FilesStatus { saved_until: Some(at(100)), ..FilesStatus::default() };
+        assert_eq!(status.find_unsaved_since(at(139)), None);
+        assert_eq!(status.find_unsaved_since(at(140)), Some(at(100)), "the service is silent");
+        let changed = FilesStatus { changed_since: Some(at(101)), ..status.clone() };
+        assert_eq!(changed.find_unsaved_since(at(110)), None);
+        assert_eq!(changed.find_unsaved_since(at(111)), Some(at(101)));
+        let failing = FilesStatus { failing_since: Some(at(101)), ..status };
+        assert_eq!(failing.find_unsaved_since(at(111)), Some(at(101)));
+        let never = FilesStatus { failing_since: Some(at(1)), ..FilesStatus::default() };
+        assert_eq!(never.find_unsaved_since(at(11)), Some(at(1)));
     }
 }

@@ -15,17 +15,16 @@ use serde_json::json;
 
 use super::access::unauthorized;
 use super::call::{ApiCall, path_id};
-use super::endpoint::{
-    ADMIN, Access, Endpoint, HOST, MACHINE_ID, OPERATOR, documented_json, idp_user_id, slot_name,
-};
+use super::endpoint::{ADMIN, Access, Endpoint, HOST, MACHINE_ID, OPERATOR, documented_json};
 use super::heartbeat;
 use super::mutation::{self, AuditChange};
+use super::pointer::{SLOT, USER};
 use crate::context::Platform;
 use crate::db::{self, machine_row::MachineRow};
 use crate::file_keys;
 use crate::keys::KeyError;
 use svc_files::RepositoryKey;
-use svc_http::openapi::{Operation, Parameter, ParameterLocation, request_object, schema_of, text_matching};
+use svc_http::openapi::{Operation, request_object, schema_of, text_matching};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::id::MachineId;
@@ -121,7 +120,9 @@ pub static FOR_HOST: Endpoint = Endpoint {
         summary: "Returns the key with which a host encrypts its slot's file backups. The first request of a slot creates it.",
         credentials: &[HOST],
         parameters: &[MACHINE_ID],
-        body: Some(|| request_object(&[], &[("key", text_matching("^[A-Za-z0-9_-]{43}$"))])),
+        body: Some(|| {
+            request_object(&[], &[("key", text_matching("^[A-Za-z0-9_-]{42}[AEIMQUYcgkosw048]$"))])
+        }),
         responses: &[documented_json(200, "The key.", schema_of::<FilesKey>)],
         problems: &[Code::Forbidden, Code::RateLimited, Code::Superseded, Code::DatabaseUnavailable],
     },
@@ -136,20 +137,7 @@ pub static FOR_OPERATOR: Endpoint = Endpoint {
         path: "/vps/slots/files-key",
         summary: "Returns the key of a slot's file backups, with which `restic` reads them. Audited.",
         credentials: &[OPERATOR],
-        parameters: &[
-            Parameter {
-                name: "idpUserId",
-                location: ParameterLocation::Query,
-                schema: idp_user_id,
-                description: "The slot's user.",
-            },
-            Parameter {
-                name: "slot",
-                location: ParameterLocation::Query,
-                schema: slot_name,
-                description: "The slot; default: primary.",
-            },
-        ],
+        parameters: &[USER, SLOT],
         body: None,
         responses: &[documented_json(200, "The key.", schema_of::<FilesAccess>)],
         problems: &[Code::NotFound, Code::DatabaseUnavailable],

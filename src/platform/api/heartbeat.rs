@@ -250,6 +250,7 @@ pub async fn read_body(body: Vec<u8>) -> Result<serde_json::Value, Problem> {
         "lastBackup": sent.last_backup,
         "lastUpdate": sent.last_update,
         "checks": sent.checks,
+        "files": sent.files,
         "updating": sent.updating,
         "attention": sent.attention,
         "backupTakenAt": report.backup_taken_at.map(svc_base::clock::rfc3339_ms),

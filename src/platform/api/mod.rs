@@ -20,6 +20,7 @@ pub mod endpoint;
 pub mod entitlement;
 pub mod fail;
 pub mod files_key;
+pub mod files_prune;
 pub mod fleet;
 pub mod heal;
 pub mod health;
@@ -72,7 +73,7 @@ use svc_http::openapi::Operation;
 use svc_http::problem::{Code, Problem};
 
 /// All routes, in OpenAPI document order.
-pub static ENDPOINTS: [&Endpoint; 54] = [
+pub static ENDPOINTS: [&Endpoint; 56] = [
     &provision::ENDPOINT,
     &quote::ENDPOINT,
     &register::ENDPOINT,
@@ -113,6 +114,8 @@ pub static ENDPOINTS: [&Endpoint; 54] = [
     &slots::LIST,
     &slots::PUT,
     &files_key::FOR_OPERATOR,
+    &files_prune::SHOW,
+    &files_prune::START,
     &pointer::SHOW,
     &pointer::REBUILD,
     &bundle::ENDPOINT,

@@ -334,13 +334,13 @@ fn pointer_resource(pointer: &Pointer) -> wire::Pointer {
     }
 }
 
-const USER: Parameter = Parameter {
+pub const USER: Parameter = Parameter {
     name: "idpUserId",
     location: ParameterLocation::RequiredQuery,
     schema: idp_user_id,
     description: "The slot's user.",
 };
-const SLOT: Parameter = Parameter {
+pub const SLOT: Parameter = Parameter {
     name: "slot",
     location: ParameterLocation::Query,
     schema: slot_name,

@@ -1,5 +1,7 @@
 //! Rows of `file_keys`: the sealed key of each slot's file backups.
 
+use std::time::Duration;
+
 use deadpool_postgres::GenericClient;
 use tokio_postgres::Row;
 
@@ -65,6 +67,38 @@ pub async fn reseal(
 ) -> Result<(), DbError> {
     let sql = "UPDATE file_keys SET sealed = $3, key_id = $4 WHERE idp_user_id = $1 AND slot = $2";
     execute(client, sql, &[&key.user, &key.slot, &key.sealed, &sealed_with.as_str()]).await.map(drop)
+}
+
+/// Claims the slot whose repository was pruned longest ago, if that is longer ago than `interval`. Concurrent processes
+/// claim different slots.
+pub async fn claim_prune(
+    client: &impl GenericClient,
+    interval: Duration,
+) -> Result<Option<(String, String)>, DbError> {
+    let sql = "UPDATE file_keys SET pruned_at = clock_timestamp() WHERE (idp_user_id, slot) = (\
+                   SELECT idp_user_id, slot FROM file_keys \
+                   WHERE pruned_at <= clock_timestamp() - make_interval(secs => $1) \
+                   ORDER BY pruned_at LIMIT 1 FOR UPDATE SKIP LOCKED) \
+               RETURNING idp_user_id, slot";
+    Ok(query_opt(client, sql, &[&interval.as_secs_f64()]).await?.map(|row| (row.get(0), row.get(1))))
+}
+
+/// Requests a pruning. Returns whether the slot has a key.
+pub async fn request_prune(client: &impl GenericClient, user: &str, slot: &str) -> Result<bool, DbError> {
+    let sql = "UPDATE file_keys SET pruned_at = 'epoch' WHERE idp_user_id = $1 AND slot = $2";
+    Ok(execute(client, sql, &[&user, &slot]).await? == 1)
+}
+
+/// Records the result of a pruning. After a failure, the next one begins earlier by `advance`.
+pub async fn record_prune(
+    client: &impl GenericClient,
+    (user, slot): (&str, &str),
+    error: Option<&str>,
+    advance: Duration,
+) -> Result<(), DbError> {
+    let sql = "UPDATE file_keys SET prune_error = $3, pruned_at = pruned_at - make_interval(secs => $4) \
+               WHERE idp_user_id = $1 AND slot = $2";
+    execute(client, sql, &[&user, &slot, &error, &advance.as_secs_f64()]).await.map(drop)
 }
 
 fn parse(row: &Row) -> SealedFileKey {

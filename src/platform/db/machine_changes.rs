@@ -345,6 +345,8 @@ pub struct Heartbeat<'a> {
     pub trusted_keys: Option<&'a TrustedKeyIds>,
     /// `None` if the host's release does not report certificates.
     pub certificate: Option<Value>,
+    /// `None` if the host's release does not save files.
+    pub files: Option<Value>,
 }
 
 /// Writes a heartbeat. A snapshot dated more than five minutes in the future is ignored: until that time, it
@@ -361,7 +363,7 @@ pub async fn record_heartbeat(
                  CASE WHEN $5::timestamptz <= latest THEN $5 END), backup_taken_at), \
                last_update = coalesce($6, last_update), updating = $7, checks = coalesce($8, checks), attention = $9, \
                bundle_keys_sequence = coalesce($10, bundle_keys_sequence), bundle_key_ids = coalesce($11, bundle_key_ids), \
-               certificate = $12 \
+               certificate = $12, files = $13 \
                FROM bound WHERE machine_id = $1 RETURNING coalesce($5 > latest, false)";
     let version = beat.image_version.as_str();
     let params: super::Params<'_> = &[
@@ -377,6 +379,7 @@ pub async fn record_heartbeat(
         &beat.trusted_keys.map(|keys| i64::from(keys.sequence)),
         &beat.trusted_keys.map(|keys| &keys.ids),
         &beat.certificate,
+        &beat.files,
     ];
     if query_opt(client, sql, params).await?.is_some_and(|row| row.get(0)) {
         tracing::warn!(machine = %id, taken_at = ?beat.backup_taken_at,

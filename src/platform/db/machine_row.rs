@@ -23,7 +23,7 @@ pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, 
     failure_message, epoch, restore_mode, restore_snapshot, unrestored_snapshot, server_type, resize_to, location, image_version, bundle_sha256, \
     provider_server_id, public_ipv4, https_port, tls_spki_sha256, registration_token_hash, \
     registration_expires_at, registration_body_hash, registered_at, upgrade_token_hash, heartbeat_at, health, \
-    last_backup, backup_taken_at, last_update, checks, proof_kids, certificate, replaced_by, retired_at, deleted_at, create_ordered_at, server_deleted_at, \
+    last_backup, backup_taken_at, last_update, checks, proof_kids, certificate, files, replaced_by, retired_at, deleted_at, create_ordered_at, server_deleted_at, \
     power_ordered_at, power_off_ordered_at, proven_at, final_backup_at, unsaved_since, discard_ordered_at, \
     removal_abandoned_at, server_missing_since, boot_stages, boot_progress, preview_expires_at, powered_off_at, attention, fallback_locations, created_at, updated_at, \
     upgrade_token_generation, upgrade_token_rotated_at, upgrade_token_requested_at, previous_token_hash, previous_token_until";
@@ -84,6 +84,8 @@ pub struct MachineRow {
     pub proof_kids: Vec<String>,
     /// The certificate that the host last reported.
     pub certificate: Option<Value>,
+    /// The state of the file backup that the host last reported.
+    pub files: Option<Value>,
     pub replaced_by: Option<MachineId>,
     pub retired_at: Option<Timestamp>,
     pub deleted_at: Option<Timestamp>,
@@ -189,6 +191,7 @@ impl MachineRow {
             checks: row.get("checks"),
             proof_kids: row.get("proof_kids"),
             certificate: row.get("certificate"),
+            files: row.get("files"),
             replaced_by: row.get::<_, Option<_>>("replaced_by").map(MachineId),
             retired_at: row.get("retired_at"),
             deleted_at: row.get("deleted_at"),

@@ -45,6 +45,7 @@ const MIGRATIONS: &[(&str, &str)] = embed_migrations![
     "V27__failed_updates",
     "V28__reported_budget",
     "V29__file_keys",
+    "V30__files_report",
 ];
 
 /// The advisory lock's key: `svc_migr` in ASCII. No other code uses this key.

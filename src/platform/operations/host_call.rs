@@ -140,6 +140,18 @@ pub struct BackupProgress {
     pub dumped_bytes: Option<u64>,
     pub uploaded_bytes: Option<u64>,
     pub last: Option<BackupOutcome>,
+    /// Absent if the host has not saved the owner's files yet, and from hosts of earlier releases.
+    pub files: Option<Box<FilesProgress>>,
+}
+
+/// The state of a host's file backup.
+#[derive(Debug, Default, serde::Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct FilesProgress {
+    /// Everything that was written before this time is saved.
+    #[serde(with = "svc_base::clock::wire_option")]
+    pub saved_until: Option<Timestamp>,
+    pub error: Option<String>,
 }
 
 #[derive(Debug, Default, serde::Deserialize)]

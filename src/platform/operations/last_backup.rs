@@ -5,6 +5,7 @@
 //! that server. If a reachable host cannot make the snapshot, the operation waits for an operator's decision; an
 //! unreachable host is skipped after a bounded time.
 
+mod files;
 mod final_backup;
 mod progress;
 mod skip;
@@ -48,6 +49,8 @@ pub const HELD_BACK_HINT: &str = "svc-db-backup accept";
 enum AttemptOutcome {
     Saved {
         taken_at: Timestamp,
+        /// What is saved of the owner's files; empty if the host saves none.
+        files: String,
     },
     Wait(Duration),
     /// The host is reachable but has made no backup.
@@ -154,7 +157,7 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
             && let Some(taken_at) =
                 final_backup::find_final_backup(leased, &machine, &progress, &report, now).await
         {
-            return Ok(finish_with_backup(&machine, taken_at));
+            return Ok(finish_with_backup(&machine, taken_at, &files::describe(&report, &progress)));
         }
         if options.accept_loss && progress.problem.is_none() {
             return Box::pin(skip_host(leased, &machine, &progress, SkipReason::GivenUp)).await;
@@ -165,7 +168,7 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
         progress = progress.into_restarted();
     }
     match attempt_backup(leased, &machine, &mut progress, now).await {
-        Ok(AttemptOutcome::Saved { taken_at }) => Ok(finish_with_backup(&machine, taken_at)),
+        Ok(AttemptOutcome::Saved { taken_at, files }) => Ok(finish_with_backup(&machine, taken_at, &files)),
         Ok(AttemptOutcome::Wait(delay)) => {
             progress.unreachable_since = None;
             Ok(progress.wait(leased, delay))
@@ -213,9 +216,9 @@ async fn resolve_without_call(
     Ok(Some(progress.wait(leased, POLL_INTERVAL)))
 }
 
-fn finish_with_backup(machine: &MachineRow, taken_at: Timestamp) -> StepOutcome {
+fn finish_with_backup(machine: &MachineRow, taken_at: Timestamp, files: &str) -> StepOutcome {
     StepOutcome::Done {
-        note: Some("a snapshot was taken after the writers had stopped".into()),
+        note: Some(format!("a snapshot was taken after the writers had stopped{files}").into()),
         record: StepRecord::Saved { machine: machine.id, taken_at },
     }
 }
@@ -245,7 +248,10 @@ async fn attempt_backup(
     };
     let report = fetch_host_report(leased, machine).await?;
     if let Some(taken_at) = final_backup::find_final_backup(leased, machine, progress, &report, now).await {
-        return Ok(AttemptOutcome::Saved { taken_at });
+        if files::should_wait(&report, progress, now) {
+            return Ok(AttemptOutcome::Wait(POLL_INTERVAL));
+        }
+        return Ok(AttemptOutcome::Saved { taken_at, files: files::describe(&report, progress) });
     }
     if let HostReport::Backups(host) = &report {
         progress.record_report(host, now);

@@ -43,6 +43,7 @@ impl From<&MachineRow> for Machine {
             heartbeat_at: row.heartbeat_at.map(Into::into),
             health: parse_report(row.health.as_ref()),
             last_backup: parse_report(row.last_backup.as_ref()),
+            files: parse_report(row.files.as_ref()),
             last_update: parse_report(row.last_update.as_ref()),
             checks: parse_report(row.checks.as_ref()),
             boot: to_boot(&row.boot_stages),

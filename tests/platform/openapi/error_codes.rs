@@ -165,6 +165,9 @@ async fn trigger_machine_change_errors(tester: &mut RefusalTester<'_>, settings:
     let unknown = "/vps/slots/pointer?idpUserId=user_none";
     tester.send(platform.operator_call(Method::GET, unknown, &Value::Null), 404, "not_found").await;
     tester.post(rebuild, &json!({"idpUserId": "user_none"}), 404, "not_found").await;
+    tester.post("/vps/slots/files-prune", &json!({"idpUserId": "user_none"}), 404, "not_found").await;
+    let key = platform.operator_call(Method::GET, "/vps/slots/files-key?idpUserId=user_none", &Value::Null);
+    tester.send(key, 404, "not_found").await;
     tester.post(&path_of(booting, "resize"), &to("cpx32"), 409, "invalid_state").await;
     let mut beat = super::super::stack::heartbeat_of(&platform.running);
     beat["attention"] = json!([{"code": "snapshot_held", "detail": "two rows instead of 400"}]);
@@ -413,13 +416,10 @@ async fn trigger_replaced_machine_errors(tester: &mut RefusalTester<'_>) {
             "superseded",
         )
         .await;
-    tester
-        .send(
-            request_as_replaced(Method::POST, &format!("/vps/{machine}/storage-credentials")),
-            403,
-            "superseded",
-        )
-        .await;
+    for path in ["storage-credentials", "files-key"] {
+        let request = request_as_replaced(Method::POST, &format!("/vps/{machine}/{path}")).json(&json!({}));
+        tester.send(request, 403, "superseded").await;
+    }
     for action in ["fail", "resize", "backup", "drill", "rotate-token"] {
         let body = match action {
             "fail" => json!({"reason": "x"}),

@@ -48,6 +48,10 @@ impl TestPlatform {
         env.push(("PLATFORM_OPERATOR_REQUESTS_PER_SECOND", "0"));
         let process = stack.start_platform_with(&env);
         let running = stack.start_machine(&process, "user_1").await;
+        // The slot has a key for its file backups.
+        let path = format!("/vps/{}/files-key", running.machine);
+        let key = stack.request(&process, Method::POST, &path).bearer_auth(&running.upgrade_token);
+        assert_eq!(stack.send(key.json(&json!({}))).await.status, 200);
         let provisioned = stack.provision(&process, "user_2").await;
         let booting = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
         let operation = provisioned["operationId"].as_str().unwrap().to_owned();

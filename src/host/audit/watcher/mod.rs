@@ -11,6 +11,7 @@ pub mod diff;
 mod dispatches;
 pub mod home_watcher;
 pub mod peer;
+pub mod request;
 pub mod state_file;
 pub mod thread;
 pub mod tool_paths;
@@ -34,7 +35,8 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 
 use self::peer::Peer;
-use self::thread::{HookRequest, Request, Watcher};
+use self::request::{HookRequest, Request};
+use self::thread::Watcher;
 use super::file_changes::{self, ChangesReply, ChangesRequest};
 use super::protocol::{self, MAX_MESSAGE_BYTES, Message, SOCKET};
 use crate::records::writer::Writer;
@@ -173,7 +175,7 @@ impl WatcherHandle {
     /// Sends a message; returns whether the thread has processed it.
     async fn send(&self, message: Message, peer: Peer) -> bool {
         let (done, completion) = oneshot::channel();
-        self.request(Request::Hook(HookRequest { message, peer, done })) && completion.await.is_ok()
+        self.request(Request::Hook(Box::new(HookRequest { message, peer, done }))) && completion.await.is_ok()
     }
 
     /// Returns the changes since the reply with the token `saved`; `None` if the thread has ended.

@@ -23,6 +23,7 @@ use super::diff::{Change, DirtySet};
 use super::dispatches::Dispatches;
 use super::home_watcher::HomeWatcher;
 use super::peer::Peer;
+use super::request::{HookRequest, Request};
 use super::state_file::{WatcherState, load_state};
 use super::tool_paths;
 use super::tree::Tree;
@@ -43,23 +44,6 @@ const BACKGROUND_INTERVAL: Duration = Duration::from_secs(10);
 const MAX_IDLE_DIRTY_NAMES: usize = 5_000;
 /// Maximum remembered tool calls with a gap, and maximum remembered ended calls.
 const MAX_REMEMBERED_CALLS: usize = 512;
-
-/// A message, and the channel that reports its completion.
-pub struct HookRequest {
-    pub message: Message,
-    pub peer: Peer,
-    pub done: tokio::sync::oneshot::Sender<()>,
-}
-
-/// What other tasks ask of the watcher thread.
-pub enum Request {
-    Hook(HookRequest),
-    /// The changes since the reply with this token.
-    Changes {
-        saved: Option<String>,
-        done: tokio::sync::oneshot::Sender<ChangesReply>,
-    },
-}
 
 pub struct Watcher {
     home: PathBuf,
@@ -138,14 +122,14 @@ impl Watcher {
             while std::io::Read::read(&mut &*waker, &mut byte).is_ok_and(|read| read > 0) {}
             loop {
                 match requests.try_recv() {
-                    Ok(Request::Hook(HookRequest { message, peer, done })) => {
+                    Ok(Request::Hook(hook)) => {
+                        let HookRequest { message, peer, done } = *hook;
                         self.collect_saved();
                         self.process_message(message, &peer);
                         // The hook may have disconnected.
                         let _ = done.send(());
                     }
                     Ok(Request::Changes { saved, done }) => {
-                        // The reader may have disconnected: it asks again.
                         let _ = done.send(self.take_changes(saved.as_deref()));
                     }
                     Err(TryRecvError::Empty) => break,

@@ -1,4 +1,4 @@
-//! `GET /_svc/internal/backup`: the running backup, and the result of the last one.
+//! `GET /_svc/internal/backup`: the running backup, the result of the last one, and the state of the file backup.
 
 use axum::Json;
 use axum::extract::State;
@@ -7,6 +7,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use crate::files::status::FilesStatus;
 use crate::gateway::auth::PLATFORM;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::snapshots::backup_progress::BackupProgress;
@@ -54,6 +55,16 @@ struct LastRunView {
     held: Option<HeldSnapshot>,
 }
 
+/// The state of the file backup.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct FilesView {
+    #[serde(skip_serializing_if = "Option::is_none", with = "clock::wire_option")]
+    saved_until: Option<Timestamp>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+}
+
 /// `GET /_svc/internal/backup`.
 pub async fn show(State(layout): State<Layout>) -> Result<Json<Value>, Problem> {
     Ok(Json(run_blocking(move || read_backup_status(&layout)).await?))
@@ -77,6 +88,10 @@ fn read_backup_status(layout: &Layout) -> Result<Value, LockError> {
         let LastRun { timestamp, status, key, error, held } = last;
         let last = LastRunView { status, began_at: timestamp, taken_at, key, error, held };
         summary["last"] = serde_json::to_value(last).expect("the last run can be serialized");
+    }
+    if let Some(status) = FilesStatus::read(layout)? {
+        let files = FilesView { saved_until: status.saved_until, error: status.error };
+        summary["files"] = serde_json::to_value(files).expect("the status can be serialized");
     }
     Ok(summary)
 }
@@ -104,6 +119,7 @@ pub static BACKUP_PROGRESS: Endpoint = Endpoint {
                     ("uploadedBytes", count()),
                     ("updatedAt", time()),
                     ("last", last),
+                    ("files", object(&[], &[("savedUntil", time()), ("error", text())])),
                 ],
             )
         })],

@@ -74,6 +74,7 @@ impl<'a> HeartbeatClient<'a> {
             disk: vitals::measure_disk(config),
             proof_kids: vitals::read_proof_kids(config),
             registration: registration::read_accepted(&config.layout, config.identity.machine),
+            files: vitals::read_files(config),
             attention,
             certificate: certificate::read(&config.layout),
             trusted_keys: trusted_keys::read(&config.layout),
@@ -89,13 +90,15 @@ impl<'a> HeartbeatClient<'a> {
         let has_optional_fields = request.registration.is_some()
             || !request.attention.is_empty()
             || request.trusted_keys.is_some()
-            || request.certificate.is_some();
+            || request.certificate.is_some()
+            || request.files.is_some();
         if status == StatusCode::BAD_REQUEST && has_optional_fields {
             // An older platform rejects unknown fields, but must receive the heartbeat.
             request.attention.clear();
             request.registration = None;
             request.trusted_keys = None;
             request.certificate = None;
+            request.files = None;
             (status, body) = self.send(&request, &accepted.token).await?;
         }
         if status == StatusCode::FORBIDDEN && ProblemBody::parse(&body).code == "superseded" {

@@ -23,6 +23,7 @@ use crate::files;
 use crate::system::config::init_log;
 use crate::system::layout::Layout;
 use crate::system::quiesce::Quiesce;
+use crate::system::user;
 use apply_response::SupersededRecord;
 use config::SyncConfig;
 use heartbeat::HeartbeatClient;
@@ -45,6 +46,13 @@ struct Args {
 enum Command {
     /// Save the owner's files until stopped
     Files,
+    /// Show what is saved of the owner's files
+    #[command(
+        after_help = "Exit codes: 0 saved, 69 changes have not been saved for ten minutes, or the files were not restored."
+    )]
+    Status,
+    /// Save the owner's files now, and wait until they are saved
+    Now,
     /// Restore the owner's files on a new machine
     #[command(
         after_help = "A machine that is already in use restores nothing, because its files are newer. If the restore of its \
@@ -69,10 +77,20 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Err(code) => return code,
     };
     let layout = Layout::from_process();
+    // A person may start `now` as root; the service must be able to remove its request.
+    if matches!(args.command, Some(Command::Now))
+        && let Err(error) = user::switch_to_gateway_user(&layout)
+    {
+        return applet::report("svc-sync-agent", &Failure::new(Exit::Internal, error));
+    }
     init_log("svc-sync-agent", &layout);
     match args.command {
         None => applet::block_on("svc-sync-agent", send_heartbeats()),
         Some(Command::Files) => applet::block_on("svc-sync-agent", files::service::run(layout)),
+        Some(Command::Status) => {
+            applet::block_on("svc-sync-agent", async { files::command::show_status(&layout) })
+        }
+        Some(Command::Now) => applet::block_on("svc-sync-agent", files::command::save_now(&layout)),
         Some(Command::RestoreHome { retry }) => {
             let restore = request_id::run_with_new_id(files::gate::run(layout, retry));
             applet::block_on("svc-sync-agent", restore)

@@ -6,6 +6,8 @@ use jiff::Timestamp;
 use serde::Deserialize;
 
 use super::config::SyncConfig;
+use crate::files::gate::RestoreOutcome;
+use crate::files::status::FilesStatus;
 use crate::snapshots::check_log::{CheckKind, CheckRecord, Status};
 use crate::snapshots::database_identity;
 use crate::snapshots::held_snapshot::HeldSnapshot;
@@ -19,8 +21,8 @@ use svc_http::proof::ProofKeys;
 use svc_store::key;
 use svc_wire::heartbeat::ComponentHealth;
 use svc_wire::host::{
-    ComponentStatus, LastBackup, LastUpdate, MAX_DAMAGED_KEYS, Outcome, SnapshotCheck, SnapshotChecks,
-    UpdateOutcome,
+    ComponentStatus, FilesReport, LastBackup, LastUpdate, MAX_DAMAGED_KEYS, Outcome, SnapshotCheck,
+    SnapshotChecks, UpdateOutcome,
 };
 use svc_wire::machine::{Attention, Disk};
 use svc_wire::text::Text;
@@ -74,6 +76,7 @@ pub async fn check_health(config: &SyncConfig) -> (ComponentHealth, Vec<Attentio
     let mut attention: Vec<Attention> = database.err().flatten().into_iter().collect();
     attention.extend(held_snapshot_item(config));
     attention.extend(waiting_update_item(config));
+    attention.extend(unsaved_files_item(config));
     (health, attention)
 }
 
@@ -95,6 +98,36 @@ fn waiting_update_item(config: &SyncConfig) -> Option<Attention> {
     }
     let detail = format!("the update to {version} {}", wait.describe());
     Some(attention_item("update_waiting", detail))
+}
+
+/// Returns the item for files that could not be restored, or whose changes are not saved.
+fn unsaved_files_item(config: &SyncConfig) -> Option<Attention> {
+    let outcome = RestoreOutcome::read(&config.layout).ok().flatten();
+    if let Some(error) = outcome.and_then(|outcome| outcome.error) {
+        let detail =
+            format!("the files of the earlier machine are not restored, and no files are saved: {error}");
+        return Some(attention_item("files_not_restored", detail));
+    }
+    let status = FilesStatus::read(&config.layout).ok()??;
+    let since = status.find_unsaved_since(Timestamp::now())?;
+    let why = status.error.as_deref().unwrap_or("the file backup is not keeping up, or is not running");
+    let detail =
+        format!("changes of the owner's files since {} are not saved: {why}", clock::rfc3339_ms(since));
+    Some(attention_item("files_unsaved", detail))
+}
+
+/// Reads the state of the file backup; `None` if it has not started.
+pub fn read_files(config: &SyncConfig) -> Option<FilesReport> {
+    let status = FilesStatus::read(&config.layout).ok()??;
+    let outcome = RestoreOutcome::read(&config.layout).ok().flatten();
+    Some(FilesReport {
+        saved_until: status.saved_until.map(Into::into),
+        changed_since: status.changed_since.map(Into::into),
+        files: status.files,
+        bytes: status.bytes,
+        restored_as_of: outcome.and_then(|outcome| outcome.taken_at).map(Into::into),
+        error: status.error,
+    })
 }
 
 async fn is_gateway_ready(config: &SyncConfig) -> bool {

@@ -15,8 +15,8 @@ use svc_machine::name::ImageVersion;
 use svc_store::bundle::MAX_KEYS;
 use svc_wire::heartbeat::{ComponentHealth, Heartbeat, MAX_PROOF_KIDS, MAX_TRUSTED_KEYS, TrustedKeyIds};
 use svc_wire::host::{
-    CertificateSource, ComponentStatus, HostCertificate, LastBackup, LastUpdate, MAX_DAMAGED_KEYS, Outcome,
-    SnapshotCheck, SnapshotChecks, UpdateOutcome,
+    CertificateSource, ComponentStatus, FilesReport, HostCertificate, LastBackup, LastUpdate,
+    MAX_DAMAGED_KEYS, Outcome, SnapshotCheck, SnapshotChecks, UpdateOutcome,
 };
 use svc_wire::machine::{Disk, Health};
 
@@ -48,6 +48,7 @@ impl HeartbeatReport {
             proof_kids: &sent.proof_kids,
             trusted_keys: sent.trusted_keys.as_ref(),
             certificate: sent.certificate.as_ref().map(|report| json!(report)),
+            files: sent.files.as_ref().map(|report| json!(report)),
         }
     }
 
@@ -75,6 +76,7 @@ pub fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
     let proof_kids = fields.strings("proofKids", MAX_PROOF_KIDS);
     let trusted_keys = read_trusted_keys(&mut fields);
     let certificate = read_certificate(&mut fields);
+    let files = read_files(&mut fields);
     let registration = read_registration(&mut fields);
     let report = (|| {
         let (last_backup, backup_taken_at) = last_backup.unzip();
@@ -91,6 +93,7 @@ pub fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
             proof_kids,
             trusted_keys,
             certificate,
+            files,
             registration: registration.as_ref().map(|registration| registration.sent.clone()),
         };
         Some(HeartbeatReport { sent, backup_taken_at: backup_taken_at.flatten(), registration })
@@ -136,6 +139,21 @@ fn read_certificate(fields: &mut Fields) -> Option<HostCertificate> {
         error,
         next_attempt_at,
     })
+}
+
+/// Reads the state of the file backup.
+fn read_files(fields: &mut Fields) -> Option<FilesReport> {
+    let mut inner = fields.optional_nested("files")?;
+    let report = FilesReport {
+        saved_until: inner.time("savedUntil").map(Into::into),
+        changed_since: inner.time("changedSince").map(Into::into),
+        files: inner.required_number("files").unwrap_or(0),
+        bytes: inner.required_number("bytes").unwrap_or(0),
+        restored_as_of: inner.time("restoredAsOf").map(Into::into),
+        error: inner.reported_text("error"),
+    };
+    fields.close(inner);
+    Some(report)
 }
 
 /// Reads the registration that the host repeats.
@@ -303,6 +321,14 @@ mod tests {
                 is_trusted: true,
                 error: Some("e".to_owned()),
                 next_attempt_at: Some(sample_time()),
+            }),
+            files: Some(FilesReport {
+                saved_until: Some(sample_time()),
+                changed_since: Some(sample_time()),
+                files: 7,
+                bytes: 8,
+                restored_as_of: Some(sample_time()),
+                error: Some("e".to_owned()),
             }),
             registration: Some(Registration {
                 machine_id: MachineId::new(),

@@ -41,7 +41,10 @@ pub struct LastBackupProgress {
     pub requested_at: Option<Timestamp>,
     /// The time of the first request, which was made after the writers had stopped.
     #[serde(with = "clock::wire_option")]
-    first_requested_at: Option<Timestamp>,
+    pub first_requested_at: Option<Timestamp>,
+    /// When the database was saved, but not yet the owner's files.
+    #[serde(with = "clock::wire_option")]
+    pub files_awaited_since: Option<Timestamp>,
     /// The time of the latest request by the host's clock; the next field is the same time by the database's clock.
     #[serde(with = "clock::wire_option")]
     host_clock_at: Option<Timestamp>,

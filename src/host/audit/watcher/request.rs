@@ -1,0 +1,23 @@
+//! What other tasks ask of the watcher thread.
+
+use tokio::sync::oneshot;
+
+use super::peer::Peer;
+use crate::audit::file_changes::ChangesReply;
+use crate::audit::protocol::Message;
+
+/// A message, and the channel that reports its completion.
+pub struct HookRequest {
+    pub message: Message,
+    pub peer: Peer,
+    pub done: oneshot::Sender<()>,
+}
+
+pub enum Request {
+    Hook(Box<HookRequest>),
+    /// The changes since the reply with this token.
+    Changes {
+        saved: Option<String>,
+        done: oneshot::Sender<ChangesReply>,
+    },
+}

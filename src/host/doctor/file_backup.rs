@@ -1,0 +1,47 @@
+//! Checks the state of the file backup.
+
+use jiff::Timestamp;
+
+use crate::files::gate::RestoreOutcome;
+use crate::files::status::FilesStatus;
+use crate::system::layout::Layout;
+use svc_base::diagnosis::Findings;
+use svc_base::quantity::pluralize;
+
+const NEXT_STEP: &str = "journalctl -u svc-files -n 50; systemctl restart svc-files";
+
+pub fn check(layout: &Layout) -> Findings {
+    let findings = Findings::new("file-backup");
+    match RestoreOutcome::read(layout) {
+        Ok(Some(RestoreOutcome { error: Some(error), .. })) => {
+            let what =
+                format!("the files of the earlier machine are not restored, and no files are saved: {error}");
+            return findings.problem(what, "svc-sync-agent restore-home --retry");
+        }
+        Ok(_) => {}
+        Err(error) => return findings.skipped(format!("{error}; run this as root")),
+    }
+    let status = match FilesStatus::read(layout) {
+        Ok(Some(status)) => status,
+        Ok(None) if layout.restore_complete().exists() => {
+            return findings.warning("the owner's files have not been saved yet", NEXT_STEP);
+        }
+        Ok(None) => return findings.ok("the machine is not in use yet"),
+        Err(error) => return findings.skipped(format!("{error}; run this as root")),
+    };
+    let now = Timestamp::now();
+    if status.find_unsaved_since(now).is_some() {
+        let why = status.error.map(|error| format!(": {error}")).unwrap_or_default();
+        return findings.problem(format!("changes of the owner's files are not saved{why}"), NEXT_STEP);
+    }
+    let age = status.saved_until.map_or(0, |at| now.duration_since(at).as_secs().max(0));
+    let what = format!("{} saved as of {age} s ago", pluralize(status.files, "file"));
+    if status.unreadable == 0 {
+        return findings.ok(what);
+    }
+    let first = status.first_unreadable.unwrap_or_default();
+    findings.warning(
+        format!("{what}, but {} could not be read, such as {first}", pluralize(status.unreadable, "entry")),
+        "journalctl -u svc-files -n 50",
+    )
+}

@@ -1,0 +1,139 @@
+//! `svc-sync-agent status` and `svc-sync-agent now`, for a person on the machine.
+
+use std::time::{Duration, Instant};
+
+use anyhow::anyhow;
+use jiff::Timestamp;
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::clock;
+use svc_base::fsx;
+use svc_base::quantity::pluralize;
+
+use super::gate::RestoreOutcome;
+use super::service::SAVE_REQUEST;
+use super::status::FilesStatus;
+use crate::system::layout::Layout;
+
+/// How long `now` waits for the save. A first save of many files takes longer; it goes on without the command.
+const TIMEOUT: Duration = Duration::from_secs(600);
+const POLL_INTERVAL: Duration = Duration::from_millis(250);
+
+/// Prints the state of the file backup.
+///
+/// # Errors
+/// `Unavailable` if changes have not been saved for long; `Internal` if the state cannot be read.
+pub fn show_status(layout: &Layout) -> Result<(), Failure> {
+    let status = FilesStatus::read(layout).or_exit(Exit::Internal)?;
+    let outcome = RestoreOutcome::read(layout).or_exit(Exit::Internal)?;
+    print!("{}", describe(status.as_ref(), outcome.as_ref(), Timestamp::now()));
+    let has_failed = outcome.is_some_and(|outcome| outcome.error.is_some());
+    let is_unsaved = status.is_none_or(|status| status.find_unsaved_since(Timestamp::now()).is_some());
+    if has_failed || is_unsaved {
+        return Err(Failure::new(Exit::Unavailable, anyhow!("the owner's files are not being saved")));
+    }
+    Ok(())
+}
+
+fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now: Timestamp) -> String {
+    let time = |at: Timestamp| {
+        format!("{}, {} s ago", clock::rfc3339_ms(at), now.duration_since(at).as_secs().max(0))
+    };
+    let mut rows: Vec<(&str, String)> = Vec::new();
+    match status {
+        None => rows.push(("saved", "not yet: svc-files has not run".to_owned())),
+        Some(status) => {
+            rows.push(("saved", status.saved_until.map_or_else(|| "not yet".to_owned(), time)));
+            rows.extend(status.changed_since.map(|at| ("changed", format!("{}; not saved yet", time(at)))));
+            rows.push(("files", format!("{}, {} bytes", status.files, status.bytes)));
+            rows.extend(status.snapshot.as_ref().map(|id| ("snapshot", id.clone())));
+            let entry = |count: u64| pluralize(count, "entry");
+            rows.push(("left out", format!("{}, {} special", entry(status.excluded), status.special)));
+            if status.unreadable > 0 {
+                let first = status.first_unreadable.as_deref().unwrap_or_default();
+                rows.push(("unreadable", format!("{}, such as {first}", entry(status.unreadable))));
+            }
+            if status.unstable > 0 {
+                rows.push((
+                    "changing",
+                    format!("{} changed whenever they were read", entry(status.unstable)),
+                ));
+            }
+            rows.extend(status.error.as_ref().map(|error| ("error", error.clone())));
+        }
+    }
+    match outcome {
+        Some(RestoreOutcome { error: Some(error), .. }) => {
+            rows.push(("restored", format!("no: {error}; `svc-sync-agent restore-home --retry` repeats it")));
+        }
+        Some(RestoreOutcome { taken_at: Some(at), files, .. }) => {
+            rows.push((
+                "restored",
+                format!("{} as of {}", pluralize(*files, "file"), clock::rfc3339_ms(*at)),
+            ));
+        }
+        _ => {}
+    }
+    rows.iter().map(|(name, text)| format!("{name:<11} {text}\n")).collect()
+}
+
+/// Requests a save, and waits until everything written before is saved.
+///
+/// # Errors
+/// `Unavailable` if the save fails or takes too long.
+pub async fn save_now(layout: &Layout) -> Result<(), Failure> {
+    let requested_at = clock::now_ms();
+    fsx::write_atomic(&layout.request(SAVE_REQUEST), b"", 0o644).or_exit(Exit::Internal)?;
+    let end = Instant::now() + TIMEOUT;
+    loop {
+        let status = FilesStatus::read(layout).or_exit(Exit::Internal)?.unwrap_or_default();
+        if let Some(at) = status.saved_until.filter(|at| *at >= requested_at) {
+            println!("{} saved as of {}", pluralize(status.files, "file"), clock::rfc3339_ms(at));
+            return Ok(());
+        }
+        if let Some(error) = status.error.filter(|_| status.failed_at.is_some_and(|at| at >= requested_at)) {
+            return Err(Failure::new(Exit::Unavailable, anyhow!("{error}")));
+        }
+        if Instant::now() >= end {
+            let text = "the save has not ended yet and goes on; `svc-sync-agent status` shows its state, \
+                        `systemctl status svc-files` the service";
+            return Err(Failure::new(Exit::Unavailable, anyhow!(text)));
+        }
+        tokio::time::sleep(POLL_INTERVAL).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn status_shows_what_is_saved_and_what_is_not() {
+        let at = |second: i64| Timestamp::from_second(second).unwrap();
+        let none = describe(None, None, at(0));
+        assert_eq!(none, "saved       not yet: svc-files has not run\n");
+        let mut status = FilesStatus::default();
+        (status.saved_until, status.changed_since) = (Some(at(100)), Some(at(130)));
+        (status.files, status.bytes, status.unreadable, status.unstable) = (3, 12, 1, 2);
+        status.first_unreadable = Some("home/x".to_owned());
+        status.error = Some("the store is away".to_owned());
+        let mut outcome = RestoreOutcome::default();
+        (outcome.taken_at, outcome.files) = (Some(at(50)), 2);
+        let shown = describe(Some(&status), Some(&outcome), at(140));
+        for part in [
+            "40 s ago",
+            "10 s ago; not saved yet",
+            "3, 12 bytes",
+            "such as home/x",
+            "the store is away",
+            "2 files as of",
+        ] {
+            assert!(shown.contains(part), "{part:?} is not in {shown}");
+        }
+        let mut failed = RestoreOutcome::default();
+        failed.error = Some("damaged".to_owned());
+        assert!(
+            describe(None, Some(&failed), at(0))
+                .contains("no: damaged; `svc-sync-agent restore-home --retry`")
+        );
+    }
+}

@@ -1,0 +1,122 @@
+//! GET and POST `/vps/slots/files-prune`: shows what a pruning of a slot's file backups would do, and requests one.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use http::{Method, StatusCode};
+use serde_json::json;
+
+use super::call::ApiCall;
+use super::endpoint::{
+    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, documented_json, idp_user_id, slot_name,
+};
+use super::mutation::{AuditChange, Effect, Mutation, Reply};
+use super::pointer::{SLOT, USER};
+use crate::context::Platform;
+use crate::db::file_keys;
+use crate::file_pruning::{self, PruneError};
+use svc_files::FilesError;
+use svc_http::openapi::{Operation, request_object, schema_of};
+use svc_http::problem::{Code, Problem, format_chain};
+use svc_machine::name::{IdpUserId, Slot};
+use svc_wire::files::{FilesPrunePlan, FilesPruneRequest};
+
+/// Timeout for a report, which reads the repository's index and trees. It is shorter than the timeout of `svcctl`.
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
+    let call = ApiCall::read(request).await?;
+    call.authenticate_operator(&platform).await?;
+    let mut query = call.query_fields();
+    let user: Option<IdpUserId> = query.required("idpUserId");
+    let slot = query.optional("slot").unwrap_or_else(Slot::primary);
+    let user = query.finish(user)?;
+    let plan = file_pruning::prune_slot(&platform, &user, &slot, true);
+    let plan = tokio::time::timeout(TIMEOUT, plan).await.map_err(|_| {
+        let detail = "The repository is too large for a report in time. The platform prunes it anyway.";
+        Problem::new(Code::StoreUnavailable, detail)
+    })?;
+    let plan = plan.map_err(|error| match error {
+        PruneError::Db(error) => error.into(),
+        PruneError::Store(_) | PruneError::Files(FilesError::Store(_)) => {
+            tracing::warn!(%user, %slot, error = %format_chain(&error), "cannot read the file backups of a slot");
+            svc_store::problem::unavailable()
+        }
+        error => Problem::internal(&error),
+    })?;
+    let plan = FilesPrunePlan {
+        kept_snapshots: plan.kept_snapshots,
+        removed_snapshots: plan.removed_snapshots,
+        marked_packs: plan.marked_packs,
+        reclaimable_bytes: plan.reclaimable_bytes,
+        deleted_packs: plan.deleted_packs,
+    };
+    Ok(Json(plan).into_response())
+}
+
+pub async fn start(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
+    let mut fields = call.json_fields()?;
+    let user: Option<IdpUserId> = fields.required("idpUserId");
+    let slot = fields.optional("slot").unwrap_or_else(Slot::primary);
+    let user = fields.finish(user)?;
+    let mutation = Mutation::from_call(&call, &operator)?;
+    let outcome = mutation
+        .run(&platform, async |tx| {
+            if !file_keys::request_prune(tx, user.as_str(), slot.as_str()).await? {
+                let detail = format!("Slot {user}/{slot} has no file backups.");
+                return Err(Problem::new(Code::NotFound, detail));
+            }
+            let requested = FilesPruneRequest { idp_user_id: user.clone().into(), slot: slot.clone().into() };
+            let change = AuditChange {
+                action: "files.prune",
+                target: format!("{user}/{slot}"),
+                before: None,
+                after: Some(json!(requested)),
+            };
+            Ok(Effect::changed(Reply::new(StatusCode::ACCEPTED, requested), change))
+        })
+        .await?;
+    Ok(outcome.into_reply().into_response())
+}
+
+pub static SHOW: Endpoint = Endpoint {
+    access: Access::Operator(READ),
+    operation: Operation {
+        id: "showFilesPrune",
+        method: Method::GET,
+        path: "/vps/slots/files-prune",
+        summary: "Shows what a pruning of a slot's file backups would do.",
+        credentials: &[OPERATOR],
+        parameters: &[USER, SLOT],
+        body: None,
+        responses: &[documented_json(200, "The plan.", schema_of::<FilesPrunePlan>)],
+        problems: &[Code::StoreUnavailable, Code::DatabaseUnavailable],
+    },
+    serve: || get(show),
+};
+
+pub static START: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
+    operation: Operation {
+        id: "pruneFiles",
+        method: Method::POST,
+        path: "/vps/slots/files-prune",
+        summary: "Requests a pruning of a slot's file backups, which the platform otherwise does each day.",
+        credentials: &[OPERATOR],
+        parameters: &[IDEMPOTENCY_KEY],
+        body: Some(|| request_object(&[("idpUserId", idp_user_id())], &[("slot", slot_name())])),
+        responses: &[documented_json(
+            202,
+            "The pruning begins within a minute.",
+            schema_of::<FilesPruneRequest>,
+        )],
+        problems: &[Code::NotFound, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
+    },
+    serve: || post(start),
+};

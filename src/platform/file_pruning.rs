@@ -1,0 +1,168 @@
+//! Prunes the repositories of file backups: each slot's repository once per `FILES_PRUNE_SECONDS`.
+//!
+//! Only the platform deletes objects. Expired snapshots are removed by the retention policy of the slot's plan; packs
+//! that no snapshot needs are marked, and deleted after [`GRACE_PERIOD`]. The snapshot that the pointer names is always
+//! kept.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use jiff::{SignedDuration, Timestamp};
+use svc_base::chain::format_chain;
+use svc_base::failpoint::Injected;
+use svc_base::untrusted_text::truncate_printable;
+use svc_files::prune::{PruneOptions, Pruned, prune};
+use svc_files::retention::RetentionPolicy;
+use svc_files::{Cache, FilesError, Repository};
+use svc_http::request_id;
+use svc_machine::name::{IdpUserId, Slot};
+use svc_machine::plan::Plan;
+use svc_store::StoreError;
+use svc_store::files_pointer;
+use svc_store::key::SlotPrefix;
+
+use crate::context::Platform;
+use crate::db::{self, DbError};
+use crate::file_keys;
+use crate::keys::KeyError;
+
+/// How long a pack stays after the last snapshot that needs it: longer than any save and any restore.
+const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(72);
+/// The number of entries that stay in the pointer's log.
+const KEPT_LOG_ENTRIES: u64 = 1000;
+/// Maximum pause between two looks for a due slot.
+const MAX_PAUSE: Duration = Duration::from_secs(60);
+/// After a failure, the slot is pruned again after this share of the interval.
+const RETRY_SHARE: f64 = 0.1;
+
+/// Why a repository was not pruned.
+#[derive(Debug, thiserror::Error)]
+pub enum PruneError {
+    #[error(transparent)]
+    Db(#[from] DbError),
+    #[error(transparent)]
+    Key(#[from] KeyError),
+    #[error("cannot read the pointer of the file backups")]
+    Store(#[from] StoreError),
+    #[error(transparent)]
+    Files(#[from] FilesError),
+    #[error("the pointer names an invalid snapshot")]
+    InvalidPointer,
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+/// Prunes due repositories, one at a time, until the platform stops.
+pub async fn run(platform: Arc<Platform>) {
+    let interval = platform.config.timing.files_prune;
+    if interval.is_zero() {
+        return platform.stop.cancelled().await;
+    }
+    loop {
+        let has_pruned = request_id::run_with_new_id(prune_next(&platform, interval)).await;
+        let pause = match has_pruned {
+            Ok(true) => Duration::ZERO,
+            Ok(false) => (interval / 10).min(MAX_PAUSE),
+            Err(error) => {
+                tracing::warn!(error = %format_chain(&error), "cannot look for file backups to prune");
+                MAX_PAUSE
+            }
+        };
+        tokio::select! {
+            () = platform.stop.cancelled() => return,
+            () = tokio::time::sleep(pause) => {}
+        }
+    }
+}
+
+/// Prunes the repository that is due, if there is one. Returns whether there was.
+async fn prune_next(platform: &Platform, interval: Duration) -> Result<bool, DbError> {
+    let claimed = db::file_keys::claim_prune(&platform.db.session().await?, interval).await?;
+    let Some((user, slot)) = claimed else { return Ok(false) };
+    let result = match (user.parse::<IdpUserId>(), slot.parse::<Slot>()) {
+        // A stopping platform drops the future. The next run continues: see the invariant of `svc_files::prune`.
+        (Ok(parsed_user), Ok(parsed_slot)) => tokio::select! {
+            () = platform.stop.cancelled() => return Ok(false),
+            result = prune_slot(platform, &parsed_user, &parsed_slot, false) => result,
+        },
+        _ => return Ok(true),
+    };
+    let (error, advance) = match result {
+        Ok(pruned) => {
+            log_result(&user, &slot, &pruned);
+            (None, Duration::ZERO)
+        }
+        Err(error) => {
+            let text = format_chain(&error);
+            tracing::warn!(user, slot, error = text, "cannot prune the file backups of a slot");
+            (Some(truncate_printable(&text)), interval.mul_f64(1.0 - RETRY_SHARE))
+        }
+    };
+    let session = platform.db.session().await?;
+    db::file_keys::record_prune(&session, (&user, &slot), error.as_deref(), advance).await?;
+    Ok(true)
+}
+
+fn log_result(user: &str, slot: &str, pruned: &Pruned) {
+    if pruned.removed_snapshots + pruned.marked_packs + pruned.deleted_packs > 0 {
+        tracing::info!(
+            user,
+            slot,
+            kept_snapshots = pruned.kept_snapshots,
+            removed_snapshots = pruned.removed_snapshots,
+            marked_packs = pruned.marked_packs,
+            deleted_packs = pruned.deleted_packs,
+            "pruned the file backups of a slot"
+        );
+    }
+}
+
+/// Prunes a slot's repository, or with `is_dry_run` reports what would be done.
+///
+/// # Errors
+/// [`PruneError`]. What was done is kept; the next run continues.
+pub async fn prune_slot(
+    platform: &Platform,
+    user: &IdpUserId,
+    slot: &Slot,
+    is_dry_run: bool,
+) -> Result<Pruned, PruneError> {
+    let session = platform.db.session().await?;
+    let key = file_keys::find(&session, &platform.seal, (user, slot)).await?;
+    let subscription = db::slots::find_subscription(&session, user, slot).await?;
+    drop(session);
+    let Some(key) = key else { return Ok(Pruned::default()) };
+    let prefix = SlotPrefix::new(user, slot);
+    let repository = Repository::open(platform.bucket.clone(), prefix.files(), &key, Cache::none()).await?;
+    let Some(repository) = repository else { return Ok(Pruned::default()) };
+    let pointer = files_pointer::read(&platform.bucket, &prefix).await?;
+    let latest = pointer.and_then(|pointer| pointer.value.snapshot);
+    let protected = match latest.map(|snapshot| snapshot.id.parse()) {
+        Some(Ok(id)) => vec![id],
+        Some(Err(_)) => return Err(PruneError::InvalidPointer),
+        None => Vec::new(),
+    };
+    let options = PruneOptions {
+        policy: retention_policy(subscription.map(|subscription| subscription.plan)),
+        protected,
+        grace_period: GRACE_PERIOD,
+        now: Timestamp::now(),
+        is_dry_run,
+    };
+    let pruned = prune(&repository, &options).await?;
+    if !is_dry_run {
+        files_pointer::trim_log(&platform.bucket, &prefix, KEPT_LOG_ENTRIES).await?;
+    }
+    Ok(pruned)
+}
+
+/// Returns how long a plan keeps snapshots. Without a subscription, nothing expires earlier than with the smallest plan.
+fn retention_policy(plan: Option<Plan>) -> RetentionPolicy {
+    let all = RetentionPolicy::default();
+    match plan {
+        Some(Plan::Builder | Plan::Max) => all,
+        Some(Plan::Starter) | None => {
+            RetentionPolicy { monthly: Some(SignedDuration::from_hours(366 * 24)), ..all }
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! A machine whose files are saved, and the platform that keeps the key.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use axum::Router;
+use axum::response::IntoResponse;
+use http::{HeaderMap, StatusCode, Uri};
+use jiff::Timestamp;
+use kit::s3::S3Server;
+use secrecy::ExposeSecret;
+use serde_json::{Value, json};
+use svc_files::RepositoryKey;
+
+use crate::vault::machine::{BUCKET, Machine, Running};
+
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The platform's route for the key of the file backup.
+pub struct FilesPlatform {
+    base: String,
+    key: Arc<str>,
+}
+
+impl FilesPlatform {
+    pub async fn start() -> Result<Self> {
+        svc::http::tls::install_provider();
+        let key: Arc<str> = RepositoryKey::generate()?.password().expose_secret().into();
+        let answer = key.clone();
+        let respond = async move |uri: Uri, headers: HeaderMap| {
+            let is_authorized = headers
+                .get("authorization")
+                .is_some_and(|value| value == "Bearer upgrade-token-of-a-machine");
+            if is_authorized && uri.path().ends_with("/files-key") {
+                axum::Json(json!({"key": &*answer})).into_response()
+            } else {
+                (StatusCode::UNAUTHORIZED, axum::Json(json!({"code": "unauthorized"}))).into_response()
+            }
+        };
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+        let base = format!("http://{}", listener.local_addr()?);
+        let app = Router::new().fallback(respond);
+        tokio::spawn(async move { axum::serve(listener, app).await });
+        Ok(Self { base, key })
+    }
+
+    pub fn key(&self) -> String {
+        self.key.to_string()
+    }
+}
+
+pub struct Host {
+    pub machine: Machine,
+}
+
+impl Host {
+    pub fn new(store: &S3Server, platform: &FilesPlatform, epoch: u32) -> Result<Self> {
+        let machine = Machine::bare(epoch)?;
+        fs::write(machine.path("opt/svc/env/r2.env"), "")?;
+        let store_env = store.env(BUCKET);
+        let store_env: Vec<_> =
+            store_env.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+        machine.add_env("r2.env", &store_env)?;
+        machine.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &platform.base)])?;
+        for dir in ["home/svc/home/system", "home/svc/home/apps", "run/svc/hooks"] {
+            fs::create_dir_all(machine.path(dir))?;
+        }
+        Ok(Self { machine })
+    }
+
+    /// The user's home directory.
+    pub fn home(&self) -> PathBuf {
+        self.machine.path("home/svc")
+    }
+
+    pub fn write(&self, path: &str, text: &str) -> Result<()> {
+        let path = self.home().join(path);
+        fs::create_dir_all(path.parent().context("the path has no parent")?)?;
+        Ok(fs::write(path, text)?)
+    }
+
+    /// Starts the watcher, and waits until it answers.
+    pub fn start_watcher(&self) -> Result<Running> {
+        let watcher = self.machine.spawn(&["svc-watch"], &[])?;
+        let end = Instant::now() + TIMEOUT;
+        while !self.machine.path("run/svc/watch/changes.sock").exists() {
+            ensure!(Instant::now() < end, "svc-watch is not listening: {}", watcher.stderr());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(watcher)
+    }
+
+    pub fn start_service(&self, failpoints: &str) -> Result<Running> {
+        self.machine.spawn(&["svc-sync-agent", "files"], &[("FAILPOINTS", failpoints)])
+    }
+
+    fn read_status(&self) -> Result<Value> {
+        Ok(serde_json::from_str(&fs::read_to_string(self.machine.path("var/lib/svc/files/status.json"))?)?)
+    }
+
+    pub fn read_outcome(&self) -> Result<Value> {
+        Ok(serde_json::from_str(&fs::read_to_string(self.machine.path("var/lib/svc/files/restored.json"))?)?)
+    }
+
+    /// Waits until everything written so far is in the store.
+    pub async fn wait_until_saved(&self) -> Result<()> {
+        let now = Timestamp::now();
+        let is_saved = |status: &Value| {
+            let saved: Option<Timestamp> = status["savedUntil"].as_str().and_then(|time| time.parse().ok());
+            saved.is_some_and(|saved| saved > now)
+        };
+        self.wait_for_status("the files are saved", is_saved).await
+    }
+
+    pub async fn wait_for_error(&self, part: &str) -> Result<()> {
+        let has_failed = |status: &Value| status["error"].as_str().is_some_and(|error| error.contains(part));
+        self.wait_for_status(part, has_failed).await
+    }
+
+    async fn wait_for_status(&self, what: &str, holds: impl Fn(&Value) -> bool) -> Result<()> {
+        let end = Instant::now() + TIMEOUT;
+        loop {
+            let status = self.read_status().unwrap_or_default();
+            if holds(&status) {
+                return Ok(());
+            }
+            ensure!(Instant::now() < end, "timed out waiting for: {what}; the status is {status}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+}
+
+/// Describes each entry below a directory: its kind, mode, number of links, time and content.
+pub fn describe_tree(root: &Path) -> Result<BTreeMap<String, String>> {
+    let mut found = BTreeMap::new();
+    let mut pending = vec![root.to_owned()];
+    while let Some(dir) = pending.pop() {
+        for entry in fs::read_dir(&dir)? {
+            let path = entry?.path();
+            let meta = fs::symlink_metadata(&path)?;
+            let content = if meta.is_symlink() {
+                format!("-> {}", fs::read_link(&path)?.display())
+            } else if meta.is_dir() {
+                pending.push(path.clone());
+                String::new()
+            } else {
+                format!(
+                    "{} links, time {}.{}: {}",
+                    meta.nlink(),
+                    meta.mtime(),
+                    meta.mtime_nsec(),
+                    fs::read_to_string(&path)?
+                )
+            };
+            let name = path.strip_prefix(root)?.display().to_string();
+            found.insert(name, format!("{:o} {content}", meta.mode()));
+        }
+    }
+    Ok(found)
+}

@@ -1,0 +1,188 @@
+//! Backups of the owner's files on a machine: the service with the real watcher, and the restore on a new machine.
+
+mod machine;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+
+use anyhow::{Context, Result, ensure};
+use svc::host::files::{gate, service};
+use svc::machine::epoch::Epoch;
+use svc::store::files_pointer;
+
+use self::machine::{FilesPlatform, Host, describe_tree};
+use super::vault::machine::{BUCKET, bucket, slot, store};
+
+/// Writes a small home directory.
+fn fill(host: &Host) -> Result<()> {
+    host.write("home/projects/app/main.rs", "fn main() {}")?;
+    host.write("home/projects/app/deep/er/notes", "1")?;
+    host.write("home/system/config.json", "{}")?;
+    host.write(".agent/login", "secret")?;
+    fs::set_permissions(host.home().join(".agent/login"), fs::Permissions::from_mode(0o600))?;
+    fs::set_permissions(host.home().join("home/projects"), fs::Permissions::from_mode(0o2750))?;
+    std::os::unix::fs::symlink("/etc/passwd", host.home().join("home/link"))?;
+    fs::hard_link(host.home().join("home/system/config.json"), host.home().join("home/second-name"))?;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn saved_state_comes_back_on_the_next_machine() -> Result<()> {
+    let store = store()?;
+    let platform = FilesPlatform::start().await?;
+    let first = Host::new(&store, &platform, 1)?;
+    fill(&first)?;
+    let (_watcher, service) = (first.start_watcher()?, first.start_service("")?);
+    first.wait_until_saved().await?;
+    // Only the watcher tells the service about these changes.
+    first.write("home/projects/app/deep/er/notes", "2")?;
+    first.write("home/new/below/file", "new")?;
+    fs::remove_file(first.home().join("home/link"))?;
+    fs::rename(first.home().join("home/projects/app"), first.home().join("home/moved"))?;
+    first.write("home/moved/main.rs", "fn main() { loop {} }")?;
+    first.wait_until_saved().await?;
+    let expected = describe_tree(&first.home())?;
+
+    let second = Host::new(&store, &platform, 2)?;
+    // What the boot of the new machine has written.
+    second.write("home/system/logs/activity.log", "the new machine's\n")?;
+    let bucket = bucket(&store)?;
+    files_pointer::set_fence(&bucket, &slot(), Epoch(2), second.machine.id).await?;
+    second.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
+    let mut restored = describe_tree(&second.home())?;
+    let log = restored.remove("home/system/logs/activity.log").context("the boot's record is gone")?;
+    assert!(log.contains("the new machine's") && log.contains("files were restored"), "{log}");
+    restored.remove("home/system/logs");
+    assert_eq!(restored, expected);
+    let outcome = second.read_outcome()?;
+    assert_eq!(outcome["error"], serde_json::Value::Null, "{outcome}");
+
+    // The replaced machine can no longer move the pointer.
+    first.write("home/too-late", "x")?;
+    first.wait_for_error("may no longer move the pointer").await?;
+    let pointer = files_pointer::read(&bucket, &slot()).await?.context("no pointer")?.value;
+    assert_eq!(pointer.snapshot.map(|snapshot| snapshot.epoch), Some(Epoch(1)));
+    assert_eq!(pointer.fence_epoch, Epoch(2));
+    let log = service.stderr();
+    assert!(!log.contains(&platform.key()), "the key is in the log: {log}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
+    let store = store()?;
+    let platform = FilesPlatform::start().await?;
+    let first = Host::new(&store, &platform, 1)?;
+    fill(&first)?;
+    let service = first.start_service("")?;
+    first.wait_until_saved().await?;
+    drop(service);
+    let expected = describe_tree(&first.home())?;
+    for point in gate::FAILPOINTS {
+        let next = Host::new(&store, &platform, 2)?;
+        let failpoints = format!("{point}=return(kill)");
+        let restore = ["svc-sync-agent", "restore-home"];
+        next.machine.run_with(&restore, &[("FAILPOINTS", &failpoints)])?.expect_killed();
+        next.machine.run(&restore)?.expect(0);
+        assert_eq!(describe_tree(&next.home())?, expected, "{point}");
+        assert!(!next.home().join(".svc-restore").exists(), "{point}");
+
+        // Later boots restore nothing over the owner's newer files.
+        next.write("home/projects/app/main.rs", "newer")?;
+        for marker in [None, Some("var/lib/svc/files/restored.json")] {
+            if let Some(marker) = marker {
+                fs::remove_file(next.machine.path(marker))?;
+                fs::write(next.machine.path("opt/svc/restore-complete"), "")?;
+            }
+            next.machine.run(&restore)?.expect(0);
+            let text = fs::read_to_string(next.home().join("home/projects/app/main.rs"))?;
+            assert_eq!(text, "newer", "{point}");
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn service_survives_a_kill_at_every_fail_point() -> Result<()> {
+    for point in service::FAILPOINTS {
+        let store = store()?;
+        let platform = FilesPlatform::start().await?;
+        let first = Host::new(&store, &platform, 1)?;
+        fill(&first)?;
+        let _watcher = first.start_watcher()?;
+        first.start_service(&format!("{point}=return(kill)"))?.wait()?.expect_killed();
+        first.write("home/after-the-kill", "x")?;
+        let _service = first.start_service("")?;
+        first.wait_until_saved().await?;
+        let expected = describe_tree(&first.home())?;
+        let next = Host::new(&store, &platform, 2)?;
+        next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
+        assert_eq!(describe_tree(&next.home())?, expected, "{point}");
+    }
+    Ok(())
+}
+
+/// The machine serves without the files, and its own, nearly empty home never becomes the latest snapshot.
+#[tokio::test(flavor = "multi_thread")]
+async fn damaged_snapshot_is_reported_and_never_hidden_by_an_empty_home() -> Result<()> {
+    let store = store()?;
+    let platform = FilesPlatform::start().await?;
+    let first = Host::new(&store, &platform, 1)?;
+    fill(&first)?;
+    let service = first.start_service("")?;
+    first.wait_until_saved().await?;
+    drop(service);
+    let expected = describe_tree(&first.home())?;
+    let bucket = bucket(&store)?;
+    let latest = async || -> Result<String> {
+        let pointer = files_pointer::read(&bucket, &slot()).await?.context("no pointer")?.value;
+        Ok(pointer.snapshot.context("no snapshot")?.id)
+    };
+    let id = latest().await?;
+    let key = format!("{}/snapshots/{id}", slot().files());
+    let sound = store.read(BUCKET, &key).context("the snapshot is not in the store")?;
+    store.write(BUCKET, &key, b"damaged".to_vec());
+
+    let next = Host::new(&store, &platform, 2)?;
+    next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
+    let outcome = next.read_outcome()?;
+    assert!(outcome["error"].as_str().is_some_and(|error| error.contains("damaged")), "{outcome}");
+    fs::write(next.machine.path("opt/svc/restore-complete"), "")?;
+    let service = next.start_service("")?;
+    next.wait_for_error("restore-home --retry").await?;
+    drop(service);
+    assert_eq!(latest().await?, id);
+
+    store.write(BUCKET, &key, sound);
+    next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
+    assert!(next.read_outcome()?["error"].is_string(), "only an operator repeats the restore");
+    next.machine.run(&["svc-sync-agent", "restore-home", "--retry"])?.expect(0);
+    let mut restored = describe_tree(&next.home())?;
+    restored.retain(|path, _| !path.starts_with("home/system/logs"));
+    assert_eq!(restored, expected);
+    let _service = next.start_service("")?;
+    next.wait_until_saved().await?;
+    ensure!(latest().await? != id, "the machine saves again");
+    Ok(())
+}
+
+/// Without the watcher, a requested save reads everything.
+#[tokio::test(flavor = "multi_thread")]
+async fn requested_save_needs_no_watcher() -> Result<()> {
+    let store = store()?;
+    let platform = FilesPlatform::start().await?;
+    let first = Host::new(&store, &platform, 1)?;
+    fill(&first)?;
+    let _service = first.start_service("")?;
+    first.wait_until_saved().await?;
+    first.write("home/projects/app/deep/er/notes", "changed")?;
+    fs::create_dir_all(first.machine.path("var/lib/svc/requests"))?;
+    let saved = first.machine.run(&["svc-sync-agent", "now"])?.expect(0);
+    assert!(saved.stdout.contains("files saved as of"), "{}", saved.stdout);
+    let status = first.machine.run(&["svc-sync-agent", "status"])?.expect(0);
+    assert!(status.stdout.contains("snapshot"), "{}", status.stdout);
+    let next = Host::new(&store, &platform, 2)?;
+    next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
+    assert_eq!(describe_tree(&next.home())?, describe_tree(&first.home())?);
+    Ok(())
+}

@@ -1,0 +1,175 @@
+//! The key of a slot's file backups: one for the slot, for its current machine and for operators with the scope `admin`,
+//! and never lost with a machine or an older database.
+
+use reqwest::Method;
+use serde_json::json;
+use svc::config::Env;
+use svc::machine::epoch::Epoch;
+use svc::machine::id::MachineId;
+use svc::store::Bucket;
+use svc::store::config::StoreConfig;
+use svc::store::files_pointer::{self, FilesSnapshotRef};
+use svc::store::key::SlotPrefix;
+
+use svc_files::save::{SaveOptions, Saver};
+use svc_files::{Cache, Id, Repository, SnapshotOrigin};
+
+use super::stack::{ApiResponse, Guest, Process, Stack};
+
+async fn request_key(
+    stack: &Stack,
+    process: &Process,
+    guest: &Guest,
+    body: serde_json::Value,
+) -> ApiResponse {
+    let path = format!("/vps/{}/files-key", guest.machine);
+    stack
+        .send(stack.request(process, Method::POST, &path).bearer_auth(&guest.upgrade_token).json(&body))
+        .await
+}
+
+fn slot() -> SlotPrefix {
+    SlotPrefix::new(&"user_1".parse().unwrap(), &"primary".parse().unwrap())
+}
+
+/// Opens the store with the platform's credentials.
+fn open_bucket(stack: &Stack) -> Bucket {
+    let settings = stack.settings();
+    let settings = settings.iter().map(|(name, value)| (name.as_str(), value.as_str()));
+    StoreConfig::read(&mut Env::from_pairs(settings)).unwrap().open().unwrap()
+}
+
+fn key_in(response: &ApiResponse) -> String {
+    assert_eq!(response.status, 200, "{response:?}");
+    response.body["key"].as_str().unwrap().to_owned()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn slot_has_one_key_for_all_its_machines() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let old = stack.start_machine(&process, "user_1").await;
+    let other = stack.start_machine(&process, "user_2").await;
+    let operator_path = "/vps/slots/files-key?idpUserId=user_1";
+    stack.get(&process, operator_path).await.assert_problem(404, "not_found");
+
+    let key = key_in(&request_key(&stack, &process, &old, json!({})).await);
+    assert_eq!(key.len(), 43, "{key}");
+    assert_eq!(key_in(&request_key(&stack, &process, &old, json!({})).await), key);
+    assert_ne!(key_in(&request_key(&stack, &process, &other, json!({})).await), key);
+    let stolen = Guest { upgrade_token: other.upgrade_token.clone(), ..old.clone() };
+    request_key(&stack, &process, &stolen, json!({})).await.assert_problem(403, "forbidden");
+    let offered = "A".repeat(43);
+    assert_eq!(
+        key_in(&request_key(&stack, &process, &old, json!({"key": offered})).await),
+        key,
+        "the platform's key wins"
+    );
+    request_key(&stack, &process, &old, json!({"key": "short"})).await.assert_problem(400, "invalid_request");
+
+    let shown = stack.get(&process, operator_path).await;
+    assert_eq!(key_in(&shown), key);
+    let repository = shown.body["repository"].as_str().unwrap();
+    assert!(repository.starts_with("s3:http") && repository.ends_with("/user_1/primary/files"), "{shown:?}");
+    let audit = stack.get(&process, "/audit").await;
+    let text = audit.body.to_string();
+    assert!(text.contains("files.key") && text.contains("user_1/primary"), "{text}");
+    assert!(!text.contains(&key) && !stack.log().contains(&key), "the key leaks");
+
+    // The store's fence follows the machine, and the successor gets the same key.
+    let slot = slot();
+    let bucket = open_bucket(&stack);
+    let fence = async || {
+        let pointer = files_pointer::read(&bucket, &slot).await.unwrap().unwrap().value;
+        (pointer.fence_epoch.0, pointer.fence_machine_id.unwrap().to_string())
+    };
+    assert_eq!(fence().await, (1, old.machine.clone()));
+    stack.store_snapshot("user_1");
+    let recovery =
+        stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
+    stack.wait_until_ended(&process, recovery.body["operationId"].as_str().unwrap()).await;
+    request_key(&stack, &process, &old, json!({})).await.assert_problem(403, "superseded");
+    let new = stack.wait_for_guest(&process, recovery.body["machineId"].as_str().unwrap()).await;
+    assert_eq!(key_in(&request_key(&stack, &process, &new, json!({})).await), key);
+    assert_eq!(fence().await, (2, new.machine.clone()));
+}
+
+/// After the restore of a database that is older than the key, the host's key is the only copy.
+#[tokio::test(flavor = "multi_thread")]
+async fn key_lost_with_the_database_is_taken_from_the_host() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
+    let key = key_in(&request_key(&stack, &process, &guest, json!({})).await);
+    let client = stack.database.connect().await.unwrap();
+    client.batch_execute("TRUNCATE file_keys").await.unwrap();
+    assert_eq!(key_in(&request_key(&stack, &process, &guest, json!({"key": key})).await), key);
+    assert_eq!(key_in(&request_key(&stack, &process, &guest, json!({})).await), key);
+    let sealed: Vec<u8> = client.query_one("SELECT sealed FROM file_keys", &[]).await.unwrap().get(0);
+    assert!(!sealed.windows(key.len()).any(|part| part == key.as_bytes()), "the key is stored in clear text");
+}
+
+/// Saves two states of a directory as a host does, and returns the ids of their snapshots.
+async fn save_twice(bucket: &Bucket, slot: &SlotPrefix, key: &str, machine: MachineId) -> Vec<Id> {
+    let key = key.parse().unwrap();
+    let repository =
+        Repository::open_or_create(bucket.clone(), slot.files(), &key, Cache::none()).await.unwrap();
+    let home = tempfile::tempdir().unwrap();
+    let origin = SnapshotOrigin { machine, epoch: Epoch(1) };
+    let mut saver = Saver::new(repository, SaveOptions::new(home.path().to_owned(), origin));
+    let mut ids = Vec::new();
+    let mut parent = None;
+    for text in ["first", "second"] {
+        std::fs::write(home.path().join("file"), text).unwrap();
+        let saved = saver.save(parent).await.unwrap();
+        let snapshot = FilesSnapshotRef {
+            id: saved.id.to_string(),
+            machine_id: origin.machine,
+            epoch: Epoch(1),
+            taken_at: saved.snapshot.time,
+        };
+        files_pointer::advance(bucket, slot, &snapshot).await.unwrap();
+        ids.push(saved.id);
+        parent = Some((saved.id, saved.snapshot));
+    }
+    ids
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn platform_prunes_each_repository_and_reports_failures() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform_with(&[("FILES_PRUNE_SECONDS", "1")]);
+    let guest = stack.start_machine(&process, "user_1").await;
+    let key = key_in(&request_key(&stack, &process, &guest, json!({})).await);
+    let slot = slot();
+    let bucket = open_bucket(&stack);
+    let ids = save_twice(&bucket, &slot, &key, guest.machine.parse().unwrap()).await;
+    let plan = stack.get(&process, "/vps/slots/files-prune?idpUserId=user_1").await;
+    assert_eq!((plan.status, &plan.body["keptSnapshots"]), (200, &json!(2)), "{plan:?}");
+
+    let old = slot.files().join("snapshots").join(ids[0].to_string());
+    let client = stack.database.connect().await.unwrap();
+    let is_pruned = || async {
+        let row =
+            client.query_one("SELECT pruned_at > created_at, prune_error FROM file_keys", &[]).await.unwrap();
+        assert_eq!(row.get::<_, Option<String>>(1), None);
+        row.get::<_, bool>(0).then_some(())
+    };
+    stack.eventually("the repository is pruned", is_pruned).await;
+    assert!(bucket.get(&old, 1 << 20).await.unwrap().is_some(), "snapshots of the last day are all kept");
+    stack
+        .post(&process, "/vps/slots/files-prune", &json!({"idpUserId": "user_none"}))
+        .await
+        .assert_problem(404, "not_found");
+    let requested = stack.post(&process, "/vps/slots/files-prune", &json!({"idpUserId": "user_1"})).await;
+    assert_eq!(requested.status, 202, "{requested:?}");
+
+    // A damaged repository is reported, and nothing is removed.
+    let config = slot.files().join("config");
+    bucket.put(&config, b"damaged".to_vec()).await.unwrap();
+    let has_failed = || async {
+        let row = client.query_one("SELECT prune_error FROM file_keys", &[]).await.unwrap();
+        row.get::<_, Option<String>>(0).filter(|error| error.contains("cannot decrypt"))
+    };
+    stack.eventually("the failure is recorded", has_failed).await;
+}
