@@ -1,20 +1,128 @@
 //! The exclusions of a save.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ignore::Match;
+use ignore::gitignore::{Gitignore, GitignoreBuilder};
 
 /// The entries that a save excludes.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default)]
 pub struct Exclusions {
-    /// Names of directories that are left out wherever they are.
-    pub directory_names: Vec<OsString>,
-    /// Paths below the home.
+    /// Paths below the directory that is saved.
     pub paths: Vec<PathBuf>,
+    rules: Option<Arc<Rules>>,
+}
+
+/// Rules in the syntax of `.gitignore`.
+#[derive(Debug)]
+struct Rules {
+    /// For everything.
+    defaults: Gitignore,
+    /// The defaults, then the owner's rules; for everything below `owner_root`.
+    owner: Gitignore,
+    owner_root: PathBuf,
+    /// Paths that no rule excludes.
+    kept: Vec<PathBuf>,
 }
 
 impl Exclusions {
+    /// Adds rules in the syntax of `.gitignore`. `defaults` apply everywhere, and the owner's below `owner_root`, where
+    /// they take precedence: `!name/` includes what the defaults exclude. The paths in `kept` are never excluded.
+    ///
+    /// Returns the owner's lines that are no valid rules; they are left out.
+    pub fn set_rules(
+        &mut self,
+        defaults: &[&str],
+        owner_lines: &str,
+        owner_root: &Path,
+        kept: Vec<PathBuf>,
+    ) -> Vec<String> {
+        let mut builder = GitignoreBuilder::new("");
+        for line in defaults {
+            builder.add_line(None, line).expect("the default rules are valid");
+        }
+        let defaults = builder.build().expect("the default rules are valid");
+        let mut invalid = Vec::new();
+        for line in owner_lines.lines() {
+            if builder.add_line(None, line).is_err() {
+                invalid.push(line.to_owned());
+            }
+        }
+        // Rules can be too large together.
+        let owner = builder.build().unwrap_or_else(|error| {
+            invalid.push(error.to_string());
+            defaults.clone()
+        });
+        self.rules = Some(Arc::new(Rules { defaults, owner, owner_root: owner_root.to_owned(), kept }));
+        invalid
+    }
+
     pub(super) fn excludes(&self, path: &Path, name: &OsStr, is_directory: bool) -> bool {
-        let has_name = || self.directory_names.iter().any(|excluded| excluded == name);
-        is_directory && has_name() || self.paths.iter().any(|excluded| excluded == path)
+        if self.paths.iter().any(|excluded| excluded == path) {
+            return true;
+        }
+        let Some(rules) = &self.rules else { return false };
+        if rules.kept.iter().any(|kept| path.starts_with(kept)) {
+            return false;
+        }
+        let matched = match path.strip_prefix(&rules.owner_root) {
+            Ok(below) if below != Path::new("") => rules.owner.matched(below, is_directory),
+            Ok(_) => Match::None,
+            Err(_) => rules.defaults.matched(name, is_directory),
+        };
+        matched.is_ignore()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn exclusions(owner: &str) -> (Exclusions, Vec<String>) {
+        let mut exclusions = Exclusions::default();
+        exclusions.paths.push("staging".into());
+        let kept = vec![PathBuf::from("home/system")];
+        let invalid = exclusions.set_rules(&["node_modules/", ".cache/"], owner, Path::new("home"), kept);
+        (exclusions, invalid)
+    }
+
+    fn excludes(exclusions: &Exclusions, path: &str, is_directory: bool) -> bool {
+        let path = Path::new(path);
+        exclusions.excludes(path, path.file_name().unwrap(), is_directory)
+    }
+
+    #[test]
+    fn owner_rules_follow_gitignore_and_take_precedence() {
+        let (rules, invalid) = exclusions("# comment\n*.iso\n/videos/\n!keep.iso\n!tools/node_modules/\n[\n");
+        assert_eq!(invalid, ["["]);
+        for (path, is_directory, expected) in [
+            ("home/a/node_modules", true, true),
+            ("home/a/node_modules", false, false),
+            ("home/tools/node_modules", true, false),
+            ("home/a/disk.iso", false, true),
+            ("home/a/keep.iso", false, false),
+            ("home/videos", true, true),
+            ("home/a/videos", true, false),
+            ("home", true, false),
+            (".cache", true, true),
+            ("disk.iso", false, false),
+            ("staging", true, true),
+            ("home/system/logs/x.iso", false, false),
+        ] {
+            assert_eq!(excludes(&rules, path, is_directory), expected, "{path}");
+        }
+    }
+
+    #[test]
+    fn records_cannot_be_excluded() {
+        let (rules, invalid) = exclusions("*\n");
+        assert!(invalid.is_empty());
+        assert!(excludes(&rules, "home/projects", true));
+        assert!(
+            !excludes(&rules, "home/system", true) && !excludes(&rules, "home/system/config.json", false)
+        );
+        assert!(!excludes(&rules, ".bashrc", false));
     }
 }

@@ -328,7 +328,8 @@ async fn caches_and_excluded_directories_are_left_out() {
     fixture.write("app/code", "x");
     fixture.write("notes/node_modules", "a file of this name");
     let exclusions = &mut fixture.saver.options_mut().exclusions;
-    exclusions.directory_names.push("node_modules".into());
+    let invalid = exclusions.set_rules(&["node_modules/"], "", std::path::Path::new("home"), Vec::new());
+    assert!(invalid.is_empty());
     exclusions.paths.push("app/code".into());
     let saved = fixture.save().await;
     let (target, _) = fixture.restore(&saved.snapshot).await;

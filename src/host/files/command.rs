@@ -58,6 +58,9 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
                     format!("{} changed whenever they were read", entry(status.unstable)),
                 ));
             }
+            rows.extend(
+                status.invalid_rules.iter().map(|line| ("not a rule", format!(".svcignore: {line}"))),
+            );
             rows.extend(status.error.as_ref().map(|error| ("error", error.clone())));
         }
     }

@@ -3,16 +3,17 @@
 //! Invariant: `savedUntil` in the status, and the pointer in the store, name only what is completely in the store. A
 //! change is forgotten only after the save that contains it.
 
-use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use sd_notify::NotifyState;
 use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::beneath::Folder;
 use svc_base::chain::format_chain;
 use svc_base::clock;
 use svc_base::failpoint::{self, Injected};
+use svc_base::untrusted_text::truncate_printable;
 use svc_files::save::{Changes, Exclusions, SaveOptions, Saved, Saver};
 use svc_files::{FilesError, Id, Repository, Snapshot};
 use svc_store::StoreError;
@@ -37,7 +38,12 @@ const WARNING_INTERVAL: Duration = Duration::from_secs(600);
 /// The path of the home directory as snapshots show it, also in tests.
 const SHOWN_HOME: &str = "/home/svc";
 /// Directories that programs create again, left out wherever they are.
-const EXCLUDED_DIRECTORIES: &[&str] = &["node_modules", ".cache", "__pycache__"];
+const DEFAULT_RULES: &[&str] = &["node_modules/", ".cache/", "__pycache__/"];
+/// The owner's rules, below the home, in the syntax of `.gitignore`.
+const RULES_FILE: &str = ".svcignore";
+const MAX_RULES_BYTES: u64 = 64 << 10;
+/// Maximum number of invalid rules in the status.
+const MAX_INVALID_RULES: usize = 5;
 /// The name of a file that requests a save, in the directory of requests.
 pub const SAVE_REQUEST: &str = "files";
 
@@ -110,6 +116,8 @@ struct FileBackup {
     /// Paths that the last save could not read, or that changed meanwhile.
     retry: Changes,
     last_warning: Option<(String, Instant)>,
+    /// The owner's rules, as of the last save.
+    rules: Option<OwnerRules>,
 }
 
 struct OpenSaver {
@@ -131,6 +139,7 @@ impl FileBackup {
             saved_token: None,
             retry: Changes::default(),
             last_warning: None,
+            rules: None,
         }
     }
 
@@ -157,6 +166,10 @@ impl FileBackup {
                 continue;
             }
             let began = Instant::now();
+            let rules = read_rules(&self.settings.layout.home());
+            // Other rules apply to unchanged directories, too.
+            let save = if self.rules.as_ref() == Some(&rules) { save } else { Save::Everything };
+            self.rules = Some(rules);
             match self.save(save, reply.ok(), looked_at).await {
                 Ok(()) => self.schedule.record_success(save, began.elapsed(), Instant::now()),
                 // Another machine may have taken this one's place: then the heartbeat says so, or the platform gives the
@@ -199,7 +212,10 @@ impl FileBackup {
         };
         let open = self.saver.insert(open);
         let paths = reply.as_ref().and_then(|reply| reply.paths.as_ref());
-        open.saver.options_mut().origin = self.settings.origin();
+        let options = open.saver.options_mut();
+        options.origin = self.settings.origin();
+        self.status.invalid_rules =
+            set_rules(&mut options.exclusions, self.rules.as_ref().unwrap_or(&OwnerRules::default()));
         let (saved, is_full) = match (save, open.parent.clone()) {
             (Save::Changes, Some(parent)) => {
                 let mut changes = unwatched_changes(&self.settings.layout.user_home());
@@ -250,10 +266,6 @@ impl FileBackup {
             shown_path: SHOWN_HOME.to_owned(),
             hostname: identity.handle.to_string(),
             username: "svc".to_owned(),
-            exclusions: Exclusions {
-                directory_names: EXCLUDED_DIRECTORIES.iter().map(OsString::from).collect(),
-                paths: vec![PathBuf::from(FILES_STAGING)],
-            },
             system_root: self.settings.layout.root().to_owned(),
             ..SaveOptions::new(self.settings.layout.user_home(), self.settings.origin())
         };
@@ -314,6 +326,35 @@ impl FileBackup {
             tracing::warn!(error = %format_chain(&error), "cannot write the status of the file backup");
         }
     }
+}
+
+/// The owner's rules, and why they could not be read.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct OwnerRules {
+    text: String,
+    error: Option<String>,
+}
+
+/// Reads the owner's rules; none if there is no such file, or if it cannot be read.
+fn read_rules(home: &Path) -> OwnerRules {
+    let read = || Folder::open(home)?.read(Path::new(RULES_FILE), MAX_RULES_BYTES);
+    match read() {
+        Ok(text) => OwnerRules { text: String::from_utf8_lossy(&text).into_owned(), error: None },
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => OwnerRules::default(),
+        Err(error) => {
+            OwnerRules { error: Some(format!("the file cannot be read: {error}")), ..OwnerRules::default() }
+        }
+    }
+}
+
+/// Sets the rules, and returns the first of those that are invalid.
+fn set_rules(exclusions: &mut Exclusions, rules: &OwnerRules) -> Vec<String> {
+    exclusions.paths = vec![PathBuf::from(FILES_STAGING)];
+    let kept = vec![PathBuf::from("home/system")];
+    let mut invalid: Vec<String> = rules.error.iter().cloned().collect();
+    invalid.extend(exclusions.set_rules(DEFAULT_RULES, &rules.text, Path::new("home"), kept));
+    invalid.truncate(MAX_INVALID_RULES);
+    invalid.iter().map(|line| truncate_printable(line)).collect()
 }
 
 fn observe(reply: &Result<ChangesReply, changes::ChangesError>) -> Observation {

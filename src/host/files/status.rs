@@ -37,6 +37,8 @@ pub struct FilesStatus {
     pub first_unreadable: Option<String>,
     /// Files of the last save that changed whenever they were read.
     pub unstable: u64,
+    /// The first lines of the owner's rules that are invalid, so that they exclude nothing.
+    pub invalid_rules: Vec<String>,
     /// Why the last save failed; `None` if it succeeded.
     pub error: Option<String>,
     #[serde(with = "clock::wire_option")]
