@@ -18,6 +18,8 @@ pub enum FilesError {
     WrongKey,
     #[error("the repository has format version {0}; only version 2 is supported")]
     UnsupportedVersion(u32),
+    #[error("the repository's index is being replaced")]
+    IndexChanging,
     #[error("the system provides no random bytes")]
     NoRandomness,
     #[error("cannot {action} {}", path.display())]
@@ -59,6 +61,10 @@ impl FilesError {
 
     /// Whether a retry may succeed.
     pub fn is_transient(&self) -> bool {
-        matches!(self, Self::Store(error) if error.is_transient())
+        match self {
+            Self::Store(error) => error.is_transient(),
+            Self::IndexChanging => true,
+            _ => false,
+        }
     }
 }

@@ -16,7 +16,7 @@ use svc_base::failpoint;
 use crate::error::FilesError;
 use crate::id::Id;
 use crate::index::{BlobLocations, IndexFile, IndexedPack};
-use crate::pack::{BlobType, FinishedPack, PackWriter, PackedBlob};
+use crate::pack::{BlobType, FinishedPack, PackWriter, PackedBlob, parse_header};
 use crate::repository::{Kind, Repository};
 use crate::retention::RetentionPolicy;
 use crate::snapshot::Snapshot;
@@ -26,6 +26,8 @@ use crate::tree_reader::TreeReader;
 pub const FAILPOINTS: &[&str] =
     &["files.prune.snapshot", "files.prune.repacked", "files.prune.indexed", "files.prune.replaced"];
 
+/// Maximum difference between a snapshot's time and that of its upload: a save lasts some time, and clocks differ.
+const MAX_TIME_DIFFERENCE: SignedDuration = SignedDuration::from_mins(10);
 /// A pack is rewritten without its unused blobs if more than this percentage of its bytes is unused.
 const MAX_UNUSED_PERCENT: u64 = 50;
 /// Index files with fewer blobs are merged, if there are more than [`MAX_SMALL_INDEX_FILES`].
@@ -69,16 +71,20 @@ pub struct Pruned {
 /// if a pack to rewrite is damaged: then expired snapshots are removed, but no pack.
 pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pruned, FilesError> {
     // Snapshots come first: all blobs of these are in the index that is read afterwards.
-    let snapshots = repository.list_snapshots().await?;
+    let snapshots = repository.list_uploaded_snapshots().await?;
     let index = repository.load_index().await?;
-    let times: Vec<_> = snapshots.iter().map(|(id, snapshot)| (*id, snapshot.time)).collect();
+    let times: Vec<_> =
+        snapshots.iter().map(|(id, snapshot, uploaded)| (*id, plausible_time(snapshot, *uploaded))).collect();
     let mut expired: HashSet<Id> = options.policy.select_expired(&times, options.now).into_iter().collect();
     expired.retain(|id| !options.protected.contains(id));
     let kept: Vec<&Snapshot> =
-        snapshots.iter().filter(|(id, _)| !expired.contains(id)).map(|(_, snapshot)| snapshot).collect();
+        snapshots.iter().filter(|(id, ..)| !expired.contains(id)).map(|(_, snapshot, _)| snapshot).collect();
     let used = UsedBlobs::find(repository, &index, &kept).await?;
     let uploads: HashMap<Id, Timestamp> = repository.list_packs().await?.into_iter().collect();
-    let plan = PrunePlan::create(&index, &used, &uploads, options);
+    let mut plan = PrunePlan::create(&index, &used, &uploads, options);
+    if !options.is_dry_run {
+        keep_needed_packs(repository, &index, &used, &mut plan).await?;
+    }
     let pruned = Pruned {
         kept_snapshots: kept.len() as u64,
         removed_snapshots: expired.len() as u64,
@@ -91,18 +97,72 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     if options.is_dry_run {
         return Ok(pruned);
     }
-    for id in &expired {
-        failpoint::pass("files.prune.snapshot")?;
-        repository.delete(&repository.path(Kind::Snapshot, *id)).await?;
-    }
+    failpoint::pass("files.prune.snapshot")?;
+    repository.delete_all(expired.iter().map(|id| repository.path(Kind::Snapshot, *id)).collect()).await?;
     let new_packs = rewrite_packs(repository, &index, &plan, &used).await?;
     failpoint::pass("files.prune.repacked")?;
     replace_index(repository, index, &plan, new_packs, options.now).await?;
     failpoint::pass("files.prune.replaced")?;
-    for id in &plan.deleted {
-        repository.delete(&repository.pack_path(*id)).await?;
-    }
+    repository.delete_all(plan.deleted.iter().map(|id| repository.pack_path(*id)).collect()).await?;
     Ok(pruned)
+}
+
+/// Returns a snapshot's time, or the time of its upload if they differ by much: a stolen key must not date snapshots so
+/// that they displace earlier ones.
+fn plausible_time(snapshot: &Snapshot, uploaded: Timestamp) -> Timestamp {
+    let difference = snapshot.time.duration_since(uploaded).abs();
+    if difference <= MAX_TIME_DIFFERENCE { snapshot.time } else { uploaded }
+}
+
+/// Drops the marks of packs that hold the only sound copy of a blob that a snapshot needs. The index says that another
+/// pack has it, but machines write the index: before the first copy is deleted, the other one is read.
+async fn keep_needed_packs(
+    repository: &Repository,
+    index: &[(Id, IndexFile)],
+    used: &UsedBlobs,
+    plan: &mut PrunePlan,
+) -> Result<(), FilesError> {
+    let listed: HashSet<Id> =
+        index.iter().flat_map(|(_, file)| &file.packs_to_delete).map(|pack| pack.id).collect();
+    let mut needed: HashMap<(BlobType, Id), Vec<Id>> = HashMap::new();
+    let marked: Vec<Id> = plan.deleted.iter().copied().filter(|id| listed.contains(id)).collect();
+    for id in marked {
+        let Some(bytes) = repository.read_whole_pack(id).await? else { continue };
+        // Nothing can be read from a pack with a damaged header.
+        for blob in parse_header(&repository.key, id, &bytes).unwrap_or_default() {
+            if used.contains(&blob) {
+                needed.entry((blob.blob_type, blob.id)).or_default().push(id);
+            }
+        }
+    }
+    if needed.is_empty() {
+        return Ok(());
+    }
+    let mut copies: HashMap<Id, Vec<PackedBlob>> = HashMap::new();
+    for pack in index.iter().flat_map(|(_, file)| &file.packs).filter(|pack| !plan.marked.contains(&pack.id))
+    {
+        let blobs = pack.blobs.iter().filter(|blob| needed.contains_key(&(blob.blob_type, blob.id)));
+        let blobs: Vec<PackedBlob> = blobs.copied().collect();
+        if !blobs.is_empty() {
+            copies.entry(pack.id).or_default().extend(blobs);
+        }
+    }
+    for (pack, blobs) in copies {
+        let Some(bytes) = repository.read_whole_pack(pack).await? else { continue };
+        for blob in blobs {
+            let start = blob.offset as usize;
+            let sealed = bytes.get(start..start.saturating_add(blob.length as usize)).unwrap_or_default();
+            if repository.open_blob(&blob, sealed).is_ok() {
+                needed.remove(&(blob.blob_type, blob.id));
+            }
+        }
+    }
+    for pack in needed.into_values().flatten() {
+        tracing::error!(%pack, "the index names no sound copy of a needed blob; its pack is kept");
+        plan.deleted.remove(&pack);
+        plan.unmarked.insert(pack);
+    }
+    Ok(())
 }
 
 /// The blobs that snapshots need.
@@ -310,8 +370,6 @@ async fn replace_index(
         repository.write_json(Kind::Index, &new).await?;
     }
     failpoint::pass("files.prune.indexed")?;
-    for id in replaced {
-        repository.delete(&repository.path(Kind::Index, id)).await?;
-    }
+    repository.delete_all(replaced.into_iter().map(|id| repository.path(Kind::Index, id)).collect()).await?;
     Ok(())
 }

@@ -27,16 +27,22 @@ use crate::tree::Tree;
 
 /// The format's version: version 2 has compression.
 const VERSION: u32 = 2;
-/// Maximum size of an object that is read whole.
-const MAX_OBJECT_BYTES: u64 = 256 << 20;
+/// Maximum size of a pack, and of another object. Machines write them, and the platform reads them.
+const MAX_PACK_BYTES: u64 = 256 << 20;
+const MAX_OBJECT_BYTES: u64 = 64 << 20;
 /// The first byte of compressed JSON.
 const COMPRESSED: u8 = 2;
 /// Maximum size of decompressed JSON.
-const MAX_JSON_BYTES: usize = 1 << 30;
+const MAX_JSON_BYTES: usize = 128 << 20;
+/// Maximum number of blobs in the index: enough for several million files.
+const MAX_BLOBS: usize = 5_000_000;
+/// Requests for small objects at the same time.
+const MAX_CONCURRENT_REQUESTS: usize = 16;
 /// Index files that are read at the same time.
 const MAX_CONCURRENT_READS: usize = 4;
-/// Maximum number of attempts to read an index that pruning changes.
-const MAX_INDEX_READS: u32 = 5;
+/// Maximum number of attempts to read an index that pruning changes, and the longest pause between two.
+const MAX_INDEX_READS: u32 = 12;
+const MAX_INDEX_PAUSE: Duration = Duration::from_secs(5);
 /// Timeout for one ranged read, one deletion, and the next entry of a listing.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -229,7 +235,10 @@ impl Repository {
     /// Reads a range of a pack.
     pub(crate) async fn read_pack(&self, id: Id, range: std::ops::Range<u64>) -> Result<Bytes, FilesError> {
         let path = self.pack_path(id);
-        let expected = range.end - range.start;
+        let expected = range.end.saturating_sub(range.start);
+        if expected > MAX_PACK_BYTES {
+            return Err(FilesError::corrupt(format!("pack {id}"), &"its index says that it is too large"));
+        }
         let read = async {
             let bytes = self.bucket.raw().get_range(&path, range).await;
             bytes.map_err(|error| StoreError::classify(&path, error))
@@ -243,7 +252,7 @@ impl Repository {
 
     /// Reads a whole pack; `None` if it does not exist.
     pub(crate) async fn read_whole_pack(&self, id: Id) -> Result<Option<Bytes>, FilesError> {
-        let object = self.bucket.get(&self.pack_path(id), MAX_OBJECT_BYTES).await?;
+        let object = self.bucket.get(&self.pack_path(id), MAX_PACK_BYTES).await?;
         Ok(object.map(|object| object.value))
     }
 
@@ -260,15 +269,18 @@ impl Repository {
             match self.read_index_files(&files, &add).await {
                 Ok(index) => {
                     let present: HashSet<Id> = self.list(Kind::Index).await?.into_iter().collect();
-                    let is_unchanged =
-                        present.len() == files.len() && files.iter().all(|id| present.contains(id));
-                    if is_unchanged || attempts >= MAX_INDEX_READS {
+                    // Additional files are those of a concurrent save, which the caller need not know.
+                    if files.iter().all(|id| present.contains(id)) {
                         return Ok((index, files));
                     }
                 }
-                Err(FilesError::Store(StoreError::NotFound { .. })) if attempts < MAX_INDEX_READS => {}
+                Err(FilesError::Store(StoreError::NotFound { .. })) => {}
                 Err(error) => return Err(error),
             }
+            if attempts >= MAX_INDEX_READS {
+                return Err(FilesError::IndexChanging);
+            }
+            tokio::time::sleep((Duration::from_millis(50) * 2_u32.pow(attempts)).min(MAX_INDEX_PAUSE)).await;
             attempts += 1;
         }
     }
@@ -279,6 +291,7 @@ impl Repository {
         add: impl Fn(&mut T, Id, IndexFile),
     ) -> Result<T, FilesError> {
         let mut index = T::default();
+        let mut blobs = 0;
         // Owned values, because the compiler cannot show that futures of borrowing closures are `Send`.
         let read = |id: Id| {
             let repository = self.clone();
@@ -287,6 +300,10 @@ impl Repository {
         let mut reads = stream::iter(files.to_vec()).map(read).buffer_unordered(MAX_CONCURRENT_READS);
         while let Some(read) = reads.next().await {
             let (id, file) = read?;
+            blobs += file.blob_count();
+            if blobs > MAX_BLOBS {
+                return Err(FilesError::corrupt("index", &"it has too many blobs"));
+            }
             add(&mut index, id, file);
         }
         Ok(index)
@@ -300,14 +317,7 @@ impl Repository {
 
     /// Lists all packs with the times of their uploads, by the store's clock.
     pub(crate) async fn list_packs(&self) -> Result<Vec<(Id, Timestamp)>, FilesError> {
-        let folder = self.root.clone().join("data");
-        let mut packs = Vec::new();
-        for meta in self.list_objects(&folder).await? {
-            let id = meta.location.filename().and_then(|name| name.parse::<Id>().ok());
-            let time = Timestamp::from_second(meta.last_modified.timestamp()).unwrap_or(Timestamp::MAX);
-            packs.extend(id.map(|id| (id, time)));
-        }
-        Ok(packs)
+        self.list_uploads(&self.root.clone().join("data")).await
     }
 
     /// Reads all index files.
@@ -385,12 +395,49 @@ impl Repository {
     /// # Errors
     /// The errors of the store; [`FilesError::Corrupt`].
     pub async fn list_snapshots(&self) -> Result<Vec<(Id, Snapshot)>, FilesError> {
+        let snapshots = self.list_uploaded_snapshots().await?;
+        Ok(snapshots.into_iter().map(|(id, snapshot, _)| (id, snapshot)).collect())
+    }
+
+    /// Like [`Self::list_snapshots`], with the times of their uploads by the store's clock.
+    pub(crate) async fn list_uploaded_snapshots(&self) -> Result<Vec<(Id, Snapshot, Timestamp)>, FilesError> {
+        let folder = self.root.clone().join(Kind::Snapshot.folder());
+        let uploads = self.list_uploads(&folder).await?;
+        let read = |(id, uploaded): (Id, Timestamp)| {
+            let repository = self.clone();
+            async move { repository.read_snapshot(id).await.map(|snapshot| (id, snapshot, uploaded)) }
+        };
+        let mut reads = stream::iter(uploads).map(read).buffer_unordered(MAX_CONCURRENT_REQUESTS);
         let mut snapshots = Vec::new();
-        for id in self.list(Kind::Snapshot).await? {
-            snapshots.push((id, self.read_snapshot(id).await?));
+        while let Some(read) = reads.next().await {
+            snapshots.push(read?);
         }
-        snapshots.sort_by_key(|(_, snapshot)| std::cmp::Reverse(snapshot.time));
+        snapshots.sort_by_key(|(id, snapshot, _)| (std::cmp::Reverse(snapshot.time), *id));
         Ok(snapshots)
+    }
+
+    /// Lists the objects of a folder with the times of their uploads, by the store's clock.
+    async fn list_uploads(&self, folder: &Path) -> Result<Vec<(Id, Timestamp)>, FilesError> {
+        let mut uploads = Vec::new();
+        for meta in self.list_objects(folder).await? {
+            let id = meta.location.filename().and_then(|name| name.parse::<Id>().ok());
+            let time = Timestamp::from_second(meta.last_modified.timestamp()).unwrap_or(Timestamp::MAX);
+            uploads.extend(id.map(|id| (id, time)));
+        }
+        Ok(uploads)
+    }
+
+    /// Deletes objects, several at a time.
+    pub(crate) async fn delete_all(&self, paths: Vec<Path>) -> Result<(), FilesError> {
+        let delete = |path: Path| {
+            let repository = self.clone();
+            async move { repository.delete(&path).await }
+        };
+        let mut deletions = stream::iter(paths).map(delete).buffer_unordered(MAX_CONCURRENT_REQUESTS);
+        while let Some(deleted) = deletions.next().await {
+            deleted?;
+        }
+        Ok(())
     }
 }
 

@@ -1,14 +1,17 @@
 //! The keys of file backups: one for each slot, sealed with the platform key.
 //!
 //! The platform creates a slot's key when a host of the slot first asks for it, and keeps it for ever. A host sends the
-//! key that it has: if the platform has none, because its database is older than the key, it takes the host's.
+//! key that it has, so that a key that the platform's database has lost comes back.
 
 use deadpool_postgres::GenericClient;
 use secrecy::ExposeSecret;
-use svc_files::RepositoryKey;
+use svc_base::chain::format_chain;
+use svc_files::{Cache, FilesError, Repository, RepositoryKey};
 use svc_machine::name::{IdpUserId, Slot};
+use svc_store::key::SlotPrefix;
 
-use super::db::Db;
+use super::context::Platform;
+use super::db::DbError;
 use super::db::file_keys::{self, SealedFileKey};
 use super::keys::{KeyError, Seal};
 
@@ -20,32 +23,102 @@ fn seal_name(user: &str, slot: &str) -> String {
     format!("files:{user}/{slot}")
 }
 
-/// Returns the slot's key. Creates it if there is none: from `offered`, or at random.
+/// Why a slot's key cannot be given to a host.
+#[derive(Debug, thiserror::Error)]
+pub enum FileKeyError {
+    #[error(transparent)]
+    Key(#[from] KeyError),
+    #[error("cannot check the key of slot {slot} against its repository")]
+    Repository {
+        slot: String,
+        #[source]
+        source: FilesError,
+    },
+    #[error(
+        "slot {0} has a repository, but the platform has no key that opens it: its database is older than the key. A host \
+         that still has the key sends it with its next full save; otherwise restore a newer copy of the database"
+    )]
+    Lost(String),
+}
+
+impl From<DbError> for FileKeyError {
+    fn from(error: DbError) -> Self {
+        Self::Key(error.into())
+    }
+}
+
+/// Returns the slot's key, and creates it for a slot without a repository.
+///
+/// If the platform's database is older than the key, the host's key is taken, if it opens the repository.
 ///
 /// # Errors
-/// [`KeyError`]; `Sealed` for a key that neither platform key opens.
+/// [`FileKeyError`]; `Lost` if no known key opens the repository.
 pub async fn load_or_create(
-    db: &Db,
-    seal: &Seal,
+    platform: &Platform,
     (user, slot): (&IdpUserId, &Slot),
     offered: Option<RepositoryKey>,
-) -> Result<RepositoryKey, KeyError> {
-    let session = db.session().await?;
-    if let Some(key) = find(&session, seal, (user, slot)).await? {
-        return Ok(key);
-    }
-    let key = match offered {
-        Some(key) => key,
-        None => RepositoryKey::generate().map_err(|_| KeyError::Randomness)?,
-    };
-    let (user_text, slot_text) = (user.to_string(), slot.to_string());
-    let secret = key.password().expose_secret().as_bytes();
-    let sealed = seal.seal(&seal_name(&user_text, &slot_text), secret)?;
-    let sealed = SealedFileKey { user: user_text, slot: slot_text, sealed };
-    file_keys::insert_if_absent(&session, &sealed, seal.id()).await?;
-    // A concurrent request may have created the key first.
+) -> Result<RepositoryKey, FileKeyError> {
+    let (seal, session) = (&platform.seal, platform.host_db.session().await?);
     let stored = find(&session, seal, (user, slot)).await?;
-    stored.ok_or_else(|| KeyError::Damaged { kid: seal_name(user.as_str(), slot.as_str()) })
+    drop(session);
+    let is_same = |key: &RepositoryKey, other: &RepositoryKey| {
+        key.password().expose_secret() == other.password().expose_secret()
+    };
+    match (stored, offered) {
+        (Some(stored), None) => Ok(stored),
+        (Some(stored), Some(offered)) if is_same(&stored, &offered) => Ok(stored),
+        (stored, offered) => {
+            let name = || format!("{user}/{slot}");
+            let prefix = SlotPrefix::new(user, slot);
+            let test = |key: RepositoryKey| async {
+                match Repository::open(platform.bucket.clone(), prefix.files(), &key, Cache::none()).await {
+                    Ok(opened) => Ok(Some((key, opened.is_some()))),
+                    Err(FilesError::WrongKey) => Ok(None),
+                    Err(source) => Err(FileKeyError::Repository { slot: name(), source }),
+                }
+            };
+            let has_stored = stored.is_some();
+            if let Some(stored) = stored
+                && let Some((stored, _)) = test(stored).await?
+            {
+                return Ok(stored);
+            }
+            let key = match offered {
+                Some(offered) => test(offered).await?.map(|(key, _)| key),
+                // Without a repository, any key opens it.
+                None => test(generate()?).await?.map(|(key, _)| key),
+            };
+            let key = key.ok_or_else(|| FileKeyError::Lost(name()))?;
+            store(platform, (user, slot), &key, has_stored).await
+        }
+    }
+}
+
+fn generate() -> Result<RepositoryKey, KeyError> {
+    RepositoryKey::generate().map_err(|_| KeyError::Randomness)
+}
+
+/// Stores a key, and returns the one that is then stored: a concurrent request may have been first.
+async fn store(
+    platform: &Platform,
+    (user, slot): (&IdpUserId, &Slot),
+    key: &RepositoryKey,
+    replaces: bool,
+) -> Result<RepositoryKey, FileKeyError> {
+    let seal = &platform.seal;
+    let (user_text, slot_text) = (user.to_string(), slot.to_string());
+    let name = seal_name(&user_text, &slot_text);
+    let sealed = seal.seal(&name, key.password().expose_secret().as_bytes())?;
+    let sealed = SealedFileKey { user: user_text, slot: slot_text, sealed };
+    let session = platform.host_db.session().await?;
+    if replaces {
+        tracing::warn!(slot = name, "replaced a key that does not open the slot's repository by the host's");
+        file_keys::reseal(&session, &sealed, seal.id()).await?;
+    } else {
+        file_keys::insert_if_absent(&session, &sealed, seal.id()).await?;
+    }
+    let stored = find(&session, seal, (user, slot)).await?;
+    Ok(stored.ok_or(KeyError::Damaged { kid: name })?)
 }
 
 /// Returns the slot's key; `None` if no host has asked for it yet.
@@ -67,15 +140,23 @@ pub async fn find(
 /// Reseals a batch of the keys that were sealed with the previous platform key. Returns whether that was the last one.
 ///
 /// # Errors
-/// [`KeyError`]; `Sealed` for a damaged key.
+/// [`KeyError`] of the database, or if there are no random numbers.
 pub async fn reseal_batch(client: &impl GenericClient, seal: &Seal) -> Result<bool, KeyError> {
     let Some(previous) = seal.previous_id() else { return Ok(true) };
     let keys = file_keys::list_sealed_with(client, previous, BATCH_SIZE).await?;
     let is_last = keys.len() < BATCH_SIZE as usize;
     for mut key in keys {
         let name = seal_name(&key.user, &key.slot);
-        key.sealed = seal.seal(&name, &zeroize::Zeroizing::new(seal.open(&name, &key.sealed)?))?;
-        file_keys::reseal(client, &key, seal.id()).await?;
+        match seal.open(&name, &key.sealed) {
+            Ok(opened) => {
+                key.sealed = seal.seal(&name, &zeroize::Zeroizing::new(opened))?;
+                file_keys::reseal(client, &key, seal.id()).await?;
+            }
+            // A damaged key must not stop the rotation of the others. It still counts as needing the previous key.
+            Err(error) => {
+                tracing::error!(error = %format_chain(&error), "cannot reseal the key of a file backup");
+            }
+        }
     }
     Ok(is_last)
 }

@@ -20,6 +20,7 @@ use svc_machine::plan::Plan;
 use svc_store::StoreError;
 use svc_store::files_pointer;
 use svc_store::key::SlotPrefix;
+use tokio::sync::Semaphore;
 
 use crate::context::Platform;
 use crate::db::{self, DbError};
@@ -48,11 +49,22 @@ pub enum PruneError {
     Files(#[from] FilesError),
     #[error("the pointer names an invalid snapshot")]
     InvalidPointer,
+    #[error("it was not finished within {} s; the next pruning continues", TIMEOUT.as_secs())]
+    Timeout,
+    #[error("the platform stopped; the next pruning continues")]
+    Stopped,
     #[error(transparent)]
     Injected(#[from] Injected),
 }
 
-/// Prunes due repositories, one at a time, until the platform stops.
+/// Prunings, including reports, that run at the same time in this process: each loads an index into memory.
+static PRUNINGS: Semaphore = Semaphore::const_new(WORKERS);
+/// Number of workers in each process.
+pub const WORKERS: usize = 2;
+/// Maximum duration of one pruning. The next one continues.
+const TIMEOUT: Duration = Duration::from_secs(600);
+
+/// Prunes due repositories, one at a time, until the platform stops. Several workers may run.
 pub async fn run(platform: Arc<Platform>) {
     let interval = platform.config.timing.files_prune;
     if interval.is_zero() {
@@ -82,8 +94,9 @@ async fn prune_next(platform: &Platform, interval: Duration) -> Result<bool, DbE
     let result = match (user.parse::<IdpUserId>(), slot.parse::<Slot>()) {
         // A stopping platform drops the future. The next run continues: see the invariant of `svc_files::prune`.
         (Ok(parsed_user), Ok(parsed_slot)) => tokio::select! {
-            () = platform.stop.cancelled() => return Ok(false),
+            () = platform.stop.cancelled() => Err(PruneError::Stopped),
             result = prune_slot(platform, &parsed_user, &parsed_slot, false) => result,
+            () = tokio::time::sleep(TIMEOUT) => Err(PruneError::Timeout),
         },
         _ => return Ok(true),
     };
@@ -127,6 +140,7 @@ pub async fn prune_slot(
     slot: &Slot,
     is_dry_run: bool,
 ) -> Result<Pruned, PruneError> {
+    let _permit = PRUNINGS.acquire().await;
     let session = platform.db.session().await?;
     let key = file_keys::find(&session, &platform.seal, (user, slot)).await?;
     let subscription = db::slots::find_subscription(&session, user, slot).await?;

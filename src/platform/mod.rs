@@ -226,7 +226,9 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     tasks.spawn(operations::runner::run(platform.clone()));
     tasks.spawn(operations::reconcile::run(platform.clone()));
     tasks.spawn(rollouts::run(platform.clone()));
-    tasks.spawn(file_pruning::run(platform.clone()));
+    for _ in 0..file_pruning::WORKERS {
+        tasks.spawn(file_pruning::run(platform.clone()));
+    }
     println!("listening api {}", api.url);
     let control =
         api::routes(platform.clone()).layer(Extension(scrape)).layer(Extension(OpenApi(&openapi::JSON)));

@@ -50,9 +50,9 @@ pub fn slot_policy(partition: &str, bucket: &str, slot: &SlotPrefix, writes: Sna
         }),
     ];
     if writes == SnapshotWrites::Once {
-        // Of the file backups, everything except the pointer and the configuration is in a folder.
-        let once = ["system/db/snapshots", "system/db/pointer-log", "files/*"];
-        let once = once.map(|folder| format!("{bucket}/{slot}/{folder}/*"));
+        // The pointers `latest` are the only objects that are overwritten.
+        let once = ["system/db/*/*", "files/*/*", "files/config"];
+        let once = once.map(|objects| format!("{bucket}/{slot}/{objects}"));
         statements.push(deny_overwrites(&once));
     }
     render_document(&statements)

@@ -4,7 +4,10 @@
 use jiff::{SignedDuration, Timestamp};
 
 use super::*;
+use crate::index::{IndexFile, IndexedPack};
+use crate::pack::{BlobType, PackedBlob};
 use crate::prune::{PruneOptions, Pruned, prune};
+use crate::repository::Kind;
 use crate::retention::RetentionPolicy;
 use crate::verify::{Share, verify};
 
@@ -169,4 +172,40 @@ async fn damaged_pack_is_reported_with_its_blobs() {
     assert!(damaged.iter().all(|damaged| !damaged.blobs.is_empty()), "{damaged:?}");
     let missing = damaged.iter().find(|damaged| damaged.pack == second).unwrap();
     assert_eq!(missing.why, "it does not exist");
+}
+
+/// A stolen key can add objects, but must not make the platform delete what it did not write.
+#[tokio::test]
+async fn forged_index_and_forged_times_delete_nothing_genuine() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("file", random_bytes(300_000));
+    let genuine = fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    let packs: Vec<Id> = repository.list_packs().await.unwrap().into_iter().map(|(id, _)| id).collect();
+    // A larger pack claims to have every chunk. With the trees as well, pruning would fail and delete nothing.
+    let junk = Id::of(b"junk");
+    fixture.bucket.put(&repository.pack_path(junk), b"junk".to_vec()).await.unwrap();
+    let mut blobs: Vec<PackedBlob> = Vec::new();
+    for (_, file) in repository.load_index().await.unwrap() {
+        blobs.extend(file.packs.into_iter().flat_map(|pack| pack.blobs));
+    }
+    blobs.retain(|blob| blob.blob_type == BlobType::Data);
+    blobs.push(PackedBlob { id: Id::of(b"none"), ..blobs[0] });
+    let forged =
+        IndexFile { packs: vec![IndexedPack { id: junk, blobs, time: None }], ..IndexFile::default() };
+    repository.write_json(Kind::Index, &forged).await.unwrap();
+    // An empty snapshot claims to be from the future, so that it would be the newest one.
+    let mut future = genuine.snapshot.clone();
+    future.time = Timestamp::now() + SignedDuration::from_hours(24 * 365);
+    repository.write_json(Kind::Snapshot, &future).await.unwrap();
+    for days in [3, 6, 9, 12] {
+        let options = PruneOptions { protected: vec![genuine.id], ..days_later(days) };
+        run(&fixture, &options).await;
+    }
+    let left: Vec<Id> = repository.list_packs().await.unwrap().into_iter().map(|(id, _)| id).collect();
+    assert!(packs.iter().all(|pack| left.contains(pack)), "{packs:?}, left {left:?}");
+    let kept = RetentionPolicy { newest: 2, ..NEWEST };
+    run(&fixture, &PruneOptions { policy: kept, ..days_later(13) }).await;
+    let snapshots = repository.list_snapshots().await.unwrap();
+    assert!(snapshots.iter().any(|(id, _)| *id == genuine.id), "{snapshots:?}");
 }

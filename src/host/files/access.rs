@@ -1,5 +1,6 @@
 //! A machine's access to the repository of its slot: the key, which the platform keeps, and the store.
 
+use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
 
 use http::StatusCode;
@@ -91,8 +92,15 @@ impl FilesSettings {
         SnapshotOrigin { machine: self.identity.machine, epoch: self.epoch() }
     }
 
+    /// Root leaves no file where only the service may write.
+    fn owns_state(&self) -> bool {
+        let dir = self.layout.files_state();
+        std::fs::create_dir_all(&dir).is_ok()
+            && std::fs::metadata(&dir).is_ok_and(|meta| meta.uid() == nix::unistd::geteuid().as_raw())
+    }
+
     fn cache(&self) -> Cache {
-        Cache::new(self.layout.files_state().join("cache"))
+        if self.owns_state() { Cache::new(self.layout.files_state().join("cache")) } else { Cache::none() }
     }
 
     /// Opens the slot's repository; `None` if nothing has been saved yet.
@@ -147,6 +155,17 @@ impl FilesSettings {
         Err(refusal.unwrap_or(FilesError::WrongKey).into())
     }
 
+    /// Sends this machine's key to the platform, whose database may be older than the key.
+    ///
+    /// # Errors
+    /// [`AccessError`].
+    pub async fn offer_key(&self) -> Result<(), AccessError> {
+        match self.read_key()? {
+            Some(key) => self.request_key(Some(&key)).await.map(drop),
+            None => Ok(()),
+        }
+    }
+
     fn read_key(&self) -> Result<Option<RepositoryKey>, FileError> {
         let text = fsx::read_if_exists(&self.layout.files_state().join(KEY_FILE))?;
         // An invalid file is replaced by the platform's key.
@@ -157,10 +176,9 @@ impl FilesSettings {
         let dir = self.layout.files_state();
         let path = dir.join(KEY_FILE);
         let text = key.password().expose_secret();
-        if fsx::read_if_exists(&path)?.as_deref() == Some(text.as_bytes()) {
+        if !self.owns_state() || fsx::read_if_exists(&path)?.as_deref() == Some(text.as_bytes()) {
             return Ok(());
         }
-        std::fs::create_dir_all(&dir).map_err(FileError::wrap("create", &dir))?;
         fsx::write_atomic(&path, text.as_bytes(), KEY_MODE)
     }
 

@@ -9,12 +9,13 @@
 //! error the boot fails, and is tried again.
 
 use std::fs::{self, DirBuilder};
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
+use rustix::thread::CapabilitySet;
 use serde::{Deserialize, Serialize};
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::chain::format_chain;
@@ -41,6 +42,12 @@ const OUTCOME_FILE: &str = "restored.json";
 const FORMAT: u32 = 1;
 /// Exists in the staging directory once all files are complete.
 const COMPLETE_MARK: &str = "complete";
+
+/// The capabilities of `svc-files-restore.service`: to restore the owners and modes of the files.
+pub const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
+    .union(CapabilitySet::DAC_OVERRIDE)
+    .union(CapabilitySet::FOWNER)
+    .union(CapabilitySet::FSETID);
 
 /// The fail points of the gate.
 pub const FAILPOINTS: &[&str] = &["files.gate.restored", "files.gate.marked", "files.gate.placed"];
@@ -78,6 +85,17 @@ impl GateError {
                 _ => false,
             },
             Self::Access(_) | Self::File(_) | Self::Thread(_) | Self::Injected(_) => false,
+        }
+    }
+}
+
+impl GateError {
+    /// Returns the exit code; the unit is not started again after [`Exit::Refused`] and [`Exit::Permission`].
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Files(FilesError::NoSpace { .. }) => Exit::Refused,
+            Self::Access(AccessError::KeyRefused(_)) => Exit::Permission,
+            _ => Exit::Unavailable,
         }
     }
 }
@@ -132,7 +150,7 @@ pub async fn run(layout: Layout, retry: bool) -> Result<(), Failure> {
         Some(RestoreOutcome { error: None, .. }) => true,
         Some(RestoreOutcome { error: Some(_), .. }) => !retry,
         // An earlier release did not restore files.
-        None => layout.restore_complete().exists(),
+        None => layout.restore_complete().exists() && !retry,
     };
     if is_done {
         tracing::info!("the files of this machine are already in use; nothing is restored");
@@ -147,7 +165,7 @@ pub async fn run(layout: Layout, retry: bool) -> Result<(), Failure> {
             activity::note(&settings.layout, &describe(&outcome));
             Ok(())
         }
-        Err(error) if !error.is_damage() => Err(Failure::new(Exit::Unavailable, error)),
+        Err(error) if !error.is_damage() => Err(Failure::new(error.exit(), error)),
         Err(error) => {
             let text = format_chain(&error);
             tracing::error!(
@@ -187,6 +205,7 @@ async fn restore_files(settings: &FilesSettings, progress: &Progress) -> Result<
         });
     };
     let staging = Staging::new(&settings.layout);
+    staging.ensure_own()?;
     let outcome = match staging.read_complete()? {
         // An earlier run was interrupted while it moved the files.
         Some(outcome) => outcome,
@@ -269,15 +288,31 @@ async fn show_progress(counts: &RestoreProgress, progress: &Progress) -> std::co
 }
 
 /// The directory beside the user's files in which a restore collects them.
-struct Staging(PathBuf);
+///
+/// The number is the id of the user who owns the state of the file backup.
+struct Staging(PathBuf, u32);
 
 impl Staging {
     fn new(layout: &Layout) -> Self {
-        Self(layout.files_staging())
+        let owner = fs::metadata(layout.files_state()).map_or(0, |meta| meta.uid());
+        Self(layout.files_staging(), owner)
     }
 
     fn files(&self) -> PathBuf {
         self.0.join("files")
+    }
+
+    /// Refuses a directory of another user: the owner's programs can create one of this name.
+    fn ensure_own(&self) -> Result<(), FileError> {
+        match fs::symlink_metadata(&self.0) {
+            Ok(meta) if meta.is_dir() && [0, self.1].contains(&meta.uid()) => Ok(()),
+            Ok(_) => {
+                let error = std::io::Error::other("it belongs to another user; remove it");
+                Err(FileError::wrap("use", &self.0)(error))
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+            Err(error) => Err(FileError::wrap("read", &self.0)(error)),
+        }
     }
 
     /// Returns the outcome of a complete restore whose files may not have been moved yet.
@@ -303,6 +338,8 @@ impl Staging {
     }
 
     fn remove(&self) -> Result<(), FileError> {
+        // First, so that a killed run does not leave the mark without the files.
+        fsx::remove_if_exists(&self.0.join(COMPLETE_MARK))?;
         match fs::remove_dir_all(&self.0) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                 Err(FileError::wrap("remove", &self.0)(error))

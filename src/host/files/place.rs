@@ -3,66 +3,114 @@
 //! A new machine's home is nearly empty: it has the directories that the services need, and their first records. The
 //! restored files replace files of the same name, and directories are merged. Each step is a rename, so that a killed
 //! run can be repeated.
+//!
+//! A repeated restore runs while the owner's programs do, so directories are opened without following links and named
+//! only relative to open ones.
 
-use std::fs::{self, Permissions};
-use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::ffi::{CString, OsStr};
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
+use rustix::fs::{
+    AtFlags, CWD, Dir, FileType, Gid, Mode, OFlags, Stat, Uid, fchmod, fchown, fstat, openat, renameat,
+    statat, unlinkat,
+};
+use rustix::io::Errno;
 use svc_base::fsx::FileError;
 
-/// Moves everything in `from` to `to`, on the same file system, and gives existing directories the owner and
-/// mode of the restored ones. Returns the number of entries that were replaced.
+/// The names of entries that were replaced by another kind of entry, until the staging directory is deleted.
+const REPLACED_PREFIX: &str = ".svc-replaced-";
+
+/// Moves everything in `from` to `to`, on the same file system, and gives existing directories the owner and mode of the
+/// restored ones. Entries of another kind stay in `from`. Returns the number of entries that were replaced.
 ///
 /// # Errors
 /// If an entry cannot be moved. What was moved stays; a repeated call moves the rest.
 pub fn move_contents(from: &Path, to: &Path) -> Result<u64, FileError> {
-    let mut replaced = 0;
-    for entry in fs::read_dir(from).map_err(FileError::wrap("list", from))? {
-        let entry = entry.map_err(FileError::wrap("list", from))?;
-        let (source, target) = (entry.path(), to.join(entry.file_name()));
-        let existing = match fs::symlink_metadata(&target) {
-            Ok(existing) => Some(existing),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
-            Err(error) => return Err(FileError::wrap("read", &target)(error)),
-        };
-        let is_directory = entry.file_type().map_err(FileError::wrap("read", &source))?.is_dir();
-        match existing {
-            Some(existing) if existing.is_dir() && is_directory => {
-                replaced += move_contents(&source, &target)?;
-                copy_metadata(&source, &target)?;
-                fs::remove_dir(&source).map_err(FileError::wrap("remove", &source))?;
-                continue;
-            }
-            Some(existing) if existing.is_dir() => {
-                fs::remove_dir_all(&target).map_err(FileError::wrap("replace", &target))?;
-                replaced += 1;
-            }
-            Some(_) if is_directory => {
-                fs::remove_file(&target).map_err(FileError::wrap("replace", &target))?;
-                replaced += 1;
-            }
-            Some(_) => replaced += 1,
-            None => {}
+    let open = |path: &Path| open_directory(CWD, path.as_os_str()).map_err(wrap("open", path));
+    move_between(&open(from)?, &open(to)?, to)
+}
+
+/// Converts an error. `path` is only shown.
+fn wrap(action: &'static str, path: &Path) -> impl FnOnce(Errno) -> FileError {
+    move |errno| FileError::wrap(action, path)(errno.into())
+}
+
+fn open_directory(parent: impl std::os::fd::AsFd, name: &OsStr) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    openat(parent, name, flags, Mode::empty())
+}
+
+fn list(directory: &OwnedFd) -> Result<Vec<CString>, Errno> {
+    let mut names = Vec::new();
+    for entry in Dir::read_from(directory)? {
+        let name = entry?.file_name().to_owned();
+        let is_replaced = name.as_bytes().starts_with(REPLACED_PREFIX.as_bytes());
+        if !is_replaced && !matches!(name.as_bytes(), b"." | b"..") {
+            names.push(name);
         }
-        fs::rename(&source, &target).map_err(FileError::wrap("move", &source))?;
+    }
+    Ok(names)
+}
+
+fn is_directory(stat: &Stat) -> bool {
+    FileType::from_raw_mode(stat.st_mode) == FileType::Directory
+}
+
+fn move_between(from: &OwnedFd, to: &OwnedFd, shown: &Path) -> Result<u64, FileError> {
+    let mut replaced = 0;
+    for name in list(from).map_err(wrap("list", shown))? {
+        let target = shown.join(OsStr::from_bytes(name.as_bytes()));
+        let source = statat(from, &name, AtFlags::SYMLINK_NOFOLLOW).map_err(wrap("read", &target))?;
+        let existing = match statat(to, &name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(existing) => Some(is_directory(&existing)),
+            Err(Errno::NOENT) => None,
+            Err(error) => return Err(wrap("read", &target)(error)),
+        };
+        if is_directory(&source) && existing == Some(true) {
+            replaced += merge(from, to, &name, &target)?;
+            continue;
+        }
+        if existing.is_some() {
+            replaced += 1;
+        }
+        if existing.is_some_and(|existing| existing != is_directory(&source)) {
+            // It is deleted with the staging directory.
+            let aside = format!("{REPLACED_PREFIX}{}", uuid::Uuid::new_v4().simple());
+            renameat(to, &name, from, aside.as_str()).map_err(wrap("replace", &target))?;
+        }
+        renameat(from, &name, to, &name).map_err(wrap("move", &target))?;
     }
     Ok(replaced)
 }
 
-/// Gives `to` the owner and mode of the directory `from`.
-fn copy_metadata(from: &Path, to: &Path) -> Result<(), FileError> {
-    let meta = fs::metadata(from).map_err(FileError::wrap("read", from))?;
-    let existing = fs::metadata(to).map_err(FileError::wrap("read", to))?;
-    if (meta.uid(), meta.gid()) != (existing.uid(), existing.gid()) {
-        chown(to, Some(meta.uid()), Some(meta.gid())).map_err(FileError::wrap("change the owner of", to))?;
+/// Merges a directory into the existing one.
+fn merge(from: &OwnedFd, to: &OwnedFd, name: &CString, target: &Path) -> Result<u64, FileError> {
+    let name_text = OsStr::from_bytes(name.as_bytes());
+    let inner_from = open_directory(from, name_text).map_err(wrap("open", target))?;
+    let inner_to = open_directory(to, name_text).map_err(wrap("open", target))?;
+    let replaced = move_between(&inner_from, &inner_to, target)?;
+    let (restored, existing) =
+        (fstat(&inner_from).map_err(wrap("read", target))?, fstat(&inner_to).map_err(wrap("read", target))?);
+    if (restored.st_uid, restored.st_gid) != (existing.st_uid, existing.st_gid) {
+        let (uid, gid) = (Uid::from_raw(restored.st_uid), Gid::from_raw(restored.st_gid));
+        fchown(&inner_to, Some(uid), Some(gid)).map_err(wrap("change the owner of", target))?;
     }
     // After the owner, whose change can clear bits of the mode.
-    fs::set_permissions(to, Permissions::from_mode(meta.mode() & 0o7777))
-        .map_err(FileError::wrap("change the mode of", to))
+    fchmod(&inner_to, Mode::from_raw_mode(restored.st_mode)).map_err(wrap("change the mode of", target))?;
+    match unlinkat(from, name, AtFlags::REMOVEDIR) {
+        // Replaced entries were put there.
+        Ok(()) | Err(Errno::NOTEMPTY) => Ok(replaced),
+        Err(error) => Err(wrap("remove", target)(error)),
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+
     use super::*;
 
     #[test]
@@ -96,7 +144,10 @@ mod tests {
         assert_eq!(fs::metadata(to.join("system")).unwrap().mode() & 0o7777, 0o2750);
         assert_eq!(fs::read_link(to.join("link")).unwrap(), Path::new("/etc"));
         assert_eq!(fs::read_dir(root.path().join("outside")).unwrap().count(), 0);
-        assert_eq!(fs::read_dir(&from).unwrap().count(), 0);
+        // What was replaced by another kind of entry is deleted with the staging directory.
+        let left: Vec<_> = fs::read_dir(&from).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert!(left.iter().all(|name| name.to_string_lossy().starts_with(REPLACED_PREFIX)), "{left:?}");
+        assert_eq!(left.len(), 3);
         assert_eq!(move_contents(&from, &to).unwrap(), 0, "a repeated call moves nothing");
     }
 }

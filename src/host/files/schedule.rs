@@ -8,11 +8,18 @@ pub const MAX_DELAY: Duration = Duration::from_secs(30);
 pub const UNWATCHED_INTERVAL: Duration = Duration::from_secs(60);
 /// Minimum time between the ends of two saves: each new snapshot costs several requests to the store.
 pub const MIN_INTERVAL: Duration = Duration::from_secs(15);
-/// Looks at unwatched files take at most this share of the time, but happen at least once per `MAX_UNWATCHED_INTERVAL`.
+/// Looks at unwatched files take at most 1/50 of the time, and saves of the whole home 1/100, but they happen at least
+/// at these intervals.
 const UNWATCHED_SHARE: u32 = 50;
 const MAX_UNWATCHED_INTERVAL: Duration = Duration::from_secs(600);
-/// Interval of saves of the whole home, which need no events.
-pub const FULL_INTERVAL: Duration = Duration::from_secs(24 * 3600);
+const FULL_SHARE: u32 = 100;
+const MAX_FULL_INTERVAL: Duration = Duration::from_secs(24 * 3600);
+/// After a save, the next one waits this many times its duration, at most `MAX_REST`: saves that read much more than
+/// what has changed, for example because the cache cannot be written, must not use the processor all the time.
+const REST_FACTOR: u32 = 10;
+const MAX_REST: Duration = Duration::from_secs(300);
+/// Interval of saves of the whole home, which need no events: a write through a shared mapping causes none.
+pub const FULL_INTERVAL: Duration = Duration::from_secs(3600);
 /// Interval of saves of the whole home while the watcher does not answer.
 pub const UNATTENDED_INTERVAL: Duration = Duration::from_secs(600);
 /// Minimum and maximum pause after a failed save.
@@ -46,6 +53,7 @@ pub struct Schedule {
     /// When the first of the unsaved changes was seen.
     changed_since: Option<Instant>,
     last_full: Option<Instant>,
+    full_interval: Duration,
     next_unwatched: Instant,
     failures: u32,
     not_before: Instant,
@@ -57,6 +65,7 @@ impl Schedule {
         Self {
             changed_since: None,
             last_full: None,
+            full_interval: FULL_INTERVAL,
             next_unwatched: now,
             failures: 0,
             not_before: now,
@@ -87,7 +96,7 @@ impl Schedule {
         let full_interval = match seen {
             Observation::Unattended if is_requested => Duration::ZERO,
             Observation::Unattended => UNATTENDED_INTERVAL,
-            _ => FULL_INTERVAL,
+            _ => self.full_interval,
         };
         if seen == Observation::Unknown || age(self.last_full) >= full_interval {
             return Save::Everything;
@@ -108,10 +117,11 @@ impl Schedule {
     pub fn record_success(&mut self, saved: Save, duration: Duration, now: Instant) {
         if saved == Save::Everything {
             self.last_full = Some(now);
+            self.full_interval = (duration * FULL_SHARE).clamp(FULL_INTERVAL, MAX_FULL_INTERVAL);
         }
         self.changed_since = None;
         self.failures = 0;
-        self.not_before = now + MIN_INTERVAL;
+        self.not_before = now + (duration * REST_FACTOR).clamp(MIN_INTERVAL, MAX_REST);
         self.is_requested = false;
         let look = if saved == Save::Changes { duration } else { Duration::ZERO };
         self.next_unwatched =
@@ -160,14 +170,26 @@ mod tests {
     }
 
     #[test]
-    fn everything_is_saved_daily_and_after_lost_events() {
+    fn everything_is_saved_hourly_and_after_lost_events() {
         let (mut schedule, now) = started();
         assert_eq!(schedule.decide(Observation::Unknown, after(now, 15)), Save::Everything);
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 60)), Save::Changes);
         schedule.record_success(Save::Changes, Duration::ZERO, after(now, 60));
-        assert_eq!(schedule.decide(Observation::Unchanged, after(now, 24 * 3600)), Save::Everything);
+        assert_eq!(schedule.decide(Observation::Unchanged, after(now, 3600)), Save::Everything);
         assert_eq!(schedule.decide(Observation::Unattended, after(now, 599)), Save::Nothing);
         assert_eq!(schedule.decide(Observation::Unattended, after(now, 600)), Save::Everything);
+    }
+
+    #[test]
+    fn slow_saves_rest_and_are_rare() {
+        let (mut schedule, now) = started();
+        schedule.record_success(Save::Everything, Duration::from_secs(20), now);
+        assert_eq!(schedule.decide(Observation::Unknown, after(now, 199)), Save::Nothing);
+        assert_eq!(schedule.decide(Observation::Unknown, after(now, 200)), Save::Everything);
+        schedule.record_success(Save::Everything, Duration::from_secs(100), now);
+        assert_eq!(schedule.decide(SETTLED, after(now, 299)), Save::Nothing);
+        assert_eq!(schedule.decide(SETTLED, after(now, 9999)), Save::Changes);
+        assert_eq!(schedule.decide(SETTLED, after(now, 10_000)), Save::Everything);
     }
 
     #[test]

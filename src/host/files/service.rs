@@ -33,6 +33,9 @@ use crate::system::systemd;
 
 /// Interval of looks at the watcher's changes. Changes are settled if there are none between two looks.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+/// After a save of at least this duration, the watcher is asked for moved files.
+const MIN_RECHECKED: Duration = Duration::from_secs(1);
+const KEY_OFFER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 /// Minimum interval between two warnings about the same failure.
 const WARNING_INTERVAL: Duration = Duration::from_secs(600);
 /// The path of the home directory as snapshots show it, also in tests.
@@ -116,6 +119,9 @@ struct FileBackup {
     /// Paths that the last save could not read, or that changed meanwhile.
     retry: Changes,
     last_warning: Option<(String, Instant)>,
+    /// When the writers were stopped for the operation for which the last save was requested.
+    last_quiesced_at: Option<Timestamp>,
+    last_offer: Option<Instant>,
     /// The owner's rules, as of the last save.
     rules: Option<OwnerRules>,
 }
@@ -124,6 +130,8 @@ struct OpenSaver {
     saver: Saver,
     /// The latest snapshot.
     parent: Option<(Id, Snapshot)>,
+    /// Whether this machine took it.
+    is_own_parent: bool,
     /// The snapshot that the pointer names.
     pointed: Option<String>,
 }
@@ -139,6 +147,8 @@ impl FileBackup {
             saved_token: None,
             retry: Changes::default(),
             last_warning: None,
+            last_quiesced_at: None,
+            last_offer: None,
             rules: None,
         }
     }
@@ -171,12 +181,17 @@ impl FileBackup {
             let save = if self.rules.as_ref() == Some(&rules) { save } else { Save::Everything };
             self.rules = Some(rules);
             match self.save(save, reply.ok(), looked_at).await {
-                Ok(()) => self.schedule.record_success(save, began.elapsed(), Instant::now()),
+                Ok(()) => {
+                    self.schedule.record_success(save, began.elapsed(), Instant::now());
+                    if save == Save::Everything {
+                        self.offer_key().await;
+                    }
+                }
                 // Another machine may have taken this one's place: then the heartbeat says so, or the platform gives the
                 // slot back.
                 Err(error) => {
-                    // The saver's view of the repository may be wrong.
-                    self.saver = None;
+                    // The saver's view of the repository may be wrong, and new rules have not been applied.
+                    (self.saver, self.rules) = (None, None);
                     if error.is_withdrawn() {
                         self.settings = FilesSettings::read(self.settings.layout.clone())?;
                     }
@@ -188,13 +203,11 @@ impl FileBackup {
     }
 
     /// Returns whether a save was requested, or must happen soon because this machine's writers are stopped.
-    fn take_request(&self) -> bool {
+    fn take_request(&mut self) -> bool {
         let layout = &self.settings.layout;
-        let is_quiesced = Quiesce::read(layout)
-            .ok()
-            .flatten()
-            .and_then(|quiesce| quiesce.quiesced_at)
-            .is_some_and(|at| self.status.saved_until.is_none_or(|saved| saved <= at));
+        let quiesced_at = Quiesce::read(layout).ok().flatten().and_then(|quiesce| quiesce.quiesced_at);
+        let is_quiesced = quiesced_at.is_some() && quiesced_at != self.last_quiesced_at;
+        self.last_quiesced_at = quiesced_at;
         std::fs::remove_file(layout.request(SAVE_REQUEST)).is_ok() || is_quiesced
     }
 
@@ -216,8 +229,11 @@ impl FileBackup {
         options.origin = self.settings.origin();
         self.status.invalid_rules =
             set_rules(&mut options.exclusions, self.rules.as_ref().unwrap_or(&OwnerRules::default()));
-        let (saved, is_full) = match (save, open.parent.clone()) {
-            (Save::Changes, Some(parent)) => {
+        let parent = open.parent.clone();
+        let began = Instant::now();
+        let (mut saved, is_full) = match (save, parent) {
+            // What changed since another machine's snapshot is unknown.
+            (Save::Changes, Some(parent)) if open.is_own_parent => {
                 let mut changes = unwatched_changes(&self.settings.layout.user_home());
                 changes.merge(self.retry.clone());
                 changes.merge(watched_changes(paths));
@@ -225,8 +241,23 @@ impl FileBackup {
             }
             (_, parent) => (open.saver.save(parent).await?, true),
         };
+        // A file that was moved meanwhile may be at neither of its places.
+        if began.elapsed() >= MIN_RECHECKED {
+            let token = reply.as_ref().map(|reply| reply.token.clone());
+            let again = changes::request(&self.settings.layout.watch_sockets(), token).await;
+            if let Some(paths) =
+                again.ok().and_then(|again| again.paths).filter(|paths| !paths.subtrees.is_empty())
+            {
+                let mut changes = saved.retry.clone();
+                changes.merge(watched_changes(Some(&paths)));
+                let counts = saved.counts.clone();
+                saved = open.saver.save_changes((saved.id, saved.snapshot), changes).await?;
+                saved.counts = counts;
+            }
+        }
         failpoint::pass("files.service.saved")?;
         open.parent = Some((saved.id, saved.snapshot.clone()));
+        open.is_own_parent = true;
         let id = saved.id.to_string();
         if open.pointed.as_ref() != Some(&id) {
             let snapshot = FilesSnapshotRef {
@@ -245,6 +276,19 @@ impl FileBackup {
         Ok(())
     }
 
+    /// Sends the key to the platform once a day.
+    async fn offer_key(&mut self) {
+        if self.last_offer.is_some_and(|at| at.elapsed() < KEY_OFFER_INTERVAL) {
+            return;
+        }
+        match self.settings.offer_key().await {
+            Ok(()) => self.last_offer = Some(Instant::now()),
+            Err(error) => {
+                tracing::debug!(error = %format_chain(&error), "cannot send the key of the file backup to the platform");
+            }
+        }
+    }
+
     /// Refuses to save a home directory whose files could not be restored: its snapshot would hide the earlier ones.
     fn ensure_home_is_complete(&self) -> Result<(), SaveError> {
         match RestoreOutcome::read(&self.settings.layout).map_err(AccessError::File)? {
@@ -253,10 +297,35 @@ impl FileBackup {
         }
     }
 
+    /// Refuses to save on a machine that has not restored its predecessor's files, because it booted an earlier release.
+    fn ensure_latest_was_restored(&self, latest: Option<&FilesSnapshotRef>) -> Result<(), SaveError> {
+        let identity = &self.settings.identity;
+        // The epoch with which the machine was provisioned: after an undone recovery, its own snapshots are older.
+        let is_predecessors = latest
+            .is_some_and(|latest| latest.machine_id != identity.machine && latest.epoch < identity.epoch);
+        if is_predecessors
+            && RestoreOutcome::read(&self.settings.layout).map_err(AccessError::File)?.is_none()
+        {
+            return Err(AccessError::NotRestored.into());
+        }
+        Ok(())
+    }
+
     async fn open(&self) -> Result<OpenSaver, SaveError> {
         let repository = self.settings.open_or_create().await?;
         let pointer = files_pointer::read(&self.settings.bucket, &self.settings.slot).await?;
-        let pointed = pointer.and_then(|pointer| pointer.value.snapshot).map(|snapshot| snapshot.id);
+        let pointer = pointer.map(|pointer| pointer.value);
+        if let Some(pointer) = &pointer {
+            // A replaced machine would only add snapshots that do not count.
+            pointer
+                .admit(self.settings.epoch(), self.settings.identity.machine)
+                .map_err(PointerError::from)?;
+        }
+        let latest = pointer.and_then(|pointer| pointer.snapshot);
+        self.ensure_latest_was_restored(latest.as_ref())?;
+        let own = self.settings.identity.machine;
+        let is_own_parent = latest.as_ref().is_some_and(|latest| latest.machine_id == own);
+        let pointed = latest.map(|snapshot| snapshot.id);
         let parent = match pointed.as_deref().and_then(|id| id.parse::<Id>().ok()) {
             Some(id) => read_parent(&repository, id).await?,
             None => None,
@@ -269,7 +338,7 @@ impl FileBackup {
             system_root: self.settings.layout.root().to_owned(),
             ..SaveOptions::new(self.settings.layout.user_home(), self.settings.origin())
         };
-        Ok(OpenSaver { saver: Saver::new(repository, options), parent, pointed })
+        Ok(OpenSaver { saver: Saver::new(repository, options), parent, is_own_parent, pointed })
     }
 
     fn record_changed_since(&mut self, looked_at: Timestamp) {

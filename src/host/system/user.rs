@@ -8,6 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use nix::unistd::{Gid, Uid, geteuid, setgid, setgroups, setuid};
+use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities, set_keep_capabilities};
 use tokio::process::Command;
 
 use super::layout::Layout;
@@ -46,6 +47,24 @@ pub fn switch_to_gateway_user(layout: &Layout) -> anyhow::Result<()> {
     setgid(Gid::from_raw(meta.gid()))?;
     setuid(Uid::from_raw(meta.uid()))?;
     Ok(())
+}
+
+/// Like [`switch_to_gateway_user`], but keeps these capabilities, as a unit with ambient capabilities does.
+///
+/// # Errors
+/// If the kernel refuses.
+pub fn switch_to_gateway_user_with(layout: &Layout, kept: CapabilitySet) -> anyhow::Result<()> {
+    if !geteuid().is_root() {
+        return Ok(());
+    }
+    set_keep_capabilities(true)?;
+    switch_to_gateway_user(layout)?;
+    if geteuid().is_root() {
+        return Ok(());
+    }
+    // The change of the user has cleared the effective set.
+    let sets = CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() };
+    Ok(set_capabilities(None, sets)?)
 }
 
 /// The users of a machine.

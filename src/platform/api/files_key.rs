@@ -21,7 +21,7 @@ use super::mutation::{self, AuditChange};
 use super::pointer::{SLOT, USER};
 use crate::context::Platform;
 use crate::db::{self, machine_row::MachineRow};
-use crate::file_keys;
+use crate::file_keys::{self, FileKeyError};
 use crate::keys::KeyError;
 use svc_files::RepositoryKey;
 use svc_http::openapi::{Operation, request_object, schema_of, text_matching};
@@ -49,8 +49,13 @@ pub async fn for_host(
     platform.rate_limits.admit_credentials(id)?;
     ensure_holds_slot(&platform, &machine).await?;
     let slot = (&machine.user, &machine.slot);
-    let key = file_keys::load_or_create(&platform.host_db, &platform.seal, slot, offered);
-    let key = key.await.map_err(key_unavailable)?;
+    let key = file_keys::load_or_create(&platform, slot, offered).await.map_err(|error| match error {
+        FileKeyError::Key(error) => key_unavailable(error),
+        error => {
+            tracing::error!(machine = %id, error = %format_chain(&error), "cannot give a host the key of its file backups");
+            svc_store::problem::unavailable()
+        }
+    })?;
     Ok(respond(FilesKey { key: key.password().clone() }))
 }
 
@@ -124,7 +129,13 @@ pub static FOR_HOST: Endpoint = Endpoint {
             request_object(&[], &[("key", text_matching("^[A-Za-z0-9_-]{42}[AEIMQUYcgkosw048]$"))])
         }),
         responses: &[documented_json(200, "The key.", schema_of::<FilesKey>)],
-        problems: &[Code::Forbidden, Code::RateLimited, Code::Superseded, Code::DatabaseUnavailable],
+        problems: &[
+            Code::Forbidden,
+            Code::RateLimited,
+            Code::Superseded,
+            Code::StoreUnavailable,
+            Code::DatabaseUnavailable,
+        ],
     },
     serve: || post(for_host),
 };

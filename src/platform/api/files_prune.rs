@@ -12,7 +12,7 @@ use serde_json::json;
 
 use super::call::ApiCall;
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, documented_json, idp_user_id, slot_name,
+    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, documented_json, idp_user_id, slot_name,
 };
 use super::mutation::{AuditChange, Effect, Mutation, Reply};
 use super::pointer::{SLOT, USER};
@@ -86,7 +86,8 @@ pub async fn start(State(platform): State<Arc<Platform>>, request: Request) -> R
 }
 
 pub static SHOW: Endpoint = Endpoint {
-    access: Access::Operator(READ),
+    // It reads the whole index of the repository.
+    access: Access::Operator(OPERATE),
     operation: Operation {
         id: "showFilesPrune",
         method: Method::GET,

@@ -6,7 +6,7 @@ use deadpool_postgres::GenericClient;
 use tokio_postgres::Row;
 
 use super::{DbError, execute, query, query_opt};
-use crate::platform_key::KeyId;
+use crate::platform_key::{KeyId, KeyIds};
 
 /// A slot's sealed key. The names are as stored; they bind the seal.
 pub struct SealedFileKey {
@@ -57,6 +57,17 @@ pub async fn list_sealed_with_other(
     let rows = query(client, sql, &[&current.as_str(), &limit]).await?;
     let count: i64 = rows.first().map_or(0, |row| row.get(1));
     Ok((count.unsigned_abs(), rows.iter().map(|row| row.get(0)).collect()))
+}
+
+/// Finds the slot of a key that was sealed with neither of a process's platform keys.
+pub async fn find_sealed_with_neither(
+    client: &impl GenericClient,
+    ids: &KeyIds,
+) -> Result<Option<String>, DbError> {
+    let sql = "SELECT idp_user_id || '/' || slot FROM file_keys WHERE key_id <> $1 AND key_id <> $2 LIMIT 1";
+    let previous = ids.previous.as_ref().unwrap_or(&ids.current);
+    let row = query_opt(client, sql, &[&ids.current.as_str(), &previous.as_str()]).await?;
+    Ok(row.map(|row| row.get(0)))
 }
 
 /// Replaces a key's sealed form.

@@ -60,6 +60,9 @@ pub async fn admit(
         } else {
             // This check precedes the recording of the key's use, because a wrong key must not affect the key rotation.
             keys::ensure_keys_can_be_opened(&tx, seal).await?;
+            if let Some(slot) = db::file_keys::find_sealed_with_neither(&tx, &own.ids).await? {
+                return Err(KeyError::Sealed { kid: format!("files:{slot}") }.into());
+            }
         }
         let incompatible = own.list_incompatible(&tx).await?;
         if incompatible.is_empty() {

@@ -23,6 +23,7 @@ use super::predecessor::{find_outgoing_machine, note_nothing_served};
 use super::step::{Question, StepError, StepOutcome, StepRecord, build_fence};
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, DbError};
+use files::SavedFiles;
 use final_backup::HostReport;
 use progress::LastBackupProgress;
 pub use skip::{NEWER_SNAPSHOT, SNAPSHOT_CHOSEN};
@@ -49,8 +50,7 @@ pub const HELD_BACK_HINT: &str = "svc-db-backup accept";
 enum AttemptOutcome {
     Saved {
         taken_at: Timestamp,
-        /// What is saved of the owner's files; empty if the host saves none.
-        files: String,
+        files: SavedFiles,
     },
     Wait(Duration),
     /// The host is reachable but has made no backup.
@@ -157,7 +157,7 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
             && let Some(taken_at) =
                 final_backup::find_final_backup(leased, &machine, &progress, &report, now).await
         {
-            return Ok(finish_with_backup(&machine, taken_at, &files::describe(&report, &progress)));
+            return Ok(finish_with_backup(&machine, taken_at, &SavedFiles::find(&report, &progress)));
         }
         if options.accept_loss && progress.problem.is_none() {
             return Box::pin(skip_host(leased, &machine, &progress, SkipReason::GivenUp)).await;
@@ -216,10 +216,15 @@ async fn resolve_without_call(
     Ok(Some(progress.wait(leased, POLL_INTERVAL)))
 }
 
-fn finish_with_backup(machine: &MachineRow, taken_at: Timestamp, files: &str) -> StepOutcome {
+fn finish_with_backup(machine: &MachineRow, taken_at: Timestamp, files: &SavedFiles) -> StepOutcome {
+    let record = match files.unsaved_since() {
+        None => StepRecord::Saved { machine: machine.id, taken_at },
+        // The server holds the only copy of some files.
+        Some(since) => StepRecord::Unsaved { machine: machine.id, since: since.or(machine.registered_at) },
+    };
     StepOutcome::Done {
         note: Some(format!("a snapshot was taken after the writers had stopped{files}").into()),
-        record: StepRecord::Saved { machine: machine.id, taken_at },
+        record,
     }
 }
 
@@ -251,7 +256,7 @@ async fn attempt_backup(
         if files::should_wait(&report, progress, now) {
             return Ok(AttemptOutcome::Wait(POLL_INTERVAL));
         }
-        return Ok(AttemptOutcome::Saved { taken_at, files: files::describe(&report, progress) });
+        return Ok(AttemptOutcome::Saved { taken_at, files: SavedFiles::find(&report, progress) });
     }
     if let HostReport::Backups(host) = &report {
         progress.record_report(host, now);
@@ -299,6 +304,7 @@ async fn stop_writers(
     match host_call::quiesce(leased.platform, machine, leased.operation.id).await {
         Ok(quiesced) => {
             progress.has_stopped_writers = quiesced.quiesced_at.is_some();
+            progress.quiesced_at = quiesced.quiesced_at;
             if !progress.has_stopped_writers {
                 progress.record_running_dispatches(quiesced.running_dispatches, now);
             }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::diff::DirtySet;
+use super::diff::{Change, DirtySet};
 use super::tree::{Tree, join_path};
 use crate::audit::file_changes::{ChangedPaths, ChangesReply};
 
@@ -21,8 +21,11 @@ impl PathSet {
         Self { is_everything: true, ..Self::default() }
     }
 
-    fn is_empty(&self) -> bool {
-        !self.is_everything && self.directories.is_empty() && self.subtrees.is_empty()
+    fn is_in(&self, other: &Self) -> bool {
+        other.is_everything
+            || !self.is_everything
+                && self.directories.is_subset(&other.directories)
+                && self.subtrees.is_subset(&other.subtrees)
     }
 
     fn limit(&mut self) {
@@ -80,7 +83,8 @@ impl ChangeLog {
         }
     }
 
-    /// Records the dirty names at their paths in the tree.
+    /// Records the dirty names at their paths in the tree. Called before and after a check: a moved folder's changes are at
+    /// both of its paths.
     pub fn record(&mut self, dirty: &DirtySet, tree: &Tree) {
         if self.is_everything_fresh() {
             return;
@@ -99,11 +103,24 @@ impl ChangeLog {
         self.fresh.limit();
     }
 
+    /// Records the folders of changed paths. They include the other names of a file that was written through one name.
+    pub fn record_changes(&mut self, changes: &[Change]) {
+        if self.is_everything_fresh() {
+            return;
+        }
+        for change in changes {
+            let name = change.path.iter().rposition(|byte| *byte == b'/').unwrap_or(0);
+            self.fresh.directories.insert(change.path[..name].to_vec());
+        }
+        self.fresh.limit();
+    }
+
     /// Returns the changes since the reply whose token is `saved`.
     pub fn take(&mut self, saved: Option<&str>) -> ChangesReply {
         let saved =
             saved.and_then(|token| token.strip_prefix(&self.instance)?.strip_prefix('-')?.parse().ok());
-        let has_new = !self.fresh.is_empty();
+        // While a tool is running, the same names are recorded at each look.
+        let has_new = !self.fresh.is_in(&self.unsaved);
         let fresh = std::mem::take(&mut self.fresh);
         if saved.is_some() && saved == Some(self.last_reply) {
             self.unsaved = fresh;

@@ -148,7 +148,7 @@ impl Watcher {
         }
     }
 
-    /// Returns the changes that the backup of files has not saved, up to this moment.
+    /// Returns the changes that the file backup has not saved.
     fn take_changes(&mut self, saved: Option<&str>) -> ChangesReply {
         self.home_watcher.drain(&mut self.dirty);
         if self.home_watcher.is_at_watch_limit() {
@@ -417,10 +417,10 @@ impl Watcher {
             return;
         }
         let dirty = std::mem::take(&mut self.dirty);
-        // A moved folder's changes are recorded at both of its paths.
         self.change_log.record(&dirty, &self.tree);
         let update = diff::update_tree(&mut self.tree, &dirty, &mut self.home_watcher);
         self.change_log.record(&dirty, &self.tree);
+        self.change_log.record_changes(&update.changes);
         self.home_watcher.unwatch(&update.removed_folders);
         self.report_watch_limit();
         let entries = self.windows.attribute(update.changes, clock::now_ms());

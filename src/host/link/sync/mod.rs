@@ -77,6 +77,12 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Err(code) => return code,
     };
     let layout = Layout::from_process();
+    // A person may start `restore-home` as root; it then runs as its unit does.
+    if matches!(args.command, Some(Command::RestoreHome { .. }))
+        && let Err(error) = user::switch_to_gateway_user_with(&layout, files::gate::CAPABILITIES)
+    {
+        return applet::report("svc-sync-agent", &Failure::new(Exit::Internal, error));
+    }
     // A person may start `now` as root; the service must be able to remove its request.
     if matches!(args.command, Some(Command::Now))
         && let Err(error) = user::switch_to_gateway_user(&layout)

@@ -1,67 +1,100 @@
 //! The owner's files in the final backup. The host saves them by itself once its writers have stopped; the step waits
-//! for that after the database is saved, but not long: the files that are not saved stay on the kept server.
+//! for that after the database is saved, but not long. If the files are not saved by then, the machine's server holds
+//! changes that exist nowhere else.
+
+use std::fmt;
 
 use jiff::{SignedDuration, Timestamp};
 
 use super::final_backup::HostReport;
 use super::progress::LastBackupProgress;
-use crate::operations::host_call::FilesProgress;
 use svc_base::clock;
 use svc_base::untrusted_text::truncate_printable;
 
 /// How long the step waits for the files after the database is saved.
 const TIMEOUT: SignedDuration = SignedDuration::from_mins(3);
 
-fn files_in(report: &HostReport) -> Option<&FilesProgress> {
-    match report {
-        HostReport::Backups(host) => host.files.as_deref(),
-        HostReport::Unsupported => None,
+/// What is saved of the owner's files. Displayed as the end of a note.
+#[derive(Debug, PartialEq, Eq)]
+pub enum SavedFiles {
+    /// The host does not save files.
+    Unknown,
+    /// Everything that the writers wrote before they stopped.
+    All { until: Timestamp },
+    /// Not everything; nothing if `until` is `None`.
+    Some { until: Option<Timestamp>, error: Option<String> },
+}
+
+impl SavedFiles {
+    pub fn find(report: &HostReport, progress: &LastBackupProgress) -> Self {
+        let files = match report {
+            HostReport::Backups(host) => host.files.as_deref(),
+            HostReport::Unsupported => None,
+        };
+        let Some(files) = files else { return Self::Unknown };
+        // Both times are by the host's clock.
+        let stopped_at = progress.quiesced_at.or(progress.first_requested_at);
+        match files.saved_until.zip(stopped_at) {
+            Some((until, stopped)) if until >= stopped => Self::All { until },
+            _ => {
+                Self::Some { until: files.saved_until, error: files.error.as_deref().map(truncate_printable) }
+            }
+        }
+    }
+
+    /// Returns since when files are unsaved; `None` if they are saved, or if the host does not save files.
+    pub fn unsaved_since(&self) -> Option<Option<Timestamp>> {
+        match self {
+            Self::Unknown | Self::All { .. } => None,
+            Self::Some { until, .. } => Some(*until),
+        }
     }
 }
 
-/// Whether everything that the writers wrote before they stopped is saved. Both times are by the host's clock.
-fn are_saved(files: &FilesProgress, progress: &LastBackupProgress) -> bool {
-    files.saved_until.zip(progress.first_requested_at).is_some_and(|(saved, stopped)| saved >= stopped)
+impl fmt::Display for SavedFiles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unknown => Ok(()),
+            Self::All { until } => {
+                write!(f, "; the owner's files are saved as of {}", clock::rfc3339_ms(*until))
+            }
+            Self::Some { until, error } => {
+                match until {
+                    Some(at) => {
+                        write!(f, "; the owner's files are saved only as of {}", clock::rfc3339_ms(*at))?;
+                    }
+                    None => f.write_str("; the owner's files are not saved")?,
+                }
+                if let Some(error) = error {
+                    write!(f, " ({error})")?;
+                }
+                f.write_str(": the rest is only on the machine's server")
+            }
+        }
+    }
 }
 
 /// Whether to wait for the files.
 pub fn should_wait(report: &HostReport, progress: &mut LastBackupProgress, now: Timestamp) -> bool {
-    let Some(files) = files_in(report) else { return false };
-    if are_saved(files, progress) {
+    if SavedFiles::find(report, progress).unsaved_since().is_none() {
         return false;
     }
     let since = *progress.files_awaited_since.get_or_insert(now);
     now.duration_since(since) < TIMEOUT
 }
 
-/// Describes what is saved of the files, as the end of a note.
-pub fn describe(report: &HostReport, progress: &LastBackupProgress) -> String {
-    let Some(files) = files_in(report) else { return String::new() };
-    let why =
-        files.error.as_deref().map(|error| format!(" ({})", truncate_printable(error))).unwrap_or_default();
-    match files.saved_until.map(clock::rfc3339_ms) {
-        Some(at) if are_saved(files, progress) => format!("; the owner's files are saved as of {at}"),
-        Some(at) => {
-            format!(
-                "; the owner's files are saved only as of {at}{why}: later changes are only on the machine's server"
-            )
-        }
-        None => format!("; the owner's files are not saved{why}: they are only on the machine's server"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::operations::host_call::BackupProgress;
+    use crate::operations::host_call::{BackupProgress, FilesProgress};
 
     fn at(second: i64) -> Timestamp {
         Timestamp::from_second(second).unwrap()
     }
 
-    fn requested_at_100() -> LastBackupProgress {
+    fn stopped_at_100() -> LastBackupProgress {
         let mut progress = LastBackupProgress::default();
-        progress.first_requested_at = Some(at(100));
+        (progress.quiesced_at, progress.first_requested_at) = (Some(at(100)), Some(at(105)));
         progress
     }
 
@@ -73,8 +106,8 @@ mod tests {
 
     #[test]
     fn step_waits_for_files_only_for_a_while() {
-        let mut progress = requested_at_100();
-        assert!(!should_wait(&report(Some(100)), &mut progress, at(0)));
+        let mut progress = stopped_at_100();
+        assert!(!should_wait(&report(Some(100)), &mut progress, at(0)), "the writers had stopped");
         assert!(!should_wait(&HostReport::Unsupported, &mut progress, at(0)));
         assert!(should_wait(&report(Some(99)), &mut progress, at(1000)));
         assert!(should_wait(&report(None), &mut progress, at(1179)));
@@ -82,16 +115,17 @@ mod tests {
     }
 
     #[test]
-    fn note_says_which_moment_of_the_files_is_saved() {
-        let progress = requested_at_100();
-        let saved = describe(&report(Some(101)), &progress);
-        assert!(saved.contains("saved as of 1970-01-01T00:01:41"), "{saved}");
-        let missing = describe(&report(Some(99)), &progress);
-        assert!(
-            missing.contains("as of 1970-01-01T00:01:39") && missing.contains("the store is away"),
-            "{missing}"
-        );
-        assert!(describe(&report(None), &progress).contains("are not saved (the store is away)"));
-        assert_eq!(describe(&HostReport::Unsupported, &progress), "");
+    fn unsaved_files_are_described_and_recorded() {
+        let find = |report: HostReport| SavedFiles::find(&report, &stopped_at_100());
+        let saved = find(report(Some(101)));
+        assert_eq!(saved.unsaved_since(), None);
+        assert!(saved.to_string().contains("saved as of 1970-01-01T00:01:41"), "{saved}");
+        let older = find(report(Some(99)));
+        assert_eq!(older.unsaved_since(), Some(Some(at(99))));
+        assert!(older.to_string().contains("only as of 1970-01-01T00:01:39"), "{older}");
+        let never = find(report(None));
+        assert_eq!(never.unsaved_since(), Some(None));
+        assert!(never.to_string().contains("are not saved (the store is away): the rest"), "{never}");
+        assert_eq!(find(HostReport::Unsupported).to_string(), "");
     }
 }

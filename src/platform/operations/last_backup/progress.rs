@@ -42,6 +42,9 @@ pub struct LastBackupProgress {
     /// The time of the first request, which was made after the writers had stopped.
     #[serde(with = "clock::wire_option")]
     pub first_requested_at: Option<Timestamp>,
+    /// When all writers had stopped, by the host's clock.
+    #[serde(with = "clock::wire_option")]
+    pub quiesced_at: Option<Timestamp>,
     /// When the database was saved, but not yet the owner's files.
     #[serde(with = "clock::wire_option")]
     pub files_awaited_since: Option<Timestamp>,
