@@ -100,6 +100,11 @@ impl KnownBlobs {
         }
     }
 
+    /// Forgets all trees, so that they are written again.
+    pub(crate) fn forget_trees(&mut self) {
+        self.trees = KnownIds::default();
+    }
+
     /// Adds a blob; `false` if it was already known.
     pub(crate) fn insert(&mut self, blob_type: BlobType, id: Id) -> bool {
         self.ids(blob_type).insert(id)

@@ -373,3 +373,29 @@ async fn replace_index(
     repository.delete_all(replaced.into_iter().map(|id| repository.path(Kind::Index, id)).collect()).await?;
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn snapshot_cannot_choose_a_time_far_from_its_upload() {
+        let uploaded = Timestamp::from_second(1_000_000).unwrap();
+        let dated = |seconds: i64| Snapshot {
+            time: Timestamp::from_second(1_000_000 + seconds).unwrap(),
+            parent: None,
+            tree: Id::of(b"tree"),
+            paths: Vec::new(),
+            hostname: String::new(),
+            username: String::new(),
+            tags: Vec::new(),
+        };
+        for seconds in [-600, -5, 0, 5, 600] {
+            let snapshot = dated(seconds);
+            assert_eq!(plausible_time(&snapshot, uploaded), snapshot.time);
+        }
+        for seconds in [-100_000, -601, 601, 100_000_000] {
+            assert_eq!(plausible_time(&dated(seconds), uploaded), uploaded, "{seconds}");
+        }
+    }
+}

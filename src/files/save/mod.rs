@@ -21,6 +21,7 @@ use jiff::Timestamp;
 use tokio::sync::mpsc;
 
 use svc_base::failpoint;
+use svc_store::StoreError;
 
 use crate::error::FilesError;
 use crate::id::Id;
@@ -163,13 +164,24 @@ impl Saver {
         parent: Option<(Id, Snapshot)>,
         changes: Option<Changes>,
     ) -> Result<Saved, FilesError> {
-        let (LoadedIndex { blobs: known, mut files }, is_new) = self.take_index().await?;
+        let (LoadedIndex { blobs: mut known, mut files }, is_new) = self.take_index().await?;
         // Without its tree, the parent says nothing: the whole home is read.
-        let parent = parent.filter(|(_, snapshot)| known.contains(BlobType::Tree, snapshot.tree));
-        let changes = changes.filter(|_| parent.is_some());
+        let mut parent = parent.filter(|(_, snapshot)| known.contains(BlobType::Tree, snapshot.tree));
         if let Some((_, snapshot)) = parent.as_ref().filter(|_| is_new) {
-            self.load_missing_trees(snapshot.tree).await?;
+            match self.load_missing_trees(snapshot.tree).await {
+                Ok(()) => {}
+                // The files are all here: they are read again, and their trees are written again.
+                Err(
+                    error @ (FilesError::Corrupt { .. } | FilesError::Store(StoreError::NotFound { .. })),
+                ) => {
+                    tracing::error!(%error, "a tree of the latest snapshot is damaged; saving everything again");
+                    known.forget_trees();
+                    parent = None;
+                }
+                Err(error) => return Err(error),
+            }
         }
+        let changes = changes.filter(|_| parent.is_some());
         let repository = &self.repository;
         let time = Timestamp::now();
         // Capacity 1: a worker waits while the store is slow, so that packs do not fill the memory.

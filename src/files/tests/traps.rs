@@ -4,6 +4,7 @@ use std::os::unix::fs::FileExt;
 
 use super::*;
 use crate::index::IndexFile;
+use crate::pack::BlobType;
 use crate::repository::Kind;
 
 fn changes_in(directories: &[&str]) -> Changes {
@@ -137,6 +138,25 @@ async fn expired_parent_does_not_make_later_snapshots_incomplete() {
     fixture.write("other", "other");
     let saved = fixture.save_changes(changes_in(&[""])).await;
     fixture.assert_restores(&saved).await;
+}
+
+/// The machine still has every file, so a damaged tree in the store must not end its backups.
+#[tokio::test]
+async fn damaged_tree_is_written_again() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("directory/file", "content");
+    fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    for (_, file) in repository.load_index().await.unwrap() {
+        for pack in file.packs.iter().filter(|pack| pack.blobs[0].blob_type == BlobType::Tree) {
+            fixture.bucket.put(&repository.pack_path(pack.id), b"damaged".to_vec()).await.unwrap();
+        }
+    }
+    fixture.restart().await;
+    fixture.write("directory/other", "more");
+    let again = fixture.save().await;
+    assert_eq!(again.counts.files_read, 2, "without the trees, every file is read");
+    assert!(again.uploaded_bytes > 0);
 }
 
 #[tokio::test]

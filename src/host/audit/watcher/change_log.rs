@@ -119,19 +119,16 @@ impl ChangeLog {
     pub fn take(&mut self, saved: Option<&str>) -> ChangesReply {
         let saved =
             saved.and_then(|token| token.strip_prefix(&self.instance)?.strip_prefix('-')?.parse().ok());
-        // While a tool is running, the same names are recorded at each look.
-        let has_new = !self.fresh.is_in(&self.unsaved);
         let fresh = std::mem::take(&mut self.fresh);
         if saved.is_some() && saved == Some(self.last_reply) {
-            self.unsaved = fresh;
-            self.last_saved = saved;
-        } else if saved.is_some() && saved == self.last_saved {
-            self.unsaved.merge(fresh);
-        } else {
+            (self.unsaved, self.last_saved) = (PathSet::default(), saved);
+        } else if saved.is_none() || saved != self.last_saved {
             // The reader has saved nothing, or something that this process does not know.
-            self.unsaved = PathSet::everything();
-            self.last_saved = None;
+            (self.unsaved, self.last_saved) = (PathSet::everything(), None);
         }
+        // While a tool is running, the same names are recorded at each look.
+        let has_new = !fresh.is_in(&self.unsaved);
+        self.unsaved.merge(fresh);
         self.last_reply += 1;
         let paths = (!self.unsaved.is_everything).then(|| ChangedPaths {
             directories: self.unsaved.directories.iter().cloned().collect(),
