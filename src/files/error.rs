@@ -59,6 +59,11 @@ impl FilesError {
         move |source| Self::Io { action, path: path.into(), source: source.into() }
     }
 
+    /// Whether an object is missing or damaged, so that another copy may help.
+    pub(crate) fn is_damage(&self) -> bool {
+        matches!(self, Self::Corrupt { .. } | Self::Store(StoreError::NotFound { .. }))
+    }
+
     /// Whether a retry may succeed.
     pub fn is_transient(&self) -> bool {
         match self {

@@ -1,5 +1,6 @@
 //! The index: in which pack each blob is. The repository has many index files; their union is the index.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 
 use jiff::Timestamp;
@@ -132,6 +133,8 @@ pub(crate) struct BlobLocations {
     packs: Vec<PackExtent>,
     data: HashMap<Id, BlobLocation>,
     trees: HashMap<Id, BlobLocation>,
+    /// The further locations of blobs that are in several packs.
+    others: HashMap<(BlobType, Id), Vec<BlobLocation>>,
 }
 
 /// A pack and the end of its last blob.
@@ -189,10 +192,16 @@ impl BlobLocations {
                     BlobType::Data => &mut self.data,
                     BlobType::Tree => &mut self.trees,
                 };
-                if is_preferred {
-                    ids.insert(id, location);
-                } else {
-                    ids.entry(id).or_insert(location);
+                let replaced = match ids.entry(id) {
+                    Entry::Vacant(entry) => {
+                        entry.insert(location);
+                        None
+                    }
+                    Entry::Occupied(mut entry) if is_preferred => Some(entry.insert(location)),
+                    Entry::Occupied(_) => Some(location),
+                };
+                if let Some(other) = replaced {
+                    self.others.entry((blob_type, id)).or_default().push(other);
                 }
             }
         }
@@ -209,6 +218,11 @@ impl BlobLocations {
         };
         let found = ids.get(&id).copied();
         found.ok_or_else(|| FilesError::corrupt(format!("{name} {id}"), &"it is in no index"))
+    }
+
+    /// Returns the further locations of a blob, for when its first copy is damaged.
+    pub(crate) fn find_others(&self, blob_type: BlobType, id: Id) -> &[BlobLocation] {
+        self.others.get(&(blob_type, id)).map_or(&[], Vec::as_slice)
     }
 
     pub(crate) fn pack(&self, location: BlobLocation) -> PackExtent {

@@ -27,7 +27,10 @@ pub const FAILPOINTS: &[&str] =
     &["files.prune.snapshot", "files.prune.repacked", "files.prune.indexed", "files.prune.replaced"];
 
 /// Maximum difference between a snapshot's time and that of its upload: a save lasts some time, and clocks differ.
-const MAX_TIME_DIFFERENCE: SignedDuration = SignedDuration::from_mins(10);
+const MAX_TIME_DIFFERENCE: SignedDuration = SignedDuration::from_hours(12);
+/// Maximum number of packs that one run deletes, and rewrites.
+const MAX_DELETIONS: usize = 5_000;
+const MAX_REWRITES: usize = 1_000;
 /// A pack is rewritten without its unused blobs if more than this percentage of its bytes is unused.
 const MAX_UNUSED_PERCENT: u64 = 50;
 /// Index files with fewer blobs are merged, if there are more than [`MAX_SMALL_INDEX_FILES`].
@@ -73,8 +76,11 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     // Snapshots come first: all blobs of these are in the index that is read afterwards.
     let snapshots = repository.list_uploaded_snapshots().await?;
     let index = repository.load_index().await?;
-    let times: Vec<_> =
-        snapshots.iter().map(|(id, snapshot, uploaded)| (*id, plausible_time(snapshot, *uploaded))).collect();
+    let times: Vec<_> = snapshots
+        .iter()
+        .filter(|(_, snapshot, uploaded)| has_plausible_time(snapshot, *uploaded))
+        .map(|(id, snapshot, _)| (*id, snapshot.time))
+        .collect();
     let mut expired: HashSet<Id> = options.policy.select_expired(&times, options.now).into_iter().collect();
     expired.retain(|id| !options.protected.contains(id));
     let kept: Vec<&Snapshot> =
@@ -82,9 +88,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     let used = UsedBlobs::find(repository, &index, &kept).await?;
     let uploads: HashMap<Id, Timestamp> = repository.list_packs().await?.into_iter().collect();
     let mut plan = PrunePlan::create(&index, &used, &uploads, options);
-    if !options.is_dry_run {
-        keep_needed_packs(repository, &index, &used, &mut plan).await?;
-    }
+    plan.limit_deletions();
     let pruned = Pruned {
         kept_snapshots: kept.len() as u64,
         removed_snapshots: expired.len() as u64,
@@ -99,6 +103,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     }
     failpoint::pass("files.prune.snapshot")?;
     repository.delete_all(expired.iter().map(|id| repository.path(Kind::Snapshot, *id)).collect()).await?;
+    keep_needed_packs(repository, &index, &used, &mut plan).await?;
     let new_packs = rewrite_packs(repository, &index, &plan, &used).await?;
     failpoint::pass("files.prune.repacked")?;
     replace_index(repository, index, &plan, new_packs, options.now).await?;
@@ -107,11 +112,10 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     Ok(pruned)
 }
 
-/// Returns a snapshot's time, or the time of its upload if they differ by much: a stolen key must not date snapshots so
-/// that they displace earlier ones.
-fn plausible_time(snapshot: &Snapshot, uploaded: Timestamp) -> Timestamp {
-    let difference = snapshot.time.duration_since(uploaded).abs();
-    if difference <= MAX_TIME_DIFFERENCE { snapshot.time } else { uploaded }
+/// Whether a snapshot's time is about that of its upload. Otherwise it is kept, and displaces no other snapshot: a stolen
+/// key could date snapshots so that earlier ones expire, and copied objects all have the time of the copy.
+fn has_plausible_time(snapshot: &Snapshot, uploaded: Timestamp) -> bool {
+    snapshot.time.duration_since(uploaded).abs() <= MAX_TIME_DIFFERENCE
 }
 
 /// Drops the marks of packs that hold the only sound copy of a blob that a snapshot needs. The index says that another
@@ -267,6 +271,20 @@ impl PrunePlan {
         plan
     }
 
+    /// Leaves further packs to the next run, so that each run ends. They stay marked.
+    fn limit_deletions(&mut self) {
+        if self.deleted.len() > MAX_DELETIONS {
+            self.deleted = self.deleted.drain().take(MAX_DELETIONS).collect();
+        }
+        if self.rewritten.len() > MAX_REWRITES {
+            let later: Vec<Id> = self.rewritten.iter().copied().skip(MAX_REWRITES).collect();
+            for pack in later {
+                self.rewritten.remove(&pack);
+                self.marked.remove(&pack);
+            }
+        }
+    }
+
     /// Whether a marked pack's mark is dropped.
     fn unmarks(&self, pack: Id) -> bool {
         self.unmarked.contains(&pack) || self.half_marked.contains(&pack)
@@ -379,7 +397,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn snapshot_cannot_choose_a_time_far_from_its_upload() {
+    fn snapshot_dated_far_from_its_upload_is_implausible() {
         let uploaded = Timestamp::from_second(1_000_000).unwrap();
         let dated = |seconds: i64| Snapshot {
             time: Timestamp::from_second(1_000_000 + seconds).unwrap(),
@@ -390,12 +408,11 @@ mod tests {
             username: String::new(),
             tags: Vec::new(),
         };
-        for seconds in [-600, -5, 0, 5, 600] {
-            let snapshot = dated(seconds);
-            assert_eq!(plausible_time(&snapshot, uploaded), snapshot.time);
+        for seconds in [-43_200, -5, 0, 5, 43_200] {
+            assert!(has_plausible_time(&dated(seconds), uploaded), "{seconds}");
         }
-        for seconds in [-100_000, -601, 601, 100_000_000] {
-            assert_eq!(plausible_time(&dated(seconds), uploaded), uploaded, "{seconds}");
+        for seconds in [-100_000, -43_201, 43_201, 100_000_000] {
+            assert!(!has_plausible_time(&dated(seconds), uploaded), "{seconds}");
         }
     }
 }

@@ -34,7 +34,18 @@ impl<'a> TreeReader<'a> {
         if let Some(tree) = self.repository.cached_tree(id)? {
             return Ok(tree);
         }
-        let location = self.locations.find(BlobType::Tree, id)?;
+        let first = self.locations.find(BlobType::Tree, id)?;
+        let mut result = self.read_at(id, first).await;
+        for other in self.locations.find_others(BlobType::Tree, id) {
+            if !result.as_ref().is_err_and(FilesError::is_damage) {
+                break;
+            }
+            result = self.read_at(id, *other).await;
+        }
+        result
+    }
+
+    async fn read_at(&mut self, id: Id, location: BlobLocation) -> Result<Tree, FilesError> {
         let pack = self.read_pack(location).await?;
         let range = location.range();
         let sealed = usize::try_from(range.start).ok().zip(usize::try_from(range.end).ok());

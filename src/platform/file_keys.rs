@@ -35,8 +35,9 @@ pub enum FileKeyError {
         source: FilesError,
     },
     #[error(
-        "slot {0} has a repository, but the platform has no key that opens it: its database is older than the key. A host \
-         that still has the key sends it with its next full save; otherwise restore a newer copy of the database"
+        "slot {0} has a repository, but the platform has no key that opens it: its database is older than the key, or the \
+         repository's configuration was replaced. A machine that still has the key sends it within a day, and at once after \
+         `systemctl restart svc-files`; otherwise restore a newer copy of the database or of the configuration"
     )]
     Lost(String),
 }
@@ -77,11 +78,9 @@ pub async fn load_or_create(
                     Err(source) => Err(FileKeyError::Repository { slot: name(), source }),
                 }
             };
-            let has_stored = stored.is_some();
-            if let Some(stored) = stored
-                && let Some((stored, _)) = test(stored).await?
-            {
-                return Ok(stored);
+            if let Some(stored) = stored {
+                // The stored key is never replaced: a host can replace the configuration that only its key opens.
+                return test(stored).await?.map(|(key, _)| key).ok_or_else(|| FileKeyError::Lost(name()));
             }
             let key = match offered {
                 Some(offered) => test(offered).await?.map(|(key, _)| key),
@@ -89,7 +88,7 @@ pub async fn load_or_create(
                 None => test(generate()?).await?.map(|(key, _)| key),
             };
             let key = key.ok_or_else(|| FileKeyError::Lost(name()))?;
-            store(platform, (user, slot), &key, has_stored).await
+            store(platform, (user, slot), &key).await
         }
     }
 }
@@ -103,7 +102,6 @@ async fn store(
     platform: &Platform,
     (user, slot): (&IdpUserId, &Slot),
     key: &RepositoryKey,
-    replaces: bool,
 ) -> Result<RepositoryKey, FileKeyError> {
     let seal = &platform.seal;
     let (user_text, slot_text) = (user.to_string(), slot.to_string());
@@ -111,12 +109,7 @@ async fn store(
     let sealed = seal.seal(&name, key.password().expose_secret().as_bytes())?;
     let sealed = SealedFileKey { user: user_text, slot: slot_text, sealed };
     let session = platform.host_db.session().await?;
-    if replaces {
-        tracing::warn!(slot = name, "replaced a key that does not open the slot's repository by the host's");
-        file_keys::reseal(&session, &sealed, seal.id()).await?;
-    } else {
-        file_keys::insert_if_absent(&session, &sealed, seal.id()).await?;
-    }
+    file_keys::insert_if_absent(&session, &sealed, seal.id()).await?;
     let stored = find(&session, seal, (user, slot)).await?;
     Ok(stored.ok_or(KeyError::Damaged { kid: name })?)
 }

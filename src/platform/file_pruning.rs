@@ -49,7 +49,7 @@ pub enum PruneError {
     Files(#[from] FilesError),
     #[error("the pointer names an invalid snapshot")]
     InvalidPointer,
-    #[error("it was not finished within {} s; the next pruning continues", TIMEOUT.as_secs())]
+    #[error("it did not finish within {} s", TIMEOUT.as_secs())]
     Timeout,
     #[error("the platform stopped; the next pruning continues")]
     Stopped,
@@ -57,12 +57,13 @@ pub enum PruneError {
     Injected(#[from] Injected),
 }
 
-/// Prunings, including reports, that run at the same time in this process: each loads an index into memory.
+/// Prunings, and reports, that run at the same time in this process: each loads an index into memory.
 static PRUNINGS: Semaphore = Semaphore::const_new(WORKERS);
+static REPORTS: Semaphore = Semaphore::const_new(1);
 /// Number of workers in each process.
 pub const WORKERS: usize = 2;
-/// Maximum duration of one pruning. The next one continues.
-const TIMEOUT: Duration = Duration::from_secs(600);
+/// Maximum duration of one pruning: far longer than that of a large repository, so that it ends only a hostile one.
+const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
 
 /// Prunes due repositories, one at a time, until the platform stops. Several workers may run.
 pub async fn run(platform: Arc<Platform>) {
@@ -140,7 +141,9 @@ pub async fn prune_slot(
     slot: &Slot,
     is_dry_run: bool,
 ) -> Result<Pruned, PruneError> {
-    let _permit = PRUNINGS.acquire().await;
+    // Reports must not wait for the workers.
+    let permits = if is_dry_run { &REPORTS } else { &PRUNINGS };
+    let _permit = permits.acquire().await;
     let session = platform.db.session().await?;
     let key = file_keys::find(&session, &platform.seal, (user, slot)).await?;
     let subscription = db::slots::find_subscription(&session, user, slot).await?;

@@ -49,7 +49,7 @@ async fn saved_state_comes_back_on_the_next_machine() -> Result<()> {
     expected.extend(describe_tree(&first.home())?);
     expected.retain(|path, _| path != "home/new" && !path.starts_with("home/new/"));
     let status = first.machine.run(&["svc-sync-agent", "status"])?.expect(0);
-    assert!(status.stdout.contains("not a rule") && status.stdout.contains("a{b\n"), "{}", status.stdout);
+    assert!(status.stdout.contains(".svcignore  invalid: a{b\n"), "{}", status.stdout);
 
     let second = Host::new(&store, &platform, 2)?;
     // What the boot of the new machine has written.

@@ -47,8 +47,22 @@ pub(super) async fn write_contents(
     let read_one = |read: RangeRead| {
         let (files, target, key) = (Arc::clone(&files), target.to_owned(), repository.key.clone());
         async move {
-            let bytes = repository.read_pack(read.pack, read.range.clone()).await?;
-            let written = run_blocking(move || write_pieces(&key, &read, &bytes, &files, &target)).await?;
+            let read = Arc::new(read);
+            let write = async |read: Arc<RangeRead>| {
+                let bytes = repository.read_pack(read.pack, read.range.clone()).await?;
+                let (files, target, key) = (Arc::clone(&files), target.clone(), key.clone());
+                run_blocking(move || write_pieces(&key, &read, &bytes, &files, &target)).await
+            };
+            let written = match write(Arc::clone(&read)).await {
+                Err(error) if error.is_damage() => {
+                    let mut written = 0;
+                    for same in read.pieces.chunk_by(|a, b| a.location == b.location) {
+                        written += write_other_copy(locations, same, &write, &error).await?;
+                    }
+                    written
+                }
+                result => result?,
+            };
             progress.written_bytes.fetch_add(written, Ordering::Relaxed);
             Ok::<(), FilesError>(())
         }
@@ -59,6 +73,27 @@ pub(super) async fn write_contents(
         .await?;
     plan.files = Arc::into_inner(files).expect("all tasks have ended, so this is the only reference");
     Ok(plan)
+}
+
+/// Writes a chunk from the first of its copies that is sound. `error` says why they could not be read together.
+async fn write_other_copy(
+    locations: &BlobLocations,
+    same: &[ChunkPlacement],
+    write: &impl AsyncFn(Arc<RangeRead>) -> Result<u64, FilesError>,
+    error: &FilesError,
+) -> Result<u64, FilesError> {
+    let id = same[0].id;
+    let copies =
+        [same[0].location].into_iter().chain(locations.find_others(BlobType::Data, id).iter().copied());
+    for location in copies {
+        let pieces = same.iter().map(|piece| ChunkPlacement { location, ..*piece }).collect();
+        let read = RangeRead { pack: locations.pack(location).id, range: location.range(), pieces };
+        match write(Arc::new(read)).await {
+            Err(error) if error.is_damage() => tracing::warn!(%error, "a copy of a chunk is damaged"),
+            result => return result,
+        }
+    }
+    Err(FilesError::corrupt(format!("chunk {id}"), error))
 }
 
 /// Groups pieces, which are sorted by pack and offset, into requests.

@@ -157,6 +157,16 @@ async fn damaged_tree_is_written_again() {
     let again = fixture.save().await;
     assert_eq!(again.counts.files_read, 2, "without the trees, every file is read");
     assert!(again.uploaded_bytes > 0);
+    // The damaged copies are still in the index.
+    for _ in 0..3 {
+        let (target, _) = fixture.restore(&again.snapshot).await;
+        assert_eq!(fs::read_to_string(target.path().join("directory/file")).unwrap(), "content");
+        fixture.restart().await;
+    }
+    pruning::run(&fixture, &pruning::days_later(3)).await;
+    pruning::run(&fixture, &pruning::days_later(9)).await;
+    let (target, _) = fixture.restore(&again.snapshot).await;
+    assert_eq!(fs::read_to_string(target.path().join("directory/other")).unwrap(), "more");
 }
 
 #[tokio::test]

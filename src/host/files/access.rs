@@ -34,8 +34,8 @@ pub enum AccessError {
     #[error("the platform refuses to give this machine the key of the file backup: {0}")]
     KeyRefused(String),
     #[error(
-        "the files of the machine's predecessor could not be restored, so this home is not saved: it would hide theirs; \
-         `svc-sync-agent restore-home --retry` repeats the restore"
+        "the previous machine's files were not restored, so nothing is saved: a new snapshot would replace theirs as the \
+         latest; `svc-sync-agent restore-home --retry`, as root, restores them"
     )]
     NotRestored,
     #[error(transparent)]
@@ -193,8 +193,8 @@ impl FilesSettings {
         if !status.is_success() {
             let problem = ProblemBody::parse(&body);
             let text = format!("{status} {}: {}", problem.code, problem.detail);
-            let is_final = status.is_client_error()
-                && !matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT);
+            // Any other refusal may come from something between this machine and the platform.
+            let is_final = status == StatusCode::FORBIDDEN && problem.code == "superseded";
             return Err(if is_final {
                 AccessError::KeyRefused(text)
             } else {

@@ -58,9 +58,7 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
                     format!("{} changed whenever they were read", entry(status.unstable)),
                 ));
             }
-            rows.extend(
-                status.invalid_rules.iter().map(|line| ("not a rule", format!(".svcignore: {line}"))),
-            );
+            rows.extend(status.invalid_rules.iter().map(|line| (".svcignore", format!("invalid: {line}"))));
             rows.extend(status.error.as_ref().map(|error| ("error", error.clone())));
         }
     }
@@ -97,8 +95,8 @@ pub async fn save_now(layout: &Layout) -> Result<(), Failure> {
             return Err(Failure::new(Exit::Unavailable, anyhow!("{error}")));
         }
         if Instant::now() >= end {
-            let text = "the save has not ended yet and goes on; `svc-sync-agent status` shows its state, \
-                        `systemctl status svc-files` the service";
+            let text = "not saved within ten minutes; if svc-files is running, the save continues: \
+                        `svc-sync-agent status` and `systemctl status svc-files` show its state";
             return Err(Failure::new(Exit::Unavailable, anyhow!(text)));
         }
         tokio::time::sleep(POLL_INTERVAL).await;

@@ -146,12 +146,19 @@ impl RestoreOutcome {
 /// `retry` is set.
 pub async fn run(layout: Layout, retry: bool) -> Result<(), Failure> {
     let outcome = RestoreOutcome::read(&layout).or_exit(Exit::Internal)?;
-    let is_done = match outcome {
+    let is_done = match &outcome {
         Some(RestoreOutcome { error: None, .. }) => true,
         Some(RestoreOutcome { error: Some(_), .. }) => !retry,
         // An earlier release did not restore files.
         None => layout.restore_complete().exists() && !retry,
     };
+    if let Some(RestoreOutcome { error: Some(error), .. }) = outcome.as_ref().filter(|_| is_done) {
+        tracing::warn!(
+            error,
+            "an earlier restore failed; `svc-sync-agent restore-home --retry`, as root, repeats it"
+        );
+        return Ok(());
+    }
     if is_done {
         tracing::info!("the files of this machine are already in use; nothing is restored");
         return Ok(());
@@ -197,7 +204,13 @@ fn describe(outcome: &RestoreOutcome) -> String {
 async fn restore_files(settings: &FilesSettings, progress: &Progress) -> Result<RestoreOutcome, GateError> {
     let read = async || files_pointer::read(&settings.bucket, &settings.slot).await;
     let pointer = retry(OUTAGE_TIMEOUT, StoreError::is_transient, read).await?;
-    let Some(latest) = pointer.and_then(|pointer| pointer.value.snapshot) else {
+    // A machine that is in use restores only its predecessor's files: its own are newer than their snapshot.
+    let is_restored = |latest: &FilesSnapshotRef| {
+        let identity = &settings.identity;
+        !settings.layout.restore_complete().exists()
+            || latest.machine_id != identity.machine && latest.epoch < identity.epoch
+    };
+    let Some(latest) = pointer.and_then(|pointer| pointer.value.snapshot).filter(is_restored) else {
         return Ok(RestoreOutcome {
             version: FORMAT,
             ended_at: clock::now_ms(),
@@ -307,7 +320,7 @@ impl Staging {
         match fs::symlink_metadata(&self.0) {
             Ok(meta) if meta.is_dir() && [0, self.1].contains(&meta.uid()) => Ok(()),
             Ok(_) => {
-                let error = std::io::Error::other("it belongs to another user; remove it");
+                let error = std::io::Error::other("it is not a directory of svc-gateway or root; remove it");
                 Err(FileError::wrap("use", &self.0)(error))
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),

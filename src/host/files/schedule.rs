@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 pub const MAX_DELAY: Duration = Duration::from_secs(30);
 /// Interval of looks at what the watcher does not watch, such as agents' settings.
 pub const UNWATCHED_INTERVAL: Duration = Duration::from_secs(60);
-/// Minimum time between the ends of two saves: each new snapshot costs several requests to the store.
+/// Minimum pause after a save, because each new snapshot costs several requests to the store. A requested save does not
+/// wait.
 pub const MIN_INTERVAL: Duration = Duration::from_secs(15);
 /// Looks at unwatched files take at most 1/50 of the time, and saves of the whole home 1/100, but they happen at least
 /// at these intervals.
@@ -132,6 +133,7 @@ impl Schedule {
     pub fn record_failure(&mut self, now: Instant) {
         let (min, max) = RETRY_PAUSES;
         self.not_before = now + (min * 2_u32.saturating_pow(self.failures.min(10))).min(max);
+        self.next_unwatched = self.next_unwatched.min(self.not_before);
         self.failures += 1;
         self.is_requested = false;
     }

@@ -84,8 +84,10 @@ pub async fn for_operator(
     let tx = db::begin(&mut session).await?;
     let key = file_keys::find(&tx, &platform.seal, (&user, &slot)).await.map_err(key_unavailable)?;
     let key = key.ok_or_else(|| {
-        let detail =
-            format!("No host of slot {user}/{slot} has asked for a key yet, so it has no file backups.");
+        let detail = format!(
+            "The platform has no files key for slot {user}/{slot}: either no machine has saved files yet, or the database is \
+             older than the key; a machine that has the key sends it within a day."
+        );
         Problem::new(Code::NotFound, detail)
     })?;
     let target = format!("{user}/{slot}");

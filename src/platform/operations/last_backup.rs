@@ -157,7 +157,8 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
             && let Some(taken_at) =
                 final_backup::find_final_backup(leased, &machine, &progress, &report, now).await
         {
-            return Ok(finish_with_backup(&machine, taken_at, &SavedFiles::find(&report, &progress)));
+            let files = SavedFiles::find(&report, &progress);
+            return Ok(finish_with_backup(leased, &machine, taken_at, &files));
         }
         if options.accept_loss && progress.problem.is_none() {
             return Box::pin(skip_host(leased, &machine, &progress, SkipReason::GivenUp)).await;
@@ -168,7 +169,9 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
         progress = progress.into_restarted();
     }
     match attempt_backup(leased, &machine, &mut progress, now).await {
-        Ok(AttemptOutcome::Saved { taken_at, files }) => Ok(finish_with_backup(&machine, taken_at, &files)),
+        Ok(AttemptOutcome::Saved { taken_at, files }) => {
+            Ok(finish_with_backup(leased, &machine, taken_at, &files))
+        }
         Ok(AttemptOutcome::Wait(delay)) => {
             progress.unreachable_since = None;
             Ok(progress.wait(leased, delay))
@@ -216,11 +219,20 @@ async fn resolve_without_call(
     Ok(Some(progress.wait(leased, POLL_INTERVAL)))
 }
 
-fn finish_with_backup(machine: &MachineRow, taken_at: Timestamp, files: &SavedFiles) -> StepOutcome {
-    let record = match files.unsaved_since() {
-        None => StepRecord::Saved { machine: machine.id, taken_at },
+fn finish_with_backup(
+    leased: &LeasedOperation<'_>,
+    machine: &MachineRow,
+    taken_at: Timestamp,
+    files: &SavedFiles,
+) -> StepOutcome {
+    let id = machine.id;
+    let record = match files.unsaved_since().map(|since| since.or(machine.registered_at)) {
+        None => StepRecord::Saved { machine: id, taken_at },
+        Some(since) if leased.operation.options.accept_loss => {
+            StepRecord::LossAccepted { machine: id, since }
+        }
         // The server holds the only copy of some files.
-        Some(since) => StepRecord::Unsaved { machine: machine.id, since: since.or(machine.registered_at) },
+        Some(since) => StepRecord::Unsaved { machine: id, since },
     };
     StepOutcome::Done {
         note: Some(format!("a snapshot was taken after the writers had stopped{files}").into()),

@@ -21,13 +21,6 @@ impl PathSet {
         Self { is_everything: true, ..Self::default() }
     }
 
-    fn is_in(&self, other: &Self) -> bool {
-        other.is_everything
-            || !self.is_everything
-                && self.directories.is_subset(&other.directories)
-                && self.subtrees.is_subset(&other.subtrees)
-    }
-
     fn limit(&mut self) {
         if self.directories.len() + self.subtrees.len() > MAX_PATHS {
             *self = Self::everything();
@@ -57,6 +50,8 @@ pub struct ChangeLog {
     unsaved: PathSet,
     /// Changes since the last reply.
     fresh: PathSet,
+    /// The number of events at the last reply.
+    events: u64,
 }
 
 impl ChangeLog {
@@ -68,6 +63,7 @@ impl ChangeLog {
             last_saved: None,
             unsaved: PathSet::everything(),
             fresh: PathSet::default(),
+            events: 0,
         }
     }
 
@@ -115,8 +111,8 @@ impl ChangeLog {
         self.fresh.limit();
     }
 
-    /// Returns the changes since the reply whose token is `saved`.
-    pub fn take(&mut self, saved: Option<&str>) -> ChangesReply {
+    /// Returns the changes since the reply whose token is `saved`. `events` is the number of events so far.
+    pub fn take(&mut self, saved: Option<&str>, events: u64) -> ChangesReply {
         let saved =
             saved.and_then(|token| token.strip_prefix(&self.instance)?.strip_prefix('-')?.parse().ok());
         let fresh = std::mem::take(&mut self.fresh);
@@ -126,8 +122,9 @@ impl ChangeLog {
             // The reader has saved nothing, or something that this process does not know.
             (self.unsaved, self.last_saved) = (PathSet::everything(), None);
         }
-        // While a tool is running, the same names are recorded at each look.
-        let has_new = !fresh.is_in(&self.unsaved);
+        // While a tool is running, the same names are recorded again and again, without new events.
+        let has_new = events != self.events;
+        self.events = events;
         self.unsaved.merge(fresh);
         self.last_reply += 1;
         let paths = (!self.unsaved.is_everything).then(|| ChangedPaths {
@@ -154,32 +151,32 @@ mod tests {
     #[test]
     fn take_repeats_changes_until_they_are_saved() {
         let mut log = ChangeLog::new();
-        let first = log.take(None);
+        let first = log.take(None, 1);
         assert_eq!(first.paths, None, "the first save reads everything");
         change(&mut log, "a");
-        let second = log.take(Some(&first.token));
+        let second = log.take(Some(&first.token), 2);
         assert_eq!((directories(&second), second.has_new), (Some(vec!["a"]), true));
         change(&mut log, "b");
-        let third = log.take(Some(&first.token));
+        let third = log.take(Some(&first.token), 2);
         assert_eq!(directories(&third), Some(vec!["a", "b"]), "the save of `a` failed");
-        let fourth = log.take(Some(&third.token));
+        let fourth = log.take(Some(&third.token), 2);
         assert_eq!((directories(&fourth), fourth.has_new), (Some(vec![]), false));
         for unknown in [None, Some("other-1"), Some(second.token.as_str())] {
             let mut log = ChangeLog { instance: log.instance.clone(), last_reply: 9, ..ChangeLog::new() };
-            assert_eq!(log.take(unknown).paths, None, "{unknown:?}");
+            assert_eq!(log.take(unknown, 0).paths, None, "{unknown:?}");
         }
     }
 
     #[test]
     fn too_many_changes_become_everything() {
         let mut log = ChangeLog::new();
-        let first = log.take(None);
+        let first = log.take(None, 0);
         for number in 0..=MAX_PATHS {
             change(&mut log, &number.to_string());
         }
         log.fresh.limit();
-        let second = log.take(Some(&first.token));
+        let second = log.take(Some(&first.token), 0);
         assert_eq!(second.paths, None);
-        assert_eq!(directories(&log.take(Some(&second.token))), Some(vec![]));
+        assert_eq!(directories(&log.take(Some(&second.token), 0)), Some(vec![]));
     }
 }

@@ -44,6 +44,8 @@ pub struct HomeWatcher {
     watches: HashMap<Inode, WatchDescriptor>,
     /// The system's watch limit has been reached.
     is_at_watch_limit: bool,
+    /// The number of events that were read.
+    event_count: u64,
 }
 
 impl HomeWatcher {
@@ -58,7 +60,8 @@ impl HomeWatcher {
         let root = fstat(&folder).map_err(at("stat"))?.st_ino;
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).map_err(at("watch"))?;
         let (folders, watches) = (HashMap::new(), HashMap::new());
-        let watcher = Self { home: folder, root, inotify, folders, watches, is_at_watch_limit: false };
+        let watcher =
+            Self { home: folder, root, inotify, folders, watches, is_at_watch_limit: false, event_count: 0 };
         // Check now that `openat2` is permitted: if a seccomp filter denied it, the audit would silently miss all
         // changes.
         watcher.open_below(b".").map_err(at("open folders of"))?;
@@ -76,6 +79,10 @@ impl HomeWatcher {
     /// Allows new watches again. Called before a full check.
     pub fn retry_watches(&mut self) {
         self.is_at_watch_limit = false;
+    }
+
+    pub fn event_count(&self) -> u64 {
+        self.event_count
     }
 
     pub fn watch_count(&self) -> usize {
@@ -97,6 +104,7 @@ impl HomeWatcher {
                 }
             };
             read += events.len();
+            self.event_count += events.len() as u64;
             for event in events {
                 if event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW) {
                     dirty.mark_all();

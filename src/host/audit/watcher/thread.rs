@@ -155,7 +155,7 @@ impl Watcher {
             self.change_log.record_everything();
         }
         self.change_log.record(&self.dirty, &self.tree);
-        self.change_log.take(saved)
+        self.change_log.take(saved, self.home_watcher.event_count())
     }
 
     fn wait_for_events(&self, waker: &UnixStream, timeout: Duration) {
