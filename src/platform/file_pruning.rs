@@ -1,7 +1,7 @@
 //! Prunes the repositories of file backups: each slot's repository once per `FILES_PRUNE_SECONDS`.
 //!
 //! Only the platform deletes objects. Expired snapshots are removed by the retention policy of the slot's plan; packs
-//! that no snapshot needs are marked, and deleted after [`GRACE_PERIOD`]. The snapshot that the pointer names is always
+//! that no snapshot needs are marked, and deleted after 72 hours. The snapshot that the pointer names is always
 //! kept.
 
 use std::sync::Arc;

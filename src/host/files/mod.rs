@@ -1,7 +1,7 @@
 //! Backups of the owner's files, in the restic repository format (`svc_files`).
 //!
 //! While the machine runs, [`service`] saves the user's home directory again and again: the watcher says which
-//! directories have changed, and [`schedule`] decides when to save. On a new machine, [`gate`] restores the latest
+//! directories have changed, and a schedule decides when to save. On a new machine, [`gate`] restores the latest
 //! snapshot before the database is restored and the gateway starts. `svc_store::files_pointer` names that snapshot; a
 //! replaced machine cannot move it.
 
