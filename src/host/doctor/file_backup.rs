@@ -41,7 +41,7 @@ pub fn check(layout: &Layout) -> Findings {
     }
     let first = status.first_unreadable.unwrap_or_default();
     findings.warning(
-        format!("{what}, but {} could not be read, such as {first}", pluralize(status.unreadable, "entry")),
+        format!("{what}, but {} could not be read, such as {first}", pluralize(status.unreadable, "item")),
         "journalctl -u svc-files -n 50",
     )
 }

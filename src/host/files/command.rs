@@ -46,16 +46,16 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
             rows.extend(status.changed_since.map(|at| ("changed", format!("{}; not saved yet", time(at)))));
             rows.push(("files", format!("{}, {} bytes", status.files, status.bytes)));
             rows.extend(status.snapshot.as_ref().map(|id| ("snapshot", id.clone())));
-            let entry = |count: u64| pluralize(count, "entry");
-            rows.push(("left out", format!("{}, {} special", entry(status.excluded), status.special)));
+            let items = |count: u64| pluralize(count, "item");
+            rows.push(("left out", format!("{}, {} special", items(status.excluded), status.special)));
             if status.unreadable > 0 {
                 let first = status.first_unreadable.as_deref().unwrap_or_default();
-                rows.push(("unreadable", format!("{}, such as {first}", entry(status.unreadable))));
+                rows.push(("unreadable", format!("{}, such as {first}", items(status.unreadable))));
             }
             if status.unstable > 0 {
                 rows.push((
                     "changing",
-                    format!("{} changed whenever they were read", entry(status.unstable)),
+                    format!("{} changed whenever they were read", items(status.unstable)),
                 ));
             }
             rows.extend(status.invalid_rules.iter().map(|line| (".svcignore", format!("invalid: {line}"))));
