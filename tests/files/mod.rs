@@ -2,10 +2,12 @@
 
 mod machine;
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
 use anyhow::{Context, Result, ensure};
+use kit::s3::S3Server;
 use svc::host::files::{gate, service};
 use svc::machine::epoch::Epoch;
 use svc::store::files_pointer;
@@ -24,6 +26,15 @@ fn fill(host: &Host) -> Result<()> {
     std::os::unix::fs::symlink("/etc/passwd", host.home().join("home/link"))?;
     fs::hard_link(host.home().join("home/system/config.json"), host.home().join("home/second-name"))?;
     Ok(())
+}
+
+/// Saves a small home on the first machine, and describes it.
+async fn save_once(store: &S3Server, platform: &FilesPlatform) -> Result<BTreeMap<String, String>> {
+    let first = Host::new(store, platform, 1)?;
+    fill(&first)?;
+    let _service = first.start_service("")?;
+    first.wait_until_saved().await?;
+    describe_tree(&first.home())
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -80,12 +91,7 @@ async fn saved_state_comes_back_on_the_next_machine() -> Result<()> {
 async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
     let store = store()?;
     let platform = FilesPlatform::start().await?;
-    let first = Host::new(&store, &platform, 1)?;
-    fill(&first)?;
-    let service = first.start_service("")?;
-    first.wait_until_saved().await?;
-    drop(service);
-    let expected = describe_tree(&first.home())?;
+    let expected = save_once(&store, &platform).await?;
     for point in gate::FAILPOINTS {
         let next = Host::new(&store, &platform, 2)?;
         let failpoints = format!("{point}=return(kill)");
@@ -135,12 +141,7 @@ async fn service_survives_a_kill_at_every_fail_point() -> Result<()> {
 async fn damaged_snapshot_is_reported_and_never_hidden_by_an_empty_home() -> Result<()> {
     let store = store()?;
     let platform = FilesPlatform::start().await?;
-    let first = Host::new(&store, &platform, 1)?;
-    fill(&first)?;
-    let service = first.start_service("")?;
-    first.wait_until_saved().await?;
-    drop(service);
-    let expected = describe_tree(&first.home())?;
+    let expected = save_once(&store, &platform).await?;
     let bucket = bucket(&store)?;
     let latest = async || -> Result<String> {
         let pointer = files_pointer::read(&bucket, &slot()).await?.context("no pointer")?.value;

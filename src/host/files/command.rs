@@ -14,7 +14,7 @@ use super::service::SAVE_REQUEST;
 use super::status::FilesStatus;
 use crate::system::layout::Layout;
 
-/// How long `now` waits for the save. A first save of many files takes longer; it goes on without the command.
+/// How long `now` waits for the save. A first save of many files takes longer; it continues after the command ends.
 const TIMEOUT: Duration = Duration::from_secs(600);
 const POLL_INTERVAL: Duration = Duration::from_millis(250);
 

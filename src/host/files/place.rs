@@ -144,7 +144,7 @@ mod tests {
         assert_eq!(fs::metadata(to.join("system")).unwrap().mode() & 0o7777, 0o2750);
         assert_eq!(fs::read_link(to.join("link")).unwrap(), Path::new("/etc"));
         assert_eq!(fs::read_dir(root.path().join("outside")).unwrap().count(), 0);
-        // What was replaced by another kind of entry is deleted with the staging directory.
+        // Entries that were replaced by another kind are deleted with the staging directory.
         let left: Vec<_> = fs::read_dir(&from).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert!(left.iter().all(|name| name.to_string_lossy().starts_with(REPLACED_PREFIX)), "{left:?}");
         assert_eq!(left.len(), 3);

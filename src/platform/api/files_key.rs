@@ -13,21 +13,19 @@ use http::header::{CACHE_CONTROL, HeaderValue};
 use serde::Serialize;
 use serde_json::json;
 
-use super::access::unauthorized;
-use super::call::{ApiCall, path_id};
+use super::call::ApiCall;
 use super::endpoint::{ADMIN, Access, Endpoint, HOST, MACHINE_ID, OPERATOR, documented_json};
-use super::heartbeat;
+use super::host_access::{authenticate_machine, check_slot_access};
 use super::mutation::{self, AuditChange};
 use super::pointer::{SLOT, USER};
 use crate::context::Platform;
-use crate::db::{self, machine_row::MachineRow};
+use crate::db;
 use crate::file_keys::{self, FileKeyError};
 use crate::keys::KeyError;
 use svc_files::RepositoryKey;
 use svc_http::openapi::{Operation, request_object, schema_of, text_matching};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, format_chain};
-use svc_machine::id::MachineId;
 use svc_machine::name::Slot;
 use svc_store::key::SlotPrefix;
 use svc_wire::files::{FilesAccess, FilesKey};
@@ -38,16 +36,13 @@ pub async fn for_host(
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
-    let machine = call.authenticate_host(&platform).await?;
-    let id: MachineId = path_id("machineId", &id)?;
-    if id != machine.id {
-        return Err(Problem::new(Code::Forbidden, "This token belongs to another machine."));
-    }
+    let machine = authenticate_machine(&call, &platform, &id).await?;
+    let id = machine.id;
     let mut fields = call.json_fields()?;
     let offered: Option<RepositoryKey> = fields.optional("key");
     fields.finish(Some(()))?;
     platform.rate_limits.admit_credentials(id)?;
-    ensure_holds_slot(&platform, &machine).await?;
+    check_slot_access(&platform, &machine).await?;
     let slot = (&machine.user, &machine.slot);
     let key = file_keys::load_or_create(&platform, slot, offered).await.map_err(|error| match error {
         FileKeyError::Key(error) => key_unavailable(error),
@@ -57,17 +52,6 @@ pub async fn for_host(
         }
     })?;
     Ok(respond(FilesKey { key: key.password().clone() }))
-}
-
-/// Refuses a host that may not read its slot's store.
-async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Result<(), Problem> {
-    if machine.is_active() || heartbeat::is_final_backup_pending(platform, machine).await? {
-        Ok(())
-    } else if machine.deleted_at.is_some() {
-        Err(unauthorized())
-    } else {
-        Err(Problem::new(Code::Superseded, "Another machine has replaced this one."))
-    }
 }
 
 pub async fn for_operator(

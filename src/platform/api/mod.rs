@@ -25,6 +25,7 @@ pub mod fleet;
 pub mod heal;
 pub mod health;
 pub mod heartbeat;
+pub mod host_access;
 pub mod list;
 pub mod locations;
 pub mod machine;

@@ -9,10 +9,9 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::header::{CACHE_CONTROL, HeaderValue};
 
-use super::access::unauthorized;
-use super::call::{ApiCall, path_id};
+use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, HOST, MACHINE_ID, documented_json};
-use super::heartbeat;
+use super::host_access::{SlotAccess, authenticate_machine, check_slot_access};
 use crate::context::Platform;
 use crate::host_store::SessionGrant;
 use axum::routing::post;
@@ -20,7 +19,6 @@ use http::Method;
 use svc_http::openapi::{Operation, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, format_chain};
-use svc_machine::id::MachineId;
 use svc_wire::storage::StorageCredentials;
 
 pub async fn handle(
@@ -29,21 +27,13 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
-    let machine = call.authenticate_host(&platform).await?;
-    let id: MachineId = path_id("machineId", &id)?;
-    if id != machine.id {
-        return Err(Problem::new(Code::Forbidden, "This token belongs to another machine."));
-    }
+    let machine = authenticate_machine(&call, &platform, &id).await?;
+    let id = machine.id;
     call.validate_optional_body()?;
     platform.rate_limits.admit_credentials(id)?;
-    let grant = if machine.is_active() {
-        SessionGrant::WithOutage
-    } else if heartbeat::is_final_backup_pending(&platform, &machine).await? {
-        SessionGrant::Working
-    } else if machine.deleted_at.is_some() {
-        return Err(unauthorized());
-    } else {
-        return Err(Problem::new(Code::Superseded, "Another machine has replaced this one."));
+    let grant = match check_slot_access(&platform, &machine).await? {
+        SlotAccess::Current => SessionGrant::WithOutage,
+        SlotAccess::FinalBackup => SessionGrant::Working,
     };
     let access = platform.host_store.grant_access(&machine, grant).await.map_err(|error| {
         tracing::warn!(machine = %id, error = %format_chain(&error), "cannot issue storage credentials");

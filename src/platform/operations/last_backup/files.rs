@@ -14,15 +14,15 @@ use svc_base::untrusted_text::truncate_printable;
 /// How long the step waits for the files after the database is saved.
 const TIMEOUT: SignedDuration = SignedDuration::from_mins(3);
 
-/// What is saved of the owner's files. Displayed as the end of a note.
+/// How much of the owner's files is saved. Displayed as the end of a note.
 #[derive(Debug, PartialEq, Eq)]
 pub enum SavedFiles {
     /// The host does not save files.
-    Unknown,
+    Unsupported,
     /// Everything that the writers wrote before they stopped.
-    All { until: Timestamp },
+    Complete { until: Timestamp },
     /// Not everything; nothing if `until` is `None`.
-    Some { until: Option<Timestamp>, error: Option<String> },
+    Partial { until: Option<Timestamp>, error: Option<String> },
 }
 
 impl SavedFiles {
@@ -31,22 +31,23 @@ impl SavedFiles {
             HostReport::Backups(host) => host.files.as_deref(),
             HostReport::Unsupported => None,
         };
-        let Some(files) = files else { return Self::Unknown };
+        let Some(files) = files else { return Self::Unsupported };
         // Both times are by the host's clock.
         let stopped_at = progress.quiesced_at.or(progress.first_requested_at);
         match files.saved_until.zip(stopped_at) {
-            Some((until, stopped)) if until >= stopped => Self::All { until },
-            _ => {
-                Self::Some { until: files.saved_until, error: files.error.as_deref().map(truncate_printable) }
-            }
+            Some((until, stopped)) if until >= stopped => Self::Complete { until },
+            _ => Self::Partial {
+                until: files.saved_until,
+                error: files.error.as_deref().map(truncate_printable),
+            },
         }
     }
 
     /// Returns since when files are unsaved; `None` if they are saved, or if the host does not save files.
     pub fn unsaved_since(&self) -> Option<Option<Timestamp>> {
         match self {
-            Self::Unknown | Self::All { .. } => None,
-            Self::Some { until, .. } => Some(*until),
+            Self::Unsupported | Self::Complete { .. } => None,
+            Self::Partial { until, .. } => Some(*until),
         }
     }
 }
@@ -54,11 +55,11 @@ impl SavedFiles {
 impl fmt::Display for SavedFiles {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Unknown => Ok(()),
-            Self::All { until } => {
+            Self::Unsupported => Ok(()),
+            Self::Complete { until } => {
                 write!(f, "; the owner's files are saved as of {}", clock::rfc3339_ms(*until))
             }
-            Self::Some { until, error } => {
+            Self::Partial { until, error } => {
                 match until {
                     Some(at) => {
                         write!(f, "; the owner's files are saved only as of {}", clock::rfc3339_ms(*at))?;
