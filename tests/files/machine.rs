@@ -19,7 +19,8 @@ use svc_files::RepositoryKey;
 
 use crate::vault::machine::{BUCKET, Machine, Running};
 
-const TIMEOUT: Duration = Duration::from_secs(60);
+/// Longer than the interval of saves without changes, which move `savedUntil`.
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The platform's route for the key of the file backup.
 pub struct FilesPlatform {
@@ -107,12 +108,23 @@ impl Host {
         Ok(serde_json::from_str(&fs::read_to_string(self.machine.path("var/lib/svc/files/restored.json"))?)?)
     }
 
+    /// Starts the service, and waits for its first save. The time is taken before: the save may begin at once.
+    pub async fn start_and_save(&self) -> Result<Running> {
+        let before = Timestamp::now();
+        let service = self.start_service("")?;
+        self.wait_until_saved_since(before).await?;
+        Ok(service)
+    }
+
     /// Waits until everything written so far is in the store.
     pub async fn wait_until_saved(&self) -> Result<()> {
-        let now = Timestamp::now();
+        self.wait_until_saved_since(Timestamp::now()).await
+    }
+
+    async fn wait_until_saved_since(&self, time: Timestamp) -> Result<()> {
         let is_saved = |status: &Value| {
             let saved: Option<Timestamp> = status["savedUntil"].as_str().and_then(|time| time.parse().ok());
-            saved.is_some_and(|saved| saved > now)
+            saved.is_some_and(|saved| saved > time)
         };
         self.wait_for_status("the files are saved", is_saved).await
     }

@@ -32,8 +32,7 @@ fn fill(host: &Host) -> Result<()> {
 async fn save_once(store: &S3Server, platform: &FilesPlatform) -> Result<BTreeMap<String, String>> {
     let first = Host::new(store, platform, 1)?;
     fill(&first)?;
-    let _service = first.start_service("")?;
-    first.wait_until_saved().await?;
+    let _service = first.start_and_save().await?;
     describe_tree(&first.home())
 }
 
@@ -43,8 +42,8 @@ async fn saved_state_comes_back_on_the_next_machine() -> Result<()> {
     let platform = FilesPlatform::start().await?;
     let first = Host::new(&store, &platform, 1)?;
     fill(&first)?;
-    let (_watcher, service) = (first.start_watcher()?, first.start_service("")?);
-    first.wait_until_saved().await?;
+    let _watcher = first.start_watcher()?;
+    let service = first.start_and_save().await?;
     // Only the watcher tells the service about these changes.
     first.write("home/projects/app/deep/er/notes", "2")?;
     first.write("home/new/below/file", "new")?;
@@ -126,8 +125,7 @@ async fn service_survives_a_kill_at_every_fail_point() -> Result<()> {
         let _watcher = first.start_watcher()?;
         first.start_service(&format!("{point}=return(kill)"))?.wait()?.expect_killed();
         first.write("home/after-the-kill", "x")?;
-        let _service = first.start_service("")?;
-        first.wait_until_saved().await?;
+        let _service = first.start_and_save().await?;
         let expected = describe_tree(&first.home())?;
         let next = Host::new(&store, &platform, 2)?;
         next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
@@ -169,8 +167,7 @@ async fn damaged_snapshot_is_reported_and_never_hidden_by_an_empty_home() -> Res
     let mut restored = describe_tree(&next.home())?;
     restored.retain(|path, _| !path.starts_with("home/system/logs"));
     assert_eq!(restored, expected);
-    let _service = next.start_service("")?;
-    next.wait_until_saved().await?;
+    let _service = next.start_and_save().await?;
     ensure!(latest().await? != id, "the machine saves again");
     Ok(())
 }
@@ -182,8 +179,7 @@ async fn requested_save_needs_no_watcher() -> Result<()> {
     let platform = FilesPlatform::start().await?;
     let first = Host::new(&store, &platform, 1)?;
     fill(&first)?;
-    let _service = first.start_service("")?;
-    first.wait_until_saved().await?;
+    let _service = first.start_and_save().await?;
     first.write("home/projects/app/deep/er/notes", "changed")?;
     fs::create_dir_all(first.machine.path("var/lib/svc/requests"))?;
     let saved = first.machine.run(&["svc-sync-agent", "now"])?.expect(0);

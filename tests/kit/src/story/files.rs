@@ -19,7 +19,8 @@ const KEPT: [(&str, &str, u32); 3] = [
 const DELETED: &str = "home/projects/deleted.md";
 /// Left out of every backup.
 const EXCLUDED: &str = "home/projects/node_modules/module.js";
-const SAVE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Longer than the interval of saves without changes, which move `savedUntil`.
+const SAVE_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Writes files, deletes one that was saved before, and waits until this state is saved.
 pub async fn save(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
