@@ -5,7 +5,7 @@
 //! trees are encrypted blobs in packs, and the index says in which pack a blob is. Objects are named by their
 //! hash and never change, except the configuration; a snapshot refers to the tree of the home directory at a moment.
 //!
-//! [`save`], [`restore`] and [`verify`] run on the host. [`prune`] deletes objects, so it runs only on the platform.
+//! [`save`], [`restore`], [`history`] and [`verify`] run on the host. [`prune`] deletes objects, so it runs only on the platform.
 //! `svc_store::files_pointer` names the latest snapshot.
 
 mod blocking;
@@ -13,6 +13,7 @@ mod cache;
 mod chunker;
 mod error;
 mod escape;
+pub mod history;
 mod id;
 mod index;
 mod key;

@@ -186,9 +186,7 @@ impl Repository {
             if Id::of(&sealed) != id {
                 return Err(FilesError::corrupt(what(), &"its content does not match its hash"));
             }
-            if kind == Kind::Index {
-                self.cache.write(kind.folder(), id, &sealed);
-            }
+            self.cache.write(kind.folder(), id, &sealed);
             sealed
         };
         let plain =
@@ -397,6 +395,33 @@ impl Repository {
     pub async fn list_snapshots(&self) -> Result<Vec<(Id, Snapshot)>, FilesError> {
         let snapshots = self.list_uploaded_snapshots().await?;
         Ok(snapshots.into_iter().map(|(id, snapshot, _)| (id, snapshot)).collect())
+    }
+
+    /// Like [`Self::list_snapshots`], but skips damaged snapshots and returns their number. Snapshots are cached.
+    pub(crate) async fn list_sound_snapshots(&self) -> Result<(Vec<(Id, Snapshot)>, u64), FilesError> {
+        let ids = self.list(Kind::Snapshot).await?;
+        let present: HashSet<Id> = ids.iter().copied().collect();
+        self.cache.retain(Kind::Snapshot.folder(), |id| present.contains(&id));
+        let read = |id: Id| {
+            let repository = self.clone();
+            async move { (id, repository.read_snapshot(id).await) }
+        };
+        let mut reads = stream::iter(ids).map(read).buffer_unordered(MAX_CONCURRENT_REQUESTS);
+        let (mut snapshots, mut damaged) = (Vec::new(), 0);
+        while let Some((id, snapshot)) = reads.next().await {
+            match snapshot {
+                Ok(snapshot) => snapshots.push((id, snapshot)),
+                // Pruning has removed it meanwhile.
+                Err(FilesError::Store(StoreError::NotFound { .. })) => {}
+                Err(error @ FilesError::Corrupt { .. }) => {
+                    tracing::warn!(%error, "a snapshot of the owner's files is damaged");
+                    damaged += 1;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        snapshots.sort_by_key(|(id, snapshot)| (std::cmp::Reverse(snapshot.time), *id));
+        Ok((snapshots, damaged))
     }
 
     /// Like [`Self::list_snapshots`], with the times of their uploads by the store's clock.

@@ -1,11 +1,11 @@
-//! The key of a slot's file backups.
+//! A slot's file backups: their key, their pruning, and earlier states of files.
 
 use schemars::JsonSchema;
 use secrecy::SecretString;
 use serde::{Deserialize, Serialize};
 
 use crate::secret;
-use crate::text::Text;
+use crate::text::{Text, Time};
 use svc_machine::name::{IdpUserId, Slot};
 
 /// The body of `POST /vps/:id/files-key`, as a host sends it.
@@ -62,4 +62,147 @@ pub struct FilesAccess {
     pub key: FilesKey,
     /// The repository's location, as `restic` takes it.
     pub repository: String,
+}
+
+/// A kind of directory entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema, strum::Display)]
+#[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
+#[schemars(inline)]
+pub enum FileKind {
+    File,
+    Directory,
+    Link,
+    /// A device, FIFO or socket, of which nothing is saved.
+    Special,
+    /// A kind that only newer hosts know.
+    #[serde(other)]
+    Unknown,
+}
+
+/// A file or directory as it was saved.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct FileEntry {
+    /// Empty for the home directory itself. Bytes that are not UTF-8 are replaced.
+    pub name: String,
+    pub kind: FileKind,
+    /// The number of bytes in a file; 0 for other kinds.
+    #[serde(default)]
+    pub size_bytes: u64,
+    /// The Unix mode, in octal.
+    #[serde(default)]
+    pub mode: String,
+    #[serde(default)]
+    pub modified_at: Time,
+    /// The target of a symbolic link.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub target: Option<String>,
+}
+
+/// The state of a file or directory between two moments.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct FileVersion {
+    /// The times of the first and the last snapshot with this state.
+    #[serde(default)]
+    pub first_saved_at: Time,
+    #[serde(default)]
+    pub last_saved_at: Time,
+    /// The last of these snapshots.
+    #[serde(default)]
+    pub snapshot: String,
+    /// `null` if there was no such entry.
+    pub entry: Option<FileEntry>,
+}
+
+/// A page of versions, the newest first.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct FileVersions {
+    pub path: String,
+    pub versions: Vec<FileVersion>,
+    /// The `before` of the next page. The last version of a page may continue there.
+    pub next_before: Option<Time>,
+    /// Snapshots that are damaged, so that they were not searched.
+    #[serde(default)]
+    pub damaged_snapshots: u64,
+}
+
+/// A file or directory at a moment.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct FileListing {
+    pub path: String,
+    #[serde(default)]
+    pub snapshot: String,
+    /// When the snapshot was taken.
+    #[serde(default)]
+    pub saved_at: Time,
+    pub entry: FileEntry,
+    /// The entries of a directory, by name.
+    pub entries: Vec<FileEntry>,
+    /// The `cursor` of the next page. Further pages are of the same snapshot if `time` is `savedAt`.
+    pub next_cursor: Option<u64>,
+}
+
+/// The state of a restore.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema, strum::Display)]
+#[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
+#[schemars(inline)]
+pub enum FileRestoreStatus {
+    Pending,
+    Running,
+    Done,
+    Failed,
+    /// A state that only newer hosts know.
+    #[serde(other)]
+    Unknown,
+}
+
+/// A restore of a file or directory to the home of a running machine.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct FileRestore {
+    pub request_id: String,
+    pub status: FileRestoreStatus,
+    pub path: String,
+    #[serde(default)]
+    pub requested_at: Time,
+    /// When the restored snapshot was taken.
+    pub saved_at: Option<Time>,
+    /// Where the entry now is.
+    pub restored_to: Option<String>,
+    /// Where the entry is that was there before, if it was replaced.
+    pub kept_as: Option<String>,
+    #[serde(default)]
+    pub files: u64,
+    #[serde(default)]
+    pub total_bytes: u64,
+    #[serde(default)]
+    pub written_bytes: u64,
+    /// Entries whose owner, mode, times or attributes could not be set.
+    #[serde(default)]
+    pub incomplete: u64,
+    /// Why it failed.
+    pub error: Option<String>,
+    #[serde(default)]
+    pub updated_at: Time,
+}
+
+/// What was accepted.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(inline)]
+pub struct FileRestoreAccepted {
+    pub request_id: String,
+    #[serde(default)]
+    pub requested_at: Time,
 }

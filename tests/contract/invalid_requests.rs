@@ -111,8 +111,8 @@ async fn send(api: &impl ApiUnderTest, request: RequestBuilder) -> Reply {
     api.contract().send(request).await.unwrap_or_else(|error| panic!("{error:#}"))
 }
 
-/// Builds a valid request for an operation.
-pub fn valid_call(api: &impl ApiUnderTest, operation: &Operation) -> RequestBuilder {
+/// Adds the required query parameters to a path.
+pub fn with_required_query(api: &impl ApiUnderTest, operation: &Operation, path: String) -> String {
     let needed = operation
         .parameters
         .iter()
@@ -123,8 +123,12 @@ pub fn valid_call(api: &impl ApiUnderTest, operation: &Operation) -> RequestBuil
     let query = form_urlencoded::Serializer::new(String::new())
         .extend_pairs(known.map(|(name, value)| (name, text(value))))
         .finish();
-    let path = api.path(operation);
-    let path = if query.is_empty() { path } else { format!("{path}?{query}") };
+    if query.is_empty() { path } else { format!("{path}?{query}") }
+}
+
+/// Builds a valid request for an operation.
+pub fn valid_call(api: &impl ApiUnderTest, operation: &Operation) -> RequestBuilder {
+    let path = with_required_query(api, operation, api.path(operation));
     let call = api.authorized_request(operation, &path);
     match operation.body {
         Some(body) => call.json(&valid_body(api, operation, &variants(&body())[0])),

@@ -18,6 +18,7 @@ use svc::http::openapi::Operation;
 
 pub use invalid_requests::{
     ApiUnderTest, Reply, WrongCredential, assert_rejects_invalid_requests, valid_body, valid_call,
+    with_required_query,
 };
 pub use probe::variants;
 

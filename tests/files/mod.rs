@@ -1,5 +1,6 @@
 //! Backups of the owner's files on a machine: the service with the real watcher, and the restore on a new machine.
 
+pub mod history;
 mod machine;
 
 use std::collections::BTreeMap;

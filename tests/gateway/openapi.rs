@@ -1,6 +1,8 @@
 //! The gateway against its OpenAPI document: every route gets each kind of invalid request, and every declared code is
 //! triggered.
 
+use std::path::PathBuf;
+
 use kit::idp::{Idp, MintOptions};
 use kit::pg::{PgBinaries, PgOptions, PgServer, test_database};
 use reqwest::{Method, RequestBuilder};
@@ -15,21 +17,29 @@ use crate::contract::{
     self, ApiUnderTest, Contract, Reply, WrongCredential, assert_rejects_invalid_requests, valid_body,
     valid_call, variants,
 };
+use crate::files::history::History;
 
 const ADMIN: &str = "admin-s3cret-0123456789-0123456789";
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:hunter2-s3cret@127.0.0.1:1/svc";
 const ROW: &str = "0192d1f0-0000-7000-8000-000000000000";
 
 /// Codes that no request can trigger, with their operations (`*` for all).
-const UNREACHABLE_CODES: [(&str, &str); 1] = [
+const UNREACHABLE_CODES: [(&str, &str); 2] = [
     // An internal error that no request can cause.
     ("*", "internal"),
+    // Only a machine that has never saved files: its empty repository has no versions.
+    ("listFileVersions", "not_found"),
 ];
+
+/// The operations that the history service serves.
+const FILE_READS: [&str; 3] = ["listFileVersions", "listFilesAt", "downloadFile"];
 
 struct TestGateway {
     host: Host,
     slug: String,
     idp: Idp,
+    /// Answers questions about earlier files.
+    history: Option<History>,
 }
 
 impl TestGateway {
@@ -44,7 +54,7 @@ impl TestGateway {
         machine.write(&format!("home/svc/home/apps/{slug}/dist/index.html"), "<h1>notes").unwrap();
         let host = machine.start().unwrap();
         [ADMIN, "hunter2-s3cret"].into_iter().for_each(|secret| contract::gateway().register_secret(secret));
-        let gateway = Self { host, slug, idp };
+        let gateway = Self { host, slug, idp, history: None };
         // Creates a finished dispatch, whose id the paths contain.
         let dispatched = gateway.dispatch(&json!({ "id": ROW, "prompt": "do it" })).await;
         assert_eq!(dispatched.status, 202, "{dispatched:?}");
@@ -52,9 +62,18 @@ impl TestGateway {
     }
 
     async fn with_app(url: &str) -> Self {
-        let gateway = Self::start(url).await;
+        let mut gateway = Self::start(url).await;
         gateway.host.wait_until_registered(&gateway.slug).await.unwrap();
+        let history = History::start().await.unwrap();
+        let socket = gateway.history_socket();
+        std::fs::create_dir_all(socket.parent().unwrap()).unwrap();
+        std::os::unix::fs::symlink(history.socket(), &socket).unwrap();
+        gateway.history = Some(history);
         gateway
+    }
+
+    fn history_socket(&self) -> PathBuf {
+        self.host.machine.path("run/svc/files/history.sock")
     }
 
     async fn send(&self, request: RequestBuilder) -> Reply {
@@ -94,6 +113,9 @@ impl TestGateway {
     fn request_as(&self, credential: &str, method: &Method, path: &str) -> RequestBuilder {
         if path.starts_with("/api/side-database") {
             self.write_side_state("open");
+        }
+        if path.starts_with("/api/files/restore") {
+            std::fs::remove_file(self.host.machine.path("var/lib/svc/requests/files-restore")).ok();
         }
         let proof = self.host.machine.signer.sign(&self.claims(credential, method, path));
         let request = self.host.unsigned_request(method.clone(), path).header("x-svc-proof", proof);
@@ -207,6 +229,8 @@ impl ApiUnderTest for TestGateway {
             "maxAffected" => json!(5),
             "operations" => json!([{ "action": "count", "table": "notes" }]),
             "tables" => json!(["app_notes.notes"]),
+            "path" => json!("projects/plan.md"),
+            "time" => json!("2036-01-02T03:04:05Z"),
             "timeZone" => json!("Europe/Berlin"),
             "startDate" => json!("2026-01-02"),
             "endDate" => json!("2026-02-01"),
@@ -274,6 +298,7 @@ async fn every_documented_error_code_is_triggered() {
     check_names(&gateway).await;
     check_dispatches(&gateway).await;
     check_stored_state(&gateway, &database).await;
+    check_files(&gateway).await;
     check_unverifiable_token(&gateway).await;
     database.kill9().await.unwrap();
     check_without_database(&gateway, &["listSchemas"]).await;
@@ -294,6 +319,33 @@ async fn check_writers(gateway: &TestGateway) {
     let another = uuid::Uuid::now_v7().to_string();
     gateway.send(post(resume, &another)).await.assert_problem(409, "invalid_state");
     assert_eq!(gateway.send(post(resume, ROW)).await.status, 200);
+}
+
+/// Checks questions about earlier files: what never existed, and outages of the store and of the history service.
+async fn check_files(gateway: &TestGateway) {
+    let reads = || operations().filter(|operation| FILE_READS.contains(&operation.id));
+    let get = |path: &str| gateway.send(gateway.request_as("owner", &Method::GET, path));
+    for operation in reads().filter(|operation| operation.id != "listFileVersions") {
+        get(&format!("{}?path=never", operation.path)).await.assert_problem(404, "not_found");
+    }
+    let post = || gateway.host.unsigned_request(Method::POST, "/api/files/restore");
+    let proof = || {
+        let claims = gateway.claims("owner", &Method::POST, "/api/files/restore");
+        gateway.host.machine.signer.sign(&claims)
+    };
+    let body = json!({ "path": "projects/plan.md" });
+    let request = || gateway.send(post().header("x-svc-proof", proof()).json(&body));
+    request().await;
+    request().await.assert_problem(409, "invalid_state");
+    gateway.history.as_ref().unwrap().store.take_down();
+    for operation in reads() {
+        let problem = get(&format!("{}?path=projects/plan.md", operation.path)).await;
+        problem.assert_problem(503, "store_unavailable");
+    }
+    std::fs::remove_file(gateway.history_socket()).unwrap();
+    for operation in reads() {
+        get(&format!("{}?path=projects/plan.md", operation.path)).await.assert_problem(503, "unavailable");
+    }
 }
 
 /// Checks paths with unknown names or invalid text.

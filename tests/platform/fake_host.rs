@@ -32,6 +32,8 @@ pub struct Script {
     pub progress: Value,
     /// The response to a usage request.
     pub usage: (StatusCode, String),
+    /// The response to each request about files.
+    pub files: (StatusCode, String),
 }
 
 pub struct Host {
@@ -91,6 +93,7 @@ fn respond(script: &mut Script, method: &str, path: &str) -> Response {
         ("GET", "/_svc/internal/backup") if !script.reports_backups => StatusCode::NOT_FOUND.into_response(),
         ("GET", "/_svc/internal/backup") => axum::Json(script.progress.clone()).into_response(),
         ("GET", "/api/usage") => script.usage.clone().into_response(),
+        (_, path) if path.starts_with("/api/files/") => script.files.clone().into_response(),
         _ => (StatusCode::ACCEPTED, axum::Json(json!({}))).into_response(),
     }
 }
@@ -122,6 +125,7 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Hos
         added_dispatches: 0,
         progress: json!({"running": true}),
         usage: (StatusCode::FORBIDDEN, String::new()),
+        files: (StatusCode::NOT_FOUND, String::new()),
     };
     let script = Arc::new(Mutex::new(script));
     let (accepted, behavior) = (keys.clone(), script.clone());

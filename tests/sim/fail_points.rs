@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use svc::host::audit::watcher;
-use svc::host::files::{gate, service};
+use svc::host::files::{gate, restore_entry, service};
 use svc::host::link::register;
 use svc::host::records::usage_book;
 use svc::host::retention;
@@ -17,7 +17,7 @@ use svc::platform::{key_change, rollouts, token_rotation};
 use svc_files as files;
 
 /// The enumerations, each with its name in the test that kills a process at each of its points, and the test's file.
-fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 24] {
+fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 25] {
     [
         (backup::FAILPOINTS, "svc::host::snapshots::backup::FAILPOINTS", "tests/vault/backup.rs"),
         (backup::DRILL_FAILPOINTS, "svc::host::snapshots::backup::DRILL_FAILPOINTS", "tests/vault/checks.rs"),
@@ -42,6 +42,7 @@ fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 24]
         (files::restore::FAILPOINTS, "restoring::FAILPOINTS", "src/files/tests/kills.rs"),
         (files::prune::FAILPOINTS, "prune::FAILPOINTS", "src/files/tests/kills.rs"),
         (gate::FAILPOINTS, "gate::FAILPOINTS", "tests/files/mod.rs"),
+        (restore_entry::FAILPOINTS, "restore_entry::FAILPOINTS", "tests/files/history.rs"),
         (service::FAILPOINTS, "service::FAILPOINTS", "tests/files/mod.rs"),
         (update::FAILPOINTS, "svc::host::update::FAILPOINTS", "tests/vault/update.rs"),
         (update::APPLY_FAILPOINTS, "svc::host::update::APPLY_FAILPOINTS", "tests/vault/apply.rs"),

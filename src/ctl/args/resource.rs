@@ -205,6 +205,59 @@ Example: svcctl files key user_1"
         #[command(flatten)]
         slot: SlotTarget,
     },
+    /// List the saved versions of a file or directory of a machine's owner
+    #[command(
+        after_help = "A relative path is below /home/svc/home. The host reads its slot's file backup, and the request is \
+recorded in the audit log.\n\nExample: svcctl files versions ada projects/app/main.rs"
+    )]
+    Versions {
+        /// A machine's id, its user's handle, or USER/SLOT
+        machine: MachineTarget,
+        path: String,
+        /// Only versions before this time (RFC 3339)
+        #[arg(long)]
+        before: Option<Timestamp>,
+        /// Maximum number of versions
+        #[arg(long, default_value_t = 50)]
+        limit: u32,
+    },
+    /// List a directory of a machine's owner as it was saved
+    #[command(
+        after_help = "Names and sizes are shown, but no content. The request is recorded in the audit log.\n\n\
+Example: svcctl files list ada projects --time 2026-11-27T18:00:00Z"
+    )]
+    List {
+        /// A machine's id, its user's handle, or USER/SLOT
+        machine: MachineTarget,
+        #[arg(default_value = "/home/svc/home")]
+        path: String,
+        /// Time (RFC 3339) [default: the last save]
+        #[arg(long)]
+        time: Option<Timestamp>,
+    },
+    /// Bring a file or directory back as it was, on the running machine
+    #[command(
+        after_help = "It is restored to its own place; if something is there, beside it under a new name. With --replace, what \
+is there is saved first, and stays under another name. Nothing is deleted.\n\n\
+Example: svcctl files restore ada projects/app --time 2026-11-27T18:00:00Z"
+    )]
+    Restore {
+        /// A machine's id, its user's handle, or USER/SLOT
+        machine: MachineTarget,
+        path: String,
+        /// Time (RFC 3339) [default: the last save]
+        #[arg(long)]
+        time: Option<Timestamp>,
+        /// Restore to this path, where nothing may be
+        #[arg(long)]
+        into: Option<String>,
+        /// Replace what is there
+        #[arg(long)]
+        replace: bool,
+        /// Do not wait until it is restored
+        #[arg(long)]
+        no_wait: bool,
+    },
     /// Prune a slot's file backups now, instead of with the next daily pruning
     #[command(
         after_help = "Expired snapshots are removed, and what no other snapshot needs is deleted three days later. The latest \

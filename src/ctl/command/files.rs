@@ -1,14 +1,27 @@
-//! `svcctl files`: a slot's file backups.
+//! `svcctl files`: a slot's file backups, and earlier states of files.
 
+use std::time::Duration;
+
+use anyhow::anyhow;
 use http::Method;
 use serde_json::json;
 
+use super::machine::find_id;
 use crate::api::ApiClient;
 use crate::args::FilesCommand;
+use crate::interrupt;
 use crate::output::Output;
-use crate::show::files::{access, prune_plan};
-use svc_base::applet::Failure;
+use crate::show::files::{access, listing, prune_plan, restored, versions};
+use crate::wait::poll_until;
+use svc_base::applet::{Exit, Failure};
+use svc_base::clock::rfc3339_ms;
+use svc_base::untrusted_text::one_line;
+use svc_wire::files::{FileRestore, FileRestoreAccepted, FileRestoreStatus};
 
+/// Entries of a directory that are shown.
+const MAX_ENTRIES: usize = 10_000;
+/// How long a restore is waited for. It continues after that.
+const RESTORE_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 const PRUNE_PATH: [&str; 3] = ["vps", "slots", "files-prune"];
 
 pub async fn run(api: &ApiClient, command: FilesCommand, out: &Output) -> Result<(), Failure> {
@@ -17,6 +30,33 @@ pub async fn run(api: &ApiClient, command: FilesCommand, out: &Output) -> Result
             let query = [("idpUserId", slot.user.to_string()), ("slot", slot.slot.to_string())];
             let response = api.get(&["vps", "slots", "files-key"], &query).await?;
             out.print_response(&response, |view| Ok(access(view, &slot, &response.parse()?)))
+        }
+        FilesCommand::Versions { machine, path, before, limit } => {
+            let id = find_id(api, &machine).await?;
+            let mut query = vec![("path", path), ("limit", limit.to_string())];
+            query.extend(before.map(|before| ("before", rfc3339_ms(before))));
+            let response = api.get(&["vps", &id, "files", "versions"], &query).await?;
+            out.print_response(&response, |view| Ok(versions(view, &response.parse()?)))
+        }
+        FilesCommand::List { machine, path, time } => {
+            let id = find_id(api, &machine).await?;
+            let mut query = vec![("path", path), ("limit", MAX_ENTRIES.to_string())];
+            query.extend(time.map(|time| ("time", rfc3339_ms(time))));
+            let response = api.get(&["vps", &id, "files", "at"], &query).await?;
+            out.print_response(&response, |view| Ok(listing(view, &response.parse()?)))
+        }
+        FilesCommand::Restore { machine, path, time, into, replace, no_wait } => {
+            let id = find_id(api, &machine).await?;
+            let time = time.map(rfc3339_ms);
+            let body = json!({"path": path, "time": time, "into": into, "replace": replace});
+            let response = api.send(Method::POST, &restore_path(&id), Some(&body)).await?;
+            if no_wait {
+                return out.print_response(&response, |_| {
+                    Ok("the machine will restore it; its activity log says where\n".to_owned())
+                });
+            }
+            let accepted: FileRestoreAccepted = response.parse()?;
+            wait_for_restore(api, &id, &accepted.request_id, out).await
         }
         FilesCommand::Prune { slot, dry_run: true } => {
             let query = [("idpUserId", slot.user.to_string()), ("slot", slot.slot.to_string())];
@@ -31,4 +71,40 @@ pub async fn run(api: &ApiClient, command: FilesCommand, out: &Output) -> Result
             })
         }
     }
+}
+
+fn restore_path(id: &str) -> [&str; 4] {
+    ["vps", id, "files", "restore"]
+}
+
+/// Waits until a machine has ended a restore, and shows the result.
+async fn wait_for_restore(api: &ApiClient, id: &str, request: &str, out: &Output) -> Result<(), Failure> {
+    #[derive(serde::Deserialize)]
+    struct Shown {
+        restore: Option<FileRestore>,
+    }
+    let ended = poll_until(RESTORE_TIMEOUT, async || {
+        let response = match api.poll(&restore_path(id), &[]).await {
+            Ok(response) => response,
+            // The restore continues regardless.
+            Err(error) if error.is_transient() => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        let state = response.parse::<Shown>()?.restore.filter(|state| state.request_id == request);
+        let has_ended =
+            |state: &FileRestore| matches!(state.status, FileRestoreStatus::Done | FileRestoreStatus::Failed);
+        Ok(state.filter(has_ended).map(|state| (response, state)))
+    });
+    let command = format!("the restore continues; the activity log of {id} shows its result");
+    let ended = interrupt::run_until_interrupted(&command, ended).await?;
+    let Some((response, state)) = ended else {
+        let text =
+            "the restore has not ended yet; it continues, and the machine's activity log shows its result";
+        return Err(Failure::new(Exit::TryAgain, anyhow!(text)));
+    };
+    if state.status == FileRestoreStatus::Failed {
+        let why = state.error.unwrap_or_default();
+        return Err(Failure::new(Exit::Unavailable, anyhow!("not restored: {}", one_line(&why))));
+    }
+    out.print_response(&response, |view| Ok(restored(view, &state)))
 }

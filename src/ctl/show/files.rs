@@ -7,7 +7,10 @@ use super::table::{self, Cell};
 use super::{Colour, View};
 use crate::args::SlotTarget;
 use svc_base::quantity::pluralize;
-use svc_wire::files::{FilesAccess, FilesPrunePlan};
+use svc_base::untrusted_text::one_line;
+use svc_wire::files::{
+    FileEntry, FileKind, FileListing, FileRestore, FileVersions, FilesAccess, FilesPrunePlan,
+};
 use svc_wire::host::FilesReport;
 
 /// The state of a machine's file backup: `saved 2026-01-01 00:00:00 UTC, 5 s ago; 1234 files, 5 GiB`.
@@ -45,5 +48,83 @@ pub fn prune_plan(view: &View, slot: &SlotTarget, plan: &FilesPrunePlan) -> Stri
         ("packs", format!("{} marked for deletion, which frees {bytes}", plan.marked_packs).into()),
         ("deleted now", pluralize(plan.deleted_packs, "pack").into()),
     ];
+    table::render_pairs(view, &pairs)
+}
+
+/// Shows a page of versions, the newest first.
+pub fn versions(view: &View, page: &FileVersions) -> String {
+    if page.versions.is_empty() {
+        return format!("{} was never saved\n", one_line(&page.path));
+    }
+    let rows: Vec<Vec<Cell>> = page
+        .versions
+        .iter()
+        .map(|version| {
+            let [size, mode, modified] = match &version.entry {
+                Some(entry) => entry_cells(view, entry),
+                None => ["did not exist".into(), "".into(), "".into()],
+            };
+            let time = |at: &str| Cell::from(at.to_owned());
+            vec![time(&version.first_saved_at), time(&version.last_saved_at), size, mode, modified]
+        })
+        .collect();
+    let mut text = table::render(view, &["FIRST SAVED", "LAST SAVED", "SIZE", "MODE", "MODIFIED"], &rows);
+    if page.damaged_snapshots > 0 {
+        let snapshots = pluralize(page.damaged_snapshots, "damaged snapshot");
+        text.push_str(&format!("{snapshots} could not be searched\n"));
+    }
+    if let Some(before) = &page.next_before {
+        text.push_str(&format!("there are earlier versions: --before {}\n", one_line(before)));
+    }
+    text
+}
+
+/// The size or kind, the mode, and the time of the last change.
+fn entry_cells(view: &View, entry: &FileEntry) -> [Cell; 3] {
+    let size = match entry.kind {
+        FileKind::File => format_bytes(entry.size_bytes),
+        kind => kind.to_string(),
+    };
+    [size.into(), entry.mode.clone().into(), format_time(view.now, &entry.modified_at).into()]
+}
+
+/// Lists a directory, or shows an entry of another kind.
+pub fn listing(view: &View, page: &FileListing) -> String {
+    let is_directory = page.entry.kind == FileKind::Directory;
+    let entries = if is_directory { &page.entries[..] } else { std::slice::from_ref(&page.entry) };
+    let rows: Vec<Vec<Cell>> = entries
+        .iter()
+        .map(|entry| {
+            let [size, mode, modified] = entry_cells(view, entry);
+            let target = entry.target.as_ref().map_or_else(String::new, |target| format!(" -> {target}"));
+            vec![size, mode, modified, one_line(&format!("{}{target}", entry.name)).into_owned().into()]
+        })
+        .collect();
+    let mut text = format!("{} as of {}\n", one_line(&page.path), one_line(&page.saved_at));
+    if !rows.is_empty() {
+        text.push_str(&table::render(view, &["SIZE", "MODE", "MODIFIED", "NAME"], &rows));
+    }
+    if page.next_cursor.is_some() {
+        text.push_str("there are more entries than are shown\n");
+    }
+    text
+}
+
+/// Shows the result of a restore.
+pub fn restored(view: &View, state: &FileRestore) -> String {
+    let or_none =
+        |text: Option<&str>| Cell::from(text.map_or_else(String::new, |text| one_line(text).into_owned()));
+    let mut pairs = vec![
+        ("restored to", or_none(state.restored_to.as_deref())),
+        ("as of", or_none(state.saved_at.as_deref())),
+        ("files", format!("{}, {}", state.files, format_bytes(state.total_bytes)).into()),
+    ];
+    if let Some(kept) = &state.kept_as {
+        pairs.push(("replaced, now", one_line(kept).into_owned().into()));
+    }
+    if state.incomplete > 0 {
+        let entries = format!("the mode, times or attributes of {} could not be set", state.incomplete);
+        pairs.push(("incomplete", Cell::painted(Some(Colour::Bad), entries)));
+    }
     table::render_pairs(view, &pairs)
 }

@@ -14,14 +14,43 @@ use super::Restored;
 use super::plan::{PlannedEntry, RestorePlan};
 use super::target::Target;
 use crate::error::FilesError;
-use crate::tree::Node;
+use crate::tree::{Node, NodeType};
 use crate::xattrs::write_xattrs;
+
+/// Who owns what is restored.
+pub(super) enum Owners {
+    /// The accounts of the same names on this system, else the same numbers.
+    Saved(AccountNames),
+    Fixed {
+        uid: u32,
+        gid: u32,
+    },
+}
+
+impl Owners {
+    fn resolve(&self, node: &Node) -> (u32, u32) {
+        match self {
+            Self::Saved(names) => {
+                (names.uid(&node.user).unwrap_or(node.uid), names.gid(&node.group).unwrap_or(node.gid))
+            }
+            Self::Fixed { uid, gid } => (*uid, *gid),
+        }
+    }
+
+    /// A file that runs with the rights of its owner must not do so for another owner.
+    fn resolve_mode(&self, node: &Node) -> u32 {
+        match self {
+            Self::Fixed { .. } if node.node_type == NodeType::File => node.unix_mode() & 0o1777,
+            _ => node.unix_mode(),
+        }
+    }
+}
 
 /// Creates hard links, and sets owners, modes, times and attributes.
 ///
 /// # Errors
 /// If a hard link cannot be created, or the files cannot be written to the disk. Other failures are counted.
-pub(super) fn apply(plan: &RestorePlan, path: &Path, names: &AccountNames) -> Result<Restored, FilesError> {
+pub(super) fn apply(plan: &RestorePlan, path: &Path, owners: &Owners) -> Result<Restored, FilesError> {
     let mut target = Target::open(path).map_err(FilesError::io("open", path))?;
     let mut restored = Restored {
         files: (plan.files.len() + plan.hard_links.len()) as u64,
@@ -41,40 +70,35 @@ pub(super) fn apply(plan: &RestorePlan, path: &Path, names: &AccountNames) -> Re
         }
     };
     for link in &plan.links {
-        count(link, apply_to_link(&mut target, link, names));
+        count(link, apply_to_link(&mut target, link, owners));
     }
     for file in &plan.files {
-        count(file, apply_to_open(&mut target, file, names));
+        count(file, apply_to_open(&mut target, file, owners));
     }
     // A directory's times change when its entries do, so the deepest come first.
     for directory in plan.directories.iter().rev() {
-        count(directory, apply_to_open(&mut target, directory, names));
+        count(directory, apply_to_open(&mut target, directory, owners));
     }
     let opened = File::open(path).map_err(FilesError::io("open", path))?;
     nix::unistd::syncfs(&opened).map_err(FilesError::io("sync", path))?;
     Ok(restored)
 }
 
-/// Returns the owner and group of a node on this system: those of the same name, or the same numbers.
-fn resolve_owner(node: &Node, names: &AccountNames) -> (u32, u32) {
-    (names.uid(&node.user).unwrap_or(node.uid), names.gid(&node.group).unwrap_or(node.gid))
-}
-
-fn apply_to_open(target: &mut Target, entry: &PlannedEntry, names: &AccountNames) -> io::Result<()> {
+fn apply_to_open(target: &mut Target, entry: &PlannedEntry, owners: &Owners) -> io::Result<()> {
     let PlannedEntry { path, node } = entry;
     let file = target.open_for_reading(path)?;
-    let (uid, gid) = resolve_owner(node, names);
+    let (uid, gid) = owners.resolve(node);
     // Changing the owner clears the set-user-ID bit, so the mode follows; the mode may make attributes unwritable. A
     // failed step does not prevent the next ones.
     let attributes = write_xattrs(&file, &node.extended_attributes);
     let owner = fchown(&file, Some(uid), Some(gid));
-    let mode = file.set_permissions(Permissions::from_mode(node.unix_mode()));
+    let mode = file.set_permissions(Permissions::from_mode(owners.resolve_mode(node)));
     let times = rustix::fs::futimens(&file, &to_times(node));
     attributes.and(owner).and(mode).and(times.map_err(io::Error::from))
 }
 
-fn apply_to_link(target: &mut Target, link: &PlannedEntry, names: &AccountNames) -> io::Result<()> {
-    let (uid, gid) = resolve_owner(&link.node, names);
+fn apply_to_link(target: &mut Target, link: &PlannedEntry, owners: &Owners) -> io::Result<()> {
+    let (uid, gid) = owners.resolve(&link.node);
     let (parent, name) = target.locate(&link.path)?;
     let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
     let owner = rustix::fs::chownat(parent, name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW);

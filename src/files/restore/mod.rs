@@ -1,4 +1,4 @@
-//! Restores a snapshot to an empty directory.
+//! Restores a snapshot, or one entry of it, to an empty directory.
 //!
 //! First the directories, links and empty files are created from the trees; then the chunks are read pack by pack and
 //! written to their places; owners, modes and times come last. Names are checked when a tree is parsed: each entry stays
@@ -9,6 +9,7 @@ mod metadata;
 mod plan;
 mod target;
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -17,8 +18,11 @@ use svc_base::failpoint;
 
 use crate::blocking::run_blocking;
 use crate::error::FilesError;
+use crate::history::Entry;
 use crate::repository::Repository;
 use crate::snapshot::Snapshot;
+use metadata::Owners;
+use plan::Start;
 
 /// The fail points of a restore.
 pub const FAILPOINTS: &[&str] =
@@ -32,6 +36,16 @@ pub struct RestoreOptions {
     /// The root directory of the system whose accounts own the files. An id is kept if the system has no account of that
     /// name.
     pub system_root: PathBuf,
+    /// The user and group that own everything; `None` for those of the snapshot. Executables then lose their set-user-ID
+    /// and set-group-ID bits.
+    pub owner: Option<(u32, u32)>,
+}
+
+impl RestoreOptions {
+    /// Restores to `target`, with the owners of the snapshot.
+    pub fn new(target: PathBuf, system_root: PathBuf) -> Self {
+        Self { target, system_root, owner: None }
+    }
 }
 
 /// The progress of a restore, shared with another task. Bytes are uncompressed.
@@ -77,17 +91,44 @@ pub async fn restore(
     options: &RestoreOptions,
     progress: &RestoreProgress,
 ) -> Result<Restored, FilesError> {
+    restore_from(repository, Start::Tree(snapshot.tree), options, progress).await
+}
+
+/// Restores one entry of a snapshot, with everything below it, to `name` in the target.
+///
+/// # Errors
+/// Those of [`restore`].
+pub async fn restore_entry(
+    repository: &Repository,
+    entry: &Entry,
+    name: &OsStr,
+    options: &RestoreOptions,
+    progress: &RestoreProgress,
+) -> Result<Restored, FilesError> {
+    let start = Start::Entry(Box::new(entry.node.clone()), PathBuf::from(name));
+    restore_from(repository, start, options, progress).await
+}
+
+async fn restore_from(
+    repository: &Repository,
+    start: Start,
+    options: &RestoreOptions,
+    progress: &RestoreProgress,
+) -> Result<Restored, FilesError> {
     let locations = repository.load_locations().await?;
-    let plan = plan::RestorePlan::create(repository, &locations, snapshot.tree, &options.target).await?;
+    let plan = plan::RestorePlan::create(repository, &locations, start, &options.target).await?;
     plan.check_space(&options.target)?;
     progress.total_bytes.store(plan.total_bytes, Ordering::Relaxed);
     progress.total_files.store(plan.files.len() as u64, Ordering::Relaxed);
     failpoint::pass("files.restore.planned")?;
     let plan = content::write_contents(repository, &locations, plan, &options.target, progress).await?;
     failpoint::pass("files.restore.written")?;
-    let names = Accounts::load(&options.system_root).names();
+    let owners = match options.owner {
+        Some((uid, gid)) => Owners::Fixed { uid, gid },
+        None => Owners::Saved(Accounts::load(&options.system_root).names()),
+    };
     let target = options.target.clone();
-    let restored = run_blocking(move || metadata::apply(&plan, &target, &names)).await?;
+    let restored = run_blocking(move || metadata::apply(&plan, &target, &owners)).await?;
     failpoint::pass("files.restore.completed")?;
     Ok(restored)
 }

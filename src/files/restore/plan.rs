@@ -47,17 +47,31 @@ pub(super) struct RestorePlan {
     linked: HashMap<(u64, u64, Id), u32>,
 }
 
+/// What is restored.
+pub(super) enum Start {
+    /// Everything in a tree.
+    Tree(Id),
+    /// One entry, to this path below the target.
+    Entry(Box<Node>, PathBuf),
+}
+
 impl RestorePlan {
     pub(super) async fn create(
         repository: &Repository,
         locations: &BlobLocations,
-        root: Id,
+        start: Start,
         target: &Path,
     ) -> Result<Self, FilesError> {
         let mut plan = Self::default();
         let mut target = Target::open(target).map_err(FilesError::io("open", target))?;
         let mut trees = TreeReader::new(repository, locations);
-        let mut pending = vec![(root, PathBuf::new())];
+        let mut pending = match start {
+            Start::Tree(root) => vec![(root, PathBuf::new())],
+            Start::Entry(node, path) => {
+                let subtree = plan.add(*node, path.clone(), locations, &mut target)?;
+                subtree.map(|tree| (tree, path)).into_iter().collect()
+            }
+        };
         while let Some((id, directory)) = pending.pop() {
             let tree = trees.read(id).await?;
             for node in tree.nodes {

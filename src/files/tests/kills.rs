@@ -40,7 +40,7 @@ async fn child_process_runs_its_job() {
     match action {
         Action::Save { parent } => drop(saver.save(parent).await.unwrap()),
         Action::Restore { snapshot, target } => {
-            let options = RestoreOptions { target, system_root: "/".into() };
+            let options = RestoreOptions::new(target, "/".into());
             let progress = RestoreProgress::default();
             restore(saver.repository(), &snapshot, &options, &progress).await.unwrap();
         }

@@ -1,5 +1,6 @@
 //! Saves and restores real directories, and compares them by independent means.
 
+mod history;
 mod kills;
 mod pruning;
 mod randomized;
@@ -7,6 +8,7 @@ mod restic;
 mod traps;
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fs::{self, File, Permissions};
 use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
@@ -89,7 +91,7 @@ impl Fixture {
     async fn restore(&self, snapshot: &Snapshot) -> (tempfile::TempDir, Restored) {
         let target = tempfile::tempdir().unwrap();
         let repository = self.open(&self.key).await.unwrap().unwrap();
-        let options = RestoreOptions { target: target.path().to_owned(), system_root: "/".into() };
+        let options = RestoreOptions::new(target.path().to_owned(), "/".into());
         let restored = restore(&repository, snapshot, &options, &RestoreProgress::default()).await.unwrap();
         (target, restored)
     }

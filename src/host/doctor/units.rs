@@ -18,7 +18,7 @@ const SERVICES: [&str; 7] = [
     "svc-watch.service",
     "svc-files.service",
 ];
-const TRIGGER_UNITS: [&str; 9] = [
+const TRIGGER_UNITS: [&str; 11] = [
     "svc-agent.socket",
     "svc-db-backup.timer",
     "svc-db-verify.timer",
@@ -28,6 +28,8 @@ const TRIGGER_UNITS: [&str; 9] = [
     "svc-db-backup-request.path",
     "svc-db-drill-request.path",
     "svc-db-side.path",
+    "svc-files-request.path",
+    "svc-files-history.socket",
 ];
 
 /// Returns the optional release part that a unit needs, if any.

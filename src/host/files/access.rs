@@ -111,6 +111,23 @@ impl FilesSettings {
         Ok(self.open_with_known_keys().await?.1)
     }
 
+    /// Opens the slot's repository with this machine's key, and asks the platform only if there is none or it is wrong.
+    ///
+    /// # Errors
+    /// Those of [`Self::open`].
+    pub async fn open_with_stored_key(&self) -> Result<Option<Repository>, AccessError> {
+        if let Some(key) = self.read_key()? {
+            let (bucket, root) = (self.bucket.clone(), self.slot.files());
+            match Repository::open(bucket, root, &key, self.cache()).await {
+                Ok(Some(repository)) => return Ok(Some(repository)),
+                // A machine that has a key has saved files before.
+                Ok(None) | Err(FilesError::WrongKey) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        self.open().await
+    }
+
     /// Opens the slot's repository, and creates it if there is none.
     ///
     /// # Errors

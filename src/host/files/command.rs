@@ -1,22 +1,15 @@
 //! `svc-sync-agent status` and `svc-sync-agent now`, for a person on the machine.
 
-use std::time::{Duration, Instant};
-
 use anyhow::anyhow;
 use jiff::Timestamp;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
-use svc_base::fsx;
 use svc_base::quantity::pluralize;
 
 use super::gate::RestoreOutcome;
-use super::service::SAVE_REQUEST;
+use super::save_request::{self, SaveRequestError};
 use super::status::FilesStatus;
 use crate::system::layout::Layout;
-
-/// How long `now` waits for the save. A first save of many files takes longer; it continues after the command ends.
-const TIMEOUT: Duration = Duration::from_secs(600);
-const POLL_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Prints the state of the file backup.
 ///
@@ -82,25 +75,13 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
 /// # Errors
 /// `Unavailable` if the save fails or takes too long.
 pub async fn save_now(layout: &Layout) -> Result<(), Failure> {
-    let requested_at = clock::now_ms();
-    fsx::write_atomic(&layout.request(SAVE_REQUEST), b"", 0o644).or_exit(Exit::Internal)?;
-    let end = Instant::now() + TIMEOUT;
-    loop {
-        let status = FilesStatus::read(layout).or_exit(Exit::Internal)?.unwrap_or_default();
-        if let Some(at) = status.saved_until.filter(|at| *at >= requested_at) {
-            println!("{} saved as of {}", pluralize(status.files, "file"), clock::rfc3339_ms(at));
-            return Ok(());
-        }
-        if let Some(error) = status.error.filter(|_| status.failed_at.is_some_and(|at| at >= requested_at)) {
-            return Err(Failure::new(Exit::Unavailable, anyhow!("{error}")));
-        }
-        if Instant::now() >= end {
-            let text = "not saved within ten minutes; if svc-files is running, the save continues: \
-                        `svc-sync-agent status` and `systemctl status svc-files` show its state";
-            return Err(Failure::new(Exit::Unavailable, anyhow!(text)));
-        }
-        tokio::time::sleep(POLL_INTERVAL).await;
-    }
+    let status = save_request::save_now(layout).await.map_err(|error| match error {
+        SaveRequestError::File(error) => Failure::new(Exit::Internal, error),
+        error => Failure::new(Exit::Unavailable, error),
+    })?;
+    let at = status.saved_until.map_or_else(String::new, clock::rfc3339_ms);
+    println!("{} saved as of {at}", pluralize(status.files, "file"));
+    Ok(())
 }
 
 #[cfg(test)]

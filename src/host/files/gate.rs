@@ -8,9 +8,7 @@
 //! outcome is recorded, and the machine then saves no files, so that the snapshot stays the latest one. After any other
 //! error the boot fails, and is tried again.
 
-use std::fs::{self, DirBuilder};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
-use std::path::PathBuf;
+use std::fs;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -29,6 +27,7 @@ use svc_store::files_pointer::{self, FilesSnapshotRef};
 
 use super::access::{AccessError, FilesSettings, retry};
 use super::place;
+use super::staging::{HOME_STAGING, Staging};
 use crate::system::activity;
 use crate::system::boot_progress::BootReporter;
 use crate::system::layout::Layout;
@@ -40,8 +39,6 @@ const PHASE: &str = "restoring the owner's files";
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 const OUTCOME_FILE: &str = "restored.json";
 const FORMAT: u32 = 1;
-/// Exists in the staging directory once all files are complete.
-const COMPLETE_MARK: &str = "complete";
 
 /// The capabilities of `svc-files-restore.service`: to restore the owners and modes of the files.
 pub const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
@@ -217,9 +214,9 @@ async fn restore_files(settings: &FilesSettings, progress: &Progress) -> Result<
             ..RestoreOutcome::default()
         });
     };
-    let staging = Staging::new(&settings.layout);
+    let staging = Staging::new(&settings.layout, HOME_STAGING);
     staging.ensure_own()?;
-    let outcome = match staging.read_complete()? {
+    let outcome = match staging.read_complete::<RestoreOutcome>()? {
         // An earlier run was interrupted while it moved the files.
         Some(outcome) => outcome,
         None => download(settings, &latest, &staging, progress).await?,
@@ -250,7 +247,7 @@ async fn download(
     let open = async || settings.open().await;
     let repository = retry(OUTAGE_TIMEOUT, AccessError::is_transient, open).await?;
     let repository = repository.ok_or_else(|| GateError::NoRepository(latest.id.clone()))?;
-    let options = RestoreOptions { target: staging.files(), system_root: settings.layout.root().to_owned() };
+    let options = RestoreOptions::new(staging.files(), settings.layout.root().to_owned());
     let counts = Arc::new(RestoreProgress::default());
     let attempt = async || -> Result<Restored, GateError> {
         let snapshot = repository.read_snapshot(id).await?;
@@ -296,68 +293,6 @@ async fn show_progress(counts: &RestoreProgress, progress: &Progress) -> std::co
         }
         if is_started {
             progress.report_bytes(PHASE, counts.written_bytes(), counts.total_bytes());
-        }
-    }
-}
-
-/// The directory beside the user's files in which a restore collects them.
-///
-/// The number is the id of the user who owns the state of the file backup.
-struct Staging(PathBuf, u32);
-
-impl Staging {
-    fn new(layout: &Layout) -> Self {
-        let owner = fs::metadata(layout.files_state()).map_or(0, |meta| meta.uid());
-        Self(layout.files_staging(), owner)
-    }
-
-    fn files(&self) -> PathBuf {
-        self.0.join("files")
-    }
-
-    /// Refuses a directory of another user: the owner's programs can create one of this name.
-    fn ensure_own(&self) -> Result<(), FileError> {
-        match fs::symlink_metadata(&self.0) {
-            Ok(meta) if meta.is_dir() && [0, self.1].contains(&meta.uid()) => Ok(()),
-            Ok(_) => {
-                let error = std::io::Error::other("it is not a directory of svc-gateway or root; remove it");
-                Err(FileError::wrap("use", &self.0)(error))
-            }
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
-            Err(error) => Err(FileError::wrap("read", &self.0)(error)),
-        }
-    }
-
-    /// Returns the outcome of a complete restore whose files may not have been moved yet.
-    fn read_complete(&self) -> Result<Option<RestoreOutcome>, FileError> {
-        let text = fsx::read_if_exists(&self.0.join(COMPLETE_MARK))?;
-        Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
-    }
-
-    fn mark_complete(&self, outcome: &RestoreOutcome) -> Result<(), FileError> {
-        let text = serde_json::to_vec(outcome).expect("plain fields serialize to JSON");
-        fsx::write_atomic(&self.0.join(COMPLETE_MARK), &text, 0o600)
-    }
-
-    /// Creates the empty directory, closed to other users. Removes what a killed run left.
-    fn clear(&self) -> Result<(), FileError> {
-        self.remove()?;
-        let files = self.files();
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(&files)
-            .map_err(FileError::wrap("create", &files))
-    }
-
-    fn remove(&self) -> Result<(), FileError> {
-        // First, so that a killed run does not leave the mark without the files.
-        fsx::remove_if_exists(&self.0.join(COMPLETE_MARK))?;
-        match fs::remove_dir_all(&self.0) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(FileError::wrap("remove", &self.0)(error))
-            }
-            _ => Ok(()),
         }
     }
 }

@@ -4,12 +4,20 @@
 //! directories have changed, and a schedule decides when to save. On a new machine, [`gate`] restores the latest
 //! snapshot before the database is restored and the gateway starts. `svc_store::files_pointer` names that snapshot; a
 //! replaced machine cannot move it.
+//!
+//! [`history`] lists and sends earlier states, and [`restore_entry`] brings one back into the home of a running machine.
 
 mod access;
 mod changes;
+pub mod client;
 pub mod command;
 pub mod gate;
+pub mod history;
+pub mod home_path;
 mod place;
+pub mod restore_entry;
+mod save_request;
 mod schedule;
 pub mod service;
+mod staging;
 pub mod status;

@@ -24,10 +24,13 @@ use tokio::signal::unix::{SignalKind, signal};
 use super::access::{AccessError, FilesSettings};
 use super::changes;
 use super::gate::RestoreOutcome;
+use super::home_path::SHOWN_HOME;
+use super::save_request::SAVE_REQUEST;
 use super::schedule::{Observation, Save, Schedule};
+use super::staging::STAGING_NAMES;
 use super::status::FilesStatus;
 use crate::audit::file_changes::{ChangedPaths, ChangesReply};
-use crate::system::layout::{FILES_STAGING, Layout};
+use crate::system::layout::Layout;
 use crate::system::quiesce::Quiesce;
 use crate::system::systemd;
 
@@ -38,8 +41,6 @@ const MIN_RECHECKED: Duration = Duration::from_secs(1);
 const KEY_OFFER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 /// Minimum interval between two warnings about the same failure.
 const WARNING_INTERVAL: Duration = Duration::from_secs(600);
-/// The path of the home directory as snapshots show it, also in tests.
-const SHOWN_HOME: &str = "/home/svc";
 /// Directories that programs create again, left out wherever they are.
 const DEFAULT_RULES: &[&str] = &["node_modules/", ".cache/", "__pycache__/"];
 /// The owner's rules, below the home, in the syntax of `.gitignore`.
@@ -47,9 +48,6 @@ const RULES_FILE: &str = ".svcignore";
 const MAX_RULES_BYTES: u64 = 64 << 10;
 /// Maximum number of invalid rules in the status.
 const MAX_INVALID_RULES: usize = 5;
-/// The name of a file that requests a save, in the directory of requests.
-pub const SAVE_REQUEST: &str = "files";
-
 /// The service's fail points.
 pub const FAILPOINTS: &[&str] = &["files.service.saved", "files.service.advanced"];
 
@@ -418,7 +416,7 @@ fn read_rules(home: &Path) -> OwnerRules {
 
 /// Sets the rules, and returns the first of those that are invalid.
 fn set_rules(exclusions: &mut Exclusions, rules: &OwnerRules) -> Vec<String> {
-    exclusions.paths = vec![PathBuf::from(FILES_STAGING)];
+    exclusions.paths = STAGING_NAMES.map(PathBuf::from).to_vec();
     let kept = vec![PathBuf::from("home/system")];
     let mut invalid: Vec<String> = rules.error.iter().cloned().collect();
     invalid.extend(exclusions.set_rules(DEFAULT_RULES, &rules.text, Path::new("home"), kept));
@@ -477,8 +475,9 @@ fn unwatched_changes(user_home: &Path) -> Changes {
     changes.mark_subtree(Path::new("home/system"));
     // If the directory cannot be listed, the save reports it.
     for entry in std::fs::read_dir(user_home).into_iter().flatten().flatten() {
-        if entry.file_name() != "home" && entry.file_name() != FILES_STAGING {
-            changes.mark_subtree(Path::new(&entry.file_name()));
+        let name = entry.file_name();
+        if name != "home" && STAGING_NAMES.iter().all(|staging| name != *staging) {
+            changes.mark_subtree(Path::new(&name));
         }
     }
     changes

@@ -1,7 +1,7 @@
-//! Proxies requests to the shell and to code-server, each on its unix socket.
+//! Proxies requests to the shell, to code-server and to the history of the files, each on its unix socket.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -10,6 +10,8 @@ use axum::response::{Html, IntoResponse, Response};
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use tokio::net::UnixStream;
 
+use crate::files::history;
+use crate::system::layout::Layout;
 use svc_http::files::percent_decode;
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_http::proof;
@@ -18,20 +20,32 @@ use svc_http::server::ListenerLimits;
 
 /// Reload interval for the waiting page, and `Retry-After` for problems, in seconds.
 const RETRY_AFTER_SECONDS: u64 = 3;
+/// Requests about earlier files at the same time; `svc-files-history.socket` has the same limit.
+const MAX_HISTORY_REQUESTS: usize = 4;
 
 /// The machine's services behind the gateway.
 pub struct Upstreams {
     shell: Proxy,
     code: Proxy,
+    history: Proxy,
 }
 
 impl Upstreams {
-    pub fn new(sockets: &Path) -> Self {
+    pub fn new(layout: &Layout) -> Self {
         // The listener limits the number of clients.
         let max_connections = ListenerLimits::default().max_connections;
         let limits = ProxyLimits { max_connections, ..ProxyLimits::default() };
+        let sockets = layout.owner_sockets();
         let proxy_to = |name: &str| Proxy::new(UnixDialer(sockets.join(name)), limits);
-        Self { shell: proxy_to("shell.sock"), code: proxy_to("code.sock") }
+        // Each connection is one request, which a process serves.
+        let history_limits =
+            ProxyLimits { max_connections: MAX_HISTORY_REQUESTS, max_idle_connections: 0, ..limits };
+        let history = UnixDialer(layout.history_sockets().join(history::SOCKET));
+        Self {
+            shell: proxy_to("shell.sock"),
+            code: proxy_to("code.sock"),
+            history: Proxy::new(history, history_limits),
+        }
     }
 }
 
@@ -57,6 +71,11 @@ pub async fn proxy_to_code(upstreams: &Upstreams, request: Request) -> Response 
         return Problem::new(Code::Forbidden, detail).into_response();
     }
     forward(&upstreams.code, "The code server", request).await
+}
+
+/// Proxies requests about earlier states of the owner's files.
+pub async fn proxy_to_history(upstreams: &Upstreams, request: Request) -> Response {
+    forward(&upstreams.history, "The history of the files", request).await
 }
 
 /// Whether a path is `/proxy/…` or `/absproxy/…` in any encoding; code-server's router ignores case.

@@ -16,7 +16,8 @@ use super::auth::{AGENT, ALL_EXCEPT_PLATFORM, AuthFailure, Authentication, Ingre
 use super::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use super::identify::identify;
 use super::routes::{
-    backup_progress, dispatch, health, internal, limits, metrics, quiesce, records, side_database, usage,
+    backup_progress, dispatch, files, health, internal, limits, metrics, quiesce, records, side_database,
+    usage,
 };
 use super::state::Gateway;
 use super::{apps, body, bridge, proxy};
@@ -37,7 +38,7 @@ const fn route(endpoint: &'static Endpoint, serve: fn() -> MethodRouter<Gateway>
 
 /// All gateway routes, in the order of the OpenAPI document. A path that matches none of them, and is not under `/api`
 /// or `/_svc/internal`, is proxied to the shell.
-static ROUTES: [Route; 40] = [
+static ROUTES: [Route; 45] = [
     route(&bridge::QUERY, || post(bridge::query)),
     route(&bridge::SCHEMAS, || get(bridge::list_schemas)),
     route(&bridge::CHANGES, || get(bridge::stream_changes)),
@@ -53,6 +54,11 @@ static ROUTES: [Route; 40] = [
     route(&side_database::OPEN, || post(side_database::open)),
     route(&side_database::COPY, || post(side_database::copy)),
     route(&side_database::CLOSE, || delete(side_database::close)),
+    route(&files::VERSIONS, || get(files::forward)),
+    route(&files::AT, || get(files::forward)),
+    route(&files::DOWNLOAD, || get(files::forward)),
+    route(&files::SHOW_RESTORE, || get(files::show_restore)),
+    route(&files::RESTORE, || post(files::restore)),
     route(&dispatch::DISPATCH, || post(dispatch::submit)),
     route(&dispatch::LIST, || get(dispatch::list)),
     route(&dispatch::SHOW, || get(dispatch::show)),

@@ -63,7 +63,7 @@ impl Services {
         Ok(Self {
             principal_resolver: Arc::new(PrincipalResolver::new(config, agent_tokens)?),
             app_files: Arc::new(AppFiles::new(apps.clone(), layout.home())),
-            upstreams: Arc::new(Upstreams::new(&layout.owner_sockets())),
+            upstreams: Arc::new(Upstreams::new(&layout)),
             layout,
             database,
             apps,

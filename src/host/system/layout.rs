@@ -5,9 +5,6 @@ use std::path::{Path, PathBuf};
 use super::vars;
 use svc_machine::name::ImageVersion;
 
-/// The directory in the user's home where files are restored to first. It is never saved.
-pub const FILES_STAGING: &str = ".svc-restore";
-
 /// The file name of the agents' socket in [`Layout::bridge_sockets`].
 pub const BRIDGE_SOCKET: &str = "bridge.sock";
 
@@ -300,11 +297,6 @@ impl Layout {
         self.state("files")
     }
 
-    /// Files that are being restored, until they are moved into place. On the same file system as the home directory.
-    pub fn files_staging(&self) -> PathBuf {
-        self.user_home().join(FILES_STAGING)
-    }
-
     pub fn sync_state(&self) -> PathBuf {
         self.state("sync")
     }
@@ -343,6 +335,11 @@ impl Layout {
     /// The directory that contains `gateway.sock`, which agents' units cannot see. It belongs to the gateway's user.
     pub fn gateway_sockets(&self) -> PathBuf {
         self.root.join("run/svc/gateway")
+    }
+
+    /// The directory that contains `history.sock`, to which the gateway connects. It belongs to the gateway's user.
+    pub fn history_sockets(&self) -> PathBuf {
+        self.root.join("run/svc/files")
     }
 
     /// The directory that contains `shell.sock`, `code.sock` and `agent.sock`, to which the gateway connects and which

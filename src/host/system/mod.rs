@@ -22,6 +22,7 @@ pub mod quiesce;
 pub mod registration;
 pub mod release;
 pub mod root_settings;
+pub mod socket_service;
 pub mod store;
 pub mod store_credentials;
 pub mod systemd;

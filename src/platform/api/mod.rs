@@ -26,6 +26,7 @@ pub mod heal;
 pub mod health;
 pub mod heartbeat;
 pub mod host_access;
+pub mod host_files;
 pub mod list;
 pub mod locations;
 pub mod machine;
@@ -74,7 +75,7 @@ use svc_http::openapi::Operation;
 use svc_http::problem::{Code, Problem};
 
 /// All routes, in OpenAPI document order.
-pub static ENDPOINTS: [&Endpoint; 56] = [
+pub static ENDPOINTS: [&Endpoint; 60] = [
     &provision::ENDPOINT,
     &quote::ENDPOINT,
     &register::ENDPOINT,
@@ -98,6 +99,10 @@ pub static ENDPOINTS: [&Endpoint; 56] = [
     &backups::ENDPOINT,
     &backup_file::ENDPOINT,
     &usage::ENDPOINT,
+    &host_files::VERSIONS,
+    &host_files::AT,
+    &host_files::SHOW_RESTORE,
+    &host_files::RESTORE,
     &heartbeat::ENDPOINT,
     &storage_credentials::ENDPOINT,
     &files_key::FOR_HOST,

@@ -4,6 +4,7 @@ use crate::db::DbError;
 use crate::db::machine_row::MachineRow;
 use crate::lifecycle::LifecycleError;
 use svc_http::problem::{Code, Problem, format_chain};
+use svc_machine::id::MachineId;
 use svc_machine::state::Status;
 use svc_machine::transition::Refusal;
 use svc_provider::ProviderError;
@@ -75,4 +76,12 @@ pub fn provisioning_error() -> Problem {
 
 pub fn machine_not_found(name: &str) -> Problem {
     Problem::new(Code::MachineNotFound, format!("There is no machine {name}."))
+}
+
+/// Describes a host's rejection of the platform's proof.
+pub fn proof_rejected(id: MachineId) -> String {
+    format!(
+        "The host of machine {id} rejected the platform's proof (401): its clock is wrong, or it has not fetched the current \
+         keys. `svcctl status {id}` shows its last heartbeat."
+    )
 }

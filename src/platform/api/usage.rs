@@ -13,11 +13,11 @@ use serde_json::json;
 
 use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, BILLING, Endpoint, MACHINE_ID, OPERATOR, documented_json};
+use super::host_files::ensure_serving;
 use super::mutation::{self, AuditChange};
 use super::problems;
 use crate::context::Platform;
 use crate::db;
-use crate::db::machine_row::MachineRow;
 use crate::operations::host_call::{self, HostCallError, UsageError};
 use crate::operators::Operator;
 use svc_base::untrusted_text;
@@ -26,7 +26,6 @@ use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_http::usage::{self, UsageQuery};
 use svc_machine::id::MachineId;
-use svc_machine::state::Status;
 use svc_wire::usage::UsageReport;
 
 const RETRY_SECONDS: u64 = 5;
@@ -58,7 +57,7 @@ async fn fetch_report(
     // No session is held during the call to the host.
     drop(session);
     let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
-    ensure_serving(&machine)?;
+    ensure_serving(&machine, "its usage")?;
     let response = host_call::fetch_usage(platform, &machine, query).await.map_err(|error| {
         tracing::warn!(machine = %id, error = %format_chain(&error), "cannot read the host's usage");
         host_problem(id, &error)
@@ -71,36 +70,6 @@ async fn fetch_report(
     })
 }
 
-/// Rejects a machine whose host is not in service.
-fn ensure_serving(machine: &MachineRow) -> Result<(), Problem> {
-    let id = machine.id;
-    if machine.deleted_at.is_some() {
-        let detail = format!("Machine {id} has been deleted, so no host reports its usage.");
-        return Err(Problem::new(Code::MachineNotFound, detail));
-    }
-    if machine.retired_at.is_some() {
-        let detail = format!(
-            "Machine {id} has been replaced; its successor reports the usage of the slot. `svcctl list --user {}` shows it.",
-            machine.user
-        );
-        return Err(invalid_state("retired", detail));
-    }
-    if machine.status != Status::Running {
-        return Err(problems::invalid_state(machine.status.as_str(), &[Status::Running]));
-    }
-    if machine.powered_off_at.is_some() {
-        let detail = format!(
-            "Machine {id} is powered off, so its host cannot report its usage. `svcctl power on {id} --wait` powers it on."
-        );
-        return Err(invalid_state(machine.status.as_str(), detail));
-    }
-    Ok(())
-}
-
-fn invalid_state(status: &str, detail: String) -> Problem {
-    Problem::new(Code::InvalidState, detail).with("machineStatus", status.into()).with("allowed", json!([]))
-}
-
 /// Maps a failed call to the host to a problem for the operator.
 fn host_problem(id: MachineId, error: &UsageError) -> Problem {
     match error {
@@ -108,11 +77,7 @@ fn host_problem(id: MachineId, error: &UsageError) -> Problem {
             Problem::new(Code::HostUnreachable, format!("The host of machine {id} could not be reached."))
         }
         UsageError::Host(HostCallError::Refused(StatusCode::UNAUTHORIZED)) => {
-            let detail = format!(
-                "The host of machine {id} rejected the platform's proof (401): its clock is wrong, or it has not fetched the \
-                 current keys. `svcctl status {id}` shows its last heartbeat."
-            );
-            Problem::new(Code::HostRefused, detail)
+            Problem::new(Code::HostRefused, problems::proof_rejected(id))
         }
         UsageError::Host(HostCallError::Refused(
             status @ (StatusCode::FORBIDDEN | StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED),

@@ -1,4 +1,4 @@
-//! Calls from the platform to a host: updates, drills, backups, quiescing, and usage reports.
+//! Calls from the platform to a host: updates, drills, backups, quiescing, usage reports, and earlier files.
 //!
 //! Each call has a deadline and carries a proof for exactly this machine, method and path. A host's response never
 //! proves that a snapshot exists: the store must confirm it.
@@ -13,6 +13,7 @@ use url::Url;
 
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
+use svc_base::untrusted_text;
 use svc_http::body::{ResponseBodyError, read_response};
 use svc_http::client::{self, Deadlines};
 use svc_http::proof::{self, Claims, Route};
@@ -28,16 +29,27 @@ const UPDATE_PATH: &str = "/_svc/internal/update";
 const QUIESCE_PATH: &str = "/_svc/internal/quiesce";
 const RESUME_PATH: &str = "/_svc/internal/resume";
 const USAGE_PATH: &str = "/api/usage";
+const FILES_RESTORE_PATH: &str = "/api/files/restore";
 const CALL_DEADLINES: Deadlines = Deadlines {
     connect: Duration::from_secs(3),
     total: Some(Duration::from_secs(6)),
     idle: Duration::from_secs(6),
 };
 
+/// For questions about earlier files, which read the index of a repository. The total is shorter than the timeout of
+/// `svcctl`.
+const FILES_DEADLINES: Deadlines = Deadlines {
+    connect: Duration::from_secs(3),
+    total: Some(Duration::from_secs(20)),
+    idle: Duration::from_secs(20),
+};
+
 const PROOF_TTL_SECONDS: i64 = 30;
 const MAX_RESPONSE_BYTES: usize = 64 << 10;
 /// A daily report for one year takes about 40 KiB; a report by user has one entry per user and channel.
 const MAX_USAGE_BYTES: usize = 1 << 20;
+/// A page of 10,000 entries.
+const MAX_FILES_BYTES: usize = 8 << 20;
 
 /// Requests a backup from a machine's host. Returns the request time by the host's clock, if the host reports it: a
 /// backup that began earlier belongs to another request.
@@ -216,6 +228,87 @@ pub async fn fetch_usage(
     }
 }
 
+/// A question about earlier states of the owner's files, or a request to bring one back.
+#[derive(Debug)]
+pub enum FilesCall {
+    Versions(Vec<(&'static str, String)>),
+    At(Vec<(&'static str, String)>),
+    ShowRestore,
+    Restore(Value),
+}
+
+/// The reason a host did not answer a [`FilesCall`].
+#[derive(Debug, thiserror::Error)]
+pub enum FilesCallError {
+    #[error(transparent)]
+    Host(#[from] HostCallError),
+    /// The host's problem.
+    #[error("the host returned {status}: {detail}")]
+    Problem { status: StatusCode, detail: String },
+    /// The response exceeds this many bytes.
+    #[error("the host's response is larger than {0} bytes")]
+    TooLarge(usize),
+}
+
+/// The members of a host's problem that an operator sees.
+#[derive(Debug, Default, serde::Deserialize)]
+#[serde(default)]
+struct HostProblem {
+    detail: String,
+    errors: Vec<HostFieldError>,
+}
+
+#[derive(Debug, Default, serde::Deserialize)]
+#[serde(default)]
+struct HostFieldError {
+    pointer: String,
+    detail: String,
+}
+
+impl HostProblem {
+    /// The text is the host's, so it is made printable and bounded.
+    fn describe(&self) -> String {
+        let fields: Vec<String> = self
+            .errors
+            .iter()
+            .map(|error| format!("{} {}", error.pointer.trim_start_matches(['/', '?']), error.detail))
+            .collect();
+        let text = if fields.is_empty() { self.detail.clone() } else { fields.join("; ") };
+        untrusted_text::truncate_printable(&text)
+    }
+}
+
+/// Returns a host's response to a question about the owner's files, at most [`MAX_FILES_BYTES`] long.
+///
+/// # Errors
+/// [`FilesCallError`]; 404 without a detail from a release without these routes.
+pub async fn call_files(
+    platform: &Platform,
+    machine: &MachineRow,
+    files_call: FilesCall,
+) -> Result<Vec<u8>, FilesCallError> {
+    let get = |path, query| HostRequest { method: Method::GET, path, query, body: None };
+    let request = match files_call {
+        FilesCall::Versions(query) => get("/api/files/versions", query),
+        FilesCall::At(query) => get("/api/files/at", query),
+        FilesCall::ShowRestore => get(FILES_RESTORE_PATH, Vec::new()),
+        FilesCall::Restore(body) => HostRequest::post(FILES_RESTORE_PATH, Some(body)),
+    };
+    let sent = send_within(platform, machine, &request, FILES_DEADLINES).await;
+    let mut response = sent.map_err(HostCallError::Unreachable)?;
+    let status = response.status();
+    let mut body = Vec::new();
+    match read_response(&mut response, MAX_FILES_BYTES, &mut body).await {
+        Ok(()) if status.is_success() => Ok(body),
+        Ok(()) => {
+            let problem: HostProblem = serde_json::from_slice(&body).unwrap_or_default();
+            Err(FilesCallError::Problem { status, detail: problem.describe() })
+        }
+        Err(ResponseBodyError::TooLarge(max)) => Err(FilesCallError::TooLarge(max)),
+        Err(ResponseBodyError::Http(error)) => Err(HostCallError::Unreachable(error.into()).into()),
+    }
+}
+
 /// Sends a request. Returns its time by the host's clock, if the host reports it.
 async fn send_request(
     platform: &Platform,
@@ -289,7 +382,16 @@ async fn send(
     machine: &MachineRow,
     request: &HostRequest,
 ) -> anyhow::Result<reqwest::Response> {
-    let (mut url, client) = build_client(platform, machine, CALL_DEADLINES)?;
+    send_within(platform, machine, request, CALL_DEADLINES).await
+}
+
+async fn send_within(
+    platform: &Platform,
+    machine: &MachineRow,
+    request: &HostRequest,
+    deadlines: Deadlines,
+) -> anyhow::Result<reqwest::Response> {
+    let (mut url, client) = build_client(platform, machine, deadlines)?;
     url.set_path(request.path);
     if !request.query.is_empty() {
         url.query_pairs_mut().extend_pairs(&request.query);

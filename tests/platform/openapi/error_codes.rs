@@ -71,6 +71,7 @@ async fn every_documented_error_code_is_triggered() {
     trigger_rollout_errors(&mut tester).await;
     trigger_operator_errors(&mut tester).await;
     trigger_usage_errors(&mut tester).await;
+    trigger_files_errors(&mut tester).await;
     trigger_rate_limits(&mut tester, &settings).await;
 
     platform.stack.store.take_down();
@@ -322,6 +323,36 @@ async fn trigger_usage_errors(tester: &mut RefusalTester<'_>) {
     ] {
         host.script.lock().unwrap().usage = (StatusCode::from_u16(status).unwrap(), body.to_owned());
         tester.send(usage_call(&host.guest.machine), refused, code).await;
+    }
+}
+
+async fn trigger_files_errors(tester: &mut RefusalTester<'_>) {
+    let platform = tester.platform;
+    let host = fake_host::start_host_for(&platform.stack, &platform.process, "user_files").await;
+    for (method, route) in [
+        (Method::GET, "versions?path=a"),
+        (Method::GET, "at"),
+        (Method::GET, "restore"),
+        (Method::POST, "restore"),
+    ] {
+        let body = if method == Method::POST { json!({"path": "a"}) } else { Value::Null };
+        let files_call = |machine: &str| {
+            platform.operator_call(method.clone(), &format!("/vps/{machine}/files/{route}"), &body)
+        };
+        tester.send(files_call(&platform.booting.machine), 409, "invalid_state").await;
+        tester.send(files_call(&platform.running.machine), 502, "host_unreachable").await;
+        for (status, body, refused, code) in [
+            (401, "", 502, "host_refused"),
+            (404, "", 502, "host_refused"),
+            (404, r#"{"detail": "It did not exist."}"#, 404, "not_found"),
+            (409, r#"{"detail": "Another one is running."}"#, 409, "invalid_state"),
+            (500, "", 502, "host_refused"),
+            (503, "", 503, "unavailable"),
+            (200, "<html>", 502, "host_answer_invalid"),
+        ] {
+            host.script.lock().unwrap().files = (StatusCode::from_u16(status).unwrap(), body.to_owned());
+            tester.send(files_call(&host.guest.machine), refused, code).await;
+        }
     }
 }
 

@@ -185,6 +185,7 @@ impl ApiUnderTest for TestPlatform {
     fn required_value(&self, operation: &Operation, name: &str) -> Option<Value> {
         Some(match name {
             "idpUserId" => json!("user_1"),
+            "path" => json!("notes.md"),
             "slot" => json!("primary"),
             "snapshotKey" => json!(format!("system/db/snapshots/{DUMP}")),
             "handle" => json!("h-user-1"),
@@ -257,7 +258,8 @@ async fn assert_rejects_invalid_ids(platform: &TestPlatform, operation: &Operati
         return;
     }
     let call = |id: &str| {
-        let call = platform.authorized_request(operation, &platform.path_of(operation, id));
+        let path = with_required_query(platform, operation, platform.path_of(operation, id));
+        let call = platform.authorized_request(operation, &path);
         match valid_call(platform, operation).build().unwrap().body().and_then(reqwest::Body::as_bytes) {
             Some(body) => call.header("content-type", "application/json").body(body.to_vec()),
             None => call,
@@ -370,6 +372,9 @@ async fn valid_request_to_every_route_matches_its_description() {
         // The machine's host does not respond, and its slot has no snapshot.
         let refused = match operation.id {
             "backUp" | "drill" | "getUsage" => Some((502, "host_unreachable")),
+            "listFileVersions" | "listFilesAt" | "showFileRestore" | "restoreFile" => {
+                Some((502, "host_unreachable"))
+            }
             // No snapshot is held back.
             "acceptBackup" => Some((409, "invalid_state")),
             "recover" | "rebuildPointer" | "continueOperation" => Some((409, "snapshot_unusable")),

@@ -3,6 +3,7 @@
 
 pub mod backup_progress;
 pub mod dispatch;
+pub mod files;
 pub mod health;
 pub mod internal;
 pub mod limits;

@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use anyhow::anyhow;
 use sd_notify::NotifyState;
+use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
@@ -35,7 +36,8 @@ use svc_http::request_id;
 #[command(
     name = "svc-sync-agent",
     version = applet::version(),
-    about = "Sends this machine's heartbeats to the platform and its metadata to the object store"
+    about = "Sends this machine's heartbeats, and saves and restores the owner's files",
+    after_help = "Without a command, sends heartbeats to the platform and the machine's metadata to the object store."
 )]
 struct Args {
     #[command(subcommand)]
@@ -53,6 +55,55 @@ enum Command {
     Status,
     /// Save the owner's files now, and wait until they are saved
     Now,
+    /// List the versions of a file or directory
+    #[command(
+        after_help = "A relative path is below /home/svc/home.\n\nExample: svc-sync-agent versions projects/app/main.rs"
+    )]
+    Versions {
+        path: String,
+        /// Only versions before this time (RFC 3339)
+        #[arg(long)]
+        before: Option<String>,
+    },
+    /// List a directory as it was
+    #[command(after_help = "A relative path is below /home/svc/home.\n\n\
+Example: svc-sync-agent list projects --time 2026-11-27T18:00:00Z")]
+    List {
+        #[arg(default_value = "")]
+        path: String,
+        /// Time (RFC 3339) [default: the last save]
+        #[arg(long)]
+        time: Option<String>,
+    },
+    /// Bring a file or directory back as it was, and wait until it is there
+    #[command(
+        after_help = "It is restored to its own place; if something is there, beside it under a new name. With --replace, what \
+is there is saved first, and stays under a new name.\n\n\
+Example: svc-sync-agent restore projects/app --time 2026-11-27T18:00:00Z\n\n\
+Exit codes: 0 restored, 69 not restored."
+    )]
+    Restore {
+        path: String,
+        /// Time (RFC 3339) [default: the last save]
+        #[arg(long)]
+        time: Option<String>,
+        /// Restore to this path, where nothing may be
+        #[arg(long)]
+        into: Option<String>,
+        /// Replace what is there
+        #[arg(long)]
+        replace: bool,
+    },
+    /// Answer a request about earlier files, which standard input is connected to
+    #[command(after_help = "Used by svc-files-history@.service. Example: svc-sync-agent history --listen")]
+    History {
+        /// Accept connections on history.sock and serve each in a separate process
+        #[arg(long)]
+        listen: bool,
+    },
+    /// Serve the requested restore of a file or directory
+    #[command(after_help = "Used by svc-files-request.service. As root, it runs as that service does.")]
+    ServeRestore,
     /// Restore the owner's files on a new machine
     #[command(
         after_help = "A machine that is already in use restores nothing, because its files are newer. If the restore of its \
@@ -77,8 +128,8 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Err(code) => return code,
     };
     let layout = Layout::from_process();
-    // A person may start `restore-home` as root; it then runs as its unit does.
-    if matches!(args.command, Some(Command::RestoreHome { .. }))
+    // A person may start these as root; they then run as their units do.
+    if matches!(args.command, Some(Command::RestoreHome { .. } | Command::ServeRestore))
         && let Err(error) = user::switch_to_gateway_user_with(&layout, files::gate::CAPABILITIES)
     {
         return applet::report("svc-sync-agent", &Failure::new(Exit::Internal, error));
@@ -97,6 +148,27 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
             applet::block_on("svc-sync-agent", async { files::command::show_status(&layout) })
         }
         Some(Command::Now) => applet::block_on("svc-sync-agent", files::command::save_now(&layout)),
+        Some(Command::Versions { path, before }) => applet::block_on(
+            "svc-sync-agent",
+            files::client::print_versions(&layout, &path, before.as_deref()),
+        ),
+        Some(Command::List { path, time }) => {
+            applet::block_on("svc-sync-agent", files::client::print_listing(&layout, &path, time.as_deref()))
+        }
+        Some(Command::Restore { path, time, into, replace }) => {
+            let request = json!({"path": path, "time": time, "into": into, "replace": replace});
+            applet::block_on("svc-sync-agent", files::client::restore(&layout, &request))
+        }
+        Some(Command::History { listen: true }) => {
+            applet::block_on("svc-sync-agent", files::history::listen(layout))
+        }
+        Some(Command::History { listen: false }) => {
+            applet::block_on("svc-sync-agent", files::history::serve_stdin(layout))
+        }
+        Some(Command::ServeRestore) => {
+            let restore = request_id::run_with_new_id(files::restore_entry::serve(layout));
+            applet::block_on("svc-sync-agent", restore)
+        }
         Some(Command::RestoreHome { retry }) => {
             let restore = request_id::run_with_new_id(files::gate::run(layout, retry));
             applet::block_on("svc-sync-agent", restore)

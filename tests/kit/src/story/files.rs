@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use super::first_machine::MachineRecord;
-use super::stack::{Stack, eventually};
+use super::stack::{HANDLE, Stack, eventually};
 
 /// Below the user's home. The first is beside the directory that the watcher watches.
 const KEPT: [(&str, &str, u32); 3] = [
@@ -76,4 +76,19 @@ pub fn check_restored(stack: &Stack, machine: &MachineRecord) -> Result<((), Str
     let outcome: Value = serde_json::from_str(&outcome)?;
     ensure!(outcome["snapshot"].is_string() && outcome["error"].is_null(), "the outcome is {outcome}");
     Ok(((), format!("{} files, as they were at {}", outcome["files"], outcome["takenAt"])))
+}
+
+/// Brings the deleted file back on the new machine, as it was on the first one.
+pub async fn bring_back(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let path = DELETED.strip_prefix("home/").context("the file is in the watched directory")?;
+    let versions = stack.svcctl(&["--json", "files", "versions", HANDLE, path]).await?.success()?;
+    let page: Value = versions.json()?;
+    let (newest, saved) = (&page["versions"][0], &page["versions"][1]);
+    ensure!(newest["entry"].is_null() && saved["entry"]["sizeBytes"] == 13, "the versions are {page}");
+    let time = saved["lastSavedAt"].as_str().context("the version has no time")?;
+    let run = stack.svcctl(&["--json", "files", "restore", HANDLE, path, "--time", time]).await?.success()?;
+    let result: Value = run.json()?;
+    let restored = fs::read_to_string(stack.provider.disk(&machine.server)?.join("home/svc").join(DELETED))?;
+    ensure!(restored == "to be deleted", "the file is {restored:?}");
+    Ok(((), format!("{} as it was at {time}", result["restore"]["restoredTo"])))
 }

@@ -170,6 +170,9 @@ async fn run_steps(
     let second = report.step("recover", recovery::recover(stack, &first)).await?;
     report.step("rows", recovery::check_restored_rows(stack)).await?;
     report.step("restored-files", async { files::check_restored(stack, &second) }).await?;
+    if breakage.is_none() {
+        report.step("earlier-file", files::bring_back(stack, &second)).await?;
+    }
     if is_broken(Breakage::Fence) {
         breakage::remove_fence(stack, &first);
     }

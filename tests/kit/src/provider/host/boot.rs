@@ -23,25 +23,29 @@ pub(super) const AGENT: &str = "svc-agent";
 pub(super) const WATCH: &str = "svc-watch";
 /// `svc-sync-agent files`.
 pub(super) const FILES: &str = "svc-files";
+/// `svc-sync-agent history --listen`; systemd would start an instance for each connection to its socket.
+pub(super) const HISTORY: &str = "svc-files-history";
 /// All services, in start order.
-pub(super) const SERVICES: [&str; 7] = [GATEWAY, SHELL, CODE, AGENT, SYNC_AGENT, WATCH, FILES];
+pub(super) const SERVICES: [&str; 8] = [GATEWAY, SHELL, CODE, AGENT, SYNC_AGENT, WATCH, FILES, HISTORY];
 const WATCH_PROGRAM: &str = "current/bin/svc-watch";
 /// Services that are optional in a release, with the files they require. The boot does not wait for them.
-const OPTIONAL: [(&str, &str); 5] = [
+const OPTIONAL: [(&str, &str); 6] = [
     (SHELL, "current/app/shell"),
     (CODE, "current/runtime/code-server"),
     // Missing from earlier releases.
     (AGENT, "current/bin/svc-agent"),
     (WATCH, WATCH_PROGRAM),
     (FILES, WATCH_PROGRAM),
+    (HISTORY, WATCH_PROGRAM),
 ];
 
 /// A path unit: the watched paths under `/var/lib/svc`, the unit they start, and its arguments.
 type PathUnit = (&'static [&'static str], &'static str, &'static [&'static str]);
-const PATH_UNITS: [PathUnit; 4] = [
+const PATH_UNITS: [PathUnit; 5] = [
     (&["requests/backup"], "svc-db-backup", &["run", "--request"]),
     (&["requests/drill"], "svc-db-backup", &["drill", "--request"]),
     (&["requests/side"], "svc-db-backup", &["side", "serve"]),
+    (&["requests/files-restore"], "svc-sync-agent", &["serve-restore"]),
     (&["requests/update", "update/journal.json"], "svc-update", &["apply", "--request"]),
 ];
 const PATH_POLL_INTERVAL: Duration = Duration::from_millis(50);

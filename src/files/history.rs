@@ -1,0 +1,323 @@
+//! Single files and directories as they were at earlier moments: their versions, and their content.
+
+use std::collections::HashMap;
+use std::ffi::{OsStr, OsString};
+use std::path::{Component, Path};
+use std::sync::{Mutex, PoisonError};
+
+use futures_util::future::try_join_all;
+use futures_util::{Stream, StreamExt, stream};
+use jiff::Timestamp;
+
+use crate::blocking::run_blocking;
+use crate::error::FilesError;
+use crate::id::Id;
+use crate::index::BlobLocations;
+use crate::pack::BlobType;
+use crate::repository::Repository;
+use crate::snapshot::Snapshot;
+use crate::tree::{Node, NodeType, Tree};
+
+/// Snapshots that are searched at the same time.
+const MAX_CONCURRENT_SEARCHES: usize = 16;
+/// Chunks of a file that are read at the same time.
+const MAX_CONCURRENT_READS: usize = 4;
+
+/// The kind of an entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EntryKind {
+    File,
+    Directory,
+    Link,
+    /// A device, FIFO or socket, of which nothing is saved.
+    Special,
+}
+
+/// An entry of a snapshot.
+#[derive(Debug, Clone)]
+pub struct Entry {
+    pub(crate) node: Node,
+    name: OsString,
+}
+
+impl Entry {
+    pub(crate) fn new(node: Node) -> Option<Self> {
+        let name = node.file_name()?;
+        Some(Self { node, name })
+    }
+
+    /// The home directory of a snapshot, whose name and attributes are not saved.
+    fn root(snapshot: &Snapshot) -> Self {
+        let mut node = Node::new(OsStr::new(""), NodeType::Dir, 0o755);
+        node.subtree = Some(snapshot.tree);
+        node.set_times(snapshot.time, snapshot.time);
+        Self { node, name: OsString::new() }
+    }
+
+    /// The name; empty for the home directory itself.
+    pub fn name(&self) -> &OsStr {
+        &self.name
+    }
+
+    pub fn kind(&self) -> EntryKind {
+        match self.node.node_type {
+            NodeType::File => EntryKind::File,
+            NodeType::Dir => EntryKind::Directory,
+            NodeType::Symlink => EntryKind::Link,
+            NodeType::Special => EntryKind::Special,
+        }
+    }
+
+    /// The number of bytes in a file; 0 for other kinds.
+    pub fn size(&self) -> u64 {
+        self.node.size
+    }
+
+    /// The lowest twelve bits of the Unix mode.
+    pub fn mode(&self) -> u32 {
+        self.node.unix_mode()
+    }
+
+    pub fn modified_at(&self) -> Timestamp {
+        self.node.mtime
+    }
+
+    pub fn link_target(&self) -> Option<OsString> {
+        self.node.link_target()
+    }
+
+    /// The device and inode of a file with several names.
+    pub fn hard_link_key(&self) -> Option<(u64, u64)> {
+        let Node { links, inode, device_id, .. } = self.node;
+        (self.kind() == EntryKind::File && links > 1 && inode != 0).then_some((device_id, inode))
+    }
+
+    /// Whether both are the same version. A directory's time is ignored: it changes with every temporary file.
+    pub fn is_same_version(&self, other: &Self) -> bool {
+        let (a, b) = (&self.node, &other.node);
+        let is_same_time = a.node_type == NodeType::Dir || a.mtime == b.mtime;
+        is_same_time
+            && a.node_type == b.node_type
+            && (a.content.as_ref(), a.subtree, a.link_target())
+                == (b.content.as_ref(), b.subtree, b.link_target())
+            && (a.unix_mode(), &a.user, a.uid, &a.group, a.gid)
+                == (b.unix_mode(), &b.user, b.uid, &b.group, b.gid)
+            && a.extended_attributes == b.extended_attributes
+    }
+}
+
+/// An entry at one or more consecutive moments between which it did not change.
+#[derive(Debug, Clone)]
+pub struct Version {
+    /// The entry; `None` if it did not exist.
+    pub entry: Option<Entry>,
+    /// The times of the first and the last snapshot with this version.
+    pub first_saved_at: Timestamp,
+    pub last_saved_at: Timestamp,
+    /// The last of these snapshots.
+    pub snapshot: Id,
+}
+
+/// A page of versions, the newest first.
+#[derive(Debug, Clone, Default)]
+pub struct VersionPage {
+    pub versions: Vec<Version>,
+    /// The moment before which the next page begins; `None` on the last page. The last version of a page may have begun
+    /// earlier than the page shows.
+    pub next_before: Option<Timestamp>,
+    /// Snapshots that are damaged, so that they were not searched.
+    pub damaged_snapshots: u64,
+}
+
+/// Which versions to return.
+#[derive(Debug, Clone, Copy)]
+pub struct VersionQuery {
+    /// Only snapshots before this time.
+    pub before: Option<Timestamp>,
+    /// Maximum number of versions.
+    pub limit: usize,
+    /// Maximum number of snapshots to search.
+    pub max_snapshots: usize,
+}
+
+/// Reads earlier states from a repository.
+pub struct History {
+    repository: Repository,
+    locations: BlobLocations,
+    /// What a name was in a tree: snapshots share most of their trees.
+    found: Mutex<HashMap<(Id, OsString), Option<Node>>>,
+}
+
+impl History {
+    /// Reads the index of directories, which is enough to list and compare entries.
+    ///
+    /// # Errors
+    /// The errors of the store; [`FilesError::Corrupt`]; [`FilesError::IndexChanging`].
+    pub async fn open(repository: Repository) -> Result<Self, FilesError> {
+        let locations = repository.load_tree_locations().await?;
+        Ok(Self { repository, locations, found: Mutex::default() })
+    }
+
+    /// Reads the whole index, so that contents can be read, too.
+    ///
+    /// # Errors
+    /// Those of [`Self::open`].
+    pub async fn open_with_contents(repository: Repository) -> Result<Self, FilesError> {
+        let locations = repository.load_locations().await?;
+        Ok(Self { repository, locations, found: Mutex::default() })
+    }
+
+    /// Returns the last snapshot at or before `time`; the last one of all for `None`. Times are compared by milliseconds,
+    /// in which they are shown.
+    ///
+    /// # Errors
+    /// The errors of the store. Damaged snapshots are skipped.
+    pub async fn find_snapshot(&self, time: Option<Timestamp>) -> Result<Option<(Id, Snapshot)>, FilesError> {
+        let (snapshots, _) = self.repository.list_sound_snapshots().await?;
+        let is_wanted = |at: Timestamp| time.is_none_or(|time| at.as_millisecond() <= time.as_millisecond());
+        Ok(snapshots.into_iter().find(|(_, snapshot)| is_wanted(snapshot.time)))
+    }
+
+    /// Finds an entry; `None` if it did not exist. `path` is relative to the snapshot's root; the empty path is the root.
+    ///
+    /// # Errors
+    /// The errors of the store; [`FilesError::Corrupt`].
+    pub async fn find(&self, snapshot: &Snapshot, path: &Path) -> Result<Option<Entry>, FilesError> {
+        let mut entry = Entry::root(snapshot);
+        for component in path.components() {
+            let (Component::Normal(name), Some(tree)) = (component, entry.node.subtree) else {
+                return Ok(None);
+            };
+            let Some(node) = self.find_in_tree(tree, name).await? else { return Ok(None) };
+            entry = Entry { node, name: name.to_owned() };
+        }
+        Ok(Some(entry))
+    }
+
+    async fn find_in_tree(&self, tree: Id, name: &OsStr) -> Result<Option<Node>, FilesError> {
+        let key = (tree, name.to_owned());
+        let lock = || self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = lock().get(&key) {
+            return Ok(found.clone());
+        }
+        let nodes = self.read_tree(tree).await?.nodes;
+        let found = nodes.into_iter().find(|node| node.file_name().as_deref() == Some(name));
+        lock().insert(key, found.clone());
+        Ok(found)
+    }
+
+    /// Lists a directory, by name; empty for an entry of another kind.
+    ///
+    /// # Errors
+    /// The errors of the store; [`FilesError::Corrupt`].
+    pub async fn list(&self, directory: &Entry) -> Result<Vec<Entry>, FilesError> {
+        let Some(tree) = directory.node.subtree else { return Ok(Vec::new()) };
+        let mut entries: Vec<Entry> =
+            self.read_tree(tree).await?.nodes.into_iter().filter_map(Entry::new).collect();
+        entries.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(entries)
+    }
+
+    /// Returns the versions of an entry, the newest first.
+    ///
+    /// # Errors
+    /// The errors of the store; [`FilesError::Corrupt`] for a damaged directory.
+    pub async fn list_versions(&self, path: &Path, query: VersionQuery) -> Result<VersionPage, FilesError> {
+        let (snapshots, damaged_snapshots) = self.repository.list_sound_snapshots().await?;
+        let is_wanted = |snapshot: &Snapshot| {
+            query.before.is_none_or(|before| snapshot.time.as_millisecond() < before.as_millisecond())
+        };
+        let mut pending = snapshots.into_iter().filter(|(_, snapshot)| is_wanted(snapshot)).peekable();
+        let mut page = VersionPage { damaged_snapshots, ..VersionPage::default() };
+        let mut searched = 0;
+        while pending.peek().is_some() {
+            let batch: Vec<_> = pending.by_ref().take(MAX_CONCURRENT_SEARCHES).collect();
+            // A loop, because the compiler cannot show that futures of a borrowing closure are `Send`.
+            let mut searches = Vec::with_capacity(batch.len());
+            for (_, snapshot) in &batch {
+                searches.push(self.find(snapshot, path));
+            }
+            let found = try_join_all(searches).await?;
+            for ((snapshot, Snapshot { time, .. }), entry) in batch.into_iter().zip(found) {
+                if !page.extend_last(entry.as_ref(), time) {
+                    if page.versions.len() >= query.limit.max(1) {
+                        page.next_before = page.versions.last().map(|last| last.first_saved_at);
+                        return Ok(page);
+                    }
+                    let version = Version { entry, first_saved_at: time, last_saved_at: time, snapshot };
+                    page.versions.push(version);
+                }
+            }
+            searched += MAX_CONCURRENT_SEARCHES;
+            if searched >= query.max_snapshots && pending.peek().is_some() {
+                page.next_before = page.versions.last().map(|last| last.first_saved_at);
+                return Ok(page);
+            }
+        }
+        // Before its first version, an entry did not exist: that says nothing.
+        if page.versions.last().is_some_and(|last| last.entry.is_none()) {
+            page.versions.pop();
+        }
+        Ok(page)
+    }
+
+    /// Reads a file's content, chunk by chunk. Every chunk's hash is checked.
+    pub fn read_content<'a>(&'a self, file: &Entry) -> impl Stream<Item = Result<Vec<u8>, FilesError>> + 'a {
+        let chunks = file.node.content.clone().unwrap_or_default();
+        stream::iter(chunks).map(|chunk| self.read_blob(BlobType::Data, chunk)).buffered(MAX_CONCURRENT_READS)
+    }
+
+    /// Checks that all chunks of a file are in the index, before any of them is sent to a client.
+    ///
+    /// # Errors
+    /// [`FilesError::Corrupt`].
+    pub fn check_content(&self, file: &Entry) -> Result<(), FilesError> {
+        let mut chunks = file.node.content.iter().flatten();
+        chunks.try_for_each(|chunk| self.locations.find(BlobType::Data, *chunk).map(drop))
+    }
+
+    async fn read_tree(&self, id: Id) -> Result<Tree, FilesError> {
+        if let Some(tree) = self.repository.cached_tree(id)? {
+            return Ok(tree);
+        }
+        let json = self.read_blob(BlobType::Tree, id).await?;
+        self.repository.cache_tree(id, &json);
+        Tree::parse(id, &json)
+    }
+
+    /// Reads a blob, from another copy if the first is damaged.
+    async fn read_blob(&self, blob_type: BlobType, id: Id) -> Result<Vec<u8>, FilesError> {
+        let first = self.locations.find(blob_type, id)?;
+        let others = self.locations.find_others(blob_type, id).iter().copied();
+        let mut damage = None;
+        for location in [first].into_iter().chain(others) {
+            let pack = self.locations.pack(location).id;
+            let read = async {
+                let sealed = self.repository.read_pack(pack, location.range()).await?;
+                let (repository, blob) = (self.repository.clone(), location.to_packed(blob_type, id));
+                run_blocking(move || repository.open_blob(&blob, &sealed)).await
+            };
+            match read.await {
+                Err(error) if error.is_damage() => damage = damage.or(Some(error)),
+                result => return result,
+            }
+        }
+        Err(damage.unwrap_or_else(|| FilesError::corrupt(format!("blob {id}"), &"it is in no index")))
+    }
+}
+
+impl VersionPage {
+    /// Extends the last version to an earlier moment, if the entry was the same then.
+    fn extend_last(&mut self, entry: Option<&Entry>, time: Timestamp) -> bool {
+        let Some(last) = self.versions.last_mut() else { return false };
+        let is_same = match (&last.entry, entry) {
+            (Some(a), Some(b)) => a.is_same_version(b),
+            (None, None) => true,
+            _ => false,
+        };
+        if is_same {
+            last.first_saved_at = time;
+        }
+        is_same
+    }
+}

@@ -1,0 +1,197 @@
+//! `svc-sync-agent versions`, `list` and `restore`: a person's commands, which the gateway serves on its own socket.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, anyhow};
+use http::StatusCode;
+use reqwest::RequestBuilder;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::quantity::{format_bytes, pluralize};
+use svc_http::client::{self, Deadlines};
+use svc_http::request_id;
+use svc_wire::files::{
+    FileEntry, FileKind, FileListing, FileRestore, FileRestoreAccepted, FileRestoreStatus, FileVersions,
+};
+
+use crate::system::layout::Layout;
+use crate::system::platform_response::ProblemBody;
+use url::Url;
+
+const POLL_INTERVAL: Duration = Duration::from_millis(250);
+/// How long a restore may show no progress. The save before a replacement takes up to ten minutes.
+const MAX_SILENCE: Duration = Duration::from_secs(900);
+/// The gateway's own timeouts are shorter.
+const DEADLINES: Deadlines =
+    Deadlines { connect: Duration::from_secs(5), idle: Duration::from_secs(320), total: None };
+
+/// The gateway's socket, as a client.
+struct Gateway(reqwest::Client);
+
+impl Gateway {
+    fn new(layout: &Layout) -> Result<Self, Failure> {
+        let socket = layout.gateway_sockets().join("gateway.sock");
+        Ok(Self(client::build_for_socket(DEADLINES, &socket).or_exit(Exit::Internal)?))
+    }
+
+    fn get(&self, path: &str, query: &[(&str, &str)]) -> RequestBuilder {
+        let mut url = Url::parse("http://gateway/api/files/").expect("the constant URL is valid");
+        url.path_segments_mut().expect("the URL has a path").pop_if_empty().push(path);
+        if !query.is_empty() {
+            url.query_pairs_mut().extend_pairs(query);
+        }
+        self.0.get(url)
+    }
+
+    async fn send<T: DeserializeOwned>(&self, request: RequestBuilder) -> Result<T, Failure> {
+        let response = request_id::attach(request).send().await;
+        let response = response
+            .context("cannot reach the gateway; `systemctl status svc-gateway` shows its state")
+            .or_exit(Exit::Unavailable)?;
+        let status = response.status();
+        let body = response.bytes().await.context("the response is incomplete").or_exit(Exit::Unavailable)?;
+        if !status.is_success() {
+            return Err(describe_problem(status, &body));
+        }
+        serde_json::from_slice(&body).context("the gateway's response is invalid").or_exit(Exit::Unavailable)
+    }
+}
+
+fn describe_problem(status: StatusCode, body: &[u8]) -> Failure {
+    let problem = ProblemBody::parse(body);
+    let errors = serde_json::from_slice::<Value>(body).ok();
+    let errors = errors.as_ref().and_then(|body| body["errors"].as_array()).into_iter().flatten();
+    let fields: Vec<String> = errors
+        .filter_map(|error| {
+            let name = error["pointer"].as_str()?.trim_start_matches(['/', '?']);
+            Some(format!("{name} {}", error["detail"].as_str()?))
+        })
+        .collect();
+    let text = if fields.is_empty() { problem.detail } else { fields.join("; ") };
+    let exit = match status {
+        StatusCode::BAD_REQUEST => Exit::Usage,
+        StatusCode::NOT_FOUND | StatusCode::CONFLICT => Exit::Refused,
+        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Exit::Permission,
+        _ => Exit::Unavailable,
+    };
+    Failure::new(exit, anyhow!("{text}"))
+}
+
+/// Prints the versions of a file or directory.
+///
+/// # Errors
+/// [`Failure`] with the gateway's reason.
+pub async fn print_versions(layout: &Layout, path: &str, before: Option<&str>) -> Result<(), Failure> {
+    let gateway = Gateway::new(layout)?;
+    let mut query = vec![("path", path), ("limit", "500")];
+    query.extend(before.map(|before| ("before", before)));
+    let page: FileVersions = gateway.send(gateway.get("versions", &query)).await?;
+    print!("{}", show_versions(&page));
+    Ok(())
+}
+
+/// Describes a page of versions.
+fn show_versions(page: &FileVersions) -> String {
+    let mut text = String::new();
+    if page.versions.is_empty() {
+        text.push_str(&format!("{} was never saved\n", page.path));
+    }
+    for version in &page.versions {
+        let state = version.entry.as_ref().map_or_else(|| "did not exist".to_owned(), show_entry);
+        text.push_str(&format!("{}  {}  {state}\n", version.first_saved_at, version.last_saved_at));
+    }
+    if page.damaged_snapshots > 0 {
+        let snapshots = pluralize(page.damaged_snapshots, "damaged snapshot");
+        text.push_str(&format!("{snapshots} could not be searched\n"));
+    }
+    if let Some(before) = &page.next_before {
+        text.push_str(&format!("there are earlier versions: --before {before}\n"));
+    }
+    text
+}
+
+fn show_entry(entry: &FileEntry) -> String {
+    let size = match entry.kind {
+        FileKind::File => format_bytes(entry.size_bytes),
+        kind => kind.to_string(),
+    };
+    format!("{size:>10}  {}  {}", entry.mode, entry.modified_at)
+}
+
+/// Lists a directory as it was.
+///
+/// # Errors
+/// [`Failure`] with the gateway's reason.
+pub async fn print_listing(layout: &Layout, path: &str, time: Option<&str>) -> Result<(), Failure> {
+    let gateway = Gateway::new(layout)?;
+    let mut cursor = 0;
+    let mut time = time.map(str::to_owned);
+    loop {
+        let position = cursor.to_string();
+        let mut query = vec![("cursor", position.as_str()), ("path", path)];
+        query.extend(time.as_deref().map(|time| ("time", time)));
+        let page: FileListing = gateway.send(gateway.get("at", &query)).await?;
+        if cursor == 0 {
+            println!("{} as of {}", page.path, page.saved_at);
+        }
+        let entries = if page.entry.kind == FileKind::Directory { &page.entries } else { &vec![page.entry] };
+        for entry in entries {
+            let target = entry.target.as_ref().map_or_else(String::new, |target| format!(" -> {target}"));
+            println!("{}  {}{target}", show_entry(entry), entry.name);
+        }
+        let Some(next) = page.next_cursor else { return Ok(()) };
+        // Further pages are of the same snapshot.
+        (cursor, time) = (next, Some(page.saved_at.to_string()));
+    }
+}
+
+/// Requests a restore, and waits until it has ended.
+///
+/// # Errors
+/// [`Failure`] with the gateway's reason, or why the restore failed.
+pub async fn restore(layout: &Layout, request: &Value) -> Result<(), Failure> {
+    #[derive(serde::Deserialize)]
+    struct Shown {
+        restore: Option<FileRestore>,
+    }
+    let gateway = Gateway::new(layout)?;
+    let post = gateway.0.post("http://gateway/api/files/restore").json(request);
+    let accepted: FileRestoreAccepted = gateway.send(post).await?;
+    let (mut last, mut changed_at) = (None, Instant::now());
+    loop {
+        let shown: Shown = gateway.send(gateway.get("restore", &[])).await?;
+        let state = shown.restore.filter(|state| state.request_id == accepted.request_id);
+        if let Some(state) = &state
+            && matches!(state.status, FileRestoreStatus::Done | FileRestoreStatus::Failed)
+        {
+            return report(state);
+        }
+        if state != last {
+            (last, changed_at) = (state, Instant::now());
+        } else if changed_at.elapsed() >= MAX_SILENCE {
+            let text = "the restore makes no progress: `systemctl status svc-files-request` shows its state";
+            return Err(Failure::new(Exit::Unavailable, anyhow!(text)));
+        }
+        tokio::time::sleep(POLL_INTERVAL).await;
+    }
+}
+
+fn report(state: &FileRestore) -> Result<(), Failure> {
+    let Some(restored_to) = &state.restored_to else {
+        let why = state.error.as_deref().unwrap_or("no reason is known");
+        return Err(Failure::new(Exit::Unavailable, anyhow!("not restored: {why}")));
+    };
+    let at = state.saved_at.as_ref().map_or("an unknown time", |at| at.as_str());
+    println!("restored to {restored_to}, as of {at}");
+    if let Some(kept) = &state.kept_as {
+        println!("what was there is now {kept}");
+    }
+    if state.incomplete > 0 {
+        println!(
+            "the mode, times or attributes of {} could not be set",
+            pluralize(state.incomplete, "entry")
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,261 @@
+//! Archives of earlier states, written while they are sent.
+
+use std::collections::HashMap;
+use std::ffi::{OsStr, OsString};
+use std::io::{self, BufWriter, Read, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+
+use axum::body::Body;
+use futures_util::{Stream, StreamExt, stream};
+use jiff::Timestamp;
+use jiff::tz::TimeZone;
+use svc_base::chain::format_chain;
+use svc_files::FilesError;
+use svc_files::history::{Entry, EntryKind, History};
+use tokio::runtime::Handle;
+use tokio::sync::mpsc;
+use zip::write::{SimpleFileOptions, StreamWriter};
+use zip::{CompressionMethod, ZipWriter};
+
+const BUFFER_BYTES: usize = 128 << 10;
+/// Buffers that wait for the client.
+const MAX_PENDING_BUFFERS: usize = 4;
+
+/// A format with several files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Archive {
+    Tar,
+    Zip,
+}
+
+impl Archive {
+    pub fn extension(self) -> &'static str {
+        match self {
+            Self::Tar => ".tar",
+            Self::Zip => ".zip",
+        }
+    }
+
+    pub fn media_type(self) -> &'static str {
+        match self {
+            Self::Tar => "application/x-tar",
+            Self::Zip => "application/zip",
+        }
+    }
+}
+
+/// Returns an archive of an entry and everything below it. If it cannot be completed, the body ends with an error, so
+/// that no client takes it for complete.
+pub fn stream_archive(history: History, entry: Entry, name: OsString, archive: Archive) -> Body {
+    let (sender, buffers) = mpsc::channel::<io::Result<Vec<u8>>>(MAX_PENDING_BUFFERS);
+    let runtime = Handle::current();
+    tokio::task::spawn_blocking(move || {
+        let errors = sender.clone();
+        let output = BufWriter::with_capacity(BUFFER_BYTES, ChannelWriter(sender));
+        let writer = match archive {
+            Archive::Tar => Writer::Tar(Box::new(tar::Builder::new(output)), HashMap::new()),
+            Archive::Zip => Writer::Zip(Box::new(ZipWriter::new_stream(output))),
+        };
+        if let Err(error) = write_archive(&history, &entry, &name, writer, &runtime) {
+            tracing::warn!(error = %format_chain(&error), "an archive of the owner's files is incomplete");
+            // The client may have gone.
+            let _ = errors.blocking_send(Err(error));
+        }
+    });
+    Body::from_stream(stream::unfold(buffers, async |mut buffers| {
+        buffers.recv().await.map(|buffer| (buffer, buffers))
+    }))
+}
+
+struct ChannelWriter(mpsc::Sender<io::Result<Vec<u8>>>);
+
+impl Write for ChannelWriter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let gone = |_| io::Error::new(io::ErrorKind::BrokenPipe, "the client has gone");
+        self.0.blocking_send(Ok(bytes.to_vec())).map_err(gone)?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// An archive that is being written.
+enum Writer<W: Write> {
+    /// The map has the first path of each file with several names.
+    Tar(Box<tar::Builder<W>>, HashMap<(u64, u64), PathBuf>),
+    Zip(Box<ZipWriter<StreamWriter<W>>>),
+}
+
+fn write_archive<W: Write>(
+    history: &History,
+    entry: &Entry,
+    name: &OsStr,
+    mut writer: Writer<W>,
+    runtime: &Handle,
+) -> io::Result<()> {
+    let mut pending = vec![(PathBuf::from(name), entry.clone())];
+    while let Some((path, entry)) = pending.pop() {
+        match entry.kind() {
+            EntryKind::Directory => {
+                writer.add_directory(&path, &entry)?;
+                let children = runtime.block_on(history.list(&entry)).map_err(io::Error::other)?;
+                // The last is taken first.
+                pending.extend(children.into_iter().rev().map(|child| (path.join(child.name()), child)));
+            }
+            EntryKind::File => {
+                let content = ContentReader {
+                    chunks: Box::pin(history.read_content(&entry)),
+                    chunk: io::Cursor::new(Vec::new()),
+                    left: entry.size(),
+                    runtime,
+                };
+                writer.add_file(&path, &entry, content)?;
+            }
+            EntryKind::Link => {
+                if let Some(target) = entry.link_target() {
+                    writer.add_link(&path, &entry, &target)?;
+                }
+            }
+            EntryKind::Special => {}
+        }
+    }
+    writer.finish()
+}
+
+impl<W: Write> Writer<W> {
+    fn add_directory(&mut self, path: &Path, entry: &Entry) -> io::Result<()> {
+        match self {
+            Self::Tar(tar, _) => {
+                let mut header = tar_header(entry, tar::EntryType::Directory);
+                tar.append_data(&mut header, path, io::empty())
+            }
+            Self::Zip(zip) => Ok(zip.add_directory(zip_name(path), zip_options(entry))?),
+        }
+    }
+
+    fn add_file(&mut self, path: &Path, entry: &Entry, mut content: impl Read) -> io::Result<()> {
+        match self {
+            Self::Tar(tar, first_names) => {
+                if let Some(key) = entry.hard_link_key() {
+                    if let Some(first) = first_names.get(&key) {
+                        let mut header = tar_header(entry, tar::EntryType::Link);
+                        header.set_size(0);
+                        return tar.append_link(&mut header, path, first);
+                    }
+                    first_names.insert(key, path.to_owned());
+                }
+                let mut header = tar_header(entry, tar::EntryType::Regular);
+                header.set_size(entry.size());
+                tar.append_data(&mut header, path, content)
+            }
+            Self::Zip(zip) => {
+                zip.start_file(zip_name(path), zip_options(entry))?;
+                io::copy(&mut content, zip).map(drop)
+            }
+        }
+    }
+
+    fn add_link(&mut self, path: &Path, entry: &Entry, target: &OsStr) -> io::Result<()> {
+        match self {
+            Self::Tar(tar, _) => {
+                let mut header = tar_header(entry, tar::EntryType::Symlink);
+                tar.append_link(&mut header, path, target)
+            }
+            Self::Zip(zip) => {
+                Ok(zip.add_symlink(zip_name(path), target.to_string_lossy(), zip_options(entry))?)
+            }
+        }
+    }
+
+    fn finish(self) -> io::Result<()> {
+        let mut output = match self {
+            Self::Tar(tar, _) => tar.into_inner()?,
+            Self::Zip(zip) => zip.finish()?.into_inner(),
+        };
+        output.flush()
+    }
+}
+
+fn tar_header(entry: &Entry, kind: tar::EntryType) -> tar::Header {
+    let mut header = tar::Header::new_gnu();
+    header.set_entry_type(kind);
+    header.set_mode(entry.mode());
+    header.set_mtime(u64::try_from(entry.modified_at().as_second()).unwrap_or(0));
+    header.set_size(0);
+    header
+}
+
+fn zip_options(entry: &Entry) -> SimpleFileOptions {
+    SimpleFileOptions::default()
+        .compression_method(CompressionMethod::Deflated)
+        .unix_permissions(entry.mode() & 0o777)
+        .large_file(true)
+        .last_modified_time(zip_time(entry.modified_at()).unwrap_or_default())
+}
+
+/// Returns a time as zip stores it: in UTC, to two seconds; `None` outside 1980 to 2107.
+fn zip_time(time: Timestamp) -> Option<zip::DateTime> {
+    let time = time.to_zoned(TimeZone::UTC);
+    let part = |number: i8| u8::try_from(number).ok();
+    zip::DateTime::from_date_and_time(
+        u16::try_from(time.year()).ok()?,
+        part(time.month())?,
+        part(time.day())?,
+        part(time.hour())?,
+        part(time.minute())?,
+        part(time.second())?,
+    )
+    .ok()
+}
+
+/// Returns a path as text: each byte that is not part of UTF-8 is percent-encoded.
+fn zip_name(path: &Path) -> String {
+    use std::fmt::Write as _;
+    let mut name = String::new();
+    for chunk in path.as_os_str().as_bytes().utf8_chunks() {
+        name.push_str(chunk.valid());
+        for byte in chunk.invalid() {
+            let _ = write!(name, "%{byte:02X}");
+        }
+    }
+    name
+}
+
+type Chunks<'a> = Pin<Box<dyn Stream<Item = Result<Vec<u8>, FilesError>> + 'a>>;
+
+/// Reads a file's content. It must have as many bytes as its directory says, because a tar entry begins with its size.
+struct ContentReader<'a> {
+    chunks: Chunks<'a>,
+    chunk: io::Cursor<Vec<u8>>,
+    left: u64,
+    runtime: &'a Handle,
+}
+
+impl Read for ContentReader<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let read = self.chunk.read(buffer)?;
+            if read > 0 || buffer.is_empty() {
+                return Ok(read);
+            }
+            let Some(chunk) = self.runtime.block_on(self.chunks.next()) else {
+                return if self.left == 0 {
+                    Ok(0)
+                } else {
+                    Err(io::Error::new(
+                        io::ErrorKind::UnexpectedEof,
+                        "a file is shorter than its directory says",
+                    ))
+                };
+            };
+            let chunk = chunk.map_err(io::Error::other)?;
+            let longer = || io::Error::other("a file is longer than its directory says");
+            self.left = self.left.checked_sub(chunk.len() as u64).ok_or_else(longer)?;
+            self.chunk = io::Cursor::new(chunk);
+        }
+    }
+}

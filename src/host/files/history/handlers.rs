@@ -1,0 +1,291 @@
+//! The handlers of the routes that `history.sock` serves. The gateway has authenticated the request.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::{RawQuery, State};
+use axum::response::{IntoResponse, Response};
+use futures_util::TryStreamExt;
+use http::{HeaderValue, header};
+use jiff::Timestamp;
+use strum::{EnumString, VariantNames};
+use svc_base::clock::rfc3339_ms;
+use svc_files::history::{Entry, EntryKind, History, Version, VersionQuery};
+use svc_files::{FilesError, Id, Repository, Snapshot};
+use svc_http::fields::Fields;
+use svc_http::problem::{Code, Problem, format_chain};
+use svc_store::StoreError;
+use svc_wire::files::{FileEntry, FileKind, FileListing, FileVersion, FileVersions};
+
+use super::archive::{Archive, stream_archive};
+use crate::files::access::{AccessError, FilesSettings};
+use crate::files::home_path::HomePath;
+use crate::system::activity;
+
+/// Default and maximum number of versions in a page.
+pub const DEFAULT_VERSIONS: usize = 50;
+pub const MAX_VERSIONS: usize = 500;
+/// Maximum number of snapshots that one request searches.
+const MAX_SEARCHED_SNAPSHOTS: usize = 2000;
+/// Default and maximum number of a directory's entries in a page.
+pub const DEFAULT_ENTRIES: usize = 1000;
+pub const MAX_ENTRIES: usize = 10_000;
+/// Timeout for everything before a response begins. It is shorter than the gateway's.
+const TIMEOUT: Duration = Duration::from_secs(120);
+const RETRY_SECONDS: u64 = 5;
+
+/// How to send a file or directory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, EnumString, VariantNames)]
+#[strum(serialize_all = "lowercase")]
+pub enum DownloadFormat {
+    /// The content of a file.
+    #[default]
+    Raw,
+    Tar,
+    Zip,
+}
+
+/// `GET /api/files/versions`
+pub async fn list_versions(
+    State(settings): State<Arc<FilesSettings>>,
+    RawQuery(query): RawQuery,
+) -> Result<Json<FileVersions>, Problem> {
+    let mut fields = Fields::from_query(query.as_deref().unwrap_or_default());
+    let path: Option<HomePath> = fields.required("path");
+    let before = fields.time("before");
+    let limit = fields.number_in_range("limit", 1..=MAX_VERSIONS, DEFAULT_VERSIONS);
+    let path = fields.finish(path)?;
+    let query = VersionQuery { before, limit, max_snapshots: MAX_SEARCHED_SNAPSHOTS };
+    with_timeout(async {
+        let history = History::open(open(&settings).await?).await.map_err(problem)?;
+        let page = history.list_versions(path.as_path(), query).await.map_err(problem)?;
+        Ok(Json(FileVersions {
+            path: path.to_string(),
+            versions: page.versions.iter().map(describe_version).collect(),
+            next_before: page.next_before.map(Into::into),
+            damaged_snapshots: page.damaged_snapshots,
+        }))
+    })
+    .await
+}
+
+/// `GET /api/files/at`
+pub async fn list(
+    State(settings): State<Arc<FilesSettings>>,
+    RawQuery(query): RawQuery,
+) -> Result<Json<FileListing>, Problem> {
+    let mut fields = Fields::from_query(query.as_deref().unwrap_or_default());
+    let path: Option<HomePath> = fields.optional("path");
+    let time = fields.time("time");
+    let cursor = fields.number_in_range("cursor", 0..=usize::MAX, 0);
+    let limit = fields.number_in_range("limit", 1..=MAX_ENTRIES, DEFAULT_ENTRIES);
+    let path = fields.finish(Some(path.unwrap_or_else(HomePath::files)))?;
+    with_timeout(async {
+        let history = History::open(open(&settings).await?).await.map_err(problem)?;
+        let found = find(&history, &path, time).await?;
+        let entries = history.list(&found.entry).await.map_err(problem)?;
+        let next_cursor = cursor.checked_add(limit).filter(|next| *next < entries.len());
+        Ok(Json(FileListing {
+            path: path.to_string(),
+            snapshot: found.id.to_string(),
+            saved_at: found.snapshot.time.into(),
+            entry: describe(&found.entry),
+            entries: entries.iter().skip(cursor).take(limit).map(describe).collect(),
+            next_cursor: next_cursor.map(|next| next as u64),
+        }))
+    })
+    .await
+}
+
+/// `GET /api/files/download`
+pub async fn download(
+    State(settings): State<Arc<FilesSettings>>,
+    RawQuery(query): RawQuery,
+) -> Result<Response, Problem> {
+    let mut fields = Fields::from_query(query.as_deref().unwrap_or_default());
+    let path: Option<HomePath> = fields.required("path");
+    let time = fields.time("time");
+    let format: Option<DownloadFormat> = fields.optional("format");
+    let path = fields.finish(path)?;
+    with_timeout(async {
+        let history = History::open_with_contents(open(&settings).await?).await.map_err(problem)?;
+        let found = find(&history, &path, time).await?;
+        let format = match (found.entry.kind(), format) {
+            (EntryKind::File, format) => format.unwrap_or_default(),
+            (EntryKind::Directory, Some(DownloadFormat::Raw)) => {
+                let detail = "A directory is downloaded with the format tar or zip.";
+                return Err(Problem::field("?format", "raw is for files").with("hint", detail.into()));
+            }
+            (EntryKind::Directory, format) => format.unwrap_or(DownloadFormat::Tar),
+            _ => return Err(Problem::field("?path", "names neither a file nor a directory")),
+        };
+        let at = rfc3339_ms(found.snapshot.time);
+        activity::note(&settings.layout, &format!("the owner downloads {path} as it was at {at}"));
+        let name = found.entry.name();
+        let name = if name.is_empty() { OsStr::new("home") } else { name }.to_owned();
+        Ok(match format {
+            DownloadFormat::Raw => {
+                history.check_content(&found.entry).map_err(problem)?;
+                send_file(Arc::new(history), found.entry, &name)
+            }
+            DownloadFormat::Tar => send_archive(history, found.entry, &name, Archive::Tar),
+            DownloadFormat::Zip => send_archive(history, found.entry, &name, Archive::Zip),
+        })
+    })
+    .await
+}
+
+async fn with_timeout<T>(work: impl Future<Output = Result<T, Problem>>) -> Result<T, Problem> {
+    tokio::time::timeout(TIMEOUT, work).await.unwrap_or_else(|_| {
+        let detail = format!("The file backup did not respond within {} s.", TIMEOUT.as_secs());
+        Err(Problem::new(Code::StoreUnavailable, detail).retry_after(RETRY_SECONDS))
+    })
+}
+
+async fn open(settings: &FilesSettings) -> Result<Repository, Problem> {
+    let repository = settings.open_with_stored_key().await.map_err(|error| {
+        tracing::warn!(error = %format_chain(&error), "cannot open the file backup");
+        match error {
+            AccessError::Files(error) => problem(error),
+            AccessError::KeyRefused(_) => {
+                Problem::new(Code::Superseded, "Another machine has replaced this one.")
+            }
+            _ => Problem::new(Code::Unavailable, "The key of the file backup is not available now.")
+                .retry_after(RETRY_SECONDS),
+        }
+    })?;
+    repository.ok_or_else(|| Problem::new(Code::NotFound, "No files have been saved yet."))
+}
+
+/// An entry, and the snapshot in which it was found.
+struct Found {
+    id: Id,
+    snapshot: Snapshot,
+    entry: Entry,
+}
+
+async fn find(history: &History, path: &HomePath, time: Option<Timestamp>) -> Result<Found, Problem> {
+    let snapshot = history.find_snapshot(time).await.map_err(problem)?;
+    let (id, snapshot) = snapshot.ok_or_else(|| {
+        let detail = match time {
+            Some(time) => format!("There is no snapshot at or before {}.", rfc3339_ms(time)),
+            None => "No files have been saved yet.".to_owned(),
+        };
+        Problem::new(Code::NotFound, detail)
+    })?;
+    let entry = history.find(&snapshot, path.as_path()).await.map_err(problem)?;
+    let entry = entry.ok_or_else(|| {
+        let detail = format!(
+            "{path} did not exist at {}: GET /api/files/versions lists when it did.",
+            rfc3339_ms(snapshot.time)
+        );
+        Problem::new(Code::NotFound, detail)
+    })?;
+    Ok(Found { id, snapshot, entry })
+}
+
+fn problem(error: FilesError) -> Problem {
+    tracing::warn!(error = %format_chain(&error), "cannot read the file backup");
+    match error {
+        FilesError::Store(StoreError::NotFound { .. }) | FilesError::Corrupt { .. } => {
+            let detail =
+                "A part of the file backup that is needed for this is damaged; other times may be intact.";
+            Problem::new(Code::StoreUnavailable, detail)
+        }
+        FilesError::Store(_) | FilesError::IndexChanging => {
+            Problem::new(Code::StoreUnavailable, "The file backup cannot be read now; try again.")
+                .retry_after(RETRY_SECONDS)
+        }
+        error => Problem::internal(&error),
+    }
+}
+
+fn describe(entry: &Entry) -> FileEntry {
+    FileEntry {
+        name: entry.name().to_string_lossy().into_owned(),
+        kind: match entry.kind() {
+            EntryKind::File => FileKind::File,
+            EntryKind::Directory => FileKind::Directory,
+            EntryKind::Link => FileKind::Link,
+            EntryKind::Special => FileKind::Special,
+        },
+        size_bytes: entry.size(),
+        mode: format!("{:04o}", entry.mode()),
+        modified_at: entry.modified_at().into(),
+        target: entry.link_target().map(|target| target.to_string_lossy().into_owned()),
+    }
+}
+
+fn describe_version(version: &Version) -> FileVersion {
+    FileVersion {
+        first_saved_at: version.first_saved_at.into(),
+        last_saved_at: version.last_saved_at.into(),
+        snapshot: version.snapshot.to_string(),
+        entry: version.entry.as_ref().map(describe),
+    }
+}
+
+fn send_file(history: Arc<History>, entry: Entry, name: &OsStr) -> Response {
+    let size = entry.size();
+    let (sender, chunks) = tokio::sync::mpsc::channel::<Result<Vec<u8>, FilesError>>(2);
+    tokio::spawn(async move {
+        let mut content = std::pin::pin!(history.read_content(&entry));
+        let mut left = size;
+        loop {
+            let next = match content.try_next().await {
+                Ok(Some(chunk)) => match left.checked_sub(chunk.len() as u64) {
+                    Some(rest) => {
+                        left = rest;
+                        Ok(chunk)
+                    }
+                    None => break,
+                },
+                Ok(None) => break,
+                Err(error) => Err(error),
+            };
+            // The client has gone.
+            if sender.send(next).await.is_err() {
+                return;
+            }
+        }
+    });
+    let chunks = futures_util::stream::unfold(chunks, async |mut chunks| {
+        chunks.recv().await.map(|chunk| (chunk, chunks))
+    });
+    let mut response = Body::from_stream(chunks).into_response();
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_LENGTH, HeaderValue::from(size));
+    set_attachment(&mut response, name, "", "application/octet-stream");
+    response
+}
+
+fn send_archive(history: History, entry: Entry, name: &OsStr, archive: Archive) -> Response {
+    let mut response = stream_archive(history, entry, name.to_owned(), archive).into_response();
+    set_attachment(&mut response, name, archive.extension(), archive.media_type());
+    response
+}
+
+/// Makes a browser store the response, and show or run nothing of it.
+fn set_attachment(response: &mut Response, name: &OsStr, extension: &str, media_type: &'static str) {
+    use std::fmt::Write as _;
+    let mut encoded = String::new();
+    for byte in name.as_bytes().iter().chain(extension.as_bytes()) {
+        if byte.is_ascii_alphanumeric() || b"-._".contains(byte) {
+            encoded.push(char::from(*byte));
+        } else {
+            let _ = write!(encoded, "%{byte:02X}");
+        }
+    }
+    let headers = response.headers_mut();
+    let disposition = format!("attachment; filename*=UTF-8''{encoded}");
+    if let Ok(value) = HeaderValue::from_str(&disposition) {
+        headers.insert(header::CONTENT_DISPOSITION, value);
+    }
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(media_type));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+}

@@ -1,0 +1,79 @@
+//! `svc-sync-agent history`: answers questions about earlier states of the owner's files.
+//!
+//! The gateway connects to `history.sock` for each request. systemd accepts the connection and starts one process for
+//! it (`svc-files-history@.service`), so that the index of a large repository takes memory only meanwhile; `--listen`
+//! works without systemd.
+
+mod archive;
+mod handlers;
+
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use axum::Router;
+use axum::routing::get;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::chain::format_chain;
+use svc_http::observe::{self, Listener};
+use svc_http::server;
+
+use super::access::FilesSettings;
+use crate::system::layout::Layout;
+use crate::system::socket_service::{self, SocketService};
+
+pub use handlers::{DEFAULT_ENTRIES, DEFAULT_VERSIONS, DownloadFormat, MAX_ENTRIES, MAX_VERSIONS};
+
+/// The socket, in [`Layout::history_sockets`].
+pub const SOCKET: &str = "history.sock";
+/// Maximum number of processes without systemd, whose socket unit has its own limit.
+const MAX_PROCESSES: usize = 4;
+const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Accepts connections, and serves each in a process of its own.
+pub async fn listen(layout: Layout) -> Result<(), Failure> {
+    let service = SocketService {
+        directory: layout.history_sockets(),
+        socket: SOCKET,
+        arguments: &["svc-sync-agent", "history"],
+        max_processes: MAX_PROCESSES,
+    };
+    socket_service::listen(&service).await
+}
+
+/// Serves the one request on standard input.
+pub async fn serve_stdin(layout: Layout) -> Result<(), Failure> {
+    let connection = socket_service::take_stdin()?;
+    let settings = FilesSettings::read(layout)?;
+    let stop = server::stop_on_signal().context("cannot handle signals").or_exit(Exit::Internal)?;
+    match stop.run_until_cancelled(serve(settings, connection)).await {
+        Some(result) => result,
+        None => Ok(()),
+    }
+}
+
+async fn serve(settings: FilesSettings, connection: UnixStream) -> Result<(), Failure> {
+    let connection = tokio::net::UnixStream::from_std(connection)
+        .context("cannot use the connection")
+        .or_exit(Exit::Internal)?;
+    let router = Router::new()
+        .route("/api/files/versions", get(handlers::list_versions))
+        .route("/api/files/at", get(handlers::list))
+        .route("/api/files/download", get(handlers::download))
+        .layer(axum::middleware::from_fn_with_state(Listener::Socket, observe::layer))
+        .with_state(Arc::new(settings));
+    let served = hyper::server::conn::http1::Builder::new()
+        .keep_alive(false)
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADER_TIMEOUT)
+        .serve_connection(TokioIo::new(connection), TowerToHyperService::new(router))
+        .await;
+    // The client has gone, or an archive could not be completed, which the client sees as an incomplete response.
+    if let Err(error) = served {
+        tracing::debug!(error = %format_chain(&error), "the connection ended early");
+    }
+    Ok(())
+}

@@ -1,0 +1,124 @@
+//! Paths of the owner's files, as people write them.
+
+use std::ffi::OsStr;
+use std::fmt;
+use std::path::{Component, Path, PathBuf};
+use std::str::FromStr;
+
+/// The path of the user's home directory as snapshots and answers show it, also in tests.
+pub const SHOWN_HOME: &str = "/home/svc";
+/// The directory below it in which the owner's files are.
+const FILES: &str = "home";
+/// The machine's records, which the owner reads but only the machine writes.
+const RECORDS: &str = "home/system";
+const MAX_BYTES: usize = 4096;
+
+/// A path below the user's home directory. It has no `..`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HomePath(PathBuf);
+
+/// Why a text is no such path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum HomePathError {
+    #[error("must be a path below {SHOWN_HOME}; a relative path is below {SHOWN_HOME}/{FILES}")]
+    Outside,
+    #[error("must have at most {MAX_BYTES} bytes")]
+    TooLong,
+}
+
+impl HomePath {
+    /// The directory with the owner's files.
+    pub fn files() -> Self {
+        Self(PathBuf::from(FILES))
+    }
+
+    /// Creates a path from one below the home directory, which has no `..`.
+    pub fn from_relative(path: PathBuf) -> Self {
+        Self(path)
+    }
+
+    /// The path relative to the user's home directory, which is the root of a snapshot; empty for that directory.
+    pub fn as_path(&self) -> &Path {
+        &self.0
+    }
+
+    /// Returns the parent and the name; `None` for the home directory itself.
+    pub fn split(&self) -> Option<(&Path, &OsStr)> {
+        self.0.parent().zip(self.0.file_name())
+    }
+
+    /// Whether the path is one of the machine's records, or contains them.
+    pub fn touches_records(&self) -> bool {
+        let records = Path::new(RECORDS);
+        self.0.starts_with(records) || records.starts_with(&self.0)
+    }
+}
+
+impl FromStr for HomePath {
+    type Err = HomePathError;
+
+    fn from_str(text: &str) -> Result<Self, HomePathError> {
+        if text.len() > MAX_BYTES {
+            return Err(HomePathError::TooLong);
+        }
+        let given = Path::new(text);
+        let below = if given.is_absolute() {
+            given.strip_prefix(SHOWN_HOME).map_err(|_| HomePathError::Outside)?.to_owned()
+        } else {
+            Path::new(FILES).join(given)
+        };
+        let mut path = PathBuf::new();
+        for component in below.components() {
+            match component {
+                Component::Normal(name) => path.push(name),
+                Component::CurDir => {}
+                _ => return Err(HomePathError::Outside),
+            }
+        }
+        Ok(Self(path))
+    }
+}
+
+impl fmt::Display for HomePath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Path::new(SHOWN_HOME).join(&self.0).display().fmt(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_are_below_the_home() {
+        for (text, expected) in [
+            ("notes.txt", "/home/svc/home/notes.txt"),
+            ("a//b/./c/", "/home/svc/home/a/b/c"),
+            ("", "/home/svc/home"),
+            (".", "/home/svc/home"),
+            ("/home/svc/.bashrc", "/home/svc/.bashrc"),
+            ("/home/svc", "/home/svc"),
+        ] {
+            let path: HomePath = text.parse().unwrap();
+            assert_eq!(path.to_string().trim_end_matches('/'), expected, "{text:?}");
+        }
+        for text in ["/", "/etc/passwd", "../.bashrc", "a/../../b", "/home/svc2/a", "/home/svc/../x"] {
+            assert_eq!(text.parse::<HomePath>(), Err(HomePathError::Outside), "{text:?}");
+        }
+        assert_eq!("x".repeat(5000).parse::<HomePath>(), Err(HomePathError::TooLong));
+    }
+
+    #[test]
+    fn records_are_protected_with_the_directories_that_contain_them() {
+        for (text, expected) in [
+            ("system", true),
+            ("system/logs/usage.jsonl", true),
+            ("", true),
+            ("/home/svc", true),
+            ("system-notes", false),
+            ("apps/system", false),
+        ] {
+            assert_eq!(text.parse::<HomePath>().unwrap().touches_records(), expected, "{text:?}");
+        }
+    }
+}

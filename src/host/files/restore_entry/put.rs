@@ -1,0 +1,171 @@
+//! Moves a restored entry into place, beneath the owner's home directory.
+//!
+//! The owner's programs run meanwhile, and this process may write where they cannot: directories are opened one name at
+//! a time without following links, and entries are named only relative to open directories.
+
+use std::ffi::{OsStr, OsString};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+use jiff::Timestamp;
+use jiff::tz::TimeZone;
+use rustix::fs::{
+    AtFlags, CWD, Gid, Mode, OFlags, RenameFlags, Uid, fchmod, fchown, mkdirat, openat, renameat_with, statat,
+};
+use rustix::io::Errno;
+use svc_base::fsx::FileError;
+
+/// Maximum number of names that are tried beside an existing entry.
+const MAX_NAMES: u32 = 100;
+const MAX_NAME_BYTES: usize = 255;
+
+/// An open directory beneath the owner's home directory.
+pub(super) struct Directory(OwnedFd);
+
+impl Directory {
+    /// Opens `path` beneath `home`, and creates the directories that do not exist, for `owner`.
+    ///
+    /// # Errors
+    /// `NotADirectory` if a name is a link or a file; other file system errors.
+    pub(super) fn open(home: &Path, path: &Path, owner: Option<(u32, u32)>) -> Result<Self, FileError> {
+        let shown = home.join(path);
+        let wrap = |action| move |errno: Errno| FileError::wrap(action, &shown)(errno.into());
+        let mut directory =
+            openat(CWD, home, directory_flags(), Mode::empty()).map_err(wrap.clone()("open"))?;
+        for name in path {
+            directory = match openat(&directory, name, directory_flags(), Mode::empty()) {
+                Err(Errno::NOENT) => create(&directory, name, owner).map_err(wrap.clone()("create"))?,
+                opened => opened.map_err(wrap.clone()("open"))?,
+            };
+        }
+        Ok(Self(directory))
+    }
+
+    /// # Errors
+    /// File system errors other than the entry's absence.
+    pub(super) fn has(&self, name: &OsStr) -> Result<bool, Errno> {
+        match statat(&self.0, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(_) => Ok(true),
+            Err(Errno::NOENT) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Returns a name that no entry has: the given name with a mark, such as `notes.restored-20261128T021907Z.txt`.
+    ///
+    /// # Errors
+    /// `EXIST` if all names are taken; other file system errors.
+    pub(super) fn find_free_name(&self, name: &OsStr, mark: &str, at: Timestamp) -> Result<OsString, Errno> {
+        for number in 1..=MAX_NAMES {
+            let free = mark_name(name, mark, at, number);
+            if !self.has(&free)? {
+                return Ok(free);
+            }
+        }
+        Err(Errno::EXIST)
+    }
+
+    /// Moves an entry of this directory to a name that must be free.
+    ///
+    /// # Errors
+    /// `EXIST`; other file system errors.
+    pub(super) fn rename(&self, name: &OsStr, to: &OsStr) -> Result<(), Errno> {
+        renameat_with(&self.0, name, &self.0, to, RenameFlags::NOREPLACE)
+    }
+
+    /// Moves an entry here, to a name that must be free.
+    ///
+    /// # Errors
+    /// `EXIST`; `XDEV` if it is on another file system; other file system errors.
+    pub(super) fn take(&self, from: &Path, name: &OsStr) -> Result<(), Errno> {
+        renameat_with(CWD, from, &self.0, name, RenameFlags::NOREPLACE)
+    }
+}
+
+fn directory_flags() -> OFlags {
+    OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC
+}
+
+fn create(parent: &OwnedFd, name: &OsStr, owner: Option<(u32, u32)>) -> Result<OwnedFd, Errno> {
+    match mkdirat(parent, name, Mode::RWXU) {
+        // The owner's programs may have created it in the meantime.
+        Ok(()) | Err(Errno::EXIST) => {}
+        Err(error) => return Err(error),
+    }
+    let created = openat(parent, name, directory_flags(), Mode::empty())?;
+    if let Some((uid, gid)) = owner {
+        fchown(&created, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)))?;
+    }
+    fchmod(&created, Mode::from_raw_mode(0o755))?;
+    Ok(created)
+}
+
+/// `notes.txt` becomes `notes.restored-20261128T021907Z.txt`; further numbers follow the time.
+fn mark_name(name: &OsStr, mark: &str, at: Timestamp, number: u32) -> OsString {
+    let at = at.to_zoned(TimeZone::UTC).strftime("%Y%m%dT%H%M%SZ");
+    let suffix = if number == 1 { format!(".{mark}-{at}") } else { format!(".{mark}-{at}-{number}") };
+    let path = Path::new(name);
+    let (stem, extension) = (path.file_stem().unwrap_or(name), path.extension());
+    let marked = |stem: &OsStr| {
+        let mut marked = stem.to_owned();
+        marked.push(&suffix);
+        if let Some(extension) = extension {
+            marked.push(".");
+            marked.push(extension);
+        }
+        marked
+    };
+    let full = marked(stem);
+    if full.len() <= MAX_NAME_BYTES { full } else { OsString::from(&suffix[1..]) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    fn home() -> tempfile::TempDir {
+        tempfile::tempdir().unwrap()
+    }
+
+    #[test]
+    fn directories_are_created_but_links_are_not_followed() {
+        let (home, outside) = (home(), home());
+        symlink(outside.path(), home.path().join("link")).unwrap();
+        fs::write(home.path().join("file"), "x").unwrap();
+        Directory::open(home.path(), Path::new("a/b"), None).unwrap();
+        assert!(home.path().join("a/b").is_dir());
+        for path in ["link", "link/a", "file", "file/a"] {
+            assert!(Directory::open(home.path(), Path::new(path), None).is_err(), "{path}");
+        }
+        assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn taken_names_are_never_replaced() {
+        let home = home();
+        fs::write(home.path().join("staged"), "restored").unwrap();
+        fs::write(home.path().join("taken"), "present").unwrap();
+        let directory = Directory::open(home.path(), Path::new(""), None).unwrap();
+        let taken = directory.take(&home.path().join("staged"), OsStr::new("taken"));
+        assert_eq!(taken, Err(Errno::EXIST));
+        assert_eq!(directory.rename(OsStr::new("staged"), OsStr::new("taken")), Err(Errno::EXIST));
+        let (name, at) = (OsStr::new("taken"), Timestamp::UNIX_EPOCH);
+        let first = directory.find_free_name(name, "restored", at).unwrap();
+        assert_eq!(first, "taken.restored-19700101T000000Z");
+        directory.take(&home.path().join("staged"), &first).unwrap();
+        let second = directory.find_free_name(name, "restored", at).unwrap();
+        assert_eq!(second, "taken.restored-19700101T000000Z-2");
+        assert_eq!(fs::read_to_string(home.path().join("taken")).unwrap(), "present");
+    }
+
+    #[test]
+    fn marked_names_keep_their_extension() {
+        let mark = |name: &str| mark_name(OsStr::new(name), "replaced", Timestamp::UNIX_EPOCH, 1);
+        assert_eq!(mark("a.tar.gz"), "a.tar.replaced-19700101T000000Z.gz");
+        assert_eq!(mark(".bashrc"), ".bashrc.replaced-19700101T000000Z");
+        assert_eq!(mark(&"x".repeat(255)), "replaced-19700101T000000Z");
+    }
+}

@@ -1,0 +1,111 @@
+//! The request file, and the state that the service writes.
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+use svc_base::clock;
+use svc_base::fsx::{self, FileError};
+use svc_http::request_id;
+use svc_wire::files::{FileRestore, FileRestoreStatus};
+
+use crate::system::layout::Layout;
+
+/// The request file in the directory of requests.
+const REQUEST: &str = "files-restore";
+/// The state file in the directory of the file backup.
+const STATE_FILE: &str = "entry-restore.json";
+
+/// The request file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RestoreRequest {
+    pub request_id: String,
+    #[serde(with = "clock::wire")]
+    pub requested_at: Timestamp,
+    /// The entry to restore, as [`crate::files::home_path::HomePath`] shows it.
+    pub path: String,
+    /// The last snapshot at or before this time is restored; `None` for the last one.
+    #[serde(with = "clock::wire_option", default)]
+    pub time: Option<Timestamp>,
+    /// Where to restore it; `None` for its own place, or beside it if something is there.
+    pub into: Option<String>,
+    /// Replace what is there. It is saved first, and stays under another name.
+    pub replace: bool,
+}
+
+impl RestoreRequest {
+    /// Creates a request with the current request id.
+    pub fn new(path: String, time: Option<Timestamp>, into: Option<String>, replace: bool) -> Self {
+        let (request_id, requested_at) = (request_id::current(), clock::now_ms());
+        Self { request_id, requested_at, path, time, into, replace }
+    }
+
+    /// Writes the request file. Returns `false` if a request is already pending.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn submit(&self, layout: &Layout) -> Result<bool, FileError> {
+        let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
+        fsx::create_atomic(&layout.request(REQUEST), &text, 0o600)
+    }
+
+    /// Reads the pending request. The inner error means that the file does not parse: a retry is pointless.
+    ///
+    /// # Errors
+    /// If the file exists and cannot be read.
+    pub(super) fn read(layout: &Layout) -> Result<Option<Result<Self, serde_json::Error>>, FileError> {
+        let text = fsx::read_if_exists(&layout.request(REQUEST))?;
+        Ok(text.map(|text| serde_json::from_slice(&text)))
+    }
+
+    pub(super) fn remove(layout: &Layout) -> Result<(), FileError> {
+        fsx::remove_if_exists(&layout.request(REQUEST))
+    }
+
+    /// Returns the state of a request that has not been served yet.
+    pub(super) fn to_state(&self) -> FileRestore {
+        FileRestore {
+            request_id: self.request_id.clone(),
+            status: FileRestoreStatus::Pending,
+            path: self.path.clone(),
+            requested_at: self.requested_at.into(),
+            saved_at: None,
+            restored_to: None,
+            kept_as: None,
+            files: 0,
+            total_bytes: 0,
+            written_bytes: 0,
+            incomplete: 0,
+            error: None,
+            updated_at: clock::now_ms().into(),
+        }
+    }
+}
+
+/// Returns the state of the pending request, or else of the last one.
+///
+/// # Errors
+/// If a file exists and cannot be read.
+pub fn current(layout: &Layout) -> Result<Option<FileRestore>, FileError> {
+    // Read the request first: it is removed after the state reflects it.
+    let request = RestoreRequest::read(layout)?.and_then(Result::ok);
+    let state = read_state(layout)?;
+    Ok(match request {
+        Some(request) if state.as_ref().is_none_or(|state| state.request_id != request.request_id) => {
+            Some(request.to_state())
+        }
+        _ => state,
+    })
+}
+
+fn read_state(layout: &Layout) -> Result<Option<FileRestore>, FileError> {
+    let text = fsx::read_if_exists(&layout.files_state().join(STATE_FILE))?;
+    Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
+}
+
+/// # Errors
+/// If the file cannot be written.
+pub(super) fn write_state(layout: &Layout, state: &mut FileRestore) -> Result<(), FileError> {
+    state.updated_at = clock::now_ms().into();
+    let text = serde_json::to_vec(state).expect("plain fields serialize to JSON");
+    fsx::write_atomic(&layout.files_state().join(STATE_FILE), &text, 0o600)
+}

@@ -1,0 +1,341 @@
+//! Serves the pending request.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::Path;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use rustix::io::Errno;
+use rustix::thread::CapabilitySet;
+use serde::{Deserialize, Serialize};
+use svc_base::accounts::Accounts;
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::chain::format_chain;
+use svc_base::clock::{self, rfc3339_ms};
+use svc_base::failpoint::{self, Injected};
+use svc_base::fsx::FileError;
+use svc_files::FilesError;
+use svc_files::history::{EntryKind, History};
+use svc_files::restore::{RestoreOptions, RestoreProgress, Restored, restore_entry};
+use svc_wire::files::{FileRestore, FileRestoreStatus};
+
+use super::put::Directory;
+use super::request::{RestoreRequest, write_state};
+use crate::files::access::{AccessError, FilesSettings, retry};
+use crate::files::home_path::{HomePath, HomePathError, SHOWN_HOME};
+use crate::files::save_request::{self, SaveRequestError};
+use crate::files::staging::{ENTRY_STAGING, Staging};
+use crate::system::activity;
+use crate::system::layout::Layout;
+use crate::system::quiesce::Quiesce;
+
+/// How long the store may be unreachable before a request fails.
+const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
+/// The entry's name in the staging directory.
+const STAGED: &str = "entry";
+
+/// The capabilities of `svc-files-request.service`: to give the files to the owner's user, and to reach directories that
+/// only that user can enter.
+pub const CAPABILITIES: CapabilitySet = crate::files::gate::CAPABILITIES;
+
+/// The fail points of a restore.
+pub const FAILPOINTS: &[&str] =
+    &["files.entry.staged", "files.entry.kept", "files.entry.placed", "files.entry.recorded"];
+
+/// Why a request failed.
+#[derive(Debug, thiserror::Error)]
+enum RestoreError {
+    #[error("the request names an invalid path: {0}")]
+    Path(#[from] HomePathError),
+    #[error("no files have been saved yet")]
+    NothingSaved,
+    #[error("there is no snapshot at or before {}", rfc3339_ms(*.0))]
+    NoSnapshot(Timestamp),
+    #[error("{path} did not exist at {}", rfc3339_ms(*.at))]
+    NotFound { path: HomePath, at: Timestamp },
+    #[error("{0} is a device, FIFO or socket, of which nothing is saved")]
+    Special(HomePath),
+    #[error(
+        "{0} belongs to the machine's records, which only the machine writes; choose another place with `into`"
+    )]
+    Records(HomePath),
+    #[error("there already is an entry at {0}; choose another place, or replace it")]
+    Taken(HomePath),
+    #[error("{0} is on another file system than the home directory; choose another place with `into`")]
+    OtherFileSystem(HomePath),
+    #[error("the present state could not be saved, so nothing was replaced")]
+    Unsaved(#[source] SaveRequestError),
+    #[error("the platform has stopped this machine's writers for a final backup; nothing was restored")]
+    Quiesced,
+    #[error(transparent)]
+    Access(#[from] AccessError),
+    #[error(transparent)]
+    Files(#[from] FilesError),
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error("cannot move the restored entry into place")]
+    Move(#[from] Errno),
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl RestoreError {
+    fn is_transient(&self) -> bool {
+        match self {
+            Self::Access(error) => error.is_transient(),
+            Self::Files(error) => error.is_transient(),
+            _ => false,
+        }
+    }
+}
+
+/// What to do with a complete entry in the staging directory. Names are bytes, because not all are text.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Placement {
+    request_id: String,
+    /// The directory and the name for the entry, below the home directory.
+    directory: Vec<u8>,
+    name: Vec<u8>,
+    /// The name under which the present entry is kept.
+    kept_as: Option<Vec<u8>>,
+    #[serde(flatten)]
+    staged: Staged,
+}
+
+/// What is in the staging directory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Staged {
+    /// When the snapshot was taken.
+    saved_at: Timestamp,
+    files: u64,
+    bytes: u64,
+    incomplete: u64,
+}
+
+impl Placement {
+    fn shown(&self, name: &[u8]) -> String {
+        let path = Path::new(SHOWN_HOME).join(bytes_to_name(&self.directory)).join(bytes_to_name(name));
+        path.display().to_string()
+    }
+}
+
+fn bytes_to_name(bytes: &[u8]) -> OsString {
+    OsString::from_vec(bytes.to_vec())
+}
+
+/// Serves the pending request, if there is one.
+///
+/// # Errors
+/// `Unavailable` if it fails. It is then removed: its state says why. A killed run is repeated.
+pub async fn serve(layout: Layout) -> Result<(), Failure> {
+    let Some(request) = RestoreRequest::read(&layout).or_exit(Exit::Internal)? else { return Ok(()) };
+    let request = match request {
+        Ok(request) => request,
+        Err(error) => {
+            RestoreRequest::remove(&layout).or_exit(Exit::Internal)?;
+            return Err(Failure::new(Exit::Refused, error));
+        }
+    };
+    let settings = FilesSettings::read(layout)?;
+    let layout = &settings.layout;
+    let mut state = request.to_state();
+    state.status = FileRestoreStatus::Running;
+    write_state(layout, &mut state).or_exit(Exit::Internal)?;
+    let result = restore(&settings, &request, &mut state).await;
+    state.status = if result.is_ok() { FileRestoreStatus::Done } else { FileRestoreStatus::Failed };
+    state.error = result.as_ref().err().map(|error| format_chain(error));
+    write_state(layout, &mut state).or_exit(Exit::Internal)?;
+    failpoint::pass("files.entry.recorded").or_exit(Exit::Internal)?;
+    Staging::new(layout, ENTRY_STAGING).remove().or_exit(Exit::Internal)?;
+    RestoreRequest::remove(layout).or_exit(Exit::Internal)?;
+    activity::note(layout, &describe(&request, &state));
+    result.map_err(|error| Failure::new(Exit::Unavailable, error))
+}
+
+fn describe(request: &RestoreRequest, state: &FileRestore) -> String {
+    match (&state.restored_to, &state.error) {
+        (Some(restored_to), None) => {
+            let at = state.saved_at.as_ref().map_or("an unknown time", |at| at.as_str());
+            let kept = state
+                .kept_as
+                .as_ref()
+                .map_or_else(String::new, |kept| format!("; what was there is now {kept}"));
+            format!("the owner restored {} as it was at {at} to {restored_to}{kept}", request.path)
+        }
+        (_, error) => {
+            let why = error.as_deref().unwrap_or("no reason is known");
+            format!("{} could not be restored: {why}", request.path)
+        }
+    }
+}
+
+async fn restore(
+    settings: &FilesSettings,
+    request: &RestoreRequest,
+    state: &mut FileRestore,
+) -> Result<(), RestoreError> {
+    let is_quiesced = Quiesce::read(&settings.layout)?.is_some_and(|quiesce| quiesce.quiesced_at.is_some());
+    if is_quiesced || settings.layout.superseded().exists() {
+        return Err(RestoreError::Quiesced);
+    }
+    let staging = Staging::new(&settings.layout, ENTRY_STAGING);
+    staging.ensure_own()?;
+    let owner = find_owner(&settings.layout);
+    let complete = staging.read_complete::<Placement>()?;
+    let placement = match complete.filter(|placement| placement.request_id == request.request_id) {
+        // An earlier run was interrupted while it moved the entry.
+        Some(placement) => placement,
+        None => stage(settings, request, state, &staging, owner).await?,
+    };
+    failpoint::pass("files.entry.staged")?;
+    put(settings, &staging, &placement, owner)?;
+    state.saved_at = Some(placement.staged.saved_at.into());
+    state.restored_to = Some(placement.shown(&placement.name));
+    state.kept_as = placement.kept_as.as_ref().map(|kept| placement.shown(kept));
+    let Staged { files, bytes, incomplete, .. } = placement.staged;
+    (state.files, state.incomplete, state.total_bytes, state.written_bytes) =
+        (files, incomplete, bytes, bytes);
+    Ok(())
+}
+
+/// The user and group that own the owner's files; `None` where the system has no such account, as in tests.
+fn find_owner(layout: &Layout) -> Option<(u32, u32)> {
+    let names = Accounts::load(layout.root()).names();
+    names.uid("svc").zip(names.gid("svc"))
+}
+
+/// Restores the entry to the staging directory, and decides where it goes.
+async fn stage(
+    settings: &FilesSettings,
+    request: &RestoreRequest,
+    state: &mut FileRestore,
+    staging: &Staging,
+    owner: Option<(u32, u32)>,
+) -> Result<Placement, RestoreError> {
+    let path: HomePath = request.path.parse()?;
+    let wanted: HomePath = match &request.into {
+        Some(into) => into.parse()?,
+        None => path.clone(),
+    };
+    if wanted.touches_records() {
+        return Err(RestoreError::Records(wanted));
+    }
+    let (directory_path, name) = wanted.split().ok_or_else(|| RestoreError::Records(wanted.clone()))?;
+    if request.replace {
+        save_request::save_now(&settings.layout).await.map_err(RestoreError::Unsaved)?;
+    }
+    let counts = RestoreProgress::default();
+    let attempt = async || restore_to_staging(settings, request.time, &path, staging, owner, &counts).await;
+    let staged = tokio::select! {
+        staged = retry(OUTAGE_TIMEOUT, RestoreError::is_transient, attempt) => staged?,
+        never = show_progress(&counts, &settings.layout, state) => match never {},
+    };
+    let directory = Directory::open(&settings.layout.user_home(), directory_path, owner)?;
+    let (name, kept_as) = match (directory.has(name)?, request.replace, &request.into) {
+        (false, _, _) => (name.to_owned(), None),
+        (true, true, _) => {
+            (name.to_owned(), Some(directory.find_free_name(name, "replaced", clock::now_ms())?))
+        }
+        (true, false, None) => (directory.find_free_name(name, "restored", staged.saved_at)?, None),
+        (true, false, Some(_)) => return Err(RestoreError::Taken(wanted)),
+    };
+    let placement = Placement {
+        request_id: request.request_id.clone(),
+        directory: directory_path.as_os_str().as_bytes().to_vec(),
+        name: name.into_vec(),
+        kept_as: kept_as.map(OsString::into_vec),
+        staged,
+    };
+    staging.mark_complete(&placement)?;
+    Ok(placement)
+}
+
+/// Restores the entry to the staging directory.
+async fn restore_to_staging(
+    settings: &FilesSettings,
+    time: Option<Timestamp>,
+    path: &HomePath,
+    staging: &Staging,
+    owner: Option<(u32, u32)>,
+    counts: &RestoreProgress,
+) -> Result<Staged, RestoreError> {
+    let repository = settings.open_with_stored_key().await?.ok_or(RestoreError::NothingSaved)?;
+    let history = History::open(repository.clone()).await?;
+    let snapshot = history.find_snapshot(time).await?;
+    let Some((_, snapshot)) = snapshot else {
+        return Err(time.map_or(RestoreError::NothingSaved, RestoreError::NoSnapshot));
+    };
+    let at = snapshot.time;
+    let entry = history.find(&snapshot, path.as_path()).await?;
+    let entry = entry.ok_or_else(|| RestoreError::NotFound { path: path.clone(), at })?;
+    drop(history);
+    if entry.kind() == EntryKind::Special {
+        return Err(RestoreError::Special(path.clone()));
+    }
+    staging.clear()?;
+    let options =
+        RestoreOptions { owner, ..RestoreOptions::new(staging.files(), settings.layout.root().to_owned()) };
+    let restored = restore_entry(&repository, &entry, OsStr::new(STAGED), &options, counts).await?;
+    if let Some(first) = &restored.first_incomplete {
+        tracing::warn!(
+            entries = restored.incomplete,
+            first,
+            "the mode, times or attributes of some files could not be restored"
+        );
+    }
+    let Restored { files, bytes, incomplete, .. } = restored;
+    Ok(Staged { saved_at: at, files, bytes, incomplete })
+}
+
+async fn show_progress(
+    counts: &RestoreProgress,
+    layout: &Layout,
+    state: &mut FileRestore,
+) -> std::convert::Infallible {
+    loop {
+        tokio::time::sleep(PROGRESS_INTERVAL).await;
+        (state.total_bytes, state.written_bytes) = (counts.total_bytes(), counts.written_bytes());
+        state.files = counts.total_files();
+        // The result is written again at the end.
+        if let Err(error) = write_state(layout, state) {
+            tracing::debug!(error = %format_chain(&error), "cannot write the progress of a restore");
+        }
+    }
+}
+
+/// Moves the present entry aside, if it is to be replaced, and the restored one into its place.
+fn put(
+    settings: &FilesSettings,
+    staging: &Staging,
+    placement: &Placement,
+    owner: Option<(u32, u32)>,
+) -> Result<(), RestoreError> {
+    let staged = staging.files().join(STAGED);
+    if std::fs::symlink_metadata(&staged).is_err() {
+        // An earlier run was interrupted after it had moved the entry.
+        return Ok(());
+    }
+    let path = bytes_to_name(&placement.directory);
+    let directory = Directory::open(&settings.layout.user_home(), Path::new(&path), owner)?;
+    let name = bytes_to_name(&placement.name);
+    if let Some(kept_as) = placement.kept_as.as_ref().map(|kept| bytes_to_name(kept))
+        && !directory.has(&kept_as)?
+    {
+        match directory.rename(&name, &kept_as) {
+            // The owner's programs have removed it in the meantime.
+            Ok(()) | Err(Errno::NOENT) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    failpoint::pass("files.entry.kept")?;
+    let shown = || HomePath::from_relative(Path::new(&path).join(&name));
+    directory.take(&staged, &name).map_err(|error| match error {
+        Errno::EXIST => RestoreError::Taken(shown()),
+        Errno::XDEV => RestoreError::OtherFileSystem(shown()),
+        error => error.into(),
+    })?;
+    failpoint::pass("files.entry.placed")?;
+    Ok(())
+}

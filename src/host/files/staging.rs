@@ -1,0 +1,85 @@
+//! The directory beside the owner's files in which a restore collects them, on the same file system.
+
+use std::fs::{self, DirBuilder};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::PathBuf;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use svc_base::fsx::{self, FileError};
+
+use crate::system::layout::Layout;
+
+/// The names of the directories in the user's home directory: for the restore on a new machine, and for that of single
+/// entries. They are never saved.
+pub const HOME_STAGING: &str = ".svc-restore";
+pub const ENTRY_STAGING: &str = ".svc-restore-entry";
+pub const STAGING_NAMES: [&str; 2] = [HOME_STAGING, ENTRY_STAGING];
+/// Exists in the staging directory once all files are complete.
+const COMPLETE_MARK: &str = "complete";
+
+/// The directory in which a restore collects files until it moves them into place.
+pub struct Staging {
+    path: PathBuf,
+    /// The user who owns the state of the file backup.
+    owner: u32,
+}
+
+impl Staging {
+    /// `name` is the directory's name in the user's home directory.
+    pub fn new(layout: &Layout, name: &str) -> Self {
+        let owner = fs::metadata(layout.files_state()).map_or(0, |meta| meta.uid());
+        Self { path: layout.user_home().join(name), owner }
+    }
+
+    pub fn files(&self) -> PathBuf {
+        self.path.join("files")
+    }
+
+    /// Refuses a directory of another user: the owner's programs can create one of this name.
+    pub fn ensure_own(&self) -> Result<(), FileError> {
+        match fs::symlink_metadata(&self.path) {
+            Ok(meta) if meta.is_dir() && [0, self.owner].contains(&meta.uid()) => Ok(()),
+            Ok(_) => {
+                let error = std::io::Error::other("it is not a directory of svc-gateway or root; remove it");
+                Err(FileError::wrap("use", &self.path)(error))
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+            Err(error) => Err(FileError::wrap("read", &self.path)(error)),
+        }
+    }
+
+    /// Returns what [`Self::mark_complete`] wrote, if the files may not have been moved yet.
+    pub fn read_complete<T: DeserializeOwned>(&self) -> Result<Option<T>, FileError> {
+        let text = fsx::read_if_exists(&self.path.join(COMPLETE_MARK))?;
+        Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
+    }
+
+    /// Records that all files are complete, and what to do with them.
+    pub fn mark_complete(&self, outcome: &impl Serialize) -> Result<(), FileError> {
+        let text = serde_json::to_vec(outcome).expect("plain fields serialize to JSON");
+        fsx::write_atomic(&self.path.join(COMPLETE_MARK), &text, 0o600)
+    }
+
+    /// Creates the empty directory, closed to other users. Removes what a killed run left.
+    pub fn clear(&self) -> Result<(), FileError> {
+        self.remove()?;
+        let files = self.files();
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&files)
+            .map_err(FileError::wrap("create", &files))
+    }
+
+    pub fn remove(&self) -> Result<(), FileError> {
+        // First, so that a killed run does not leave the mark without the files.
+        fsx::remove_if_exists(&self.path.join(COMPLETE_MARK))?;
+        match fs::remove_dir_all(&self.path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(FileError::wrap("remove", &self.path)(error))
+            }
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! `/api/files`: earlier states of the owner's files.
+//!
+//! `history.sock` answers questions about them, one process for each request. A restore becomes a request file that a
+//! unit consumes.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use http::{HeaderMap, Method, StatusCode};
+use serde_json::json;
+use strum::VariantNames;
+
+use crate::files::history::{DEFAULT_ENTRIES, DEFAULT_VERSIONS, DownloadFormat, MAX_ENTRIES, MAX_VERSIONS};
+use crate::files::home_path::HomePath;
+use crate::files::restore_entry::{self, RestoreRequest};
+use crate::gateway::auth::{READERS, READERS_AND_PLATFORM};
+use crate::gateway::body;
+use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use crate::gateway::proxy::{Upstreams, proxy_to_history};
+use crate::system::blocking::run_blocking;
+use crate::system::layout::Layout;
+use svc_http::openapi::{
+    Content, DocumentedResponse, Operation, Parameter, ParameterLocation, boolean, nullable, object, one_of,
+    request_object, schema_of, text_up_to, time,
+};
+use svc_http::problem::{Code, Problem};
+use svc_wire::files::{FileListing, FileRestore, FileRestoreAccepted, FileVersions};
+
+const MAX_PATH_CHARS: usize = 4096;
+
+/// `GET /api/files/versions`, `GET /api/files/at` and `GET /api/files/download`
+pub async fn forward(State(upstreams): State<Arc<Upstreams>>, request: Request) -> Response {
+    proxy_to_history(&upstreams, request).await
+}
+
+/// `GET /api/files/restore`
+pub async fn show_restore(State(layout): State<Layout>) -> Result<Response, Problem> {
+    let restore = run_blocking(move || restore_entry::current(&layout)).await?;
+    Ok(Json(json!({ "restore": restore })).into_response())
+}
+
+/// `POST /api/files/restore`: requests that a file or directory be brought back as it was.
+pub async fn restore(
+    State(layout): State<Layout>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, Problem> {
+    let mut fields = body::read_fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
+    let path: Option<HomePath> = fields.required("path");
+    let time = fields.time("time");
+    let into: Option<HomePath> = fields.optional("into");
+    let replace = fields.boolean("replace").unwrap_or(false);
+    let target = into.as_ref().or(path.as_ref());
+    if target.is_some_and(HomePath::touches_records) {
+        let name = if into.is_some() { "into" } else { "path" };
+        let detail = "belongs to the machine's records, which only the machine writes; restore it to another place with `into`";
+        fields.add_error(name, detail);
+    }
+    let path = fields.finish(path)?;
+    let into = into.map(|into| into.to_string());
+    let request = RestoreRequest::new(path.to_string(), time, into, replace);
+    let accepted = FileRestoreAccepted {
+        request_id: request.request_id.clone(),
+        requested_at: request.requested_at.into(),
+    };
+    if !run_blocking(move || request.submit(&layout)).await? {
+        let detail = "Another restore has not ended yet: GET /api/files/restore shows it.";
+        return Err(Problem::new(Code::InvalidState, detail));
+    }
+    Ok((StatusCode::ACCEPTED, Json(accepted)).into_response())
+}
+
+const fn query(
+    name: &'static str,
+    schema: svc_http::openapi::Schema,
+    description: &'static str,
+) -> Parameter {
+    Parameter { name, location: ParameterLocation::Query, schema, description }
+}
+
+const PATH: Parameter = Parameter {
+    name: "path",
+    location: ParameterLocation::RequiredQuery,
+    schema: || text_up_to(MAX_PATH_CHARS),
+    description: "A path below `/home/svc`; a relative path is below `/home/svc/home`.",
+};
+const TIME: Parameter =
+    query("time", time, "The last snapshot at or before this time is used; without it, the last one.");
+
+const READ_PROBLEMS: &[Code] = &[Code::Forbidden, Code::NotFound, Code::StoreUnavailable, Code::Unavailable];
+
+pub static VERSIONS: Endpoint = Endpoint {
+    operation: Operation {
+        id: "listFileVersions",
+        method: Method::GET,
+        path: "/api/files/versions",
+        summary: "The versions of a file or directory that are saved, the newest first.",
+        credentials: READERS_AND_PLATFORM,
+        parameters: &[
+            PATH,
+            query("before", time, "Only versions before this time: the `nextBefore` of the previous page."),
+            query(
+                "limit",
+                || json!({ "type": "integer", "minimum": 1, "maximum": MAX_VERSIONS, "default": DEFAULT_VERSIONS }),
+                "Maximum number of versions.",
+            ),
+        ],
+        body: None,
+        responses: &[documented_json(200, "A page.", schema_of::<FileVersions>)],
+        problems: READ_PROBLEMS,
+    },
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
+};
+
+pub static AT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "listFilesAt",
+        method: Method::GET,
+        path: "/api/files/at",
+        summary: "A file or directory as it was saved, and the directory's entries.",
+        credentials: READERS_AND_PLATFORM,
+        parameters: &[
+            query(
+                "path",
+                || text_up_to(MAX_PATH_CHARS),
+                "A path below `/home/svc`; a relative path is below `/home/svc/home`, which is the default.",
+            ),
+            TIME,
+            query(
+                "cursor",
+                || json!({ "type": "integer", "minimum": 0, "default": 0 }),
+                "The `nextCursor` of the previous page.",
+            ),
+            query(
+                "limit",
+                || json!({ "type": "integer", "minimum": 1, "maximum": MAX_ENTRIES, "default": DEFAULT_ENTRIES }),
+                "Maximum number of entries.",
+            ),
+        ],
+        body: None,
+        responses: &[documented_json(200, "The entry.", schema_of::<FileListing>)],
+        problems: READ_PROBLEMS,
+    },
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
+};
+
+pub static DOWNLOAD: Endpoint = Endpoint {
+    operation: Operation {
+        id: "downloadFile",
+        method: Method::GET,
+        path: "/api/files/download",
+        summary: "The content of a file as it was saved, or an archive of a file or directory.",
+        credentials: READERS,
+        parameters: &[
+            PATH,
+            TIME,
+            query(
+                "format",
+                || one_of(DownloadFormat::VARIANTS),
+                "`raw` for a file's content, which is the default for a file; `tar`, the default for a directory; `zip`.",
+            ),
+        ],
+        body: None,
+        responses: &[DocumentedResponse {
+            status: 200,
+            description: "The content. A connection that ends early means that it is incomplete.",
+            content: Content::Other("application/octet-stream"),
+        }],
+        problems: READ_PROBLEMS,
+    },
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
+};
+
+pub static SHOW_RESTORE: Endpoint = Endpoint {
+    operation: Operation {
+        id: "showFileRestore",
+        method: Method::GET,
+        path: "/api/files/restore",
+        summary: "The pending or last restore of a file or directory.",
+        credentials: READERS_AND_PLATFORM,
+        parameters: &[],
+        body: None,
+        responses: &[documented_json(200, "The restore; `null` if there was none.", || {
+            object(&[("restore", nullable(schema_of::<FileRestore>()))], &[])
+        })],
+        problems: &[Code::Forbidden, Code::Unavailable],
+    },
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
+};
+
+pub static RESTORE: Endpoint = Endpoint {
+    operation: Operation {
+        id: "restoreFile",
+        method: Method::POST,
+        path: "/api/files/restore",
+        summary: "Brings a file or directory back as it was: to its own place; beside it, if something is there; to \
+                  another place with `into`; or, with `replace`, over what is there, which is saved before and stays \
+                  under another name.",
+        credentials: READERS_AND_PLATFORM,
+        parameters: &[],
+        body: Some(|| {
+            let path = || text_up_to(MAX_PATH_CHARS);
+            request_object(&[("path", path())], &[("time", time()), ("into", path()), ("replace", boolean())])
+        }),
+        responses: &[documented_json(202, "The request is accepted.", schema_of::<FileRestoreAccepted>)],
+        problems: &[Code::Forbidden, Code::Unavailable, Code::InvalidState],
+    },
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
+};

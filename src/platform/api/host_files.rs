@@ -1,0 +1,423 @@
+//! `/vps/:id/files/…`: earlier states of an owner's files, as the machine's host reads them from the slot's file backup, and
+//! restores. File names are the owner's data, so each request is audited, even if it fails. No content is sent.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use http::{Method, StatusCode, header};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::call::{ApiCall, path_id};
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, documented_json};
+use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
+use super::problems;
+use crate::context::Platform;
+use crate::db;
+use crate::db::machine_row::MachineRow;
+use crate::operations::host_call::{self, FilesCall, FilesCallError, HostCallError};
+use crate::operators::Operator;
+use svc_base::clock::rfc3339_ms;
+use svc_base::untrusted_text;
+use svc_http::fields::Fields;
+use svc_http::openapi::{
+    Operation, Parameter, ParameterLocation, boolean, nullable, object, request_object, schema_of,
+    text_up_to, time,
+};
+use svc_http::path_params::PathParams;
+use svc_http::problem::{Code, Problem, format_chain};
+use svc_machine::id::MachineId;
+use svc_machine::state::Status;
+use svc_wire::files::{FileListing, FileRestore, FileRestoreAccepted, FileVersions};
+
+const MAX_PATH_CHARS: usize = 4096;
+const MAX_PAGE: usize = 10_000;
+const DEFAULT_ENTRIES: usize = 1000;
+const MAX_VERSIONS: usize = 500;
+const DEFAULT_VERSIONS: usize = 50;
+const RETRY_SECONDS: u64 = 5;
+
+type Query = Vec<(&'static str, String)>;
+
+/// The response of `GET /api/files/restore`.
+#[derive(Debug, Serialize, Deserialize)]
+struct ShownRestore {
+    restore: Option<FileRestore>,
+}
+
+pub async fn list_versions(
+    State(platform): State<Arc<Platform>>,
+    PathParams(id): PathParams<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    read(&platform, &id, request, "files.versions", |fields| {
+        let path: Option<String> = fields.text("path", MAX_PATH_CHARS);
+        let before = fields.time("before");
+        let limit = fields.number_in_range("limit", 1..=MAX_VERSIONS, DEFAULT_VERSIONS);
+        let mut query = vec![("path", path?), ("limit", limit.to_string())];
+        query.extend(before.map(|before| ("before", rfc3339_ms(before))));
+        Some(query)
+    })
+    .await?
+    .answer::<FileVersions>(FilesCall::Versions)
+    .await
+}
+
+pub async fn list(
+    State(platform): State<Arc<Platform>>,
+    PathParams(id): PathParams<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    read(&platform, &id, request, "files.list", |fields| {
+        let path = fields.optional_text("path", MAX_PATH_CHARS);
+        let time = fields.time("time");
+        let cursor = fields.number_in_range("cursor", 0..=usize::MAX, 0);
+        let limit = fields.number_in_range("limit", 1..=MAX_PAGE, DEFAULT_ENTRIES);
+        let mut query = vec![("cursor", cursor.to_string()), ("limit", limit.to_string())];
+        query.extend(path.map(|path| ("path", path)));
+        query.extend(time.map(|time| ("time", rfc3339_ms(time))));
+        Some(query)
+    })
+    .await?
+    .answer::<FileListing>(FilesCall::At)
+    .await
+}
+
+pub async fn show_restore(
+    State(platform): State<Arc<Platform>>,
+    PathParams(id): PathParams<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    read(&platform, &id, request, "files.restore.read", |_| Some(Vec::new()))
+        .await?
+        .answer::<ShownRestore>(|_| FilesCall::ShowRestore)
+        .await
+}
+
+/// A checked question of an operator.
+struct Question<'a> {
+    platform: &'a Platform,
+    operator: Operator,
+    id: MachineId,
+    action: &'static str,
+    query: Query,
+}
+
+async fn read<'a>(
+    platform: &'a Platform,
+    id: &str,
+    request: Request,
+    action: &'static str,
+    read_query: impl FnOnce(&mut Fields) -> Option<Query>,
+) -> Result<Question<'a>, Problem> {
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(platform).await?;
+    let id: MachineId = path_id("machineId", id)?;
+    let mut fields = call.query_fields();
+    let query = read_query(&mut fields);
+    let query = fields.finish(query)?;
+    Ok(Question { platform, operator, id, action, query })
+}
+
+impl Question<'_> {
+    async fn answer<T: Serialize + DeserializeOwned>(
+        self,
+        to_call: impl FnOnce(Query) -> FilesCall,
+    ) -> Result<Response, Problem> {
+        let Self { platform, operator, id, action, query } = self;
+        let mut after = json!({});
+        for (name, value) in &query {
+            after[*name] = value.as_str().into();
+        }
+        let machine = find_serving(platform, id).await;
+        let answer = match machine {
+            Ok(machine) => ask::<T>(platform, &machine, to_call(query)).await,
+            Err(problem) => Err(problem),
+        };
+        after["outcome"] = answer.as_ref().map_or_else(|problem| problem.code.as_str(), |_| "read").into();
+        let change = AuditChange { action, target: id.to_string(), before: None, after: Some(after) };
+        let mut session = platform.report_db.session().await?;
+        let tx = db::begin(&mut session).await?;
+        mutation::write_audit(&tx, operator.actor(), &change).await?;
+        db::commit(tx).await?;
+        // If the read cannot be audited, the answer is withheld.
+        Ok(([(header::CACHE_CONTROL, "no-store")], Json(answer?)).into_response())
+    }
+}
+
+async fn find_serving(platform: &Platform, id: MachineId) -> Result<MachineRow, Problem> {
+    // No session is held during the call to the host.
+    let machine = db::machines::get(&platform.report_db.session().await?, id).await?;
+    let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
+    ensure_serving(&machine, "earlier files")?;
+    Ok(machine)
+}
+
+/// Calls the host. Every text in its response is made printable.
+async fn ask<T: DeserializeOwned>(
+    platform: &Platform,
+    machine: &MachineRow,
+    files_call: FilesCall,
+) -> Result<T, Problem> {
+    let id = machine.id;
+    let response = host_call::call_files(platform, machine, files_call).await.map_err(|error| {
+        tracing::warn!(machine = %id, error = %format_chain(&error), "the host does not answer a question about files");
+        host_problem(id, error)
+    })?;
+    let parsed = serde_json::from_slice::<Value>(&response).and_then(|mut value| {
+        untrusted_text::make_printable(&mut value);
+        serde_json::from_value(value)
+    });
+    parsed.map_err(|error| {
+        tracing::warn!(machine = %id, %error, "the host's response about files is invalid");
+        let detail = format!("The response from machine {id} is invalid; see the platform's log.");
+        Problem::new(Code::HostAnswerInvalid, detail)
+    })
+}
+
+/// Maps a failed call to the host to a problem for the operator.
+fn host_problem(id: MachineId, error: FilesCallError) -> Problem {
+    match error {
+        FilesCallError::Host(HostCallError::Unreachable(_)) => {
+            Problem::new(Code::HostUnreachable, format!("The host of machine {id} did not respond."))
+        }
+        FilesCallError::TooLarge(max) => {
+            let detail =
+                format!("The response from machine {id} is larger than {max} bytes: use a smaller limit.");
+            Problem::new(Code::HostAnswerInvalid, detail)
+        }
+        FilesCallError::Problem { status: StatusCode::NOT_FOUND, detail } if !detail.is_empty() => {
+            Problem::new(Code::NotFound, detail)
+        }
+        FilesCallError::Problem { status: StatusCode::BAD_REQUEST, detail } => Problem::field("", detail),
+        FilesCallError::Problem { status: StatusCode::CONFLICT, detail } => {
+            invalid_state(Status::Running.as_str(), detail)
+        }
+        FilesCallError::Problem { status: StatusCode::SERVICE_UNAVAILABLE, detail } => {
+            let fallback = || format!("The host of machine {id} cannot answer right now; try again.");
+            let detail = if detail.is_empty() { fallback() } else { detail };
+            Problem::new(Code::Unavailable, detail).retry_after(RETRY_SECONDS)
+        }
+        FilesCallError::Problem { status: StatusCode::UNAUTHORIZED, .. } => {
+            Problem::new(Code::HostRefused, problems::proof_rejected(id))
+        }
+        FilesCallError::Problem {
+            status: status @ (StatusCode::FORBIDDEN | StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED),
+            ..
+        } => {
+            let detail = format!(
+                "The release of machine {id} does not serve earlier files to the platform ({}): update it with `svcctl deploy \
+                 start`.",
+                status.as_u16()
+            );
+            Problem::new(Code::HostRefused, detail)
+        }
+        FilesCallError::Problem { status, .. } | FilesCallError::Host(HostCallError::Refused(status)) => {
+            let status = status.as_u16();
+            let detail =
+                format!("The host of machine {id} returned {status}; see its log under this request id.");
+            Problem::new(Code::HostRefused, detail)
+        }
+    }
+}
+
+pub async fn restore(
+    State(platform): State<Arc<Platform>>,
+    PathParams(id): PathParams<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
+    let id: MachineId = path_id("machineId", &id)?;
+    let mut fields = call.json_fields()?;
+    let path = fields.text("path", MAX_PATH_CHARS);
+    let time = fields.time("time");
+    let into = fields.optional_text("into", MAX_PATH_CHARS);
+    let replace = fields.boolean("replace").unwrap_or(false);
+    let path = fields.finish(path)?;
+    let mutation = Mutation::from_call(&call, &operator)?;
+    if let Some(reply) = mutation.replay(&platform.db.session().await?).await? {
+        return Ok(reply.into_response());
+    }
+    let machine = find_serving(&platform, id).await?;
+    let body = json!({"path": path, "time": time.map(rfc3339_ms), "into": into, "replace": replace});
+    let accepted: FileRestoreAccepted = ask(&platform, &machine, FilesCall::Restore(body.clone())).await?;
+    let outcome = mutation
+        .run(&platform, async |_| {
+            let target = id.to_string();
+            let change = AuditChange { action: "files.restore", target, before: None, after: Some(body) };
+            Ok(Effect::changed(Reply::new(StatusCode::ACCEPTED, accepted), change))
+        })
+        .await?;
+    Ok(outcome.into_reply().into_response())
+}
+
+/// Rejects a machine whose host is not in service. `subject` is what the host would report.
+///
+/// # Errors
+/// `machine_not_found` for a deleted machine; `invalid_state`.
+pub fn ensure_serving(machine: &MachineRow, subject: &str) -> Result<(), Problem> {
+    let id = machine.id;
+    if machine.deleted_at.is_some() {
+        let detail = format!("Machine {id} has been deleted, so no host reports {subject}.");
+        return Err(Problem::new(Code::MachineNotFound, detail));
+    }
+    if machine.retired_at.is_some() {
+        let detail = format!(
+            "Machine {id} has been replaced; its successor is the slot's machine. `svcctl list --user {}` shows it.",
+            machine.user
+        );
+        return Err(invalid_state("retired", detail));
+    }
+    if machine.status != Status::Running {
+        return Err(problems::invalid_state(machine.status.as_str(), &[Status::Running]));
+    }
+    if machine.powered_off_at.is_some() {
+        let detail = format!(
+            "Machine {id} is powered off, so its host cannot report {subject}. `svcctl power on {id} --wait` powers it on."
+        );
+        return Err(invalid_state(machine.status.as_str(), detail));
+    }
+    Ok(())
+}
+
+fn invalid_state(status: &str, detail: String) -> Problem {
+    Problem::new(Code::InvalidState, detail).with("machineStatus", status.into()).with("allowed", json!([]))
+}
+
+const PROBLEMS: &[Code] = &[
+    Code::MachineNotFound,
+    Code::InvalidState,
+    Code::NotFound,
+    Code::HostUnreachable,
+    Code::HostRefused,
+    Code::HostAnswerInvalid,
+    Code::Unavailable,
+    Code::DatabaseUnavailable,
+];
+
+const fn query(
+    name: &'static str,
+    schema: svc_http::openapi::Schema,
+    description: &'static str,
+) -> Parameter {
+    Parameter { name, location: ParameterLocation::Query, schema, description }
+}
+
+const PATH_DESCRIPTION: &str = "A path below `/home/svc`; a relative path is below `/home/svc/home`.";
+
+pub static VERSIONS: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
+    operation: Operation {
+        id: "listFileVersions",
+        method: Method::GET,
+        path: "/vps/{id}/files/versions",
+        summary: "Lists the saved versions of a file or directory, the newest first. Each read is audited.",
+        credentials: &[OPERATOR],
+        parameters: &[
+            MACHINE_ID,
+            Parameter {
+                name: "path",
+                location: ParameterLocation::RequiredQuery,
+                schema: || text_up_to(MAX_PATH_CHARS),
+                description: PATH_DESCRIPTION,
+            },
+            query("before", time, "Only versions before this time: the `nextBefore` of the previous page."),
+            query(
+                "limit",
+                || json!({ "type": "integer", "minimum": 1, "maximum": MAX_VERSIONS, "default": DEFAULT_VERSIONS }),
+                "Maximum number of versions.",
+            ),
+        ],
+        body: None,
+        responses: &[documented_json(200, "A page.", schema_of::<FileVersions>)],
+        problems: PROBLEMS,
+    },
+    serve: || get(list_versions),
+};
+
+pub static AT: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
+    operation: Operation {
+        id: "listFilesAt",
+        method: Method::GET,
+        path: "/vps/{id}/files/at",
+        summary: "Shows a file or directory as it was saved, with the directory's entries. Each read is audited.",
+        credentials: &[OPERATOR],
+        parameters: &[
+            MACHINE_ID,
+            query("path", || text_up_to(MAX_PATH_CHARS), PATH_DESCRIPTION),
+            query(
+                "time",
+                time,
+                "The last snapshot at or before this time is used; without it, the last one.",
+            ),
+            query(
+                "cursor",
+                || json!({ "type": "integer", "minimum": 0, "default": 0 }),
+                "The `nextCursor` of the previous page.",
+            ),
+            query(
+                "limit",
+                || json!({ "type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": DEFAULT_ENTRIES }),
+                "Maximum number of entries.",
+            ),
+        ],
+        body: None,
+        responses: &[documented_json(200, "The entry.", schema_of::<FileListing>)],
+        problems: PROBLEMS,
+    },
+    serve: || get(list),
+};
+
+pub static SHOW_RESTORE: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
+    operation: Operation {
+        id: "showFileRestore",
+        method: Method::GET,
+        path: "/vps/{id}/files/restore",
+        summary: "Shows the pending or last restore of a file or directory. Each read is audited.",
+        credentials: &[OPERATOR],
+        parameters: &[MACHINE_ID],
+        body: None,
+        responses: &[documented_json(200, "The restore; `null` if there was none.", || {
+            object(&[("restore", nullable(schema_of::<FileRestore>()))], &[])
+        })],
+        problems: PROBLEMS,
+    },
+    serve: || get(show_restore),
+};
+
+pub static RESTORE: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
+    operation: Operation {
+        id: "restoreFile",
+        method: Method::POST,
+        path: "/vps/{id}/files/restore",
+        summary: "Requests that a machine bring a file or directory back as it was. Nothing is deleted: what is replaced stays \
+                  under another name.",
+        credentials: &[OPERATOR],
+        parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
+        body: Some(|| {
+            let path = || text_up_to(MAX_PATH_CHARS);
+            request_object(&[("path", path())], &[("time", time()), ("into", path()), ("replace", boolean())])
+        }),
+        responses: &[documented_json(202, "The host has accepted it.", schema_of::<FileRestoreAccepted>)],
+        problems: &[
+            Code::MachineNotFound,
+            Code::InvalidState,
+            Code::NotFound,
+            Code::HostUnreachable,
+            Code::HostRefused,
+            Code::HostAnswerInvalid,
+            Code::Unavailable,
+            Code::DatabaseUnavailable,
+            Code::IdempotencyMismatch,
+        ],
+    },
+    serve: || post(restore),
+};

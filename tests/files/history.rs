@@ -1,0 +1,299 @@
+//! Earlier states of files: their versions, downloads, and restores into the home of a running machine.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use futures_util::TryStreamExt;
+use jiff::Timestamp;
+use kit::s3::S3Server;
+use serde_json::{Value, json};
+use svc::host::files::restore_entry;
+
+use super::machine::{FilesPlatform, Host, describe_tree};
+use crate::vault::machine::{BUCKET, Running, bucket, slot, store};
+
+/// A machine with saved files, and the process that answers questions about them.
+pub struct History {
+    pub host: Host,
+    pub store: S3Server,
+    _platform: FilesPlatform,
+    _services: [Running; 2],
+}
+
+impl History {
+    pub async fn start() -> Result<Self> {
+        let (store, platform) = (store()?, FilesPlatform::start().await?);
+        let host = Host::new(&store, &platform, 1)?;
+        fs::create_dir_all(host.machine.path("var/lib/svc/requests"))?;
+        fs::create_dir_all(host.machine.path("home/svc/home/system/logs"))?;
+        host.write("home/projects/plan.md", "version 1")?;
+        host.write("home/projects/app/main.rs", "fn main() {}")?;
+        let saver = host.start_and_save().await?;
+        let listener = host.machine.spawn(&["svc-sync-agent", "history", "--listen"], &[])?;
+        let end = Instant::now() + Duration::from_secs(60);
+        while !host.machine.path("run/svc/files/history.sock").exists() {
+            ensure!(Instant::now() < end, "history.sock does not exist: {}", listener.stderr());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        Ok(Self { host, store, _platform: platform, _services: [saver, listener] })
+    }
+
+    /// Saves, and returns a time after the save and before any later one.
+    async fn save(&self) -> Result<Timestamp> {
+        self.host.machine.run(&["svc-sync-agent", "now"])?.expect(0);
+        let saved = Timestamp::now();
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        Ok(saved)
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.host.machine.path("run/svc/files/history.sock")
+    }
+
+    async fn get(&self, path: &str) -> Result<(u16, Vec<u8>)> {
+        let client = reqwest::Client::builder().unix_socket(self.socket()).build()?;
+        let response = client.get(format!("http://history/api/files/{path}")).send().await?;
+        let status = response.status().as_u16();
+        Ok((status, response.bytes().await?.to_vec()))
+    }
+
+    async fn get_json(&self, path: &str) -> Result<Value> {
+        let (status, body) = self.get(path).await?;
+        ensure!(status == 200, "{path}: {status} {}", String::from_utf8_lossy(&body));
+        Ok(serde_json::from_slice(&body)?)
+    }
+
+    fn request_restore(&self, fields: Value) -> Result<()> {
+        let mut request = json!({ "requestId": "r-1", "requestedAt": "2026-01-02T03:04:05.678Z", "time": null,
+            "into": null, "replace": false });
+        request
+            .as_object_mut()
+            .context("not an object")?
+            .extend(fields.as_object().cloned().unwrap_or_default());
+        Ok(fs::write(self.host.machine.path("var/lib/svc/requests/files-restore"), request.to_string())?)
+    }
+
+    /// Serves a restore, and returns its state.
+    fn restore(&self, fields: Value, exit: i32) -> Result<Value> {
+        self.request_restore(fields)?;
+        self.host.machine.run(&["svc-sync-agent", "serve-restore"])?.expect(exit);
+        self.restore_state()
+    }
+
+    fn restore_state(&self) -> Result<Value> {
+        let text = fs::read_to_string(self.host.machine.path("var/lib/svc/files/entry-restore.json"))?;
+        Ok(serde_json::from_str(&text)?)
+    }
+
+    fn read(&self, path: &str) -> Result<String> {
+        fs::read_to_string(self.host.home().join(path)).with_context(|| path.to_owned())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn versions_and_states_are_those_of_each_moment() -> Result<()> {
+    let history = History::start().await?;
+    let first = history.save().await?;
+    history.host.write("home/projects/plan.md", "version 2, longer")?;
+    let second = history.save().await?;
+    fs::remove_file(history.host.home().join("home/projects/plan.md"))?;
+    history.save().await?;
+
+    let page = history.get_json("versions?path=projects/plan.md").await?;
+    assert_eq!(page["path"], "/home/svc/home/projects/plan.md");
+    let sizes: Vec<_> = page["versions"]
+        .as_array()
+        .context("no versions")?
+        .iter()
+        .map(|v| &v["entry"]["sizeBytes"])
+        .collect();
+    assert_eq!(sizes, [&Value::Null, &json!(17), &json!(9)], "{page}");
+    assert_eq!(page["nextBefore"], Value::Null);
+    let before = page["versions"][1]["firstSavedAt"].as_str().context("no time")?;
+    let older = history.get_json(&format!("versions?path=projects/plan.md&before={before}")).await?;
+    assert_eq!(older["versions"][0]["entry"]["sizeBytes"], 9, "{older}");
+
+    // The times that are shown name their snapshots.
+    let shown = page["versions"][1]["lastSavedAt"].as_str().context("no time")?;
+    let at = history.get_json(&format!("at?path=projects/plan.md&time={shown}")).await?;
+    assert_eq!((&at["entry"]["sizeBytes"], &at["savedAt"]), (&json!(17), &json!(shown)));
+    let listed = history.get_json(&format!("at?path=projects&time={second}")).await?;
+    let names: Vec<_> =
+        listed["entries"].as_array().context("no entries")?.iter().map(|e| e["name"].as_str()).collect();
+    assert_eq!(names, [Some("app"), Some("plan.md")]);
+    let page = history.get_json(&format!("at?path=projects&time={second}&limit=1&cursor=1")).await?;
+    assert_eq!((&page["entries"][0]["name"], &page["nextCursor"]), (&json!("plan.md"), &Value::Null));
+    assert_eq!(history.get_json("at?path=projects").await?["entries"].as_array().map(Vec::len), Some(1));
+    assert_eq!(history.get_json("at").await?["path"], "/home/svc/home");
+
+    for (time, content) in [(first, "version 1"), (second, "version 2, longer")] {
+        let downloaded = history.get(&format!("download?path=projects/plan.md&time={time}")).await?;
+        assert_eq!(downloaded, (200, content.as_bytes().to_vec()));
+    }
+    for (query, status, part) in [
+        ("download?path=projects/plan.md", 404, "did not exist"),
+        ("download?path=projects&format=raw", 400, "raw is for files"),
+        ("at?path=../../etc/passwd", 400, "must be a path below"),
+        ("at?path=projects&time=2001-01-01T00:00:00Z", 404, "no snapshot at or before"),
+        ("versions", 400, "is required"),
+        ("versions?path=/etc/shadow", 400, "must be a path below"),
+    ] {
+        let (found, body) = history.get(query).await?;
+        let body = String::from_utf8_lossy(&body).into_owned();
+        assert!(found == status && body.contains(part), "{query}: {found} {body}");
+    }
+    Ok(())
+}
+
+/// Archives are opened by independent programs, and are complete.
+#[tokio::test(flavor = "multi_thread")]
+async fn archives_have_the_files_of_the_moment() -> Result<()> {
+    let history = History::start().await?;
+    let home = history.host.home();
+    history.host.write("home/projects/app/empty", "")?;
+    let deep = "d".repeat(120);
+    history.host.write(&format!("home/projects/app/{deep}/{deep}/long name ü.txt"), "deep")?;
+    history.host.write("home/projects/app/tool", &"x".repeat(3 << 20))?;
+    fs::set_permissions(home.join("home/projects/app/tool"), fs::Permissions::from_mode(0o750))?;
+    fs::hard_link(home.join("home/projects/app/tool"), home.join("home/projects/app/tool-2"))?;
+    std::os::unix::fs::symlink("main.rs", home.join("home/projects/app/link"))?;
+    history.save().await?;
+    let expected = describe_tree(&home.join("home/projects/app"))?;
+    let contents = |tree: &std::collections::BTreeMap<String, String>| -> Vec<(String, String)> {
+        // A zip has no hard links, and times only to two seconds.
+        let strip = |text: &String| text.rsplit(": ").next().unwrap_or_default().to_owned();
+        tree.iter().map(|(path, text)| (path.clone(), strip(text))).collect()
+    };
+    for (format, program) in [("tar", &["tar", "-xf"][..]), ("zip", &["unzip", "-q"])] {
+        let (status, body) = history.get(&format!("download?path=projects/app&format={format}")).await?;
+        ensure!(status == 200, "{format}: {status}");
+        let dir = tempfile::tempdir()?;
+        let file = dir.path().join(format!("archive.{format}"));
+        fs::write(&file, body)?;
+        let output =
+            Command::new(program[0]).args(&program[1..]).arg(&file).current_dir(dir.path()).output()?;
+        ensure!(output.status.success(), "{format}: {}", String::from_utf8_lossy(&output.stderr));
+        let unpacked = describe_tree(&dir.path().join("app"))?;
+        assert_eq!(contents(&unpacked), contents(&expected), "{format}");
+        let mode = fs::metadata(dir.path().join("app/tool"))?.mode() & 0o777;
+        assert_eq!(mode, 0o750, "{format}");
+    }
+
+    // A client must not take an incomplete archive for complete.
+    let prefix = format!("{}/data", slot().files()).into();
+    let objects: Vec<_> = bucket(&history.store)?.raw().list(Some(&prefix)).try_collect().await?;
+    for object in objects {
+        let key = object.location.to_string();
+        let mut damaged = history.store.read(BUCKET, &key).context("no pack")?;
+        damaged.iter_mut().for_each(|byte| *byte ^= 1);
+        history.store.write(BUCKET, &key, damaged);
+    }
+    for query in ["path=projects/app&format=tar", "path=projects/app/tool"] {
+        assert!(history.get(&format!("download?{query}")).await.is_err(), "{query}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn restores_go_where_nothing_is_lost() -> Result<()> {
+    let history = History::start().await?;
+    let first = history.save().await?;
+    let time = first.to_string();
+    history.host.write("home/projects/plan.md", "version 2")?;
+    history.save().await?;
+
+    // Something is there: beside it.
+    let state = history.restore(json!({ "path": "projects/plan.md", "time": time }), 0)?;
+    assert_eq!((&state["status"], &state["error"]), (&json!("done"), &Value::Null), "{state}");
+    let beside = state["restoredTo"].as_str().context("no place")?.to_owned();
+    assert!(
+        beside.starts_with("/home/svc/home/projects/plan.restored-") && beside.ends_with("Z.md"),
+        "{beside}"
+    );
+    let beside = beside.strip_prefix("/home/svc/").context("not in the home")?;
+    assert_eq!(
+        (history.read(beside)?, history.read("home/projects/plan.md")?),
+        ("version 1".into(), "version 2".into())
+    );
+    // Again: the first result is not replaced.
+    let again = history.restore(json!({ "path": "projects/plan.md", "time": time }), 0)?;
+    assert_ne!(again["restoredTo"], state["restoredTo"]);
+
+    // Over it: the present one is saved and kept.
+    history.host.write("home/projects/plan.md", "not saved yet")?;
+    let state = history.restore(json!({ "path": "projects/plan.md", "time": time, "replace": true }), 0)?;
+    assert_eq!(history.read("home/projects/plan.md")?, "version 1", "{state}");
+    let kept =
+        state["keptAs"].as_str().and_then(|kept| kept.strip_prefix("/home/svc/")).context("not kept")?;
+    assert_eq!(history.read(kept)?, "not saved yet");
+    let versions = history.get_json("versions?path=projects/plan.md").await?;
+    assert_eq!(versions["versions"][0]["entry"]["sizeBytes"], 13, "the present state was saved: {versions}");
+
+    // Nothing is there: to its own place, also if its directory is gone.
+    fs::remove_dir_all(history.host.home().join("home/projects"))?;
+    let state = history.restore(json!({ "path": "/home/svc/home/projects/app", "time": time }), 0)?;
+    assert_eq!(state["restoredTo"], "/home/svc/home/projects/app", "{state}");
+    assert_eq!(history.read("home/projects/app/main.rs")?, "fn main() {}");
+    let state = history.restore(json!({ "path": "projects", "time": time, "into": "old/projects" }), 0)?;
+    assert_eq!(
+        (&state["restoredTo"], &state["files"]),
+        (&json!("/home/svc/home/old/projects"), &json!(2)),
+        "{state}"
+    );
+
+    for (fields, part) in [
+        (json!({ "path": "projects", "into": "old" }), "there already is an entry"),
+        (json!({ "path": "system/logs" }), "belongs to the machine's records"),
+        (
+            json!({ "path": "projects", "into": "system/config.json", "replace": true }),
+            "belongs to the machine's records",
+        ),
+        (json!({ "path": "", "replace": true }), "belongs to the machine's records"),
+        (json!({ "path": "never" }), "did not exist"),
+        (json!({ "path": "../.." }), "invalid path"),
+    ] {
+        let state = history.restore(fields.clone(), 69)?;
+        let error = state["error"].as_str().unwrap_or_default();
+        assert!(state["status"] == "failed" && error.contains(part), "{fields}: {state}");
+        assert!(!history.host.machine.path("var/lib/svc/requests/files-restore").exists(), "{fields}");
+    }
+    // Links in the home are not followed.
+    let outside = tempfile::tempdir()?;
+    std::os::unix::fs::symlink(outside.path(), history.host.home().join("home/link"))?;
+    history.restore(json!({ "path": "projects", "into": "link/projects" }), 69)?;
+    assert_eq!(fs::read_dir(outside.path())?.count(), 0);
+    assert!(!history.host.home().join(".svc-restore-entry").exists());
+    let log = fs::read_to_string(history.host.home().join("home/system/logs/activity.log"))?;
+    assert!(log.contains("the owner restored") && log.contains("could not be restored"), "{log}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
+    for point in restore_entry::FAILPOINTS {
+        let history = History::start().await?;
+        let time = history.save().await?.to_string();
+        history.host.write("home/projects/app/main.rs", "newer")?;
+        history.request_restore(json!({ "path": "projects/app", "time": time, "replace": true }))?;
+        let failpoints = format!("{point}=return(kill)");
+        let serve = ["svc-sync-agent", "serve-restore"];
+        history.host.machine.run_with(&serve, &[("FAILPOINTS", &failpoints)])?.expect_killed();
+        history.host.machine.run(&serve)?.expect(0);
+        let state = history.restore_state()?;
+        assert_eq!(state["status"], "done", "{point}: {state}");
+        assert_eq!(history.read("home/projects/app/main.rs")?, "fn main() {}", "{point}");
+        let kept =
+            state["keptAs"].as_str().and_then(|kept| kept.strip_prefix("/home/svc/")).context("not kept")?;
+        assert_eq!(history.read(&format!("{kept}/main.rs"))?, "newer", "{point}");
+        let names = fs::read_dir(history.host.home().join("home/projects"))?.count();
+        assert_eq!(names, 3, "{point}: app, the kept one, and plan.md");
+        for left in [".svc-restore-entry", "home/projects/app/entry"] {
+            assert!(!Path::new(&history.host.home().join(left)).exists(), "{point}: {left}");
+        }
+    }
+    Ok(())
+}
