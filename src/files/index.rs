@@ -101,6 +101,14 @@ impl KnownBlobs {
         }
     }
 
+    /// Forgets blobs that are damaged, so that they are written again.
+    pub(crate) fn forget(&mut self, damaged: &HashSet<Id>) {
+        for ids in [&mut self.data, &mut self.trees] {
+            ids.sorted.retain(|id| !damaged.contains(id));
+            ids.added.retain(|id| !damaged.contains(id));
+        }
+    }
+
     /// Forgets all trees, so that they are written again.
     pub(crate) fn forget_trees(&mut self) {
         self.trees = KnownIds::default();

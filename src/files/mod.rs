@@ -8,6 +8,7 @@
 //! [`save`], [`restore`], [`history`] and [`verify`] run on the host. [`prune`] deletes objects, so it runs only on the platform.
 //! `svc_store::files_pointer` names the latest snapshot.
 
+pub mod affected;
 mod blocking;
 mod cache;
 mod chunker;
@@ -29,6 +30,7 @@ mod snapshot;
 mod tests;
 mod tree;
 mod tree_reader;
+pub mod usage;
 pub mod verify;
 mod xattrs;
 

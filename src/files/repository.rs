@@ -157,22 +157,9 @@ impl Repository {
 
     pub(crate) async fn list(&self, kind: Kind) -> Result<Vec<Id>, FilesError> {
         let folder = self.root.clone().join(kind.folder());
-        let objects = self.list_objects(&folder).await?;
+        let objects = list_objects(&self.bucket, &folder).await?;
         // Other names are not objects of the repository, such as temporary files of a directory store.
         Ok(objects.iter().filter_map(|meta| meta.location.filename()?.parse().ok()).collect())
-    }
-
-    async fn list_objects(&self, folder: &Path) -> Result<Vec<ObjectMeta>, FilesError> {
-        let mut listing = self.bucket.raw().list(Some(folder));
-        let mut objects = Vec::new();
-        loop {
-            let next =
-                async { listing.try_next().await.map_err(|error| StoreError::classify(folder, error)) };
-            match self.bucket.run_with_timeout(folder, REQUEST_TIMEOUT, next).await? {
-                Some(meta) => objects.push(meta),
-                None => return Ok(objects),
-            }
-        }
     }
 
     async fn read_json<T: DeserializeOwned>(&self, kind: Kind, id: Id) -> Result<T, FilesError> {
@@ -444,7 +431,7 @@ impl Repository {
     /// Lists the objects of a folder with the times of their uploads, by the store's clock.
     async fn list_uploads(&self, folder: &Path) -> Result<Vec<(Id, Timestamp)>, FilesError> {
         let mut uploads = Vec::new();
-        for meta in self.list_objects(folder).await? {
+        for meta in list_objects(&self.bucket, folder).await? {
             let id = meta.location.filename().and_then(|name| name.parse::<Id>().ok());
             let time = Timestamp::from_second(meta.last_modified.timestamp()).unwrap_or(Timestamp::MAX);
             uploads.extend(id.map(|id| (id, time)));
@@ -463,6 +450,19 @@ impl Repository {
             deleted?;
         }
         Ok(())
+    }
+}
+
+/// Lists all objects below a path.
+pub(crate) async fn list_objects(bucket: &Bucket, folder: &Path) -> Result<Vec<ObjectMeta>, FilesError> {
+    let mut listing = bucket.raw().list(Some(folder));
+    let mut objects = Vec::new();
+    loop {
+        let next = async { listing.try_next().await.map_err(|error| StoreError::classify(folder, error)) };
+        match bucket.run_with_timeout(folder, REQUEST_TIMEOUT, next).await? {
+            Some(meta) => objects.push(meta),
+            None => return Ok(objects),
+        }
     }
 }
 

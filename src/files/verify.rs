@@ -1,12 +1,17 @@
 //! Checks the content of packs against the index. Packs that are marked for deletion are skipped.
+//!
+//! A blob that is damaged in one pack is not lost if another pack has it. What is lost is named by [`crate::affected`],
+//! and written again by a save, if the machine still has the content.
+
+use std::collections::{HashMap, HashSet};
 
 use futures_util::{StreamExt, stream};
 
 use crate::blocking::run_blocking;
 use crate::error::FilesError;
 use crate::id::Id;
-use crate::index::IndexedPack;
-use crate::pack::{open_blob, parse_header};
+use crate::index::{IndexFile, IndexedPack};
+use crate::pack::{BlobType, PackedBlob, open_blob, parse_header};
 use crate::repository::Repository;
 
 const MAX_CONCURRENT_READS: usize = 2;
@@ -21,7 +26,7 @@ pub struct Share {
 impl Share {
     pub const ALL: Self = Self { part: 0, of: 1 };
 
-    fn contains(self, pack: Id) -> bool {
+    pub fn contains(self, pack: Id) -> bool {
         let [first, second, ..] = pack.as_bytes();
         u16::from_be_bytes([*first, *second]) % self.of.max(1) == self.part
     }
@@ -32,14 +37,17 @@ impl Share {
 pub struct Verified {
     pub packs: u64,
     pub bytes: u64,
+    /// Packs with blobs that no sound pack has.
     pub damaged: Vec<DamagedPack>,
+    /// Damaged packs whose blobs other packs have, too.
+    pub replaced: Vec<DamagedPack>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DamagedPack {
     pub pack: Id,
     pub why: String,
-    /// The blobs that cannot be read: all, if the pack is missing.
+    /// The blobs that cannot be read, neither here nor in another pack: all, if the pack is missing.
     pub blobs: Vec<Id>,
 }
 
@@ -49,34 +57,100 @@ pub struct DamagedPack {
 /// The errors of the store, except a pack's absence; damage to an index file.
 pub async fn verify(repository: &Repository, share: Share) -> Result<Verified, FilesError> {
     let index = repository.load_index().await?;
-    let packs = index.into_iter().flat_map(|(_, file)| file.packs).filter(|pack| share.contains(pack.id));
-    let checks = packs.map(|pack| verify_pack(repository, pack));
+    let packs: Vec<IndexedPack> = index
+        .iter()
+        .flat_map(|(_, file)| &file.packs)
+        .filter(|pack| share.contains(pack.id))
+        .cloned()
+        .collect();
+    let checks = packs.into_iter().map(|pack| verify_pack(repository, pack));
     let mut checks = stream::iter(checks).buffer_unordered(MAX_CONCURRENT_READS);
     let mut verified = Verified::default();
+    let mut found = Vec::new();
     while let Some(check) = checks.next().await {
         let (bytes, damage) = check?;
         verified.packs += 1;
         verified.bytes += bytes;
-        verified.damaged.extend(damage);
+        found.extend(damage);
     }
-    verified.damaged.sort_by_key(|damaged| damaged.pack);
+    found.sort_by_key(|damage: &Damage| damage.pack);
+    let copies = Copies::find(&index, &found);
+    for Damage { pack, why, blobs } in found {
+        let mut lost = Vec::new();
+        for blob in blobs {
+            if !copies.has_sound(repository, pack, &blob).await? {
+                lost.push(blob.id);
+            }
+        }
+        let damaged = DamagedPack { pack, why, blobs: lost };
+        let list = if damaged.blobs.is_empty() { &mut verified.replaced } else { &mut verified.damaged };
+        list.push(damaged);
+    }
     Ok(verified)
+}
+
+/// A damaged pack, and the blobs that cannot be read there.
+struct Damage {
+    pack: Id,
+    why: String,
+    blobs: Vec<PackedBlob>,
+}
+
+/// All packs of the damaged blobs.
+struct Copies(HashMap<(BlobType, Id), Vec<(Id, PackedBlob)>>);
+
+impl Copies {
+    fn find(index: &[(Id, IndexFile)], found: &[Damage]) -> Self {
+        let key = |blob: &PackedBlob| (blob.blob_type, blob.id);
+        let wanted: HashSet<_> = found.iter().flat_map(|damage| &damage.blobs).map(key).collect();
+        let mut copies: HashMap<_, Vec<_>> = HashMap::new();
+        let packs = index.iter().flat_map(|(_, file)| file.packs.iter().chain(&file.packs_to_delete));
+        for pack in packs {
+            for blob in pack.blobs.iter().filter(|blob| wanted.contains(&key(blob))) {
+                copies.entry(key(blob)).or_default().push((pack.id, *blob));
+            }
+        }
+        Self(copies)
+    }
+
+    /// Whether a pack other than `damaged` has the blob.
+    async fn has_sound(
+        &self,
+        repository: &Repository,
+        damaged: Id,
+        blob: &PackedBlob,
+    ) -> Result<bool, FilesError> {
+        let copies = self.0.get(&(blob.blob_type, blob.id)).into_iter().flatten();
+        for (pack, copy) in copies.filter(|(pack, _)| *pack != damaged) {
+            let range = u64::from(copy.offset)..u64::from(copy.offset) + u64::from(copy.length);
+            let read = match repository.read_pack(*pack, range).await {
+                Ok(sealed) => repository.open_blob(copy, &sealed).map(drop),
+                Err(error) => Err(error),
+            };
+            match read {
+                Ok(()) => return Ok(true),
+                Err(error) if error.is_damage() => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(false)
+    }
 }
 
 async fn verify_pack(
     repository: &Repository,
     pack: IndexedPack,
-) -> Result<(u64, Option<DamagedPack>), FilesError> {
+) -> Result<(u64, Option<Damage>), FilesError> {
     let Some(bytes) = repository.read_whole_pack(pack.id).await? else {
-        let blobs = pack.blobs.iter().map(|blob| blob.id).collect();
-        return Ok((0, Some(DamagedPack { pack: pack.id, why: "it does not exist".to_owned(), blobs })));
+        let why = "it does not exist".to_owned();
+        return Ok((0, Some(Damage { pack: pack.id, why, blobs: pack.blobs })));
     };
     let length = bytes.len() as u64;
     let key = repository.key.clone();
     Ok((length, run_blocking(move || Ok(find_damage(&key, &pack, &bytes))).await?))
 }
 
-fn find_damage(key: &crate::key::MasterKey, pack: &IndexedPack, bytes: &[u8]) -> Option<DamagedPack> {
+fn find_damage(key: &crate::key::MasterKey, pack: &IndexedPack, bytes: &[u8]) -> Option<Damage> {
     let mut why = None;
     if Id::of(bytes) != pack.id {
         why = Some("its content does not match its hash".to_owned());
@@ -92,8 +166,8 @@ fn find_damage(key: &crate::key::MasterKey, pack: &IndexedPack, bytes: &[u8]) ->
         let sealed = range.and_then(|(start, length)| bytes.get(start..start.checked_add(length)?));
         if let Err(error) = open_blob(key, blob, sealed.unwrap_or_default()) {
             why.get_or_insert_with(|| error.to_string());
-            unreadable.push(blob.id);
+            unreadable.push(*blob);
         }
     }
-    why.map(|why| DamagedPack { pack: pack.id, why, blobs: unreadable })
+    why.map(|why| Damage { pack: pack.id, why, blobs: unreadable })
 }

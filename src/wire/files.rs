@@ -40,6 +40,24 @@ pub struct FilesPrunePlan {
     pub deleted_packs: u64,
 }
 
+/// What a slot's file backups take in the store, and the result of their last pruning.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", default)]
+#[schemars(inline)]
+pub struct FilesUsage {
+    pub snapshots: u64,
+    pub oldest_snapshot_at: Option<Time>,
+    pub newest_snapshot_at: Option<Time>,
+    /// Packs have the content and the directories of all snapshots.
+    pub packs: u64,
+    pub pack_bytes: u64,
+    pub total_bytes: u64,
+    /// `null` before the first pruning, and while one is requested.
+    pub pruned_at: Option<Time>,
+    /// Why the last pruning failed.
+    pub prune_error: Option<String>,
+}
+
 /// A pruning was requested.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]

@@ -72,6 +72,14 @@ pub struct FilesReport {
     /// Why the last save failed.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+    /// When a share of the backup was last read again, and when a sample was last compared with the present files.
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub verified_at: Option<Time>,
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub drilled_at: Option<Time>,
+    /// The damaged parts of the backup with the files that they affect; absent if all is intact.
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub damage: Option<String>,
 }
 
 /// The last backup.

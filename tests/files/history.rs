@@ -252,7 +252,7 @@ async fn restores_go_where_nothing_is_lost() -> Result<()> {
             json!({ "path": "projects", "into": "system/config.json", "replace": true }),
             "belongs to the machine's records",
         ),
-        (json!({ "path": "", "replace": true }), "belongs to the machine's records"),
+        (json!({ "path": ".", "replace": true }), "belongs to the machine's records"),
         (json!({ "path": "never" }), "did not exist"),
         (json!({ "path": "../.." }), "invalid path"),
     ] {

@@ -2,6 +2,7 @@
 
 pub mod history;
 mod machine;
+mod verification;
 
 use std::collections::BTreeMap;
 use std::fs;

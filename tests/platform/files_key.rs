@@ -164,6 +164,11 @@ async fn platform_prunes_each_repository_and_reports_failures() {
     let requested = stack.post(&process, "/vps/slots/files-prune", &json!({"idpUserId": "user_1"})).await;
     assert_eq!(requested.status, 202, "{requested:?}");
 
+    let usage = stack.get(&process, "/vps/slots/files-usage?idpUserId=user_1").await;
+    let counts = (&usage.body["snapshots"], &usage.body["packs"], &usage.body["pruneError"]);
+    assert_eq!(counts, (&json!(2), &json!(4), &json!(null)), "{usage:?}");
+    assert!(usage.body["totalBytes"].as_u64() > usage.body["packBytes"].as_u64(), "{usage:?}");
+
     // A damaged repository is reported, and nothing is removed.
     let config = slot.files().join("config");
     bucket.put(&config, b"damaged".to_vec()).await.unwrap();

@@ -258,6 +258,21 @@ Example: svcctl files restore ada projects/app --time 2026-11-27T18:00:00Z"
         #[arg(long)]
         no_wait: bool,
     },
+    /// Verify a share of a machine's file backup now, instead of with the next daily run
+    #[command(
+        after_help = "The host reads the share again that was verified longest ago, and all shares with damaged packs. The row \
+files of `svcctl status` shows the result.\n\nExample: svcctl files verify ada"
+    )]
+    Verify {
+        /// A machine's id, its user's handle, or USER/SLOT
+        machine: MachineTarget,
+    },
+    /// Show what a slot's file backups take in the store
+    #[command(after_help = "Example: svcctl files usage user_1")]
+    Usage {
+        #[command(flatten)]
+        slot: SlotTarget,
+    },
     /// Prune a slot's file backups now, instead of with the next daily pruning
     #[command(
         after_help = "Expired snapshots are removed, and what no other snapshot needs is deleted three days later. The latest \

@@ -11,7 +11,7 @@ use crate::api::ApiClient;
 use crate::args::FilesCommand;
 use crate::interrupt;
 use crate::output::Output;
-use crate::show::files::{access, listing, prune_plan, restored, versions};
+use crate::show::files::{access, listing, prune_plan, restored, usage, versions};
 use crate::wait::poll_until;
 use svc_base::applet::{Exit, Failure};
 use svc_base::clock::rfc3339_ms;
@@ -57,6 +57,20 @@ pub async fn run(api: &ApiClient, command: FilesCommand, out: &Output) -> Result
             }
             let accepted: FileRestoreAccepted = response.parse()?;
             wait_for_restore(api, &id, &accepted.request_id, out).await
+        }
+        FilesCommand::Verify { machine } => {
+            let id = find_id(api, &machine).await?;
+            let response = api.send(Method::POST, &["vps", &id, "files", "verify"], Some(&json!({}))).await?;
+            out.print_response(&response, |_| {
+                Ok(format!(
+                    "the host verifies a share; the row files of `svcctl status {id}` shows the result\n"
+                ))
+            })
+        }
+        FilesCommand::Usage { slot } => {
+            let query = [("idpUserId", slot.user.to_string()), ("slot", slot.slot.to_string())];
+            let response = api.get(&["vps", "slots", "files-usage"], &query).await?;
+            out.print_response(&response, |view| Ok(usage(view, &slot, &response.parse()?)))
         }
         FilesCommand::Prune { slot, dry_run: true } => {
             let query = [("idpUserId", slot.user.to_string()), ("slot", slot.slot.to_string())];

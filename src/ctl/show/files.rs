@@ -9,9 +9,10 @@ use crate::args::SlotTarget;
 use svc_base::quantity::pluralize;
 use svc_base::untrusted_text::one_line;
 use svc_wire::files::{
-    FileEntry, FileKind, FileListing, FileRestore, FileVersions, FilesAccess, FilesPrunePlan,
+    FileEntry, FileKind, FileListing, FileRestore, FileVersions, FilesAccess, FilesPrunePlan, FilesUsage,
 };
 use svc_wire::host::FilesReport;
+use svc_wire::text::Time;
 
 /// The state of a machine's file backup: `saved 2026-01-01 00:00:00 UTC, 5 s ago; 1234 files, 5 GiB`.
 pub fn cell(view: &View, report: &FilesReport) -> Cell {
@@ -22,6 +23,12 @@ pub fn cell(view: &View, report: &FilesReport) -> Cell {
     let mut line = format!("{saved}; {} files, {}", report.files, format_bytes(report.bytes));
     if let Some(at) = report.restored_as_of.as_deref() {
         line.push_str(&format!("; restored as of {}", format_time(view.now, at)));
+    }
+    if let Some(at) = report.verified_at.as_deref() {
+        line.push_str(&format!("; verified {}", format_time(view.now, at)));
+    }
+    if let Some(damage) = &report.damage {
+        return Cell::painted(Some(Colour::Bad), format!("{line}; damaged: {damage}"));
     }
     match &report.error {
         Some(error) => Cell::painted(Some(Colour::Bad), format!("{line}; the last save failed: {error}")),
@@ -36,6 +43,31 @@ pub fn access(view: &View, slot: &SlotTarget, access: &FilesAccess) -> String {
         ("repository", access.repository.clone().into()),
         ("password", access.key.key.expose_secret().to_owned().into()),
     ];
+    table::render_pairs(view, &pairs)
+}
+
+/// Shows what the slot's file backups take.
+pub fn usage(view: &View, slot: &SlotTarget, usage: &FilesUsage) -> String {
+    let time =
+        |at: &Option<Time>| at.as_deref().map_or_else(|| "never".to_owned(), |at| format_time(view.now, at));
+    let snapshots = match usage.snapshots {
+        0 => "none".to_owned(),
+        count => format!(
+            "{count}, from {} to {}",
+            time(&usage.oldest_snapshot_at),
+            time(&usage.newest_snapshot_at)
+        ),
+    };
+    let mut pairs = vec![
+        ("slot", Cell::from(slot.to_string())),
+        ("snapshots", snapshots.into()),
+        ("packs", format!("{}, {}", usage.packs, format_bytes(usage.pack_bytes)).into()),
+        ("total", format_bytes(usage.total_bytes).into()),
+        ("pruned", time(&usage.pruned_at).into()),
+    ];
+    if let Some(error) = &usage.prune_error {
+        pairs.push(("pruning failed", Cell::painted(Some(Colour::Bad), one_line(error).into_owned())));
+    }
     table::render_pairs(view, &pairs)
 }
 

@@ -118,6 +118,8 @@ pub struct Saver {
     options: SaveOptions,
     /// `None` before the first save, and after a save that failed: its packs may not be in the repository.
     known: Option<LoadedIndex>,
+    /// Blobs that the repository has only in damaged packs: they count as missing.
+    damaged: HashSet<Id>,
 }
 
 struct LoadedIndex {
@@ -128,7 +130,7 @@ struct LoadedIndex {
 
 impl Saver {
     pub fn new(repository: Repository, options: SaveOptions) -> Self {
-        Self { repository, options, known: None }
+        Self { repository, options, known: None, damaged: HashSet::new() }
     }
 
     pub fn repository(&self) -> &Repository {
@@ -137,6 +139,15 @@ impl Saver {
 
     pub fn options_mut(&mut self) -> &mut SaveOptions {
         &mut self.options
+    }
+
+    /// Sets the blobs that the repository has only in damaged packs. A save of a file that needs one writes it again; a
+    /// save without a parent reads all files, and so repairs all that the directory still has.
+    pub fn set_damaged(&mut self, damaged: HashSet<Id>) {
+        if self.damaged != damaged {
+            self.damaged = damaged;
+            self.known = None;
+        }
     }
 
     /// Saves the whole directory. `parent` is the earlier snapshot, whose unchanged files are not read again.
@@ -247,7 +258,8 @@ impl Saver {
                 return Ok((loaded, false));
             }
         }
-        let (blobs, files) = self.repository.load_known_blobs().await?;
+        let (mut blobs, files) = self.repository.load_known_blobs().await?;
+        blobs.forget(&self.damaged);
         self.repository.retain_cached_index(&files.iter().copied().collect());
         Ok((LoadedIndex { blobs, files }, true))
     }

@@ -1,9 +1,13 @@
 //! Pruning: nothing that a remaining snapshot needs is ever missing, also if a machine saves at the same time or a run
 //! is interrupted.
 
+use std::collections::HashSet;
+
 use jiff::{SignedDuration, Timestamp};
 
 use super::*;
+use crate::affected::{Affected, AffectedPath, find_affected};
+use crate::history::History;
 use crate::index::{IndexFile, IndexedPack};
 use crate::pack::{BlobType, PackedBlob};
 use crate::prune::{PruneOptions, Pruned, prune};
@@ -172,6 +176,70 @@ async fn damaged_pack_is_reported_with_its_blobs() {
     assert!(damaged.iter().all(|damaged| !damaged.blobs.is_empty()), "{damaged:?}");
     let missing = damaged.iter().find(|damaged| damaged.pack == second).unwrap();
     assert_eq!(missing.why, "it does not exist");
+}
+
+/// The machine still has the content, so the next save writes it again. What it no longer has stays known as damaged.
+#[tokio::test]
+async fn damage_names_its_files_and_is_repaired() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("projects/kept", random_bytes(200_000));
+    let first = fixture.save().await;
+    fixture.write("projects/other", "later");
+    let second = fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    let index = repository.load_index().await.unwrap();
+    let packs: Vec<IndexedPack> = index.into_iter().flat_map(|(_, file)| file.packs).collect();
+    let has_data = |pack: &&IndexedPack| pack.blobs.iter().any(|blob| blob.length > 50_000);
+    let pack = packs.iter().find(has_data).unwrap().id;
+    let path = repository.pack_path(pack);
+    let mut bytes = repository.read_whole_pack(pack).await.unwrap().unwrap().to_vec();
+    bytes[20] ^= 1;
+    fixture.bucket.put(&path, bytes).await.unwrap();
+
+    let damaged = verify(&repository, Share::ALL).await.unwrap().damaged;
+    let blobs: HashSet<Id> = damaged.iter().flat_map(|damaged| damaged.blobs.iter().copied()).collect();
+    assert_eq!((damaged.len(), blobs.len()), (1, 1));
+    let affected = find_affected(&repository, &blobs).await.unwrap();
+    let expected =
+        AffectedPath { path: "projects/kept".into(), first: first.snapshot.time, last: second.snapshot.time };
+    assert_eq!(affected, Affected { paths: vec![expected], snapshots: 2 });
+
+    fixture.saver.set_damaged(blobs);
+    fixture.last = None;
+    let repaired = fixture.save().await;
+    let verified = verify(&repository, Share::ALL).await.unwrap();
+    assert!(verified.damaged.is_empty(), "{verified:?}");
+    assert_eq!(verified.replaced.iter().map(|damaged| damaged.pack).collect::<Vec<_>>(), [pack]);
+    for saved in [&first, &second, &repaired] {
+        fixture.restore(&saved.snapshot).await;
+    }
+    // Pruning keeps the sound copy, although the damaged pack has it, too.
+    for days in [4, 8, 12] {
+        run(&fixture, &days_later(days)).await;
+    }
+    fixture.restore(&repaired.snapshot).await;
+}
+
+/// A damaged directory hides its entries, so that it is named itself.
+#[tokio::test]
+async fn damaged_directory_is_named() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("projects/app/main.rs", "x");
+    let saved = fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    let history = History::open(repository.clone()).await.unwrap();
+    let app = history.find(&saved.snapshot, Path::new("projects/app")).await.unwrap().unwrap();
+    let tree = app.node.subtree.unwrap();
+    let locations = repository.load_tree_locations().await.unwrap();
+    let location = locations.find(BlobType::Tree, tree).unwrap();
+    let path = repository.pack_path(locations.pack(location).id);
+    let mut bytes = fixture.bucket.get(&path, 1 << 30).await.unwrap().unwrap().value.to_vec();
+    bytes[location.offset as usize + 5] ^= 1;
+    fixture.bucket.put(&path, bytes).await.unwrap();
+    let damaged = verify(&repository, Share::ALL).await.unwrap().damaged;
+    assert_eq!(damaged[0].blobs, [tree]);
+    let affected = find_affected(&repository, &HashSet::from([tree])).await.unwrap();
+    assert_eq!(affected.paths[0].path, Path::new("projects/app"));
 }
 
 /// A stolen key can add objects, but must not make the platform delete what it did not write.

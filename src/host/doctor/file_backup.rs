@@ -2,6 +2,7 @@
 
 use jiff::Timestamp;
 
+use crate::files::checks::FileChecks;
 use crate::files::gate::RestoreOutcome;
 use crate::files::status::FilesStatus;
 use crate::system::layout::Layout;
@@ -9,6 +10,8 @@ use svc_base::diagnosis::Findings;
 use svc_base::quantity::pluralize;
 
 const NEXT_STEP: &str = "journalctl -u svc-files -n 50; systemctl restart svc-files";
+
+const VERIFY_STEP: &str = "svc-sync-agent verify";
 
 pub fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("file-backup");
@@ -33,6 +36,9 @@ pub fn check(layout: &Layout) -> Findings {
     if status.find_unsaved_since(now).is_some() {
         let why = status.error.map(|error| format!(": {error}")).unwrap_or_default();
         return findings.problem(format!("changes of the owner's files are not saved{why}"), NEXT_STEP);
+    }
+    if let Some(problem) = FileChecks::read(layout).ok().and_then(|checks| checks.find_problem()) {
+        return findings.problem(format!("the file backup is damaged: {problem}"), VERIFY_STEP);
     }
     let age = status.saved_until.map_or(0, |at| now.duration_since(at).as_secs().max(0));
     let what = format!("{} saved as of {age} s ago", pluralize(status.files, "file"));

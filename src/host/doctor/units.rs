@@ -18,7 +18,7 @@ const SERVICES: [&str; 7] = [
     "svc-watch.service",
     "svc-files.service",
 ];
-const TRIGGER_UNITS: [&str; 11] = [
+const TRIGGER_UNITS: [&str; 13] = [
     "svc-agent.socket",
     "svc-db-backup.timer",
     "svc-db-verify.timer",
@@ -30,6 +30,8 @@ const TRIGGER_UNITS: [&str; 11] = [
     "svc-db-side.path",
     "svc-files-request.path",
     "svc-files-history.socket",
+    "svc-files-verify.timer",
+    "svc-files-verify.path",
 ];
 
 /// Returns the optional release part that a unit needs, if any.

@@ -1,12 +1,16 @@
-//! Asks the watcher what has changed in the home directory.
+//! Asks the watcher what has changed in the home directory, and converts its reply for the save.
 
 use std::path::Path;
 use std::time::Duration;
 
+use svc_base::chain::format_chain;
+use svc_files::save::Changes;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
-use crate::audit::file_changes::{ChangesReply, ChangesRequest, MAX_REPLY_BYTES, SOCKET};
+use super::schedule::Observation;
+use super::staging::STAGING_NAMES;
+use crate::audit::file_changes::{ChangedPaths, ChangesReply, ChangesRequest, MAX_REPLY_BYTES, SOCKET};
 
 /// Timeout for a request. The watcher may be scanning a home directory with a million files.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -38,4 +42,51 @@ pub async fn request(sockets: &Path, saved: Option<String>) -> Result<ChangesRep
     };
     let reply = tokio::time::timeout(TIMEOUT, exchange).await.map_err(|_| ChangesError::Timeout)??;
     ChangesReply::decode(&reply).ok_or(ChangesError::Invalid)
+}
+
+/// What a reply means for the schedule.
+pub fn observe(reply: &Result<ChangesReply, ChangesError>) -> Observation {
+    match reply {
+        Ok(ChangesReply { paths: None, .. }) => Observation::Unknown,
+        Ok(ChangesReply { paths: Some(paths), has_new, .. }) => {
+            if paths.directories.is_empty() && paths.subtrees.is_empty() {
+                Observation::Unchanged
+            } else {
+                Observation::Changed { is_settled: !has_new }
+            }
+        }
+        Err(error) => {
+            tracing::debug!(error = %format_chain(error), "the watcher does not say what has changed");
+            Observation::Unattended
+        }
+    }
+}
+
+/// The watcher's paths, which are below `home`.
+pub fn watched_changes(paths: Option<&ChangedPaths>) -> Changes {
+    use std::os::unix::ffi::OsStrExt;
+    let below_home = |path: &[u8]| Path::new("home").join(std::ffi::OsStr::from_bytes(path));
+    let mut changes = Changes::default();
+    for path in paths.into_iter().flat_map(|paths| &paths.directories) {
+        changes.mark_directory(&below_home(path));
+    }
+    for path in paths.into_iter().flat_map(|paths| &paths.subtrees) {
+        changes.mark_subtree(&below_home(path));
+    }
+    changes
+}
+
+/// Everything that the watcher does not watch: the settings of programs beside `home`, and the machine's records.
+pub fn unwatched_changes(user_home: &Path) -> Changes {
+    let mut changes = Changes::default();
+    changes.mark_directory(Path::new(""));
+    changes.mark_subtree(Path::new("home/system"));
+    // If the directory cannot be listed, the save reports it.
+    for entry in std::fs::read_dir(user_home).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        if name != "home" && STAGING_NAMES.iter().all(|staging| name != *staging) {
+            changes.mark_subtree(Path::new(&name));
+        }
+    }
+    changes
 }

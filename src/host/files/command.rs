@@ -6,6 +6,7 @@ use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
 use svc_base::quantity::pluralize;
 
+use super::checks::FileChecks;
 use super::gate::RestoreOutcome;
 use super::save_request::{self, SaveRequestError};
 use super::status::FilesStatus;
@@ -18,13 +19,33 @@ use crate::system::layout::Layout;
 pub fn show_status(layout: &Layout) -> Result<(), Failure> {
     let status = FilesStatus::read(layout).or_exit(Exit::Internal)?;
     let outcome = RestoreOutcome::read(layout).or_exit(Exit::Internal)?;
-    print!("{}", describe(status.as_ref(), outcome.as_ref(), Timestamp::now()));
+    let checks = FileChecks::read(layout).or_exit(Exit::Internal)?;
+    let now = Timestamp::now();
+    print!("{}{}", describe(status.as_ref(), outcome.as_ref(), now), describe_checks(&checks, now));
     let has_failed = outcome.is_some_and(|outcome| outcome.error.is_some());
     let is_unsaved = status.is_none_or(|status| status.find_unsaved_since(Timestamp::now()).is_some());
     if has_failed || is_unsaved {
         return Err(Failure::new(Exit::Unavailable, anyhow!("the owner's files are not being saved")));
     }
     Ok(())
+}
+
+fn describe_checks(checks: &FileChecks, now: Timestamp) -> String {
+    let age = |at: Timestamp| format!("{} h ago", now.duration_since(at).as_hours().max(0));
+    let mut text = String::new();
+    if let Some((verify, at)) = checks.verify.as_ref().and_then(|verify| Some((verify, verify.at?))) {
+        let result = verify.error.clone().unwrap_or_else(|| pluralize(verify.packs, "pack"));
+        text.push_str(&format!("{:<11} {}: {result}\n", "verified", age(at)));
+    }
+    if let Some((drill, at)) = checks.drill.as_ref().and_then(|drill| Some((drill, drill.at?))) {
+        let compared = format!("{}, {} compared", pluralize(drill.files, "file"), drill.compared);
+        let result = drill.error.clone().unwrap_or(compared);
+        text.push_str(&format!("{:<11} {}: {result}\n", "drilled", age(at)));
+    }
+    if let Some(problem) = checks.find_problem() {
+        text.push_str(&format!("{:<11} {problem}\n", "damaged"));
+    }
+    text
 }
 
 fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now: Timestamp) -> String {

@@ -11,7 +11,8 @@ pub const SHOWN_HOME: &str = "/home/svc";
 const FILES: &str = "home";
 /// The machine's records, which the owner reads but only the machine writes.
 const RECORDS: &str = "home/system";
-const MAX_BYTES: usize = 4096;
+/// Maximum number of characters.
+pub const MAX_CHARS: usize = 4096;
 
 /// A path below the user's home directory. It has no `..`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,11 +23,17 @@ pub struct HomePath(PathBuf);
 pub enum HomePathError {
     #[error("must be a path below {SHOWN_HOME}; a relative path is below {SHOWN_HOME}/{FILES}")]
     Outside,
-    #[error("must have at most {MAX_BYTES} bytes")]
+    #[error("must have at most {MAX_CHARS} characters")]
     TooLong,
+    #[error("must not be empty")]
+    Empty,
 }
 
 impl HomePath {
+    /// An ECMA 262 pattern that matches the texts of all paths up to [`MAX_CHARS`]: no name is `..`, and an absolute path
+    /// begins with [`SHOWN_HOME`].
+    pub const PATTERN: &str = r"^(/home/svc(/(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)?)*|(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)(/(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)?)*)$";
+
     /// The directory with the owner's files.
     pub fn files() -> Self {
         Self(PathBuf::from(FILES))
@@ -58,7 +65,10 @@ impl FromStr for HomePath {
     type Err = HomePathError;
 
     fn from_str(text: &str) -> Result<Self, HomePathError> {
-        if text.len() > MAX_BYTES {
+        if text.is_empty() {
+            return Err(HomePathError::Empty);
+        }
+        if text.chars().count() > MAX_CHARS {
             return Err(HomePathError::TooLong);
         }
         let given = Path::new(text);
@@ -94,7 +104,6 @@ mod tests {
         for (text, expected) in [
             ("notes.txt", "/home/svc/home/notes.txt"),
             ("a//b/./c/", "/home/svc/home/a/b/c"),
-            ("", "/home/svc/home"),
             (".", "/home/svc/home"),
             ("/home/svc/.bashrc", "/home/svc/.bashrc"),
             ("/home/svc", "/home/svc"),
@@ -105,7 +114,35 @@ mod tests {
         for text in ["/", "/etc/passwd", "../.bashrc", "a/../../b", "/home/svc2/a", "/home/svc/../x"] {
             assert_eq!(text.parse::<HomePath>(), Err(HomePathError::Outside), "{text:?}");
         }
+        assert_eq!("".parse::<HomePath>(), Err(HomePathError::Empty));
         assert_eq!("x".repeat(5000).parse::<HomePath>(), Err(HomePathError::TooLong));
+    }
+
+    #[test]
+    fn pattern_matches_valid_paths_only() {
+        let pattern = regex_lite::Regex::new(&HomePath::PATTERN.replace("\\u0000", "\\x00")).unwrap();
+        for text in [
+            "a",
+            "a//b/./c/",
+            ".",
+            ".bashrc",
+            "..a",
+            "a/...",
+            "/home/svc",
+            "/home/svc/.x/..y",
+            "",
+            "..",
+            "../a",
+            "a/..",
+            "a/../b",
+            "/",
+            "/etc",
+            "/home/svc2",
+            "/home/svc/../x",
+            "ü/b c",
+        ] {
+            assert_eq!(pattern.is_match(text), text.parse::<HomePath>().is_ok(), "{text:?}");
+        }
     }
 
     #[test]
@@ -113,7 +150,7 @@ mod tests {
         for (text, expected) in [
             ("system", true),
             ("system/logs/usage.jsonl", true),
-            ("", true),
+            (".", true),
             ("/home/svc", true),
             ("system-notes", false),
             ("apps/system", false),

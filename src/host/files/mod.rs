@@ -9,6 +9,7 @@
 
 mod access;
 mod changes;
+pub mod checks;
 pub mod client;
 pub mod command;
 pub mod gate;
@@ -16,8 +17,10 @@ pub mod history;
 pub mod home_path;
 mod place;
 pub mod restore_entry;
+mod rules;
 mod save_request;
 mod schedule;
 pub mod service;
 mod staging;
 pub mod status;
+pub mod verify;

@@ -3,18 +3,16 @@
 //! Invariant: `savedUntil` in the status, and the pointer in the store, name only what is completely in the store. A
 //! change is forgotten only after the save that contains it.
 
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use sd_notify::NotifyState;
 use svc_base::applet::{Exit, Failure, OrExit};
-use svc_base::beneath::Folder;
 use svc_base::chain::format_chain;
 use svc_base::clock;
 use svc_base::failpoint::{self, Injected};
-use svc_base::untrusted_text::truncate_printable;
-use svc_files::save::{Changes, Exclusions, SaveOptions, Saved, Saver};
+use svc_base::fsx;
+use svc_files::save::{Changes, SaveOptions, Saved, Saver};
 use svc_files::{FilesError, Id, Repository, Snapshot};
 use svc_store::StoreError;
 use svc_store::files_pointer::{self, FilesSnapshotRef};
@@ -23,13 +21,15 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::access::{AccessError, FilesSettings};
 use super::changes;
+use super::checks::FileChecks;
 use super::gate::RestoreOutcome;
 use super::home_path::SHOWN_HOME;
+use super::rules::{OwnerRules, read_rules, set_rules};
 use super::save_request::SAVE_REQUEST;
-use super::schedule::{Observation, Save, Schedule};
-use super::staging::STAGING_NAMES;
+use super::schedule::{Save, Schedule};
 use super::status::FilesStatus;
-use crate::audit::file_changes::{ChangedPaths, ChangesReply};
+use super::verify;
+use crate::audit::file_changes::ChangesReply;
 use crate::system::layout::Layout;
 use crate::system::quiesce::Quiesce;
 use crate::system::systemd;
@@ -41,13 +41,6 @@ const MIN_RECHECKED: Duration = Duration::from_secs(1);
 const KEY_OFFER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 /// Minimum interval between two warnings about the same failure.
 const WARNING_INTERVAL: Duration = Duration::from_secs(600);
-/// Directories that programs create again, left out wherever they are.
-const DEFAULT_RULES: &[&str] = &["node_modules/", ".cache/", "__pycache__/"];
-/// The owner's rules, below the home, in the syntax of `.gitignore`.
-const RULES_FILE: &str = ".svcignore";
-const MAX_RULES_BYTES: u64 = 64 << 10;
-/// Maximum number of invalid rules in the status.
-const MAX_INVALID_RULES: usize = 5;
 /// The service's fail points.
 pub const FAILPOINTS: &[&str] = &["files.service.saved", "files.service.advanced"];
 
@@ -167,7 +160,7 @@ impl FileBackup {
             let looked_at = clock::now_ms();
             let sockets = self.settings.layout.watch_sockets();
             let reply = changes::request(&sockets, self.saved_token.clone()).await;
-            let seen = observe(&reply);
+            let seen = changes::observe(&reply);
             let save = self.schedule.decide(seen, Instant::now());
             self.record_changed_since(looked_at);
             if save == Save::Nothing {
@@ -227,15 +220,19 @@ impl FileBackup {
         options.origin = self.settings.origin();
         self.status.invalid_rules =
             set_rules(&mut options.exclusions, self.rules.as_ref().unwrap_or(&OwnerRules::default()));
-        let parent = open.parent.clone();
+        // Content that the repository has only in damaged packs is written again.
+        let checks = FileChecks::read(&self.settings.layout).map_err(AccessError::File)?;
+        open.saver.set_damaged(checks.damaged_blobs());
+        let is_repair = checks.damage_found_at > self.status.repaired_at;
+        let parent = open.parent.clone().filter(|_| !is_repair);
         let began = Instant::now();
         let (mut saved, is_full) = match (save, parent) {
             // What changed since another machine's snapshot is unknown.
             (Save::Changes, Some(parent)) if open.is_own_parent => {
-                let mut changes = unwatched_changes(&self.settings.layout.user_home());
-                changes.merge(self.retry.clone());
-                changes.merge(watched_changes(paths));
-                (open.saver.save_changes(parent, changes).await?, false)
+                let mut changed = changes::unwatched_changes(&self.settings.layout.user_home());
+                changed.merge(self.retry.clone());
+                changed.merge(changes::watched_changes(paths));
+                (open.saver.save_changes(parent, changed).await?, false)
             }
             (_, parent) => (open.saver.save(parent).await?, true),
         };
@@ -246,10 +243,10 @@ impl FileBackup {
             if let Some(paths) =
                 again.ok().and_then(|again| again.paths).filter(|paths| !paths.subtrees.is_empty())
             {
-                let mut changes = saved.retry.clone();
-                changes.merge(watched_changes(Some(&paths)));
+                let mut changed = saved.retry.clone();
+                changed.merge(changes::watched_changes(Some(&paths)));
                 let counts = saved.counts.clone();
-                saved = open.saver.save_changes((saved.id, saved.snapshot), changes).await?;
+                saved = open.saver.save_changes((saved.id, saved.snapshot), changed).await?;
                 saved.counts = counts;
             }
         }
@@ -270,8 +267,21 @@ impl FileBackup {
         failpoint::pass("files.service.advanced")?;
         // Without an answer, the watcher's changes since then are unknown.
         self.saved_token = reply.map(|reply| reply.token);
+        if is_repair {
+            self.record_repair(checks.damage_found_at);
+        }
         self.record_saved(&saved, is_full, looked_at);
         Ok(())
+    }
+
+    /// Records that all files were read again, and requests a verification of the result.
+    fn record_repair(&mut self, damage_found_at: Option<Timestamp>) {
+        tracing::info!("read all files again, because packs of the file backup are damaged");
+        self.status.repaired_at = damage_found_at;
+        let request = self.settings.layout.request(verify::REQUEST);
+        if let Err(error) = fsx::write_atomic(&request, b"", 0o644) {
+            tracing::warn!(error = %format_chain(&error), "cannot request a verification of the file backup");
+        }
     }
 
     /// Sends the key to the platform once a day.
@@ -395,52 +405,6 @@ impl FileBackup {
     }
 }
 
-/// The owner's rules, and why they could not be read.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-struct OwnerRules {
-    text: String,
-    error: Option<String>,
-}
-
-/// Reads the owner's rules; none if there is no such file, or if it cannot be read.
-fn read_rules(home: &Path) -> OwnerRules {
-    let read = || Folder::open(home)?.read(Path::new(RULES_FILE), MAX_RULES_BYTES);
-    match read() {
-        Ok(text) => OwnerRules { text: String::from_utf8_lossy(&text).into_owned(), error: None },
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => OwnerRules::default(),
-        Err(error) => {
-            OwnerRules { error: Some(format!("the file cannot be read: {error}")), ..OwnerRules::default() }
-        }
-    }
-}
-
-/// Sets the rules, and returns the first of those that are invalid.
-fn set_rules(exclusions: &mut Exclusions, rules: &OwnerRules) -> Vec<String> {
-    exclusions.paths = STAGING_NAMES.map(PathBuf::from).to_vec();
-    let kept = vec![PathBuf::from("home/system")];
-    let mut invalid: Vec<String> = rules.error.iter().cloned().collect();
-    invalid.extend(exclusions.set_rules(DEFAULT_RULES, &rules.text, Path::new("home"), kept));
-    invalid.truncate(MAX_INVALID_RULES);
-    invalid.iter().map(|line| truncate_printable(line)).collect()
-}
-
-fn observe(reply: &Result<ChangesReply, changes::ChangesError>) -> Observation {
-    match reply {
-        Ok(ChangesReply { paths: None, .. }) => Observation::Unknown,
-        Ok(ChangesReply { paths: Some(paths), has_new, .. }) => {
-            if paths.directories.is_empty() && paths.subtrees.is_empty() {
-                Observation::Unchanged
-            } else {
-                Observation::Changed { is_settled: !has_new }
-            }
-        }
-        Err(error) => {
-            tracing::debug!(error = %format_chain(error), "the watcher does not say what has changed");
-            Observation::Unattended
-        }
-    }
-}
-
 /// Reads the snapshot that the pointer names; `None` if it cannot be used as a parent.
 async fn read_parent(repository: &Repository, id: Id) -> Result<Option<(Id, Snapshot)>, FilesError> {
     match repository.read_snapshot(id).await {
@@ -452,33 +416,4 @@ async fn read_parent(repository: &Repository, id: Id) -> Result<Option<(Id, Snap
         }
         Err(error) => Err(error),
     }
-}
-
-/// The watcher's paths, which are below `home`.
-fn watched_changes(paths: Option<&ChangedPaths>) -> Changes {
-    use std::os::unix::ffi::OsStrExt;
-    let below_home = |path: &[u8]| Path::new("home").join(std::ffi::OsStr::from_bytes(path));
-    let mut changes = Changes::default();
-    for path in paths.into_iter().flat_map(|paths| &paths.directories) {
-        changes.mark_directory(&below_home(path));
-    }
-    for path in paths.into_iter().flat_map(|paths| &paths.subtrees) {
-        changes.mark_subtree(&below_home(path));
-    }
-    changes
-}
-
-/// Everything that the watcher does not watch: the settings of programs beside `home`, and the machine's records.
-fn unwatched_changes(user_home: &Path) -> Changes {
-    let mut changes = Changes::default();
-    changes.mark_directory(Path::new(""));
-    changes.mark_subtree(Path::new("home/system"));
-    // If the directory cannot be listed, the save reports it.
-    for entry in std::fs::read_dir(user_home).into_iter().flatten().flatten() {
-        let name = entry.file_name();
-        if name != "home" && STAGING_NAMES.iter().all(|staging| name != *staging) {
-            changes.mark_subtree(Path::new(&name));
-        }
-    }
-    changes
 }

@@ -43,6 +43,9 @@ pub struct FilesStatus {
     pub error: Option<String>,
     #[serde(with = "clock::wire_option")]
     pub failing_since: Option<Timestamp>,
+    /// The time of the damage after which all files were last read again.
+    #[serde(with = "clock::wire_option")]
+    pub repaired_at: Option<Timestamp>,
     /// When the last save failed.
     #[serde(with = "clock::wire_option")]
     pub failed_at: Option<Timestamp>,

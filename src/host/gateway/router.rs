@@ -38,7 +38,7 @@ const fn route(endpoint: &'static Endpoint, serve: fn() -> MethodRouter<Gateway>
 
 /// All gateway routes, in the order of the OpenAPI document. A path that matches none of them, and is not under `/api`
 /// or `/_svc/internal`, is proxied to the shell.
-static ROUTES: [Route; 45] = [
+static ROUTES: [Route; 46] = [
     route(&bridge::QUERY, || post(bridge::query)),
     route(&bridge::SCHEMAS, || get(bridge::list_schemas)),
     route(&bridge::CHANGES, || get(bridge::stream_changes)),
@@ -79,6 +79,7 @@ static ROUTES: [Route; 45] = [
     route(&backup_progress::BACKUP_PROGRESS, || get(backup_progress::show)),
     route(&internal::ACCEPT, || post(internal::request_backup_acceptance)),
     route(&internal::DRILL, || post(internal::request_drill)),
+    route(&internal::VERIFY_FILES, || post(internal::request_files_verification)),
     route(&internal::UPDATE, || post(internal::request_update)),
     route(&quiesce::QUIESCE, || post(quiesce::quiesce)),
     route(&quiesce::RESUME, || post(quiesce::resume)),

@@ -143,3 +143,12 @@ impl DatabaseUrl {
         })
     }
 }
+
+/// Reads the maximum time between verifications of a snapshot or pack, in days.
+pub fn read_verify_within_days(env: &mut Env) -> u32 {
+    let days = env.or_default(&vars::VERIFY_WITHIN_DAYS);
+    if days == 0 {
+        env.add_error(&vars::VERIFY_WITHIN_DAYS, "must be at least 1");
+    }
+    days
+}

@@ -99,8 +99,8 @@ svc_base::variables! {
         /// Initial backoff after a failed hourly backup. It doubles, up to 15 minutes, until the next hourly
         /// run is near.
         BACKUP_RETRY_SECONDS: "seconds, at least 1" = "120", by ["svc-db-backup"];
-        /// Maximum time between verifications of a snapshot.
-        VERIFY_WITHIN_DAYS: "days, at least 1" = "30", by ["svc-db-backup"];
+        /// Maximum time between verifications of a snapshot of the database, and of a pack of the file backup.
+        VERIFY_WITHIN_DAYS: "days, at least 1" = "30", by ["svc-db-backup", "svc-sync-agent"];
         /// How long registration waits for the gateway to be ready.
         REGISTER_GATEWAY_DEADLINE_SECONDS: "seconds" = "120", by ["svc-register"];
         /// How long registration keeps retrying if the platform does not respond.

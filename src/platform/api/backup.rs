@@ -1,6 +1,6 @@
-//! POST `/vps/:id/backup`, `/vps/:id/drill` and `/vps/:id/backup-accept`: sends a machine's host a request to take a
-//! backup, to run a trial restore of the latest snapshot, or to accept a held-back snapshot as the latest. The host's
-//! next heartbeats and `/vps/:id/backups` show the result.
+//! POST `/vps/:id/backup`, `/vps/:id/drill`, `/vps/:id/backup-accept` and `/vps/:id/files/verify`: sends a machine's host a
+//! request to take a backup, to run a trial restore of the latest snapshot, to accept a held-back snapshot as the latest,
+//! or to verify a share of the file backup. The host's next heartbeats and `/vps/:id/backups` show the result.
 
 use std::sync::Arc;
 
@@ -33,6 +33,7 @@ enum HostTask {
     Backup,
     Drill,
     Accept,
+    VerifyFiles,
 }
 
 impl HostTask {
@@ -41,6 +42,7 @@ impl HostTask {
             Self::Backup => "backup",
             Self::Drill => "drill",
             Self::Accept => "backup.accept",
+            Self::VerifyFiles => "files.verify",
         }
     }
 }
@@ -67,6 +69,14 @@ pub async fn accept(
     request: Request,
 ) -> Result<Response, Problem> {
     handle(state, id, request, HostTask::Accept).await
+}
+
+pub async fn verify_files(
+    state: State<Arc<Platform>>,
+    id: PathParams<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    handle(state, id, request, HostTask::VerifyFiles).await
 }
 
 async fn handle(
@@ -97,7 +107,9 @@ async fn request_host_task(
     let machine = db::machines::get(&session, id).await?;
     let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
     let machine = match task {
-        HostTask::Backup | HostTask::Drill => ensure_running(&machine).map(|()| machine)?,
+        HostTask::Backup | HostTask::Drill | HostTask::VerifyFiles => {
+            ensure_running(&machine).map(|()| machine)?
+        }
         HostTask::Accept => find_machine_holding_snapshot(&session, machine).await?,
     };
     let id = machine.id;
@@ -107,6 +119,7 @@ async fn request_host_task(
         HostTask::Backup => host_call::request_backup(platform, &machine).await,
         HostTask::Drill => host_call::request_drill(platform, &machine).await,
         HostTask::Accept => host_call::request_backup_acceptance(platform, &machine).await,
+        HostTask::VerifyFiles => host_call::request_files_verification(platform, &machine).await,
     };
     let requested_at = response.map_err(|error| {
         let task = task.as_str();
@@ -257,6 +270,27 @@ pub static DRILL: Endpoint = Endpoint {
         problems: PROBLEMS,
     },
     serve: || post(drill),
+};
+
+pub static VERIFY_FILES: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
+    operation: Operation {
+        id: "verifyFiles",
+        method: Method::POST,
+        path: "/vps/{id}/files/verify",
+        summary: "Requests that the host of a running machine verify the next share of its file backup, and the shares with \
+                  damaged packs. Heartbeats report the result.",
+        credentials: &[OPERATOR],
+        parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
+        body: Some(|| request_object(&[], &[])),
+        responses: &[documented_json(
+            202,
+            "The request has been sent to the host.",
+            schema_of::<HostRequest>,
+        )],
+        problems: PROBLEMS,
+    },
+    serve: || post(verify_files),
 };
 
 pub static ACCEPT: Endpoint = Endpoint {

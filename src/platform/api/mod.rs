@@ -21,6 +21,7 @@ pub mod entitlement;
 pub mod fail;
 pub mod files_key;
 pub mod files_prune;
+pub mod files_usage;
 pub mod fleet;
 pub mod heal;
 pub mod health;
@@ -75,7 +76,7 @@ use svc_http::openapi::Operation;
 use svc_http::problem::{Code, Problem};
 
 /// All routes, in OpenAPI document order.
-pub static ENDPOINTS: [&Endpoint; 60] = [
+pub static ENDPOINTS: [&Endpoint; 62] = [
     &provision::ENDPOINT,
     &quote::ENDPOINT,
     &register::ENDPOINT,
@@ -99,6 +100,7 @@ pub static ENDPOINTS: [&Endpoint; 60] = [
     &backups::ENDPOINT,
     &backup_file::ENDPOINT,
     &usage::ENDPOINT,
+    &backup::VERIFY_FILES,
     &host_files::VERSIONS,
     &host_files::AT,
     &host_files::SHOW_RESTORE,
@@ -120,6 +122,7 @@ pub static ENDPOINTS: [&Endpoint; 60] = [
     &slots::LIST,
     &slots::PUT,
     &files_key::FOR_OPERATOR,
+    &files_usage::ENDPOINT,
     &files_prune::SHOW,
     &files_prune::START,
     &pointer::SHOW,

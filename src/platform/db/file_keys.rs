@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use deadpool_postgres::GenericClient;
+use jiff::Timestamp;
 use tokio_postgres::Row;
 
 use super::{DbError, execute, query, query_opt};
@@ -92,6 +93,29 @@ pub async fn claim_prune(
                    ORDER BY pruned_at LIMIT 1 FOR UPDATE SKIP LOCKED) \
                RETURNING idp_user_id, slot";
     Ok(query_opt(client, sql, &[&interval.as_secs_f64()]).await?.map(|row| (row.get(0), row.get(1))))
+}
+
+/// The last pruning of a slot's repository.
+pub struct LastPruning {
+    /// `None` before the first one, and after a request.
+    pub at: Option<Timestamp>,
+    /// Why it failed.
+    pub error: Option<String>,
+}
+
+/// Finds the last pruning; `None` if the slot has no key.
+pub async fn find_pruning(
+    client: &impl GenericClient,
+    user: &str,
+    slot: &str,
+) -> Result<Option<LastPruning>, DbError> {
+    let sql = "SELECT pruned_at, prune_error FROM file_keys WHERE idp_user_id = $1 AND slot = $2";
+    let row = query_opt(client, sql, &[&user, &slot]).await?;
+    Ok(row.map(|row| {
+        let at: Timestamp = row.get(0);
+        // The epoch stands for a pruning that is due at once.
+        LastPruning { at: (at > Timestamp::UNIX_EPOCH).then_some(at), error: row.get(1) }
+    }))
 }
 
 /// Requests a pruning. Returns whether the slot has a key.

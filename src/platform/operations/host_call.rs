@@ -25,6 +25,7 @@ use svc_machine::name::ImageVersion;
 const BACKUP_PATH: &str = "/_svc/internal/backup";
 const ACCEPT_PATH: &str = "/_svc/internal/backup-accept";
 const DRILL_PATH: &str = "/_svc/internal/drill";
+const VERIFY_FILES_PATH: &str = "/_svc/internal/files-verify";
 const UPDATE_PATH: &str = "/_svc/internal/update";
 const QUIESCE_PATH: &str = "/_svc/internal/quiesce";
 const RESUME_PATH: &str = "/_svc/internal/resume";
@@ -83,6 +84,17 @@ pub async fn request_drill(
     machine: &MachineRow,
 ) -> Result<Option<Timestamp>, HostCallError> {
     send_request(platform, machine, &HostRequest::post(DRILL_PATH, None)).await
+}
+
+/// Requests a verification of a share of the file backup; the host's heartbeats report the outcome.
+///
+/// # Errors
+/// [`HostCallError`]
+pub async fn request_files_verification(
+    platform: &Platform,
+    machine: &MachineRow,
+) -> Result<Option<Timestamp>, HostCallError> {
+    send_request(platform, machine, &HostRequest::post(VERIFY_FILES_PATH, None)).await
 }
 
 /// Requests an update to a release; the host's heartbeats report the outcome.

@@ -167,13 +167,15 @@ async fn trigger_machine_change_errors(tester: &mut RefusalTester<'_>, settings:
     tester.send(platform.operator_call(Method::GET, unknown, &Value::Null), 404, "not_found").await;
     tester.post(rebuild, &json!({"idpUserId": "user_none"}), 404, "not_found").await;
     tester.post("/vps/slots/files-prune", &json!({"idpUserId": "user_none"}), 404, "not_found").await;
-    let key = platform.operator_call(Method::GET, "/vps/slots/files-key?idpUserId=user_none", &Value::Null);
-    tester.send(key, 404, "not_found").await;
+    for route in ["files-key", "files-usage"] {
+        let path = format!("/vps/slots/{route}?idpUserId=user_none");
+        tester.send(platform.operator_call(Method::GET, &path, &Value::Null), 404, "not_found").await;
+    }
     tester.post(&path_of(booting, "resize"), &to("cpx32"), 409, "invalid_state").await;
     let mut beat = super::super::stack::heartbeat_of(&platform.running);
     beat["attention"] = json!([{"code": "snapshot_held", "detail": "two rows instead of 400"}]);
     assert_eq!(platform.stack.send_heartbeat(&platform.process, &platform.running, &beat).await.status, 200);
-    for action in ["backup", "drill", "backup-accept"] {
+    for action in ["backup", "drill", "backup-accept", "files/verify"] {
         tester.post(&path_of(booting, action), &json!({}), 409, "invalid_state").await;
         tester.post(&path_of(running, action), &json!({}), 502, "host_unreachable").await;
     }
@@ -451,7 +453,7 @@ async fn trigger_replaced_machine_errors(tester: &mut RefusalTester<'_>) {
         let request = request_as_replaced(Method::POST, &format!("/vps/{machine}/{path}")).json(&json!({}));
         tester.send(request, 403, "superseded").await;
     }
-    for action in ["fail", "resize", "backup", "drill", "rotate-token"] {
+    for action in ["fail", "resize", "backup", "drill", "files/verify", "rotate-token"] {
         let body = match action {
             "fail" => json!({"reason": "x"}),
             "resize" => json!({"serverType": "cpx32"}),

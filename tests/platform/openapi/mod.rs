@@ -17,6 +17,7 @@ use super::deploy;
 use super::stack::{ApiResponse, BUCKET, DIGEST, Guest, Process, SECRET, Stack};
 use crate::contract::{
     self, ApiUnderTest, Contract, WrongCredential, assert_rejects_invalid_requests, valid_call,
+    with_required_query,
 };
 
 /// A platform with a running machine and one that is waiting for its registration.
@@ -371,7 +372,7 @@ async fn valid_request_to_every_route_matches_its_description() {
         let response = platform.send(valid_call(&platform, operation)).await;
         // The machine's host does not respond, and its slot has no snapshot.
         let refused = match operation.id {
-            "backUp" | "drill" | "getUsage" => Some((502, "host_unreachable")),
+            "backUp" | "drill" | "getUsage" | "verifyFiles" => Some((502, "host_unreachable")),
             "listFileVersions" | "listFilesAt" | "showFileRestore" | "restoreFile" => {
                 Some((502, "host_unreachable"))
             }

@@ -10,11 +10,11 @@ use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::{HeaderMap, Method, StatusCode};
-use serde_json::json;
+use serde_json::{Value, json};
 use strum::VariantNames;
 
 use crate::files::history::{DEFAULT_ENTRIES, DEFAULT_VERSIONS, DownloadFormat, MAX_ENTRIES, MAX_VERSIONS};
-use crate::files::home_path::HomePath;
+use crate::files::home_path::{HomePath, MAX_CHARS};
 use crate::files::restore_entry::{self, RestoreRequest};
 use crate::gateway::auth::{READERS, READERS_AND_PLATFORM};
 use crate::gateway::body;
@@ -24,12 +24,10 @@ use crate::system::blocking::run_blocking;
 use crate::system::layout::Layout;
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, boolean, nullable, object, one_of,
-    request_object, schema_of, text_up_to, time,
+    request_object, schema_of, time,
 };
 use svc_http::problem::{Code, Problem};
 use svc_wire::files::{FileListing, FileRestore, FileRestoreAccepted, FileVersions};
-
-const MAX_PATH_CHARS: usize = 4096;
 
 /// `GET /api/files/versions`, `GET /api/files/at` and `GET /api/files/download`
 pub async fn forward(State(upstreams): State<Arc<Upstreams>>, request: Request) -> Response {
@@ -81,10 +79,14 @@ const fn query(
     Parameter { name, location: ParameterLocation::Query, schema, description }
 }
 
+fn path_schema() -> Value {
+    json!({ "type": "string", "maxLength": MAX_CHARS, "pattern": HomePath::PATTERN })
+}
+
 const PATH: Parameter = Parameter {
     name: "path",
     location: ParameterLocation::RequiredQuery,
-    schema: || text_up_to(MAX_PATH_CHARS),
+    schema: path_schema,
     description: "A path below `/home/svc`; a relative path is below `/home/svc/home`.",
 };
 const TIME: Parameter =
@@ -125,7 +127,7 @@ pub static AT: Endpoint = Endpoint {
         parameters: &[
             query(
                 "path",
-                || text_up_to(MAX_PATH_CHARS),
+                path_schema,
                 "A path below `/home/svc`; a relative path is below `/home/svc/home`, which is the default.",
             ),
             TIME,
@@ -202,8 +204,10 @@ pub static RESTORE: Endpoint = Endpoint {
         credentials: READERS_AND_PLATFORM,
         parameters: &[],
         body: Some(|| {
-            let path = || text_up_to(MAX_PATH_CHARS);
-            request_object(&[("path", path())], &[("time", time()), ("into", path()), ("replace", boolean())])
+            request_object(
+                &[("path", path_schema())],
+                &[("time", time()), ("into", path_schema()), ("replace", boolean())],
+            )
         }),
         responses: &[documented_json(202, "The request is accepted.", schema_of::<FileRestoreAccepted>)],
         problems: &[Code::Forbidden, Code::Unavailable, Code::InvalidState],

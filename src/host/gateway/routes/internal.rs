@@ -8,6 +8,7 @@ use http::{HeaderMap, Method, StatusCode};
 use jiff::Timestamp;
 use serde_json::json;
 
+use crate::files::verify;
 use crate::gateway::auth::PLATFORM;
 use crate::gateway::body;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
@@ -34,6 +35,11 @@ pub async fn request_backup_acceptance(State(layout): State<Layout>) -> Result<R
 /// `POST /_svc/internal/drill`: requests a restore drill of the latest snapshot.
 pub async fn request_drill(State(layout): State<Layout>) -> Result<Response, Problem> {
     write_request(&layout, "drill").await
+}
+
+/// `POST /_svc/internal/files-verify`: requests a verification of a share of the file backup.
+pub async fn request_files_verification(State(layout): State<Layout>) -> Result<Response, Problem> {
+    write_request(&layout, verify::REQUEST).await
 }
 
 /// Writes the request file with this name.
@@ -133,6 +139,23 @@ pub static DRILL: Endpoint = Endpoint {
         body: None,
         responses: &[documented_json(202, "The request is accepted.", || {
             object(&[("request", one_of(&["drill"])), ("requestedAt", time())], &[])
+        })],
+        problems: &[Code::Forbidden, Code::Unavailable],
+    },
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
+};
+
+pub static VERIFY_FILES: Endpoint = Endpoint {
+    operation: Operation {
+        id: "askForFilesVerification",
+        method: Method::POST,
+        path: "/_svc/internal/files-verify",
+        summary: "Requests a verification of a share of the file backup.",
+        credentials: &[PLATFORM],
+        parameters: &[],
+        body: None,
+        responses: &[documented_json(202, "The request is accepted.", || {
+            object(&[("request", one_of(&[verify::REQUEST])), ("requestedAt", time())], &[])
         })],
         problems: &[Code::Forbidden, Code::Unavailable],
     },

@@ -11,6 +11,8 @@ use jiff::Timestamp;
 use serde::Deserialize;
 
 use crate::agents::kernel::Kernel;
+use crate::files::checks::FileChecks;
+use crate::files::status::FilesStatus;
 use crate::gateway::apps::Registry;
 use crate::gateway::bridge::ChangeFeed;
 use crate::records::files::RecordKind;
@@ -18,8 +20,9 @@ use crate::records::page::{self, Verdict};
 use crate::snapshots::check_log::{CheckKind, CheckRecord, Status};
 use crate::system::layout::Layout;
 use svc_base::metrics::{
-    APPS, BACKUP_OK, CHANGE_LISTENERS, MEDIA_TYPE, MetricsHandle, POOL_CONNECTIONS, RECORDS_STUCK,
-    SNAPSHOT_CHECK_AT, SNAPSHOT_CHECK_OK, SNAPSHOT_TAKEN_AT, UNWRITTEN_RECORD_BYTES,
+    APPS, BACKUP_OK, CHANGE_LISTENERS, FILES_CHECK_AT, FILES_CHECK_OK, FILES_PENDING_SINCE,
+    FILES_SAVED_UNTIL, MEDIA_TYPE, MetricsHandle, POOL_CONNECTIONS, RECORDS_STUCK, SNAPSHOT_CHECK_AT,
+    SNAPSHOT_CHECK_OK, SNAPSHOT_TAKEN_AT, UNWRITTEN_RECORD_BYTES,
 };
 use svc_http::problem::Problem;
 use svc_store::key;
@@ -48,6 +51,7 @@ pub async fn render_metrics(
     let rendered = tokio::task::spawn_blocking(move || {
         set_backup_metrics(&layout.logs());
         set_check_metrics(&layout);
+        set_file_metrics(&layout);
         metrics.text()
     });
     match rendered.await {
@@ -83,6 +87,28 @@ fn set_check_metrics(layout: &Layout) {
             SNAPSHOT_CHECK_OK.set([kind.as_str()], f64::from(u8::from(check.status == Status::Success)));
             SNAPSHOT_CHECK_AT.set([kind.as_str()], check.timestamp.as_second() as f64);
         }
+    }
+}
+
+/// Sets the metrics of the file backup, as far as it has run.
+fn set_file_metrics(layout: &Layout) {
+    let seconds = |at: Timestamp| at.as_second() as f64;
+    if let Ok(Some(status)) = FilesStatus::read(layout) {
+        if let Some(at) = status.saved_until {
+            FILES_SAVED_UNTIL.set([], seconds(at));
+        }
+        FILES_PENDING_SINCE.set([], status.changed_since.map_or(0.0, seconds));
+    }
+    let checks = FileChecks::read(layout).unwrap_or_default();
+    if let Some((verify, at)) = checks.verify.as_ref().and_then(|verify| Some((verify, verify.at?))) {
+        let is_intact = verify.error.is_none() && checks.damaged.is_empty();
+        FILES_CHECK_OK.set(["verify"], f64::from(u8::from(is_intact)));
+        FILES_CHECK_AT.set(["verify"], seconds(at));
+    }
+    if let Some((drill, at)) = checks.drill.as_ref().and_then(|drill| Some((drill, drill.at?))) {
+        let is_intact = drill.error.is_none() && drill.differing.is_empty();
+        FILES_CHECK_OK.set(["drill"], f64::from(u8::from(is_intact)));
+        FILES_CHECK_AT.set(["drill"], seconds(at));
     }
 }
 

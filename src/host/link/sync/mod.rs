@@ -69,7 +69,7 @@ enum Command {
     #[command(after_help = "A relative path is below /home/svc/home.\n\n\
 Example: svc-sync-agent list projects --time 2026-11-27T18:00:00Z")]
     List {
-        #[arg(default_value = "")]
+        #[arg(default_value = ".")]
         path: String,
         /// Time (RFC 3339) [default: the last save]
         #[arg(long)]
@@ -104,6 +104,17 @@ Exit codes: 0 restored, 69 not restored."
     /// Serve the requested restore of a file or directory
     #[command(after_help = "Used by svc-files-request.service. As root, it runs as that service does.")]
     ServeRestore,
+    /// Read a part of the file backup again, and repair what is damaged
+    #[command(
+        after_help = "A daily run verifies a share, so that all is verified within VERIFY_WITHIN_DAYS, and once a week compares a \
+sample with the files on this machine.\n\nExample: svc-sync-agent verify --all\n\n\
+Exit codes: 0 intact, 65 damaged, 69 not completed."
+    )]
+    Verify {
+        /// Verify everything
+        #[arg(long)]
+        all: bool,
+    },
     /// Restore the owner's files on a new machine
     #[command(
         after_help = "A machine that is already in use restores nothing, because its files are newer. If the restore of its \
@@ -134,8 +145,8 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     {
         return applet::report("svc-sync-agent", &Failure::new(Exit::Internal, error));
     }
-    // A person may start `now` as root; the service must be able to remove its request.
-    if matches!(args.command, Some(Command::Now))
+    // A person may start these as root; the services must be able to remove requests, and to replace the results.
+    if matches!(args.command, Some(Command::Now | Command::Verify { .. }))
         && let Err(error) = user::switch_to_gateway_user(&layout)
     {
         return applet::report("svc-sync-agent", &Failure::new(Exit::Internal, error));
@@ -164,6 +175,10 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         }
         Some(Command::History { listen: false }) => {
             applet::block_on("svc-sync-agent", files::history::serve_stdin(layout))
+        }
+        Some(Command::Verify { all }) => {
+            let verification = request_id::run_with_new_id(files::verify::run(layout, all));
+            applet::block_on("svc-sync-agent", verification)
         }
         Some(Command::ServeRestore) => {
             let restore = request_id::run_with_new_id(files::restore_entry::serve(layout));

@@ -6,6 +6,7 @@ use jiff::Timestamp;
 use serde::Deserialize;
 
 use super::config::SyncConfig;
+use crate::files::checks::FileChecks;
 use crate::files::gate::RestoreOutcome;
 use crate::files::status::FilesStatus;
 use crate::snapshots::check_log::{CheckKind, CheckRecord, Status};
@@ -77,6 +78,7 @@ pub async fn check_health(config: &SyncConfig) -> (ComponentHealth, Vec<Attentio
     attention.extend(held_snapshot_item(config));
     attention.extend(waiting_update_item(config));
     attention.extend(unsaved_files_item(config));
+    attention.extend(damaged_files_item(config));
     (health, attention)
 }
 
@@ -116,10 +118,17 @@ fn unsaved_files_item(config: &SyncConfig) -> Option<Attention> {
     Some(attention_item("files_unsaved", detail))
 }
 
+/// Returns the item for damage to the file backup.
+fn damaged_files_item(config: &SyncConfig) -> Option<Attention> {
+    let problem = FileChecks::read(&config.layout).ok()?.find_problem()?;
+    Some(attention_item("files_damaged", format!("the file backup is damaged: {problem}")))
+}
+
 /// Reads the state of the file backup; `None` if it has not started.
 pub fn read_files(config: &SyncConfig) -> Option<FilesReport> {
     let status = FilesStatus::read(&config.layout).ok()??;
     let outcome = RestoreOutcome::read(&config.layout).ok().flatten();
+    let checks = FileChecks::read(&config.layout).unwrap_or_default();
     Some(FilesReport {
         saved_until: status.saved_until.map(Into::into),
         changed_since: status.changed_since.map(Into::into),
@@ -127,6 +136,9 @@ pub fn read_files(config: &SyncConfig) -> Option<FilesReport> {
         bytes: status.bytes,
         restored_as_of: outcome.and_then(|outcome| outcome.taken_at).map(Into::into),
         error: status.error,
+        verified_at: checks.verify.as_ref().and_then(|verify| verify.at).map(Into::into),
+        drilled_at: checks.drill.as_ref().and_then(|drill| drill.at).map(Into::into),
+        damage: checks.find_problem(),
     })
 }
 

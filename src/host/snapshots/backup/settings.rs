@@ -14,7 +14,6 @@ use crate::system::store::StoreLink;
 use crate::system::store_credentials::OutagePolicy;
 use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
-use svc_base::config::Env;
 use svc_store::Bucket;
 use svc_store::key::SlotPrefix;
 
@@ -41,7 +40,7 @@ impl BackupSettings {
         let database = DatabaseUrl::read(&mut env);
         let tools = PgTools::locate(&mut env, &layout);
         let compression = env.or_default(&vars::BACKUP_COMPRESSION);
-        let verify_within_days = read_verify_within_days(&mut env);
+        let verify_within_days = config::read_verify_within_days(&mut env);
         let outage_timeout = staging::read_outage_timeout(&mut env);
         let parts = identity.zip(store).zip(database);
         let ((identity, store), database) = env.finish(parts)?;
@@ -70,12 +69,4 @@ impl BackupSettings {
             progress: Arc::default(),
         }
     }
-}
-
-fn read_verify_within_days(env: &mut Env) -> u32 {
-    let days = env.or_default(&vars::VERIFY_WITHIN_DAYS);
-    if days == 0 {
-        env.add_error(&vars::VERIFY_WITHIN_DAYS, "must be at least 1");
-    }
-    days
 }

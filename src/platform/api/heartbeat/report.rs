@@ -151,6 +151,9 @@ fn read_files(fields: &mut Fields) -> Option<FilesReport> {
         bytes: inner.required_number("bytes").unwrap_or(0),
         restored_as_of: inner.time("restoredAsOf").map(Into::into),
         error: inner.reported_text("error"),
+        verified_at: inner.time("verifiedAt").map(Into::into),
+        drilled_at: inner.time("drilledAt").map(Into::into),
+        damage: inner.reported_text("damage"),
     };
     fields.close(inner);
     Some(report)
@@ -329,6 +332,9 @@ mod tests {
                 bytes: 8,
                 restored_as_of: Some(sample_time()),
                 error: Some("e".to_owned()),
+                verified_at: Some(sample_time()),
+                drilled_at: Some(sample_time()),
+                damage: Some("d".to_owned()),
             }),
             registration: Some(Registration {
                 machine_id: MachineId::new(),

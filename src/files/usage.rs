@@ -1,0 +1,46 @@
+//! What a repository takes in the store.
+
+use jiff::Timestamp;
+use object_store::path::Path;
+use svc_store::Bucket;
+
+use crate::error::FilesError;
+use crate::repository::list_objects;
+
+/// The sizes and counts of a repository's objects. Times are those of the uploads, by the store's clock.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct StoreUsage {
+    pub snapshots: u64,
+    pub oldest_snapshot: Option<Timestamp>,
+    pub newest_snapshot: Option<Timestamp>,
+    pub packs: u64,
+    pub pack_bytes: u64,
+    /// All objects, with the index, the snapshots and the pointer.
+    pub total_bytes: u64,
+}
+
+/// Lists the objects of the repository below `root`. The key is not needed.
+///
+/// # Errors
+/// The errors of the store.
+pub async fn measure(bucket: &Bucket, root: &Path) -> Result<StoreUsage, FilesError> {
+    let mut usage = StoreUsage::default();
+    for object in list_objects(bucket, root).await? {
+        usage.total_bytes += object.size;
+        let mut below = object.location.prefix_match(root).into_iter().flatten();
+        match below.next().as_ref().map(AsRef::as_ref) {
+            Some("data") => {
+                usage.packs += 1;
+                usage.pack_bytes += object.size;
+            }
+            Some("snapshots") => {
+                let at = Timestamp::from_second(object.last_modified.timestamp()).ok();
+                usage.snapshots += 1;
+                usage.oldest_snapshot = usage.oldest_snapshot.into_iter().chain(at).min();
+                usage.newest_snapshot = usage.newest_snapshot.into_iter().chain(at).max();
+            }
+            _ => {}
+        }
+    }
+    Ok(usage)
+}

@@ -1,0 +1,256 @@
+//! The results of verifications and drills of the file backup, and the schedule of the shares.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+
+use jiff::{SignedDuration, Timestamp};
+use serde::{Deserialize, Serialize};
+use svc_base::clock;
+use svc_base::fsx::{self, FileError};
+use svc_base::quantity::pluralize;
+use svc_files::Id;
+use svc_files::verify::{Share, Verified};
+
+use crate::system::layout::Layout;
+
+const FILE: &str = "checks.json";
+const FORMAT: u32 = 1;
+/// A drill runs once a week, with a verification.
+const DRILL_INTERVAL: SignedDuration = SignedDuration::from_hours(7 * 24 - 12);
+/// Shares that one run verifies, to catch up after days without a run.
+const MAX_SHARES: usize = 3;
+/// Affected files that are named.
+const MAX_NAMED_FILES: usize = 5;
+const DAY: SignedDuration = SignedDuration::from_hours(24);
+
+/// The content of `/var/lib/svc/files/checks.json`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct FileChecks {
+    version: u32,
+    /// When each share of the packs was last verified; `None` before its first time.
+    share_times: Vec<Option<Timestamp>>,
+    pub verify: Option<VerifyResult>,
+    pub drill: Option<DrillResult>,
+    /// The blobs that are only in damaged packs, by pack.
+    pub damaged: BTreeMap<String, Vec<String>>,
+    /// When the first of these blobs was found, or the last one that was new.
+    #[serde(with = "clock::wire_option")]
+    pub damage_found_at: Option<Timestamp>,
+    /// The first of the affected files, when they were last searched.
+    pub affected: Vec<AffectedFile>,
+    pub affected_snapshots: u64,
+}
+
+/// The last verification.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct VerifyResult {
+    #[serde(with = "clock::wire_option")]
+    pub at: Option<Timestamp>,
+    pub packs: u64,
+    pub bytes: u64,
+    /// Why it could not be completed.
+    pub error: Option<String>,
+}
+
+/// The last drill.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct DrillResult {
+    #[serde(with = "clock::wire_option")]
+    pub at: Option<Timestamp>,
+    /// Files that were read from the backup, and those of them that were compared with the present file.
+    pub files: u64,
+    pub bytes: u64,
+    pub compared: u64,
+    /// The first files whose content differs from the present one, although size and time are the same.
+    pub differing: Vec<String>,
+    /// Why it failed.
+    pub error: Option<String>,
+}
+
+/// A file that needs a damaged blob.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct AffectedFile {
+    pub path: String,
+    /// The first and the last snapshot in which it is damaged.
+    #[serde(with = "clock::wire")]
+    pub first: Timestamp,
+    #[serde(with = "clock::wire")]
+    pub last: Timestamp,
+}
+
+impl FileChecks {
+    /// Reads the file; empty if there is none, or if another version wrote it.
+    ///
+    /// # Errors
+    /// If the file exists and cannot be read.
+    pub fn read(layout: &Layout) -> Result<Self, FileError> {
+        let text = fsx::read_if_exists(&layout.files_state().join(FILE))?;
+        let checks = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
+        Ok(checks.filter(|checks| checks.version == FORMAT).unwrap_or_default())
+    }
+
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn write(&mut self, layout: &Layout) -> Result<(), FileError> {
+        self.version = FORMAT;
+        let dir = layout.files_state();
+        std::fs::create_dir_all(&dir).map_err(FileError::wrap("create", &dir))?;
+        let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
+        fsx::write_atomic(&dir.join(FILE), &text, 0o644)
+    }
+
+    /// Returns the shares to verify now, so that each is verified within `days`: those verified longest ago, and those
+    /// with damaged packs, which a save may have repaired.
+    pub fn select_shares(&mut self, days: u16, now: Timestamp) -> Vec<Share> {
+        let of = days.max(1);
+        if self.share_times.len() != usize::from(of) {
+            self.share_times = vec![None; usize::from(of)];
+        }
+        let mut parts: Vec<u16> = (0..of).collect();
+        let time = |part: &u16| self.share_times[usize::from(*part)];
+        parts.sort_by_key(|part| (time(part), *part));
+        let overdue_before = now - DAY * i32::from(of);
+        // New shares are verified one a day: together they take as long as the whole interval.
+        let is_overdue = |part: &&u16| time(part).is_some_and(|at| at <= overdue_before);
+        let overdue = parts.iter().filter(is_overdue).count();
+        let mut selected: BTreeSet<u16> = parts.into_iter().take(overdue.clamp(1, MAX_SHARES)).collect();
+        let damaged: Vec<Id> = self.damaged.keys().filter_map(|pack| pack.parse().ok()).collect();
+        let has_damage = |part: &u16| damaged.iter().any(|pack| Share { part: *part, of }.contains(*pack));
+        selected.extend((0..of).filter(has_damage));
+        selected.into_iter().map(|part| Share { part, of }).collect()
+    }
+
+    pub fn is_drill_due(&self, now: Timestamp) -> bool {
+        let last = self.drill.as_ref().filter(|drill| drill.error.is_none()).and_then(|drill| drill.at);
+        last.is_none_or(|at| now.duration_since(at) >= DRILL_INTERVAL)
+    }
+
+    /// Records the verification of a share.
+    pub fn record_share(&mut self, share: Share, verified: &Verified, now: Timestamp) {
+        let before = self.damaged_blobs();
+        self.damaged.retain(|pack, _| pack.parse().is_ok_and(|pack: Id| !share.contains(pack)));
+        for damaged in &verified.damaged {
+            let blobs = damaged.blobs.iter().map(ToString::to_string).collect();
+            self.damaged.insert(damaged.pack.to_string(), blobs);
+        }
+        let after = self.damaged_blobs();
+        if after.is_empty() {
+            self.damage_found_at = None;
+        } else if !after.is_subset(&before) {
+            self.damage_found_at = Some(now);
+        }
+        if let Some(time) = self.share_times.get_mut(usize::from(share.part)) {
+            *time = Some(now);
+        }
+    }
+
+    /// Describes what is damaged, and what a drill has found; `None` if all is intact.
+    pub fn find_problem(&self) -> Option<String> {
+        if !self.damaged.is_empty() {
+            return Some(self.describe_damage());
+        }
+        let drill = self.drill.as_ref()?;
+        let differing = drill.differing.first()?;
+        let more = pluralize(drill.differing.len() as u64, "file");
+        Some(format!("{more} of a sample differ from those on the machine, such as {differing}"))
+    }
+
+    /// Describes the damaged packs, and the files that they affect.
+    fn describe_damage(&self) -> String {
+        let packs = pluralize(self.damaged.len() as u64, "damaged pack");
+        let files: Vec<String> = self
+            .affected
+            .iter()
+            .take(MAX_NAMED_FILES)
+            .map(|file| {
+                let (first, last) = (clock::rfc3339_ms(file.first), clock::rfc3339_ms(file.last));
+                format!("{} from {first} to {last}", file.path)
+            })
+            .collect();
+        if files.is_empty() {
+            return format!("{packs}, which no snapshot needs");
+        }
+        let snapshots = pluralize(self.affected_snapshots, "snapshot");
+        format!("{packs}, needed by {snapshots}: {}", files.join("; "))
+    }
+
+    /// The blobs that are only in damaged packs.
+    pub fn damaged_blobs(&self) -> HashSet<Id> {
+        self.damaged.values().flatten().filter_map(|id| id.parse().ok()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use svc_files::verify::DamagedPack;
+
+    use super::*;
+
+    fn at(day: i32) -> Timestamp {
+        Timestamp::UNIX_EPOCH + DAY * day
+    }
+
+    proptest! {
+        /// Once all shares have been verified, none stays unverified for longer than the interval and a day, also after days
+        /// without a run.
+        #[test]
+        fn every_share_is_verified_in_time(days in 1_u16..40, missed in 0_i32..3) {
+            let mut checks = FileChecks::default();
+            let mut day = 0;
+            for run in 0..200_i32 {
+                day += if run == 100 { 1 + missed } else { 1 };
+                for share in checks.select_shares(days, at(day)) {
+                    checks.record_share(share, &Verified::default(), at(day));
+                }
+                let oldest = checks.share_times.iter().min().copied().flatten();
+                if run >= i32::from(days) {
+                    let age = at(day).duration_since(oldest.expect("all have been verified")).as_hours() / 24;
+                    prop_assert!(age <= i64::from(days) + i64::from(missed), "{age} days");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn damage_is_known_until_its_share_is_sound_again() {
+        let mut checks = FileChecks::default();
+        let (pack, blob) = ("ab".repeat(32), "cd".repeat(32));
+        let damaged = |blobs: &[&str]| Verified {
+            damaged: vec![DamagedPack {
+                pack: pack.parse().unwrap(),
+                why: "x".to_owned(),
+                blobs: blobs.iter().map(|id| id.parse().unwrap()).collect(),
+            }],
+            ..Verified::default()
+        };
+        let [share] = checks.select_shares(1, at(1))[..] else { panic!("there is one share") };
+        checks.record_share(share, &damaged(&[&blob]), at(1));
+        assert_eq!((checks.damage_found_at, checks.damaged_blobs().len()), (Some(at(1)), 1));
+        checks.record_share(share, &damaged(&[&blob]), at(2));
+        assert_eq!(checks.damage_found_at, Some(at(1)), "it is not new");
+        checks.record_share(share, &damaged(&[&blob, &"ef".repeat(32)]), at(3));
+        assert_eq!(checks.damage_found_at, Some(at(3)));
+        // A share with damaged packs is verified with each run.
+        let mut others = FileChecks { damaged: checks.damaged.clone(), ..FileChecks::default() };
+        let part = (0xabab % 30) as u16;
+        assert!(others.select_shares(30, at(4)).contains(&Share { part, of: 30 }));
+        checks.record_share(share, &Verified::default(), at(4));
+        assert_eq!((checks.damage_found_at, checks.damaged_blobs().len()), (None, 0));
+    }
+
+    #[test]
+    fn drill_is_due_after_a_week_and_after_a_failure() {
+        let mut checks = FileChecks::default();
+        assert!(checks.is_drill_due(at(0)));
+        checks.drill = Some(DrillResult { at: Some(at(0)), ..DrillResult::default() });
+        assert!(!checks.is_drill_due(at(6)));
+        assert!(checks.is_drill_due(at(7)));
+        checks.drill =
+            Some(DrillResult { at: Some(at(0)), error: Some("x".into()), ..DrillResult::default() });
+        assert!(checks.is_drill_due(at(1)));
+    }
+}

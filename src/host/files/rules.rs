@@ -1,0 +1,46 @@
+//! What is left out of the file backup: directories that programs create again, and what the owner's rules name.
+
+use std::path::{Path, PathBuf};
+
+use svc_base::beneath::Folder;
+use svc_base::untrusted_text::truncate_printable;
+use svc_files::save::Exclusions;
+
+use super::staging::STAGING_NAMES;
+
+/// Directories that programs create again, left out wherever they are.
+const DEFAULT_RULES: &[&str] = &["node_modules/", ".cache/", "__pycache__/"];
+/// The owner's rules, below the home, in the syntax of `.gitignore`.
+const RULES_FILE: &str = ".svcignore";
+const MAX_RULES_BYTES: u64 = 64 << 10;
+/// Maximum number of invalid rules in the status.
+const MAX_INVALID_RULES: usize = 5;
+
+/// The owner's rules, and why they could not be read.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct OwnerRules {
+    text: String,
+    error: Option<String>,
+}
+
+/// Reads the owner's rules; none if there is no such file, or if it cannot be read.
+pub(super) fn read_rules(home: &Path) -> OwnerRules {
+    let read = || Folder::open(home)?.read(Path::new(RULES_FILE), MAX_RULES_BYTES);
+    match read() {
+        Ok(text) => OwnerRules { text: String::from_utf8_lossy(&text).into_owned(), error: None },
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => OwnerRules::default(),
+        Err(error) => {
+            OwnerRules { error: Some(format!("the file cannot be read: {error}")), ..OwnerRules::default() }
+        }
+    }
+}
+
+/// Sets the rules, and returns the first of those that are invalid.
+pub(super) fn set_rules(exclusions: &mut Exclusions, rules: &OwnerRules) -> Vec<String> {
+    exclusions.paths = STAGING_NAMES.map(PathBuf::from).to_vec();
+    let kept = vec![PathBuf::from("home/system")];
+    let mut invalid: Vec<String> = rules.error.iter().cloned().collect();
+    invalid.extend(exclusions.set_rules(DEFAULT_RULES, &rules.text, Path::new("home"), kept));
+    invalid.truncate(MAX_INVALID_RULES);
+    invalid.iter().map(|line| truncate_printable(line)).collect()
+}

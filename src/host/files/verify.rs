@@ -1,0 +1,233 @@
+//! `svc-sync-agent verify`: reads a share of the file backup again, so that damage is found before a recovery needs it;
+//! once a week, also compares a sample of files with those on the machine.
+//!
+//! Damage names its files and moments. The service then writes again what the machine still has.
+
+use std::io::Read;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::anyhow;
+use futures_util::TryStreamExt;
+use jiff::Timestamp;
+use sha2::{Digest, Sha256};
+use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::beneath::Folder;
+use svc_base::chain::format_chain;
+use svc_base::clock;
+use svc_base::fsx;
+use svc_base::quantity::pluralize;
+use svc_base::untrusted_text::truncate_printable;
+use svc_files::affected::{Affected, find_affected};
+use svc_files::history::{Entry, EntryKind, History};
+use svc_files::verify::{Share, verify};
+use svc_files::{FilesError, Repository};
+use svc_store::StoreError;
+
+use super::access::{AccessError, FilesSettings};
+use super::checks::{AffectedFile, DrillResult, FileChecks, VerifyResult};
+use super::home_path::HomePath;
+use super::save_request::SAVE_REQUEST;
+use crate::system::activity;
+use crate::system::config;
+use crate::system::layout::Layout;
+use crate::system::lock::Lock;
+
+/// The request file: a verification that somebody asked for.
+pub const REQUEST: &str = "files-verify";
+const LOCK_FILE: &str = "verify.lock";
+/// The sample of a drill.
+const SAMPLE_FILES: usize = 50;
+const MAX_SAMPLE_BYTES: u64 = 1 << 30;
+const MAX_NAMED_FILES: usize = 10;
+
+/// Why a check could not be completed.
+#[derive(Debug, thiserror::Error)]
+enum CheckError {
+    #[error(transparent)]
+    Access(#[from] AccessError),
+    #[error(transparent)]
+    Files(#[from] FilesError),
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error("no files have been saved yet")]
+    NothingSaved,
+}
+
+/// Verifies today's share, or everything, and runs a drill if one is due.
+///
+/// # Errors
+/// `Refused` if something is damaged; `Unavailable` if a check could not be completed.
+pub async fn run(layout: Layout, all: bool) -> Result<(), Failure> {
+    fsx::remove_if_exists(&layout.request(REQUEST)).or_exit(Exit::Internal)?;
+    let mut env = config::environment(&layout);
+    let days = config::read_verify_within_days(&mut env);
+    let days = env.finish(Some(days))?;
+    let _lock = Lock::take(&layout.files_state().join(LOCK_FILE)).or_exit(Exit::TryAgain)?;
+    let settings = FilesSettings::read(layout)?;
+    let layout = &settings.layout;
+    let mut checks = FileChecks::read(layout).or_exit(Exit::Internal)?;
+    let now = clock::now_ms();
+    let days = u16::try_from(days).unwrap_or(u16::MAX);
+    let shares = if all {
+        (0..days.max(1)).map(|part| Share { part, of: days.max(1) }).collect()
+    } else {
+        checks.select_shares(days, now)
+    };
+    let mut result = VerifyResult { at: Some(now), ..VerifyResult::default() };
+    let verified = verify_shares(&settings, &mut checks, &shares, &mut result).await;
+    result.error = verified.as_ref().err().map(|error| format_chain(error));
+    checks.verify = Some(result.clone());
+    checks.write(layout).or_exit(Exit::Internal)?;
+    let mut errors: Vec<String> = result.error.into_iter().collect();
+    if verified.is_ok() && checks.is_drill_due(now) {
+        let drill = drill(&settings, now).await;
+        errors.extend(drill.error.clone());
+        errors.extend(
+            drill.differing.first().map(|path| format!("{path} differs from the file on this machine")),
+        );
+        checks.drill = Some(drill);
+        checks.write(layout).or_exit(Exit::Internal)?;
+    }
+    if !checks.damaged.is_empty() {
+        // The service writes again what the machine still has.
+        fsx::write_atomic(&layout.request(SAVE_REQUEST), b"", 0o644).or_exit(Exit::Internal)?;
+        let text = checks.find_problem().unwrap_or_default();
+        activity::note(layout, &format!("verification of the file backup: {text}"));
+        return Err(Failure::new(Exit::Refused, anyhow!("{text}")));
+    }
+    match errors.first() {
+        Some(error) => Err(Failure::new(Exit::Unavailable, anyhow!("{error}"))),
+        None => {
+            let (packs, bytes) = (pluralize(result.packs, "pack"), result.bytes);
+            activity::note(
+                layout,
+                &format!("verification of the file backup: {packs}, {bytes} bytes, are intact"),
+            );
+            println!("{packs}, {bytes} bytes, read in full: all are intact");
+            Ok(())
+        }
+    }
+}
+
+async fn verify_shares(
+    settings: &FilesSettings,
+    checks: &mut FileChecks,
+    shares: &[Share],
+    result: &mut VerifyResult,
+) -> Result<(), CheckError> {
+    let repository = settings.open_with_stored_key().await?.ok_or(CheckError::NothingSaved)?;
+    for share in shares {
+        let verified = verify(&repository, *share).await?;
+        result.packs += verified.packs;
+        result.bytes += verified.bytes;
+        for damaged in &verified.damaged {
+            tracing::error!(pack = %damaged.pack, why = damaged.why, blobs = damaged.blobs.len(), "a pack is damaged");
+        }
+        for damaged in &verified.replaced {
+            tracing::warn!(pack = %damaged.pack, why = damaged.why, "a pack is damaged; other packs have its content");
+        }
+        checks.record_share(*share, &verified, clock::now_ms());
+    }
+    let blobs = checks.damaged_blobs();
+    let affected =
+        if blobs.is_empty() { Affected::default() } else { find_affected(&repository, &blobs).await? };
+    checks.affected_snapshots = affected.snapshots;
+    checks.affected = affected
+        .paths
+        .into_iter()
+        .map(|file| AffectedFile {
+            path: truncate_printable(&HomePath::from_relative(file.path).to_string()),
+            first: file.first,
+            last: file.last,
+        })
+        .collect();
+    Ok(())
+}
+
+/// Reads a sample of the latest snapshot's files, and compares those that have not changed since with the present ones.
+async fn drill(settings: &FilesSettings, now: Timestamp) -> DrillResult {
+    let mut result = DrillResult { at: Some(now), ..DrillResult::default() };
+    if let Err(error) = compare_sample(settings, &mut result).await {
+        tracing::error!(error = %format_chain(&error), "the drill of the file backup failed");
+        result.error = Some(format_chain(&error));
+    }
+    result
+}
+
+async fn compare_sample(settings: &FilesSettings, result: &mut DrillResult) -> Result<(), CheckError> {
+    let repository = settings.open_with_stored_key().await?.ok_or(CheckError::NothingSaved)?;
+    let history = History::open_with_contents(Repository::clone(&repository)).await?;
+    let (_, snapshot) = history.find_snapshot(None).await?.ok_or(CheckError::NothingSaved)?;
+    let root = history.find(&snapshot, Path::new("")).await?.ok_or(CheckError::NothingSaved)?;
+    for (path, entry) in draw_sample(&history, root).await? {
+        if result.bytes + entry.size() > MAX_SAMPLE_BYTES {
+            continue;
+        }
+        let mut hash = Sha256::new();
+        let mut content = std::pin::pin!(history.read_content(&entry));
+        while let Some(chunk) = content.try_next().await? {
+            result.bytes += chunk.len() as u64;
+            hash.update(&chunk);
+        }
+        result.files += 1;
+        let home = settings.layout.user_home();
+        let below = path.clone();
+        let present =
+            tokio::task::spawn_blocking(move || hash_present(&home, &below, &entry)).await.ok().flatten();
+        let Some(present) = present else { continue };
+        result.compared += 1;
+        if present[..] != hash.finalize()[..] && result.differing.len() < MAX_NAMED_FILES {
+            result.differing.push(truncate_printable(&HomePath::from_relative(path).to_string()));
+        }
+    }
+    Ok(())
+}
+
+/// Draws files at random, each with the same probability.
+async fn draw_sample(history: &History, root: Entry) -> Result<Vec<(PathBuf, Entry)>, FilesError> {
+    let mut sample: Vec<(PathBuf, Entry)> = Vec::new();
+    let mut seen = 0_u128;
+    let mut pending = vec![(PathBuf::new(), root)];
+    while let Some((directory, entry)) = pending.pop() {
+        for entry in history.list(&entry).await? {
+            let path = directory.join(entry.name());
+            match entry.kind() {
+                EntryKind::Directory => pending.push((path, entry)),
+                EntryKind::File => {
+                    seen += 1;
+                    // Reservoir sampling: the n-th file replaces one of the sample with probability size / n.
+                    let drawn = uuid::Uuid::new_v4().as_u128() % seen;
+                    if sample.len() < SAMPLE_FILES {
+                        sample.push((path, entry));
+                    } else if let Some(place) = usize::try_from(drawn).ok().and_then(|at| sample.get_mut(at))
+                    {
+                        *place = (path, entry);
+                    }
+                }
+                EntryKind::Link | EntryKind::Special => {}
+            }
+        }
+    }
+    Ok(sample)
+}
+
+/// Returns the hash of the present file; `None` if it has changed since, or cannot be read.
+fn hash_present(home: &Path, path: &Path, entry: &Entry) -> Option<[u8; 32]> {
+    let mut file = Folder::open(home).ok()?.open_file(path).ok()?;
+    let is_same = |meta: &std::fs::Metadata| {
+        let time = i128::from(meta.mtime()) * 1_000_000_000 + i128::from(meta.mtime_nsec());
+        meta.len() == entry.size() && time == entry.modified_at().as_nanosecond()
+    };
+    file.metadata().ok().filter(is_same)?;
+    let mut hash = Sha256::new();
+    let mut buffer = vec![0; 128 << 10];
+    loop {
+        match file.read(&mut buffer).ok()? {
+            0 => break,
+            read => hash.update(&buffer[..read]),
+        }
+    }
+    file.metadata().ok().filter(is_same)?;
+    Some(hash.finalize().into())
+}

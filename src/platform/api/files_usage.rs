@@ -1,0 +1,80 @@
+//! GET `/vps/slots/files-usage`: what a slot's file backups take in the store, and the result of their last pruning.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use http::Method;
+
+use super::call::ApiCall;
+use super::endpoint::{Access, Endpoint, OPERATOR, READ, documented_json};
+use super::pointer::{SLOT, USER};
+use crate::context::Platform;
+use crate::db::file_keys;
+use svc_files::FilesError;
+use svc_files::usage::measure;
+use svc_http::openapi::{Operation, schema_of};
+use svc_http::problem::{Code, Problem, format_chain};
+use svc_machine::name::{IdpUserId, Slot};
+use svc_store::key::SlotPrefix;
+use svc_wire::files::FilesUsage;
+
+/// Timeout for listing the repository's objects. It is shorter than the timeout of `svcctl`.
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
+    let call = ApiCall::read(request).await?;
+    call.authenticate_operator(&platform).await?;
+    let mut query = call.query_fields();
+    let user: Option<IdpUserId> = query.required("idpUserId");
+    let slot = query.optional("slot").unwrap_or_else(Slot::primary);
+    let user = query.finish(user)?;
+    let session = platform.report_db.session().await?;
+    let pruning = file_keys::find_pruning(&session, user.as_str(), slot.as_str());
+    let pruning = pruning
+        .await?
+        .ok_or_else(|| Problem::new(Code::NotFound, format!("Slot {user}/{slot} has no file backups.")))?;
+    drop(session);
+    let root = SlotPrefix::new(&user, &slot).files();
+    let usage = tokio::time::timeout(TIMEOUT, measure(&platform.bucket, &root)).await.map_err(|_| {
+        let detail = "The repository has too many objects to list in time.";
+        Problem::new(Code::StoreUnavailable, detail)
+    })?;
+    let usage = usage.map_err(|error| match error {
+        FilesError::Store(_) => {
+            tracing::warn!(%user, %slot, error = %format_chain(&error), "cannot list the file backups of a slot");
+            svc_store::problem::unavailable()
+        }
+        error => Problem::internal(&error),
+    })?;
+    let usage = FilesUsage {
+        snapshots: usage.snapshots,
+        oldest_snapshot_at: usage.oldest_snapshot.map(Into::into),
+        newest_snapshot_at: usage.newest_snapshot.map(Into::into),
+        packs: usage.packs,
+        pack_bytes: usage.pack_bytes,
+        total_bytes: usage.total_bytes,
+        pruned_at: pruning.at.map(Into::into),
+        prune_error: pruning.error,
+    };
+    Ok(Json(usage).into_response())
+}
+
+pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Operator(READ),
+    operation: Operation {
+        id: "showFilesUsage",
+        method: Method::GET,
+        path: "/vps/slots/files-usage",
+        summary: "Shows what a slot's file backups take in the store, and the result of their last pruning.",
+        credentials: &[OPERATOR],
+        parameters: &[USER, SLOT],
+        body: None,
+        responses: &[documented_json(200, "The usage.", schema_of::<FilesUsage>)],
+        problems: &[Code::NotFound, Code::StoreUnavailable, Code::DatabaseUnavailable],
+    },
+    serve: || get(show),
+};

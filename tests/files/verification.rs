@@ -1,0 +1,63 @@
+//! Verification and drill of a machine's file backup: damage is named, reported, and repaired from the machine.
+
+use std::fs;
+
+use anyhow::{Context, Result, ensure};
+use futures_util::TryStreamExt;
+use serde_json::Value;
+
+use super::machine::{FilesPlatform, Host};
+use crate::vault::machine::{BUCKET, bucket, slot, store};
+
+fn read_checks(host: &Host) -> Result<Value> {
+    Ok(serde_json::from_str(&fs::read_to_string(host.machine.path("var/lib/svc/files/checks.json"))?)?)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn damage_is_named_and_repaired_from_the_machine() -> Result<()> {
+    let store = store()?;
+    let platform = FilesPlatform::start().await?;
+    let host = Host::new(&store, &platform, 1)?;
+    for dir in ["var/lib/svc/requests", "home/svc/home/system/logs"] {
+        fs::create_dir_all(host.machine.path(dir))?;
+    }
+    let content: String = (0..60_000_u32).map(|n| n.wrapping_mul(2_654_435_761).to_string()).collect();
+    host.write("home/projects/large", &content)?;
+    let _service = host.start_and_save().await?;
+    let verify = ["svc-sync-agent", "verify", "--all"];
+    let intact = host.machine.run(&verify)?.expect(0);
+    assert!(intact.stdout.contains("all are intact"), "{}", intact.stdout);
+    let checks = read_checks(&host)?;
+    assert_eq!(
+        (&checks["drill"]["compared"], &checks["drill"]["differing"]),
+        (&1.into(), &Value::Array(vec![]))
+    );
+
+    // The largest pack has the content.
+    let prefix = format!("{}/data", slot().files()).into();
+    let objects: Vec<_> = bucket(&store)?.raw().list(Some(&prefix)).try_collect().await?;
+    let key = objects.iter().max_by_key(|object| object.size).context("no pack")?.location.to_string();
+    let mut damaged = store.read(BUCKET, &key).context("no pack")?;
+    damaged[100] ^= 1;
+    store.write(BUCKET, &key, damaged);
+    let found = host.machine.run(&verify)?.expect(65);
+    assert!(found.stderr.contains("/home/svc/home/projects/large from "), "{}", found.stderr);
+    let status = host.machine.run(&["svc-sync-agent", "status"])?.expect(0);
+    assert!(status.stdout.contains("damaged     1 damaged pack, needed by"), "{}", status.stdout);
+
+    // The verification has requested a save, which reads everything again and requests another verification.
+    let request = host.machine.path("var/lib/svc/requests/files-verify");
+    let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    while !request.exists() {
+        ensure!(std::time::Instant::now() < end, "the service has not repaired the damage");
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    let repaired = host.machine.run(&["svc-sync-agent", "verify"])?.expect(0);
+    assert!(repaired.stdout.contains("all are intact"), "{}", repaired.stdout);
+    assert!(!request.exists());
+    assert_eq!(read_checks(&host)?["damaged"], serde_json::json!({}));
+    let next = Host::new(&store, &platform, 2)?;
+    next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
+    assert!(fs::read_to_string(next.home().join("home/projects/large"))? == content);
+    Ok(())
+}
