@@ -41,7 +41,7 @@ const WORDS: [&str; 34] = [
 /// Returns the first forbidden word, secret or address that the response contains.
 pub fn find_leak(text: &str, secrets: &[String]) -> Option<String> {
     // Owners know where their files are.
-    let lower = text.to_lowercase().replace("/home/svc", "");
+    let lower = text.to_lowercase().replace("/home/svc/home", "").replace("/home/svc", "");
     let word = WORDS.iter().find(|word| lower.contains(**word)).map(|word| (*word).to_owned());
     word.or_else(|| secrets.iter().find(|secret| text.contains(secret.as_str())).cloned())
         .or_else(|| find_address(text))

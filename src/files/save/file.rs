@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 use rustix::fs::{FileType, OFlags, Statx};
 use rustix::io::Errno;
 
+use super::database::lock_as_reader;
 use super::entry_stat::{StatFingerprint, has_changed_recently, open_in, stat_open, stat_settled};
 use super::walk::{EntryError, MAX_READ_ATTEMPTS, Walker, check_same};
 use crate::chunker::MAX_CHUNK_BYTES;
@@ -69,6 +70,8 @@ impl Walker<'_> {
             if has_changed_recently(&stat_open(&file)?) {
                 rustix::fs::fdatasync(&file)?;
             }
+            let is_last = reads + 1 >= MAX_READ_ATTEMPTS;
+            let _lock = if is_last { lock_as_reader(&file, found.stx_size) } else { None };
             let (stat, is_settled) = stat_settled(&file)?;
             if FileType::from_raw_mode(stat.stx_mode.into()) != FileType::RegularFile {
                 return Err(EntryError::Replaced);

@@ -5,6 +5,7 @@
 //! packs behind that the next one uses if they are in an index.
 
 mod changes;
+mod database;
 mod entry_stat;
 mod exclusions;
 mod file;

@@ -20,7 +20,10 @@ use svc_base::accounts::{AccountNames, Accounts};
 use svc_base::untrusted_text::truncate_printable;
 
 use super::changes::{Changes, Scope};
-use super::entry_stat::{CACHE_TAG, is_cache_tag, open_in, stat_in, stat_open, to_timestamp};
+use super::database::DatabaseFiles;
+use super::entry_stat::{
+    CACHE_TAG, StatFingerprint, is_cache_tag, open_in, stat_in, stat_open, to_timestamp,
+};
 use super::file::HardLinkedContent;
 use super::workers::Workers;
 use super::{SaveCounts, SaveOptions};
@@ -177,11 +180,54 @@ impl Walker<'_> {
         scope: Scope<'_>,
     ) -> Result<Vec<Node>, EntryError> {
         let mut nodes = Vec::new();
-        for name in self.list(directory)? {
+        let mut names = self.list(directory)?;
+        for database in DatabaseFiles::take_from(&mut names) {
+            nodes.extend(self.save_database(directory, &database, &mut earlier, scope)?);
+        }
+        for name in names {
             let earlier = earlier.remove(&name);
             nodes.extend(self.save_entry(directory, &name, earlier, scope)?);
         }
         Ok(nodes)
+    }
+
+    /// Saves the files of a database, so that they belong together.
+    fn save_database(
+        &mut self,
+        directory: &OwnedFd,
+        database: &DatabaseFiles,
+        earlier: &mut BTreeMap<OsString, Node>,
+        scope: Scope<'_>,
+    ) -> Result<Vec<Node>, EntryError> {
+        let lock = database.lock(directory);
+        let earlier: Vec<_> = database.names.iter().map(|name| (name, earlier.remove(name))).collect();
+        let mut attempts = 1;
+        loop {
+            let counts = self.counts.clone();
+            let mut nodes = Vec::new();
+            for (name, earlier) in &earlier {
+                nodes.extend(self.save_entry(directory, name, earlier.clone(), scope)?);
+            }
+            let is_last = attempts >= MAX_READ_ATTEMPTS;
+            if lock.is_some() {
+                // A log that grows while it is read has the state after one of its commits. It is read again with the next
+                // save.
+                (self.counts.unstable, self.counts.notes) = (counts.unstable, counts.notes);
+                return Ok(nodes);
+            }
+            // Without the lock, a commit may have changed the database after it was read, and removed the journal.
+            if is_unchanged(directory, database, &nodes) {
+                return Ok(nodes);
+            }
+            if is_last {
+                self.counts.unstable += 1;
+                self.retry.mark_subtree(&self.path);
+                self.note("a database was written while it was read, in");
+                return Ok(nodes);
+            }
+            self.counts = counts;
+            attempts += 1;
+        }
     }
 
     /// Saves the entries that the scope marks, and keeps all others.
@@ -372,6 +418,14 @@ impl Walker<'_> {
         node.set_link_target(OsStr::from_bytes(target.to_bytes()));
         Ok(Some(node))
     }
+}
+
+/// Whether a database is as it was saved.
+fn is_unchanged(directory: &OwnedFd, database: &DatabaseFiles, nodes: &[Node]) -> bool {
+    let Some(name) = database.database() else { return true };
+    let saved = nodes.iter().find(|node| node.file_name().as_deref() == Some(name));
+    let saved = saved.filter(|node| node.node_type == NodeType::File).map(StatFingerprint::of_node);
+    saved.is_none_or(|saved| stat_in(directory, name).is_ok_and(|stat| StatFingerprint::of(&stat) == saved))
 }
 
 /// Why an entry was not saved.

@@ -1,5 +1,6 @@
 //! Saves and restores real directories, and compares them by independent means.
 
+mod databases;
 mod history;
 mod kills;
 mod pruning;

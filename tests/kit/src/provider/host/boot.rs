@@ -163,16 +163,20 @@ pub(super) fn start_service(
     name: &'static str,
 ) -> Arc<Service> {
     let gate = (name == GATEWAY).then(|| session.disk.opt("restore-complete"));
-    let (program, argument) = match name {
-        AGENT => (AGENT, Some("--listen")),
-        FILES => (SYNC_AGENT, Some("files")),
-        _ => (name, None),
+    let (program, arguments): (_, &[&str]) = match name {
+        AGENT => (AGENT, &["--listen"]),
+        FILES => (SYNC_AGENT, &["files"]),
+        HISTORY => (SYNC_AGENT, &["history", "--listen"]),
+        _ => (name, &[]),
     };
     Service::start(
         session,
         ServiceUnit {
             name,
-            program: [session.disk.program(program)].into_iter().chain(argument.map(PathBuf::from)).collect(),
+            program: [session.disk.program(program)]
+                .into_iter()
+                .chain(arguments.iter().map(PathBuf::from))
+                .collect(),
             condition: gate,
             ready_timeout: settings.ready_timeout,
             stop_timeout: settings.stop_timeout,

@@ -1,6 +1,9 @@
 //! The gateway against its OpenAPI document: every route gets each kind of invalid request, and every declared code is
 //! triggered.
 
+mod dispatches;
+mod files;
+
 use std::path::PathBuf;
 
 use kit::idp::{Idp, MintOptions};
@@ -30,9 +33,6 @@ const UNREACHABLE_CODES: [(&str, &str); 2] = [
     // Only a machine that has never saved files: its empty repository has no versions.
     ("listFileVersions", "not_found"),
 ];
-
-/// The operations that the history service serves.
-const FILE_READS: [&str; 3] = ["listFileVersions", "listFilesAt", "downloadFile"];
 
 struct TestGateway {
     host: Host,
@@ -296,9 +296,9 @@ async fn every_documented_error_code_is_triggered() {
     }
     check_writers(&gateway).await;
     check_names(&gateway).await;
-    check_dispatches(&gateway).await;
+    dispatches::check_dispatches(&gateway).await;
     check_stored_state(&gateway, &database).await;
-    check_files(&gateway).await;
+    files::check_files(&gateway).await;
     check_unverifiable_token(&gateway).await;
     database.kill9().await.unwrap();
     check_without_database(&gateway, &["listSchemas"]).await;
@@ -319,33 +319,6 @@ async fn check_writers(gateway: &TestGateway) {
     let another = uuid::Uuid::now_v7().to_string();
     gateway.send(post(resume, &another)).await.assert_problem(409, "invalid_state");
     assert_eq!(gateway.send(post(resume, ROW)).await.status, 200);
-}
-
-/// Checks questions about earlier files: what never existed, and outages of the store and of the history service.
-async fn check_files(gateway: &TestGateway) {
-    let reads = || operations().filter(|operation| FILE_READS.contains(&operation.id));
-    let get = |path: &str| gateway.send(gateway.request_as("owner", &Method::GET, path));
-    for operation in reads().filter(|operation| operation.id != "listFileVersions") {
-        get(&format!("{}?path=never", operation.path)).await.assert_problem(404, "not_found");
-    }
-    let post = || gateway.host.unsigned_request(Method::POST, "/api/files/restore");
-    let proof = || {
-        let claims = gateway.claims("owner", &Method::POST, "/api/files/restore");
-        gateway.host.machine.signer.sign(&claims)
-    };
-    let body = json!({ "path": "projects/plan.md" });
-    let request = || gateway.send(post().header("x-svc-proof", proof()).json(&body));
-    request().await;
-    request().await.assert_problem(409, "invalid_state");
-    gateway.history.as_ref().unwrap().store.take_down();
-    for operation in reads() {
-        let problem = get(&format!("{}?path=projects/plan.md", operation.path)).await;
-        problem.assert_problem(503, "store_unavailable");
-    }
-    std::fs::remove_file(gateway.history_socket()).unwrap();
-    for operation in reads() {
-        get(&format!("{}?path=projects/plan.md", operation.path)).await.assert_problem(503, "unavailable");
-    }
 }
 
 /// Checks paths with unknown names or invalid text.
@@ -371,34 +344,6 @@ async fn check_names(gateway: &TestGateway) {
         let response = gateway.send(gateway.host.unsigned_request(Method::GET, path)).await;
         response.assert_problem(401, "unauthorized");
     }
-}
-
-/// Checks rejected dispatches, with a runner that accepts commands but never responds.
-async fn check_dispatches(gateway: &TestGateway) {
-    let _runner = gateway.host.machine.owner_socket("agent.sock").unwrap();
-    let another = json!({ "id": ROW, "prompt": "another" });
-    gateway.dispatch(&another).await.assert_problem(422, "idempotency_mismatch");
-    for operation in operations().filter(|operation| operation.path.contains("{id}")) {
-        for id in ["unknown", "..%2f..", "%00"] {
-            let path = operation.path.replace("{id}", id);
-            gateway.send(gateway.authorized_request(operation, &path)).await.assert_problem(404, "not_found");
-        }
-        let path = operation.path.replace("{id}", "%ff");
-        gateway
-            .send(gateway.authorized_request(operation, &path))
-            .await
-            .assert_problem(400, "invalid_request");
-    }
-    let batch =
-        |sender: &str| json!({ "senderId": sender, "batch": vec![json!({ "prompt": "do it" }); 100] });
-    assert_eq!(gateway.dispatch(&batch("a")).await.status, 202);
-    gateway.dispatch(&batch("a")).await;
-    gateway.dispatch(&batch("a")).await.assert_problem(429, "rate_limited");
-    let limited = json!({ "costLimits": { "daily": 0.4 } }).to_string();
-    gateway.host.machine.write("home/svc/home/system/config.json", &limited).unwrap();
-    let one = json!({ "senderId": "b", "prompt": "do it" });
-    assert_eq!(gateway.dispatch(&one).await.status, 202);
-    gateway.dispatch(&one).await.assert_problem(429, "cost_limit_reached");
 }
 
 /// Checks error responses that depend on stored state.

@@ -1,0 +1,33 @@
+//! Rejected dispatches.
+
+use serde_json::json;
+
+use super::{ROW, TestGateway, operations};
+
+/// Checks rejected dispatches, with a runner that accepts commands but never responds.
+pub async fn check_dispatches(gateway: &TestGateway) {
+    let _runner = gateway.host.machine.owner_socket("agent.sock").unwrap();
+    let another = json!({ "id": ROW, "prompt": "another" });
+    gateway.dispatch(&another).await.assert_problem(422, "idempotency_mismatch");
+    for operation in operations().filter(|operation| operation.path.contains("{id}")) {
+        for id in ["unknown", "..%2f..", "%00"] {
+            let path = operation.path.replace("{id}", id);
+            gateway.send(gateway.authorized_request(operation, &path)).await.assert_problem(404, "not_found");
+        }
+        let path = operation.path.replace("{id}", "%ff");
+        gateway
+            .send(gateway.authorized_request(operation, &path))
+            .await
+            .assert_problem(400, "invalid_request");
+    }
+    let batch =
+        |sender: &str| json!({ "senderId": sender, "batch": vec![json!({ "prompt": "do it" }); 100] });
+    assert_eq!(gateway.dispatch(&batch("a")).await.status, 202);
+    gateway.dispatch(&batch("a")).await;
+    gateway.dispatch(&batch("a")).await.assert_problem(429, "rate_limited");
+    let limited = json!({ "costLimits": { "daily": 0.4 } }).to_string();
+    gateway.host.machine.write("home/svc/home/system/config.json", &limited).unwrap();
+    let one = json!({ "senderId": "b", "prompt": "do it" });
+    assert_eq!(gateway.dispatch(&one).await.status, 202);
+    gateway.dispatch(&one).await.assert_problem(429, "cost_limit_reached");
+}
