@@ -15,7 +15,7 @@ const RECORDS: &str = "records";
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Area to measure: footprint, router, bridge, bundle, backup, restore, records, hook or scale
+    /// Area to measure: footprint, router, bridge, bundle, backup, restore, records, hook, scale or files
     #[arg(value_name = "AREA")]
     area: String,
     /// Rounds for the product and for each peer (default: 5)
@@ -24,6 +24,12 @@ pub struct Args {
     /// Seconds per load (default: 2)
     #[arg(long, value_name = "N")]
     seconds: Option<u32>,
+    /// For files: the number of files (default: 200,000)
+    #[arg(long, value_name = "N")]
+    files: Option<u32>,
+    /// For files: their average size in bytes (default: 50,000)
+    #[arg(long, value_name = "N")]
+    file_bytes: Option<u32>,
     /// The binary to measure (default: target/dist/svc); for records, the program in tests/bench (default: build it)
     #[arg(long, value_name = "PATH")]
     svc: Option<PathBuf>,
@@ -39,7 +45,12 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut bench = cargo::program("bench");
     bench.arg(&args.area).arg("--svc").arg(find_binary(&args.area, args.svc)?);
     bench.arg("--out").arg(fetch::target_dir().join("bench"));
-    for (name, number) in [("--rounds", args.rounds), ("--seconds", args.seconds)] {
+    for (name, number) in [
+        ("--rounds", args.rounds),
+        ("--seconds", args.seconds),
+        ("--files", args.files),
+        ("--file-bytes", args.file_bytes),
+    ] {
         bench.args(number.map(|number| [name.to_owned(), number.to_string()]).into_iter().flatten());
     }
     bench.args(args.strict.then_some("--strict"));

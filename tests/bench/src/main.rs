@@ -12,6 +12,7 @@ mod connections;
 mod database;
 mod echo;
 mod figures;
+mod files;
 mod footprint;
 mod gateway;
 mod hook;
@@ -50,10 +51,11 @@ pub enum Area {
     Records,
     Hook,
     Scale,
+    Files,
 }
 
 impl Area {
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Footprint,
         Self::Router,
         Self::Bridge,
@@ -63,6 +65,7 @@ impl Area {
         Self::Records,
         Self::Hook,
         Self::Scale,
+        Self::Files,
     ];
 
     pub fn name(self) -> &'static str {
@@ -76,6 +79,7 @@ impl Area {
             Self::Records => "records",
             Self::Hook => "hook",
             Self::Scale => "scale",
+            Self::Files => "files",
         }
     }
 }
@@ -101,6 +105,12 @@ struct Options {
     /// Seconds per load
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=60))]
     seconds: u32,
+    /// For the area files: the number of files
+    #[arg(long, value_name = "N", default_value_t = 200_000)]
+    files: u32,
+    /// For the area files: their average size in bytes
+    #[arg(long, value_name = "N", default_value_t = 50_000)]
+    file_bytes: u32,
     /// The measured binary; for records, the program that links the measured code
     #[arg(long, value_name = "PATH")]
     svc: PathBuf,
@@ -201,6 +211,7 @@ async fn measure(options: &Options) -> Result<(&'static [Spec], Tally)> {
         Area::Restore => (&restore::ROWS, restore::measure(options).await?),
         Area::Records => (&records::ROWS, records::measure(options).await?),
         Area::Hook => (&hook::ROWS, hook::measure(options).await?),
+        Area::Files => (&files::ROWS, files::measure(options).await?),
         Area::Scale => (&scale::ROWS, scale::measure(options).await?),
     })
 }

@@ -1,6 +1,7 @@
 //! Stock `restic`, which must read the repositories that `svc_files` writes.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -57,11 +58,17 @@ impl Restic {
     /// # Errors
     /// If it fails, with its messages.
     pub fn run(&self, arguments: &[&str]) -> Result<String> {
+        child::run(self.command(arguments), TIMEOUT)
+            .with_context(|| format!("restic {}", arguments.join(" ")))
+    }
+
+    /// Returns a command on the repository.
+    pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = self.program.command();
         command.args(arguments).env("RESTIC_REPOSITORY", &self.repository);
         command.env("RESTIC_PASSWORD", &self.password).env("RESTIC_CACHE_DIR", self.cache.path());
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
-        child::run(command, TIMEOUT).with_context(|| format!("restic {}", arguments.join(" ")))
+        command
     }
 
     /// Checks the structure of the repository and the content of every pack.

@@ -6,5 +6,6 @@ pub mod nginx;
 pub mod pgbench;
 pub mod pigz;
 pub mod postgrest;
+pub mod rclone;
 pub mod s5cmd;
 pub mod wrk;
