@@ -38,6 +38,11 @@ impl Folder {
         Self::new(open(path, flags, Mode::empty())?)
     }
 
+    /// Accepts this user's files, for a directory of root in which that user writes.
+    pub fn with_owner(self, owner: u32) -> Self {
+        Self { owner, ..self }
+    }
+
     /// Opens a directory below this one, whose files are checked against that directory's own owner.
     ///
     /// # Errors

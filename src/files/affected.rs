@@ -72,7 +72,7 @@ type Found<'s> = Pin<Box<dyn Future<Output = Result<Paths, FilesError>> + Send +
 
 impl<'a> Search<'a> {
     fn new(repository: &'a Repository, locations: &'a BlobLocations, damaged: &'a HashSet<Id>) -> Self {
-        let trees = TreeReader::new(repository, locations);
+        let trees = TreeReader::without_caching(repository, locations);
         Self { damaged, trees, known: HashMap::new(), none: Arc::from([]) }
     }
 
@@ -82,7 +82,13 @@ impl<'a> Search<'a> {
             if let Some(known) = self.known.get(&id) {
                 return Ok(Arc::clone(known));
             }
-            let paths = match self.trees.read(id).await {
+            let read = if self.damaged.contains(&id) {
+                // The cache can have it, but no other machine does.
+                Err(FilesError::corrupt(format!("tree {id}"), &"its pack is damaged"))
+            } else {
+                self.trees.read(id).await
+            };
+            let paths = match read {
                 Ok(tree) => {
                     let mut paths = Vec::new();
                     for node in tree.nodes {

@@ -1,18 +1,20 @@
 //! Single files and directories as they were at earlier moments: their versions, and their content.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path};
 use std::sync::{Mutex, PoisonError};
 
-use futures_util::future::try_join_all;
+use bytes::Bytes;
+use futures_util::future::join_all;
 use futures_util::{Stream, StreamExt, stream};
 use jiff::Timestamp;
+use tokio::sync::Semaphore;
 
 use crate::blocking::run_blocking;
 use crate::error::FilesError;
 use crate::id::Id;
-use crate::index::BlobLocations;
+use crate::index::{BlobLocation, BlobLocations};
 use crate::pack::BlobType;
 use crate::repository::Repository;
 use crate::snapshot::Snapshot;
@@ -20,6 +22,9 @@ use crate::tree::{Node, NodeType, Tree};
 
 /// Snapshots that are searched at the same time.
 const MAX_CONCURRENT_SEARCHES: usize = 16;
+/// Directories that are in memory at the same time, and the size up to which they are cached on the disk.
+const MAX_CONCURRENT_TREES: usize = 4;
+const MAX_CACHED_TREE_BYTES: usize = 16 << 10;
 /// Chunks of a file that are read at the same time.
 const MAX_CONCURRENT_READS: usize = 4;
 
@@ -125,7 +130,7 @@ pub struct VersionPage {
     /// The moment before which the next page begins; `None` on the last page. The last version of a page may have begun
     /// earlier than the page shows.
     pub next_before: Option<Timestamp>,
-    /// Snapshots that are damaged, so that they were not searched.
+    /// Snapshots that are damaged, or have a damaged directory on the way to the entry.
     pub damaged_snapshots: u64,
 }
 
@@ -143,10 +148,23 @@ pub struct VersionQuery {
 /// Reads earlier states from a repository.
 pub struct History {
     repository: Repository,
+    /// All sound snapshots, the newest first. They were listed before the index was read, so that it has their blobs.
+    snapshots: Vec<(Id, Snapshot)>,
+    damaged_snapshots: u64,
     locations: BlobLocations,
+    /// Whether entries have their lists of chunks. Otherwise, a hash replaces them, which takes less memory.
+    has_contents: bool,
+    tree_reads: Semaphore,
     /// What a name was in a tree: snapshots share most of their trees.
     found: Mutex<HashMap<(Id, OsString), Option<Node>>>,
+    /// The packs that were read last, if whole packs are read; the most recently used one is the last.
+    packs: Option<tokio::sync::Mutex<VecDeque<(u32, Bytes)>>>,
 }
+
+/// Larger packs, of other programs, are read by ranges.
+const MAX_WHOLE_PACK_BYTES: u64 = 32 << 20;
+/// Packs that are kept in memory: files that were saved together are together.
+const MAX_CACHED_PACKS: usize = 3;
 
 impl History {
     /// Reads the index of directories, which is enough to list and compare entries.
@@ -154,8 +172,17 @@ impl History {
     /// # Errors
     /// The errors of the store; [`FilesError::Corrupt`]; [`FilesError::IndexChanging`].
     pub async fn open(repository: Repository) -> Result<Self, FilesError> {
+        let listed = repository.list_sound_snapshots().await?;
         let locations = repository.load_tree_locations().await?;
-        Ok(Self { repository, locations, found: Mutex::default() })
+        Ok(Self::new(repository, listed, locations, false))
+    }
+
+    /// Like [`Self::open`], for entries that are then restored.
+    ///
+    /// # Errors
+    /// Those of [`Self::open`].
+    pub async fn open_for_restore(repository: Repository) -> Result<Self, FilesError> {
+        Ok(Self { has_contents: true, ..Self::open(repository).await? })
     }
 
     /// Reads the whole index, so that contents can be read, too.
@@ -163,19 +190,40 @@ impl History {
     /// # Errors
     /// Those of [`Self::open`].
     pub async fn open_with_contents(repository: Repository) -> Result<Self, FilesError> {
+        let listed = repository.list_sound_snapshots().await?;
         let locations = repository.load_locations().await?;
-        Ok(Self { repository, locations, found: Mutex::default() })
+        Ok(Self::new(repository, listed, locations, true))
+    }
+
+    fn new(
+        repository: Repository,
+        (snapshots, damaged_snapshots): (Vec<(Id, Snapshot)>, u64),
+        locations: BlobLocations,
+        has_contents: bool,
+    ) -> Self {
+        Self {
+            repository,
+            snapshots,
+            damaged_snapshots,
+            locations,
+            has_contents,
+            tree_reads: Semaphore::new(MAX_CONCURRENT_TREES),
+            found: Mutex::default(),
+            packs: None,
+        }
+    }
+
+    /// Reads whole packs from now on, which is faster for many small files.
+    #[must_use]
+    pub fn with_whole_packs(self) -> Self {
+        Self { packs: Some(tokio::sync::Mutex::default()), ..self }
     }
 
     /// Returns the last snapshot at or before `time`; the last one of all for `None`. Times are compared by milliseconds,
-    /// in which they are shown.
-    ///
-    /// # Errors
-    /// The errors of the store. Damaged snapshots are skipped.
-    pub async fn find_snapshot(&self, time: Option<Timestamp>) -> Result<Option<(Id, Snapshot)>, FilesError> {
-        let (snapshots, _) = self.repository.list_sound_snapshots().await?;
+    /// in which they are shown. Damaged snapshots are skipped.
+    pub fn find_snapshot(&self, time: Option<Timestamp>) -> Option<&(Id, Snapshot)> {
         let is_wanted = |at: Timestamp| time.is_none_or(|time| at.as_millisecond() <= time.as_millisecond());
-        Ok(snapshots.into_iter().find(|(_, snapshot)| is_wanted(snapshot.time)))
+        self.snapshots.iter().find(|(_, snapshot)| is_wanted(snapshot.time))
     }
 
     /// Finds an entry; `None` if it did not exist. `path` is relative to the snapshot's root; the empty path is the root.
@@ -200,8 +248,18 @@ impl History {
         if let Some(found) = lock().get(&key) {
             return Ok(found.clone());
         }
+        // Large directories take much memory, and many searches want the same one.
+        let _permit = self.tree_reads.acquire().await;
+        if let Some(found) = lock().get(&key) {
+            return Ok(found.clone());
+        }
         let nodes = self.read_tree(tree).await?.nodes;
-        let found = nodes.into_iter().find(|node| node.file_name().as_deref() == Some(name));
+        let mut found = nodes.into_iter().find(|node| node.file_name().as_deref() == Some(name));
+        if let Some(content) =
+            found.as_mut().and_then(|node| node.content.as_mut()).filter(|_| !self.has_contents)
+        {
+            *content = vec![Id::of_all(content)];
+        }
         lock().insert(key, found.clone());
         Ok(found)
     }
@@ -223,12 +281,16 @@ impl History {
     /// # Errors
     /// The errors of the store; [`FilesError::Corrupt`] for a damaged directory.
     pub async fn list_versions(&self, path: &Path, query: VersionQuery) -> Result<VersionPage, FilesError> {
-        let (snapshots, damaged_snapshots) = self.repository.list_sound_snapshots().await?;
-        let is_wanted = |snapshot: &Snapshot| {
-            query.before.is_none_or(|before| snapshot.time.as_millisecond() < before.as_millisecond())
-        };
-        let mut pending = snapshots.into_iter().filter(|(_, snapshot)| is_wanted(snapshot)).peekable();
-        let mut page = VersionPage { damaged_snapshots, ..VersionPage::default() };
+        // A loop, because the compiler cannot show that a borrowing iterator over a filter is `Send`.
+        let mut wanted = Vec::new();
+        for listed in &self.snapshots {
+            let at = listed.1.time.as_millisecond();
+            if query.before.is_none_or(|before| at < before.as_millisecond()) {
+                wanted.push(listed);
+            }
+        }
+        let mut pending = wanted.into_iter().peekable();
+        let mut page = VersionPage { damaged_snapshots: self.damaged_snapshots, ..VersionPage::default() };
         let mut searched = 0;
         while pending.peek().is_some() {
             let batch: Vec<_> = pending.by_ref().take(MAX_CONCURRENT_SEARCHES).collect();
@@ -237,8 +299,18 @@ impl History {
             for (_, snapshot) in &batch {
                 searches.push(self.find(snapshot, path));
             }
-            let found = try_join_all(searches).await?;
+            let found = join_all(searches).await;
             for ((snapshot, Snapshot { time, .. }), entry) in batch.into_iter().zip(found) {
+                let (snapshot, time) = (*snapshot, *time);
+                let entry = match entry {
+                    Ok(entry) => entry,
+                    // Other snapshots can be intact.
+                    Err(error) if error.is_damage() => {
+                        page.damaged_snapshots += 1;
+                        continue;
+                    }
+                    Err(error) => return Err(error),
+                };
                 if !page.extend_last(entry.as_ref(), time) {
                     if page.versions.len() >= query.limit.max(1) {
                         page.next_before = page.versions.last().map(|last| last.first_saved_at);
@@ -281,7 +353,10 @@ impl History {
             return Ok(tree);
         }
         let json = self.read_blob(BlobType::Tree, id).await?;
-        self.repository.cache_tree(id, &json);
+        // Large directories of many snapshots would fill the disk.
+        if json.len() <= MAX_CACHED_TREE_BYTES {
+            self.repository.cache_tree(id, &json);
+        }
         Tree::parse(id, &json)
     }
 
@@ -291,9 +366,8 @@ impl History {
         let others = self.locations.find_others(blob_type, id).iter().copied();
         let mut damage = None;
         for location in [first].into_iter().chain(others) {
-            let pack = self.locations.pack(location).id;
             let read = async {
-                let sealed = self.repository.read_pack(pack, location.range()).await?;
+                let sealed = self.read_sealed(blob_type, location).await?;
                 let (repository, blob) = (self.repository.clone(), location.to_packed(blob_type, id));
                 run_blocking(move || repository.open_blob(&blob, &sealed)).await
             };
@@ -303,6 +377,29 @@ impl History {
             }
         }
         Err(damage.unwrap_or_else(|| FilesError::corrupt(format!("blob {id}"), &"it is in no index")))
+    }
+}
+
+impl History {
+    /// Reads an encrypted blob.
+    async fn read_sealed(&self, blob_type: BlobType, location: BlobLocation) -> Result<Bytes, FilesError> {
+        let pack = self.locations.pack(location);
+        let packs = self.packs.as_ref().filter(|_| blob_type == BlobType::Data);
+        let Some(packs) = packs.filter(|_| pack.end <= MAX_WHOLE_PACK_BYTES) else {
+            return self.repository.read_pack(pack.id, location.range()).await;
+        };
+        let mut packs = packs.lock().await;
+        let bytes = match packs.iter().position(|(number, _)| *number == location.pack) {
+            Some(at) => packs.remove(at).map(|(_, bytes)| bytes).unwrap_or_default(),
+            None => self.repository.read_pack(pack.id, 0..pack.end).await?,
+        };
+        packs.push_back((location.pack, bytes.clone()));
+        if packs.len() > MAX_CACHED_PACKS {
+            packs.pop_front();
+        }
+        let range = location.range();
+        let range = usize::try_from(range.start).unwrap_or(0)..usize::try_from(range.end).unwrap_or(0);
+        Ok(bytes.get(range).map(|sealed| bytes.slice_ref(sealed)).unwrap_or_default())
     }
 }
 

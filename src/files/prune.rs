@@ -71,7 +71,7 @@ pub struct Pruned {
 ///
 /// # Errors
 /// [`FilesError`]; `Corrupt` if a snapshot needs a blob that no index file lists: then nothing is removed. `Corrupt` also
-/// if a pack to rewrite is damaged: then expired snapshots are removed, but no pack.
+/// if a pack to rewrite is missing: then expired snapshots are removed, but no pack.
 pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pruned, FilesError> {
     // Snapshots come first: all blobs of these are in the index that is read afterwards.
     let snapshots = repository.list_uploaded_snapshots().await?;
@@ -104,7 +104,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     failpoint::pass("files.prune.snapshot")?;
     repository.delete_all(expired.iter().map(|id| repository.path(Kind::Snapshot, *id)).collect()).await?;
     keep_needed_packs(repository, &index, &used, &mut plan).await?;
-    let new_packs = rewrite_packs(repository, &index, &plan, &used).await?;
+    let new_packs = rewrite_packs(repository, &index, &mut plan, &used).await?;
     failpoint::pass("files.prune.repacked")?;
     replace_index(repository, index, &plan, new_packs, options.now).await?;
     failpoint::pass("files.prune.replaced")?;
@@ -217,6 +217,8 @@ struct PrunePlan {
     rewritten: HashSet<Id>,
     /// Packs that leave the index, and packs that are in none.
     deleted: HashSet<Id>,
+    /// The pack that provides a blob, for the blobs that several packs have.
+    providers: HashMap<(BlobType, Id), Id>,
 }
 
 impl PrunePlan {
@@ -232,15 +234,19 @@ impl PrunePlan {
             index.iter().flat_map(|(_, file)| &file.packs).map(|pack| (pack.id, pack)).collect();
         let marked: HashMap<Id, &IndexedPack> =
             index.iter().flat_map(|(_, file)| &file.packs_to_delete).map(|pack| (pack.id, pack)).collect();
-        // A blob counts as used in one pack only. Larger packs come first, so that small ones become unused.
+        plan.find_providers(active.values().copied(), uploads);
+        // A blob counts as used in one pack only.
         let mut counted = HashSet::new();
         // A pack that is not in the store provides no blob.
         let mut packs: Vec<&IndexedPack> =
             active.values().copied().filter(|pack| uploads.contains_key(&pack.id)).collect();
         packs.sort_unstable_by_key(|pack| (std::cmp::Reverse(pack.blobs.len()), pack.id));
         for pack in packs {
-            let mut is_needed =
-                |blob: &&PackedBlob| used.contains(blob) && counted.insert((blob.blob_type, blob.id));
+            let mut is_needed = |blob: &&PackedBlob| {
+                used.contains(blob)
+                    && plan.provides(pack.id, blob)
+                    && counted.insert((blob.blob_type, blob.id))
+            };
             let used_bytes: u64 =
                 pack.blobs.iter().filter(&mut is_needed).map(|blob| u64::from(blob.length)).sum();
             let bytes: u64 = pack.blobs.iter().map(|blob| u64::from(blob.length)).sum();
@@ -271,6 +277,35 @@ impl PrunePlan {
         plan
     }
 
+    /// Selects one of the packs of each blob that several packs have: the newest, because a damaged blob is written again;
+    /// of packs of the same time, the one with the most blobs, so that small packs become unused.
+    fn find_providers<'a>(
+        &mut self,
+        packs: impl Iterator<Item = &'a IndexedPack> + Clone,
+        uploads: &HashMap<Id, Timestamp>,
+    ) {
+        let mut seen = HashSet::new();
+        let blobs = packs.clone().flat_map(|pack| &pack.blobs);
+        let repeated: HashSet<(BlobType, Id)> =
+            blobs.map(|blob| (blob.blob_type, blob.id)).filter(|key| !seen.insert(*key)).collect();
+        let mut ranks = HashMap::new();
+        for pack in packs {
+            let Some(time) = uploads.get(&pack.id) else { continue };
+            let rank = (*time, pack.blobs.len(), pack.id);
+            for blob in &pack.blobs {
+                let key = (blob.blob_type, blob.id);
+                if repeated.contains(&key) && ranks.get(&key).is_none_or(|best| rank > *best) {
+                    ranks.insert(key, rank);
+                }
+            }
+        }
+        self.providers = ranks.into_iter().map(|(key, (_, _, pack))| (key, pack)).collect();
+    }
+
+    fn provides(&self, pack: Id, blob: &PackedBlob) -> bool {
+        self.providers.get(&(blob.blob_type, blob.id)).is_none_or(|provider| *provider == pack)
+    }
+
     /// Leaves further packs to the next run, so that each run ends. They stay marked.
     fn limit_deletions(&mut self) {
         if self.deleted.len() > MAX_DELETIONS {
@@ -295,7 +330,7 @@ impl PrunePlan {
 async fn rewrite_packs(
     repository: &Repository,
     index: &[(Id, IndexFile)],
-    plan: &PrunePlan,
+    plan: &mut PrunePlan,
     used: &UsedBlobs,
 ) -> Result<Vec<IndexedPack>, FilesError> {
     if plan.rewritten.is_empty() {
@@ -308,19 +343,27 @@ async fn rewrite_packs(
         .map(|blob_type| PackWriter::new(repository.key.clone(), blob_type).map(|writer| (blob_type, writer)))
         .collect::<Result<HashMap<_, _>, _>>()?;
     let packs = index.iter().flat_map(|(_, file)| &file.packs);
-    let packs: Vec<&IndexedPack> = packs.filter(|pack| plan.rewritten.contains(&pack.id)).collect();
+    let rewritten = plan.rewritten.clone();
+    let packs: Vec<&IndexedPack> = packs.filter(|pack| rewritten.contains(&pack.id)).collect();
     for pack in packs {
         let bytes = repository.read_whole_pack(pack.id).await?;
         let missing = || FilesError::corrupt(format!("pack {}", pack.id), &"it does not exist");
         let bytes = bytes.ok_or_else(missing)?;
         for blob in &pack.blobs {
-            if !used.contains(blob) || !written.insert((blob.blob_type, blob.id)) {
+            let key = (blob.blob_type, blob.id);
+            if !used.contains(blob) || !plan.provides(pack.id, blob) || written.contains(&key) {
                 continue;
             }
             let range = blob.offset as usize..(blob.offset as usize).saturating_add(blob.length as usize);
             let sealed = bytes.get(range).unwrap_or_default();
-            // A damaged blob must not be copied to a pack whose hash then says that it is sound.
-            repository.open_blob(blob, sealed)?;
+            // A damaged blob must not be copied to a pack whose hash then says that it is sound: its pack stays.
+            if let Err(error) = repository.open_blob(blob, sealed) {
+                tracing::error!(pack = %pack.id, %error, "a pack is damaged, and is not rewritten");
+                plan.rewritten.remove(&pack.id);
+                plan.marked.remove(&pack.id);
+                break;
+            }
+            written.insert(key);
             let writer = writers.get_mut(&blob.blob_type).expect("there is a writer for each type");
             upload(repository, writer.add_sealed(*blob, sealed)?, &mut new_packs).await?;
         }

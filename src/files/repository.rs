@@ -198,9 +198,7 @@ impl Repository {
         let sealed = self.key.encrypt(&plain)?;
         let id = Id::of(&sealed);
         self.create(&self.path(kind, id), sealed.clone()).await?;
-        if kind == Kind::Index {
-            self.cache.write(kind.folder(), id, &sealed);
-        }
+        self.cache.write(kind.folder(), id, &sealed);
         Ok(id)
     }
 
@@ -224,11 +222,30 @@ impl Repository {
         if expected > MAX_PACK_BYTES {
             return Err(FilesError::corrupt(format!("pack {id}"), &"its index says that it is too large"));
         }
+        let end = range.end;
         let read = async {
             let bytes = self.bucket.raw().get_range(&path, range).await;
             bytes.map_err(|error| StoreError::classify(&path, error))
         };
-        let bytes = self.bucket.run_with_timeout(&path, REQUEST_TIMEOUT, read).await?;
+        let bytes = match self.bucket.run_with_timeout(&path, REQUEST_TIMEOUT, read).await {
+            Ok(bytes) => bytes,
+            Err(error @ StoreError::NotFound { .. }) => return Err(error.into()),
+            Err(error) => {
+                // A range beyond the end is an error of the request, which a retry does not help.
+                let head = async {
+                    let meta = self.bucket.raw().head(&path).await;
+                    meta.map_err(|error| StoreError::classify(&path, error))
+                };
+                let meta = self.bucket.run_with_timeout(&path, REQUEST_TIMEOUT, head).await;
+                if meta.is_ok_and(|meta| meta.size < end) {
+                    return Err(FilesError::corrupt(
+                        format!("pack {id}"),
+                        &"it is shorter than its index says",
+                    ));
+                }
+                return Err(error.into());
+            }
+        };
         if bytes.len() as u64 != expected {
             return Err(FilesError::corrupt(format!("pack {id}"), &"it is shorter than its index says"));
         }

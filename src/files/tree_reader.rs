@@ -19,11 +19,18 @@ pub(crate) struct TreeReader<'a> {
     locations: &'a BlobLocations,
     /// The most recently used pack is the last.
     packs: VecDeque<(u32, Bytes)>,
+    /// Whether trees are written to the cache. Those of earlier snapshots would fill it.
+    is_caching: bool,
 }
 
 impl<'a> TreeReader<'a> {
     pub(crate) fn new(repository: &'a Repository, locations: &'a BlobLocations) -> Self {
-        Self { repository, locations, packs: VecDeque::new() }
+        Self { repository, locations, packs: VecDeque::new(), is_caching: true }
+    }
+
+    /// Creates a reader that reads from the cache, but does not write to it.
+    pub(crate) fn without_caching(repository: &'a Repository, locations: &'a BlobLocations) -> Self {
+        Self { is_caching: false, ..Self::new(repository, locations) }
     }
 
     /// Reads a tree, from the cache if it is there.
@@ -51,7 +58,9 @@ impl<'a> TreeReader<'a> {
         let sealed = usize::try_from(range.start).ok().zip(usize::try_from(range.end).ok());
         let sealed = sealed.and_then(|(start, end)| pack.get(start..end)).unwrap_or_default();
         let json = self.repository.open_blob(&location.to_packed(BlobType::Tree, id), sealed)?;
-        self.repository.cache_tree(id, &json);
+        if self.is_caching {
+            self.repository.cache_tree(id, &json);
+        }
         Tree::parse(id, &json)
     }
 

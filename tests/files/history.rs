@@ -247,12 +247,12 @@ async fn restores_go_where_nothing_is_lost() -> Result<()> {
 
     for (fields, part) in [
         (json!({ "path": "projects", "into": "old" }), "there already is an entry"),
-        (json!({ "path": "system/logs" }), "belongs to the machine's records"),
+        (json!({ "path": "system/logs" }), "is only written by the machine"),
         (
             json!({ "path": "projects", "into": "system/config.json", "replace": true }),
-            "belongs to the machine's records",
+            "is only written by the machine",
         ),
-        (json!({ "path": ".", "replace": true }), "belongs to the machine's records"),
+        (json!({ "path": ".", "replace": true }), "is only written by the machine"),
         (json!({ "path": "never" }), "did not exist"),
         (json!({ "path": "../.." }), "invalid path"),
     ] {

@@ -193,3 +193,41 @@ async fn requested_save_needs_no_watcher() -> Result<()> {
     assert_eq!(describe_tree(&next.home())?, describe_tree(&first.home())?);
     Ok(())
 }
+
+/// Changes during an outage of the store are saved after it; nothing is collected on the disk meanwhile.
+#[tokio::test(flavor = "multi_thread")]
+async fn outage_of_the_store_is_caught_up() -> Result<()> {
+    let store = store()?;
+    let platform = FilesPlatform::start().await?;
+    let first = Host::new(&store, &platform, 1)?;
+    fill(&first)?;
+    fs::create_dir_all(first.machine.path("var/lib/svc/requests"))?;
+    let _watcher = first.start_watcher()?;
+    let _service = first.start_and_save().await?;
+    store.take_down();
+    let state_bytes = || -> Result<u64> {
+        let mut total = 0;
+        let mut pending = vec![first.machine.path("var/lib/svc/files")];
+        while let Some(dir) = pending.pop() {
+            for entry in fs::read_dir(dir)? {
+                let (path, meta) = entry.and_then(|entry| Ok((entry.path(), entry.metadata()?)))?;
+                if meta.is_dir() { pending.push(path) } else { total += meta.len() }
+            }
+        }
+        Ok(total)
+    };
+    let before = state_bytes()?;
+    let large: String = (0..200_000_u32).map(|n| n.wrapping_mul(2_654_435_761).to_string()).collect();
+    first.write("home/during-the-outage", &large)?;
+    let failed = first.machine.run(&["svc-sync-agent", "now"])?.expect(69);
+    assert!(!failed.stderr.is_empty());
+    first.write("home/during-the-outage-2", "x")?;
+    let grown = state_bytes()?.saturating_sub(before);
+    ensure!(grown < 100_000, "{grown} bytes were collected for {} bytes of changes", large.len());
+    store.bring_up()?;
+    first.machine.run(&["svc-sync-agent", "now"])?.expect(0);
+    let next = Host::new(&store, &platform, 2)?;
+    next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
+    assert_eq!(describe_tree(&next.home())?, describe_tree(&first.home())?);
+    Ok(())
+}

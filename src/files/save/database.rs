@@ -2,10 +2,13 @@
 //!
 //! In WAL mode, commits append to `X-wal`, and only a checkpoint changes `X`. While the lock of a reader that reads no
 //! frames is held (`WAL_READ_LOCK(0)` in `X-shm`), no checkpoint can do so: `X`, and then a prefix of `X-wal`, are the
-//! state after some commit. Readers and writers do not wait for this lock.
+//! state after some commit. Readers and writers do not wait for this lock, except behind a checkpoint that waits for it.
+//! The last connection checkpoints without that lock when it closes, but only if it gets `X` exclusively.
 //!
-//! In the other modes, a commit changes `X` after `X-journal` has the old pages. A database that changes whenever it is
-//! read is read once more under the lock of a reader, for which writers wait.
+//! In the other modes, a commit changes `X` after `X-journal` has the old pages. A database that changed while it was read
+//! is read once more under the lock of a reader, for which writers wait.
+//!
+//! Locks are held for a few seconds at most. Then, or if there is none, the database must be as it was before.
 //!
 //! Source: <https://www.sqlite.org/walformat.html>, <https://www.sqlite.org/lockingv3.html>.
 
@@ -15,26 +18,32 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
 use rustix::fs::OFlags;
 
-use super::entry_stat::open_in;
+use super::entry_stat::{open_in, stat_in, stat_open};
 
 /// The first bytes of a database.
 const MAGIC: &[u8] = b"SQLite format 3\0";
 const WAL_SUFFIX: &[u8] = b"-wal";
 const JOURNAL_SUFFIX: &[u8] = b"-journal";
 /// `WAL_READ_LOCK(0)`: its byte in the shared memory file.
-const WAL_READ_LOCK: (i64, i64) = (123, 1);
+const WAL_READ_LOCK: Range = (123, 1);
 /// A writer takes this byte before it waits for readers to end.
-const PENDING_LOCK: (i64, i64) = (0x4000_0000, 1);
+const PENDING_LOCK: Range = (0x4000_0000, 1);
 /// The bytes that each reader locks, and a writer while it changes the database.
-const SHARED_LOCK: (i64, i64) = (0x4000_0002, 510);
+const SHARED_LOCK: Range = (0x4000_0002, 510);
 /// Writers of larger databases would wait too long.
 const MAX_LOCKED_BYTES: u64 = 256 << 20;
+/// Programs wait for longer than this, or not at all.
+const MAX_LOCK_TIME: Duration = Duration::from_secs(3);
+/// The smallest page.
+const MIN_DATABASE_BYTES: u64 = 512;
 const LOCK_ATTEMPTS: u32 = 50;
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
@@ -46,9 +55,58 @@ pub(super) struct DatabaseFiles {
     has_wal: bool,
 }
 
-/// A lock that is released when it is dropped.
+/// Locks that are released when this is dropped, and after [`MAX_LOCK_TIME`]: the save may be waiting for the store.
 pub(super) struct ReadLock {
-    file: OwnedFd,
+    held: Arc<HeldLocks>,
+    /// Dropping it ends the thread that releases the locks in time.
+    _end: mpsc::Sender<()>,
+}
+
+struct HeldLocks {
+    locks: Vec<(OwnedFd, Range)>,
+    is_released: AtomicBool,
+}
+
+/// The first byte of a lock, and the number of bytes.
+type Range = (i64, i64);
+
+impl HeldLocks {
+    fn release(&self) {
+        if !self.is_released.swap(true, Ordering::AcqRel) {
+            for (file, range) in &self.locks {
+                set_lock(file, *range, libc::F_UNLCK);
+            }
+        }
+    }
+}
+
+impl ReadLock {
+    fn new(locks: Vec<(OwnedFd, Range)>) -> Self {
+        let held = Arc::new(HeldLocks { locks, is_released: AtomicBool::new(false) });
+        let (end, ended) = mpsc::channel();
+        let timed = Arc::clone(&held);
+        let release = move || {
+            if ended.recv_timeout(MAX_LOCK_TIME) == Err(mpsc::RecvTimeoutError::Timeout) {
+                timed.release();
+            }
+        };
+        // Without the thread, nothing is held.
+        if std::thread::Builder::new().name("files-lock".to_owned()).spawn(release).is_err() {
+            held.release();
+        }
+        Self { held, _end: end }
+    }
+
+    /// Whether the locks have been held until now.
+    pub(super) fn is_held(&self) -> bool {
+        !self.held.is_released.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for ReadLock {
+    fn drop(&mut self) {
+        self.held.release();
+    }
 }
 
 impl DatabaseFiles {
@@ -77,12 +135,32 @@ impl DatabaseFiles {
         found
     }
 
-    /// Keeps checkpoints from changing the database; `None` if no program has it open in WAL mode.
+    /// Keeps checkpoints from changing the database; `None` if no program has it open in WAL mode, or one has it open
+    /// exclusively.
     pub(super) fn lock(&self, directory: &OwnedFd) -> Option<ReadLock> {
         let base = self.names.first().filter(|_| self.has_wal)?;
-        let shared =
-            open_in(directory, &with_suffix(base, b"-shm"), OFlags::NONBLOCK | OFlags::NOCTTY).ok()?;
-        lock(&shared, WAL_READ_LOCK).then_some(ReadLock { file: shared })
+        let open = |name: &OsStr| open_in(directory, name, OFlags::NONBLOCK | OFlags::NOCTTY).ok();
+        let (database, shared_name) = (open(base)?, with_suffix(base, b"-shm"));
+        let shared = open(&shared_name)?;
+        // Every connection holds this lock, too. The last one to close the database then leaves its log in place.
+        if !lock(&database, SHARED_LOCK) {
+            return None;
+        }
+        let is_locked = lock(&shared, WAL_READ_LOCK);
+        let held = ReadLock::new(vec![(database, SHARED_LOCK), (shared.try_clone().ok()?, WAL_READ_LOCK)]);
+        // The last connection may have closed the database before, and another one may have created a new file.
+        let inode = stat_open(&shared).ok()?.stx_ino;
+        let is_current = stat_in(directory, &shared_name).is_ok_and(|stat| stat.stx_ino == inode);
+        (is_locked && is_current).then_some(held)
+    }
+
+    /// Locks the database as a reader does, so that no writer changes it; `None` if it is large, or a writer does not let
+    /// go of it.
+    pub(super) fn lock_as_reader(&self, directory: &OwnedFd) -> Option<ReadLock> {
+        let opened = open_in(directory, self.database()?, OFlags::NONBLOCK | OFlags::NOCTTY).ok()?;
+        let file = File::from(opened);
+        let size = file.metadata().ok()?.len();
+        lock_as_reader(&file, size)
     }
 
     /// The database, whose state at the end must be that at the beginning, unless it was locked.
@@ -100,8 +178,7 @@ fn with_suffix(base: &OsStr, suffix: &[u8]) -> OsString {
 /// Locks a small database as a reader does, so that no writer changes it; `None` for other files, or if a writer does not
 /// let go of it.
 pub(super) fn lock_as_reader(file: &File, size: u64) -> Option<ReadLock> {
-    let mut start = [0; MAGIC.len()];
-    if size > MAX_LOCKED_BYTES || file.read_exact_at(&mut start, 0).is_err() || start != MAGIC {
+    if size > MAX_LOCKED_BYTES || !is_database(file, size) {
         return None;
     }
     // Closing a duplicate keeps the locks of an open file description.
@@ -111,20 +188,17 @@ pub(super) fn lock_as_reader(file: &File, size: u64) -> Option<ReadLock> {
     if pending {
         set_lock(&file, PENDING_LOCK, libc::F_UNLCK);
     }
-    shared.then_some(ReadLock { file: file })
+    shared.then(|| ReadLock::new(vec![(file, SHARED_LOCK)]))
 }
 
-impl Drop for ReadLock {
-    fn drop(&mut self) {
-        // The description can have other descriptors.
-        for range in [WAL_READ_LOCK, SHARED_LOCK] {
-            set_lock(&self.file, range, libc::F_UNLCK);
-        }
-    }
+/// Whether a file begins as a database does.
+pub(super) fn is_database(file: &File, size: u64) -> bool {
+    let mut start = [0; MAGIC.len()];
+    size >= MIN_DATABASE_BYTES && file.read_exact_at(&mut start, 0).is_ok() && start == MAGIC
 }
 
 /// Takes a read lock, which a writer may hold for a moment.
-fn lock(file: &OwnedFd, range: (i64, i64)) -> bool {
+fn lock(file: &OwnedFd, range: Range) -> bool {
     (0..LOCK_ATTEMPTS).any(|attempt| {
         if attempt > 0 {
             std::thread::sleep(LOCK_PAUSE);
@@ -135,7 +209,7 @@ fn lock(file: &OwnedFd, range: (i64, i64)) -> bool {
 
 /// Locks of an open file description conflict with the locks that SQLite takes, but not with each other, and they are not
 /// lost when another descriptor of the file is closed.
-fn set_lock(file: &OwnedFd, (start, length): (i64, i64), kind: i32) -> bool {
+fn set_lock(file: &OwnedFd, (start, length): Range, kind: i32) -> bool {
     let lock = libc::flock {
         l_type: i16::try_from(kind).unwrap_or_default(),
         l_whence: i16::try_from(libc::SEEK_SET).unwrap_or_default(),

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use rustix::fs::{FileType, OFlags, Statx};
 use rustix::io::Errno;
 
-use super::database::lock_as_reader;
+use super::database::{is_database, lock_as_reader};
 use super::entry_stat::{StatFingerprint, has_changed_recently, open_in, stat_open, stat_settled};
 use super::walk::{EntryError, MAX_READ_ATTEMPTS, Walker, check_same};
 use crate::chunker::MAX_CHUNK_BYTES;
@@ -87,6 +87,7 @@ impl Walker<'_> {
                 (node.content, node.size) = (Some(content), size);
                 return Ok(node);
             }
+            self.has_read_database |= is_database(&file, stat.stx_size);
             let (content, size) = self.read_content(&mut file, &stat)?;
             reads += 1;
             let is_stable = is_settled && StatFingerprint::of(&stat_open(&file)?) == fingerprint;

@@ -14,6 +14,7 @@ mod walk;
 mod workers;
 
 use std::collections::HashSet;
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -60,6 +61,8 @@ pub struct SaveOptions {
     /// The root directory of the system whose accounts own the files.
     pub system_root: PathBuf,
     pub workers: usize,
+    /// Maximum rate of uploads; `None` for no limit.
+    pub max_bytes_per_second: Option<NonZeroU64>,
 }
 
 impl SaveOptions {
@@ -74,6 +77,7 @@ impl SaveOptions {
             exclusions: Exclusions::default(),
             system_root: PathBuf::from("/"),
             workers: DEFAULT_WORKERS,
+            max_bytes_per_second: None,
         }
     }
 }
@@ -217,7 +221,7 @@ impl Saver {
                 let _ = result.send(walk.run(parent_tree, scope));
             })
             .map_err(FilesError::Thread)?;
-        let uploaded = upload::upload(repository, finished_packs).await;
+        let uploaded = upload::upload(repository, finished_packs, self.options.max_bytes_per_second).await;
         is_stopped.0.store(uploaded.is_err(), Ordering::Relaxed);
         // The error of the upload is the cause if both failed.
         let walked = walked.await.map_err(|_| FilesError::Stopped);

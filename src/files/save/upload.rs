@@ -1,5 +1,8 @@
 //! Uploads packs, and writes the index of their blobs.
 
+use std::num::NonZeroU64;
+use std::time::{Duration, Instant};
+
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use tokio::sync::mpsc;
@@ -32,15 +35,20 @@ pub(super) struct Uploaded {
 pub(super) async fn upload(
     repository: &Repository,
     mut packs: mpsc::Receiver<FinishedPack>,
+    max_bytes_per_second: Option<NonZeroU64>,
 ) -> Result<Uploaded, FilesError> {
     let mut uploads = FuturesUnordered::new();
+    let mut pace = Pace::new(max_bytes_per_second, Instant::now());
     let mut index = PendingIndex::default();
     let mut uploaded = Uploaded::default();
     let mut is_open = true;
     while is_open || !uploads.is_empty() {
         tokio::select! {
             pack = packs.recv(), if is_open && uploads.len() < MAX_CONCURRENT_UPLOADS => match pack {
-                Some(pack) => uploads.push(upload_pack(repository, pack)),
+                Some(pack) => {
+                    let pause = pace.admit(pack.bytes.len() as u64, Instant::now());
+                    uploads.push(upload_pack(repository, pack, pause));
+                }
                 None => is_open = false,
             },
             Some(pack) = uploads.next() => {
@@ -56,7 +64,33 @@ pub(super) async fn upload(
     Ok(uploaded)
 }
 
-async fn upload_pack(repository: &Repository, pack: FinishedPack) -> Result<FinishedPack, FilesError> {
+/// Limits the rate of uploads. Pure: the caller passes the time.
+struct Pace {
+    max_bytes_per_second: Option<NonZeroU64>,
+    /// When all admitted bytes have been uploaded at this rate.
+    free_at: Instant,
+}
+
+impl Pace {
+    fn new(max_bytes_per_second: Option<NonZeroU64>, now: Instant) -> Self {
+        Self { max_bytes_per_second, free_at: now }
+    }
+
+    /// Returns how long to wait before these bytes are uploaded.
+    fn admit(&mut self, bytes: u64, now: Instant) -> Duration {
+        let Some(rate) = self.max_bytes_per_second else { return Duration::ZERO };
+        let begin = self.free_at.max(now);
+        self.free_at = begin + Duration::from_secs_f64(bytes as f64 / rate.get() as f64);
+        begin.duration_since(now)
+    }
+}
+
+async fn upload_pack(
+    repository: &Repository,
+    pack: FinishedPack,
+    pause: Duration,
+) -> Result<FinishedPack, FilesError> {
+    tokio::time::sleep(pause).await;
     failpoint::pass("files.save.pack")?;
     repository.write_pack(&pack).await?;
     Ok(pack)
@@ -86,5 +120,27 @@ impl PendingIndex {
         failpoint::pass("files.save.index")?;
         let Self { file, .. } = std::mem::take(self);
         Ok(Some(repository.write_json(Kind::Index, &file).await?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uploads_keep_their_rate_and_save_up_nothing() {
+        let start = Instant::now();
+        let after = |seconds: u64| start + Duration::from_secs(seconds);
+        let mut pace = Pace::new(NonZeroU64::new(1000), start);
+        assert_eq!(pace.admit(2000, start), Duration::ZERO);
+        assert_eq!(pace.admit(1000, start), Duration::from_secs(2));
+        assert_eq!(pace.admit(1000, after(1)), Duration::from_secs(2), "3 s of uploads began a second ago");
+        assert_eq!(pace.admit(5000, after(100)), Duration::ZERO);
+        assert_eq!(pace.admit(1000, after(100)), Duration::from_secs(5), "an idle time gives no credit");
+        let mut unlimited = Pace::new(None, start);
+        assert_eq!(
+            (unlimited.admit(1 << 40, start), unlimited.admit(1, start)),
+            (Duration::ZERO, Duration::ZERO)
+        );
     }
 }

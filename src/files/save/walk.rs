@@ -20,7 +20,7 @@ use svc_base::accounts::{AccountNames, Accounts};
 use svc_base::untrusted_text::truncate_printable;
 
 use super::changes::{Changes, Scope};
-use super::database::DatabaseFiles;
+use super::database::{DatabaseFiles, ReadLock};
 use super::entry_stat::{
     CACHE_TAG, StatFingerprint, is_cache_tag, open_in, stat_in, stat_open, to_timestamp,
 };
@@ -84,6 +84,7 @@ impl Walk {
             trees: HashSet::new(),
             linked: HashMap::new(),
             path: PathBuf::new(),
+            has_read_database: false,
         };
         let saved = walker.save_home(&directory, parent, scope);
         let Walker { counts, retry, trees, known, packs, .. } = walker;
@@ -122,6 +123,8 @@ pub(super) struct Walker<'a> {
     pub(super) linked: HashMap<u64, HardLinkedContent>,
     /// The current directory, below the home.
     pub(super) path: PathBuf,
+    /// Whether a database was read in the current directory.
+    pub(super) has_read_database: bool,
 }
 
 impl Walker<'_> {
@@ -181,14 +184,40 @@ impl Walker<'_> {
     ) -> Result<Vec<Node>, EntryError> {
         let mut nodes = Vec::new();
         let mut names = self.list(directory)?;
-        for database in DatabaseFiles::take_from(&mut names) {
-            nodes.extend(self.save_database(directory, &database, &mut earlier, scope)?);
+        let databases = DatabaseFiles::take_from(&mut names);
+        for database in &databases {
+            nodes.extend(self.save_database(directory, database, &mut earlier, scope)?);
         }
+        let outer = std::mem::take(&mut self.has_read_database);
         for name in names {
             let earlier = earlier.remove(&name);
             nodes.extend(self.save_entry(directory, &name, earlier, scope)?);
         }
+        if std::mem::replace(&mut self.has_read_database, outer) {
+            self.save_started_databases(directory, &databases, &mut nodes, scope)?;
+        }
         Ok(nodes)
+    }
+
+    /// Saves databases again whose log or journal was created after the directory was listed.
+    fn save_started_databases(
+        &mut self,
+        directory: &OwnedFd,
+        known: &[DatabaseFiles],
+        nodes: &mut Vec<Node>,
+        scope: Scope<'_>,
+    ) -> Result<(), EntryError> {
+        let counts = self.counts.clone();
+        let mut names = self.list(directory)?;
+        self.counts = counts;
+        let started = DatabaseFiles::take_from(&mut names);
+        for database in started.into_iter().filter(|database| !known.contains(database)) {
+            let is_other =
+                |node: &Node| database.names.iter().all(|name| node.file_name().as_ref() != Some(name));
+            nodes.retain(is_other);
+            nodes.extend(self.save_database(directory, &database, &mut BTreeMap::new(), scope)?);
+        }
+        Ok(())
     }
 
     /// Saves the files of a database, so that they belong together.
@@ -199,35 +228,37 @@ impl Walker<'_> {
         earlier: &mut BTreeMap<OsString, Node>,
         scope: Scope<'_>,
     ) -> Result<Vec<Node>, EntryError> {
-        let lock = database.lock(directory);
         let earlier: Vec<_> = database.names.iter().map(|name| (name, earlier.remove(name))).collect();
-        let mut attempts = 1;
-        loop {
-            let counts = self.counts.clone();
+        let counts = self.counts.clone();
+        for is_last in [false, true] {
+            self.counts = counts.clone();
+            let lock = match database.lock(directory) {
+                None if is_last => database.lock_as_reader(directory),
+                lock => lock,
+            };
             let mut nodes = Vec::new();
             for (name, earlier) in &earlier {
                 nodes.extend(self.save_entry(directory, name, earlier.clone(), scope)?);
             }
-            let is_last = attempts >= MAX_READ_ATTEMPTS;
-            if lock.is_some() {
+            let is_unchanged = is_unchanged(directory, database, &nodes);
+            if is_unchanged && lock.as_ref().is_some_and(ReadLock::is_held) {
                 // A log that grows while it is read has the state after one of its commits. It is read again with the next
                 // save.
                 (self.counts.unstable, self.counts.notes) = (counts.unstable, counts.notes);
                 return Ok(nodes);
             }
             // Without the lock, a commit may have changed the database after it was read, and removed the journal.
-            if is_unchanged(directory, database, &nodes) {
+            let is_consistent = is_unchanged && self.counts.unstable == counts.unstable;
+            if is_consistent || is_last {
+                if !is_consistent {
+                    self.counts.unstable += 1;
+                    self.retry.mark_subtree(&self.path);
+                    self.note("a database was written while it was read, in");
+                }
                 return Ok(nodes);
             }
-            if is_last {
-                self.counts.unstable += 1;
-                self.retry.mark_subtree(&self.path);
-                self.note("a database was written while it was read, in");
-                return Ok(nodes);
-            }
-            self.counts = counts;
-            attempts += 1;
         }
+        Ok(Vec::new())
     }
 
     /// Saves the entries that the scope marks, and keeps all others.

@@ -71,10 +71,10 @@ async fn versions_begin_and_end_with_the_changes_of_an_entry() {
     }
 
     let at = |time| history.find_snapshot(Some(time));
-    assert_eq!(at(saved[3].snapshot.time).await.unwrap().unwrap().0, saved[3].id);
-    assert_eq!(at(Timestamp::UNIX_EPOCH).await.unwrap(), None);
-    let (latest, _) = history.find_snapshot(None).await.unwrap().unwrap();
-    assert_eq!(latest, saved[5].id);
+    assert_eq!(at(saved[3].snapshot.time).unwrap().0, saved[3].id);
+    assert_eq!(at(Timestamp::UNIX_EPOCH), None);
+    let (latest, _) = history.find_snapshot(None).unwrap();
+    assert_eq!(*latest, saved[5].id);
     assert_eq!(fixture.read(&history, &saved[3].snapshot, "dir/file").await.unwrap(), b"2");
     assert_eq!(fixture.read(&history, &saved[4].snapshot, "dir/file").await, None);
 }
@@ -169,5 +169,5 @@ async fn damaged_snapshot_does_not_hide_the_others() {
     let history = fixture.history().await;
     let page = history.list_versions(Path::new("file"), ALL).await.unwrap();
     assert_eq!((page.versions.len(), page.damaged_snapshots), (1, 1));
-    assert_eq!(history.find_snapshot(None).await.unwrap().unwrap().0, first.id);
+    assert_eq!(history.find_snapshot(None).unwrap().0, first.id);
 }

@@ -204,6 +204,7 @@ async fn damage_names_its_files_and_is_repaired() {
         AffectedPath { path: "projects/kept".into(), first: first.snapshot.time, last: second.snapshot.time };
     assert_eq!(affected, Affected { paths: vec![expected], snapshots: 2 });
 
+    let (damaged_pack, lost) = (pack, *blobs.iter().next().unwrap());
     fixture.saver.set_damaged(blobs);
     fixture.last = None;
     let repaired = fixture.save().await;
@@ -213,11 +214,29 @@ async fn damage_names_its_files_and_is_repaired() {
     for saved in [&first, &second, &repaired] {
         fixture.restore(&saved.snapshot).await;
     }
-    // Pruning keeps the sound copy, although the damaged pack has it, too.
+    // Pruning keeps the sound copy, although the damaged pack has it, too, and ends without an error.
     for days in [4, 8, 12] {
         run(&fixture, &days_later(days)).await;
+        let index = repository.load_index().await.unwrap();
+        let has_copy =
+            |pack: &IndexedPack| pack.id != damaged_pack && pack.blobs.iter().any(|blob| blob.id == lost);
+        assert!(index.iter().flat_map(|(_, file)| &file.packs).any(has_copy), "after {days} days");
     }
     fixture.restore(&repaired.snapshot).await;
+}
+
+/// A range beyond the end of a pack is damage, for which another copy helps, and not an outage.
+#[tokio::test]
+async fn truncated_pack_is_damaged() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("file", random_bytes(200_000));
+    fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    for (pack, _) in repository.list_packs().await.unwrap() {
+        fixture.bucket.put(&repository.pack_path(pack), b"short".to_vec()).await.unwrap();
+        let read = repository.read_pack(pack, 100..200).await;
+        assert!(read.as_ref().is_err_and(FilesError::is_damage), "{read:?}");
+    }
 }
 
 /// A damaged directory hides its entries, so that it is named itself.
@@ -238,8 +257,11 @@ async fn damaged_directory_is_named() {
     fixture.bucket.put(&path, bytes).await.unwrap();
     let damaged = verify(&repository, Share::ALL).await.unwrap().damaged;
     assert_eq!(damaged[0].blobs, [tree]);
-    let affected = find_affected(&repository, &HashSet::from([tree])).await.unwrap();
-    assert_eq!(affected.paths[0].path, Path::new("projects/app"));
+    // The machine's cache still has the directory.
+    for repository in [&repository, fixture.saver.repository()] {
+        let affected = find_affected(repository, &HashSet::from([tree])).await.unwrap();
+        assert_eq!(affected.paths[0].path, Path::new("projects/app"));
+    }
 }
 
 /// A stolen key can add objects, but must not make the platform delete what it did not write.

@@ -1,5 +1,6 @@
 //! A machine's access to the repository of its slot: the key, which the platform keeps, and the store.
 
+use std::num::NonZeroU64;
 use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
 
@@ -21,6 +22,7 @@ use crate::system::epoch;
 use crate::system::layout::Layout;
 use crate::system::platform_response::{ProblemBody, read_body};
 use crate::system::store::StoreLink;
+use crate::system::vars;
 
 /// The file with the key, readable by the gateway's user only.
 const KEY_FILE: &str = "key";
@@ -61,6 +63,8 @@ pub struct FilesSettings {
     pub identity: Identity,
     pub slot: SlotPrefix,
     pub bucket: Bucket,
+    /// Maximum rate of uploads, in bytes per second; `None` for no limit.
+    pub max_bytes_per_second: Option<NonZeroU64>,
     platform: PlatformLink,
     client: reqwest::Client,
 }
@@ -71,10 +75,12 @@ impl FilesSettings {
         let identity = Identity::read(&mut env);
         let platform = PlatformLink::read(&mut env, &layout);
         let store = StoreLink::read(&mut env, &layout);
+        let kib_per_second: u64 = env.or_default(&vars::FILES_UPLOAD_KIB_PER_SECOND);
         let parts = identity.zip(platform).zip(store);
         let ((identity, platform), store) = env.finish(parts)?;
         Ok(Self {
             slot: SlotPrefix::new(&identity.user, &identity.slot),
+            max_bytes_per_second: NonZeroU64::new(kib_per_second.saturating_mul(1024)),
             bucket: store.open().or_exit(Exit::Config)?,
             client: client::build(Deadlines::CALL).or_exit(Exit::Internal)?,
             layout,

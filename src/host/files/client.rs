@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::quantity::{format_bytes, pluralize};
+use svc_base::untrusted_text::one_line;
 use svc_http::client::{self, Deadlines};
 use svc_http::request_id;
 use svc_wire::files::{
@@ -133,12 +134,12 @@ pub async fn print_listing(layout: &Layout, path: &str, time: Option<&str>) -> R
         query.extend(time.as_deref().map(|time| ("time", time)));
         let page: FileListing = gateway.send(gateway.get("at", &query)).await?;
         if cursor == 0 {
-            println!("{} as of {}", page.path, page.saved_at);
+            println!("{} as of {}", one_line(&page.path), page.saved_at);
         }
         let entries = if page.entry.kind == FileKind::Directory { &page.entries } else { &vec![page.entry] };
         for entry in entries {
             let target = entry.target.as_ref().map_or_else(String::new, |target| format!(" -> {target}"));
-            println!("{}  {}{target}", show_entry(entry), entry.name);
+            println!("{}  {}", show_entry(entry), one_line(&format!("{}{target}", entry.name)));
         }
         let Some(next) = page.next_cursor else { return Ok(()) };
         // Further pages are of the same snapshot.
@@ -183,9 +184,9 @@ fn report(state: &FileRestore) -> Result<(), Failure> {
         return Err(Failure::new(Exit::Unavailable, anyhow!("not restored: {why}")));
     };
     let at = state.saved_at.as_ref().map_or("an unknown time", |at| at.as_str());
-    println!("restored to {restored_to}, as of {at}");
+    println!("restored to {}, as of {at}", one_line(restored_to));
     if let Some(kept) = &state.kept_as {
-        println!("what was there is now {kept}");
+        println!("what was there is now {}", one_line(kept));
     }
     if state.incomplete > 0 {
         println!(

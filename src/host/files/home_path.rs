@@ -5,6 +5,8 @@ use std::fmt;
 use std::path::{Component, Path, PathBuf};
 use std::str::FromStr;
 
+use super::staging::STAGING_NAMES;
+
 /// The path of the user's home directory as snapshots and answers show it, also in tests.
 pub const SHOWN_HOME: &str = "/home/svc";
 /// The directory below it in which the owner's files are.
@@ -54,10 +56,13 @@ impl HomePath {
         self.0.parent().zip(self.0.file_name())
     }
 
-    /// Whether the path is one of the machine's records, or contains them.
-    pub fn touches_records(&self) -> bool {
+    /// Whether only the machine may write there: its records, the directories that contain them, and those in which
+    /// restored files are collected.
+    pub fn is_reserved(&self) -> bool {
         let records = Path::new(RECORDS);
-        self.0.starts_with(records) || records.starts_with(&self.0)
+        self.0.starts_with(records)
+            || records.starts_with(&self.0)
+            || STAGING_NAMES.iter().any(|staging| self.0.starts_with(staging))
     }
 }
 
@@ -146,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn records_are_protected_with_the_directories_that_contain_them() {
+    fn reserved_paths_are_those_of_the_machine() {
         for (text, expected) in [
             ("system", true),
             ("system/logs/usage.jsonl", true),
@@ -154,8 +159,10 @@ mod tests {
             ("/home/svc", true),
             ("system-notes", false),
             ("apps/system", false),
+            ("/home/svc/.svc-restore-entry/x", true),
+            ("/home/svc/.svc-restore-mine", false),
         ] {
-            assert_eq!(text.parse::<HomePath>().unwrap().touches_records(), expected, "{text:?}");
+            assert_eq!(text.parse::<HomePath>().unwrap().is_reserved(), expected, "{text:?}");
         }
     }
 }

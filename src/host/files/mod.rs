@@ -15,6 +15,7 @@ pub mod command;
 pub mod gate;
 pub mod history;
 pub mod home_path;
+mod owner;
 mod place;
 pub mod restore_entry;
 mod rules;

@@ -2,11 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
-use svc_base::beneath::Folder;
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::save::Exclusions;
 
+use super::owner::open_home;
 use super::staging::STAGING_NAMES;
+use crate::system::layout::Layout;
 
 /// Directories that programs create again, left out wherever they are.
 const DEFAULT_RULES: &[&str] = &["node_modules/", ".cache/", "__pycache__/"];
@@ -24,8 +25,8 @@ pub(super) struct OwnerRules {
 }
 
 /// Reads the owner's rules; none if there is no such file, or if it cannot be read.
-pub(super) fn read_rules(home: &Path) -> OwnerRules {
-    let read = || Folder::open(home)?.read(Path::new(RULES_FILE), MAX_RULES_BYTES);
+pub(super) fn read_rules(layout: &Layout) -> OwnerRules {
+    let read = || open_home(layout, &layout.home())?.read(Path::new(RULES_FILE), MAX_RULES_BYTES);
     match read() {
         Ok(text) => OwnerRules { text: String::from_utf8_lossy(&text).into_owned(), error: None },
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => OwnerRules::default(),

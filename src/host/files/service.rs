@@ -167,7 +167,7 @@ impl FileBackup {
                 continue;
             }
             let began = Instant::now();
-            let rules = read_rules(&self.settings.layout.home());
+            let rules = read_rules(&self.settings.layout);
             // Other rules apply to unchanged directories, too.
             let save = if self.rules.as_ref() == Some(&rules) { save } else { Save::Everything };
             self.rules = Some(rules);
@@ -344,6 +344,7 @@ impl FileBackup {
             hostname: identity.handle.to_string(),
             username: "svc".to_owned(),
             system_root: self.settings.layout.root().to_owned(),
+            max_bytes_per_second: self.settings.max_bytes_per_second,
             ..SaveOptions::new(self.settings.layout.user_home(), self.settings.origin())
         };
         Ok(OpenSaver { saver: Saver::new(repository, options), parent, is_own_parent, pointed })

@@ -36,15 +36,19 @@ impl Staging {
         self.path.join("files")
     }
 
-    /// Refuses a directory of another user: the owner's programs can create one of this name.
-    pub fn ensure_own(&self) -> Result<(), FileError> {
+    /// Whether the directory exists. Refuses one of another user: the owner's programs can create one of this name. They can
+    /// neither enter, rename nor remove one of this process, because the directory above is sticky and belongs to root.
+    ///
+    /// # Errors
+    /// If it is not a directory of svc-gateway or root.
+    pub fn ensure_own(&self) -> Result<bool, FileError> {
         match fs::symlink_metadata(&self.path) {
-            Ok(meta) if meta.is_dir() && [0, self.owner].contains(&meta.uid()) => Ok(()),
+            Ok(meta) if meta.is_dir() && [0, self.owner].contains(&meta.uid()) => Ok(true),
             Ok(_) => {
                 let error = std::io::Error::other("it is not a directory of svc-gateway or root; remove it");
                 Err(FileError::wrap("use", &self.path)(error))
             }
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
             Err(error) => Err(FileError::wrap("read", &self.path)(error)),
         }
     }
@@ -62,24 +66,29 @@ impl Staging {
     }
 
     /// Creates the empty directory, closed to other users. Removes what a killed run left.
+    ///
+    /// # Errors
+    /// If another user has created a directory of this name.
     pub fn clear(&self) -> Result<(), FileError> {
         self.remove()?;
-        let files = self.files();
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(&files)
-            .map_err(FileError::wrap("create", &files))
+        // Not recursively: an existing directory must not be used.
+        for path in [self.path.clone(), self.files()] {
+            let created = DirBuilder::new().mode(0o700).create(&path);
+            created.map_err(FileError::wrap("create", &path))?;
+        }
+        Ok(())
     }
 
+    /// Removes the directory, if it exists.
+    ///
+    /// # Errors
+    /// If it belongs to another user, or cannot be removed.
     pub fn remove(&self) -> Result<(), FileError> {
+        if !self.ensure_own()? {
+            return Ok(());
+        }
         // First, so that a killed run does not leave the mark without the files.
         fsx::remove_if_exists(&self.path.join(COMPLETE_MARK))?;
-        match fs::remove_dir_all(&self.path) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(FileError::wrap("remove", &self.path)(error))
-            }
-            _ => Ok(()),
-        }
+        fs::remove_dir_all(&self.path).map_err(FileError::wrap("remove", &self.path))
     }
 }

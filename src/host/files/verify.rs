@@ -12,7 +12,6 @@ use futures_util::TryStreamExt;
 use jiff::Timestamp;
 use sha2::{Digest, Sha256};
 use svc_base::applet::{Exit, Failure, OrExit};
-use svc_base::beneath::Folder;
 use svc_base::chain::format_chain;
 use svc_base::clock;
 use svc_base::fsx;
@@ -27,6 +26,7 @@ use svc_store::StoreError;
 use super::access::{AccessError, FilesSettings};
 use super::checks::{AffectedFile, DrillResult, FileChecks, VerifyResult};
 use super::home_path::HomePath;
+use super::owner::open_home;
 use super::save_request::SAVE_REQUEST;
 use crate::system::activity;
 use crate::system::config;
@@ -158,8 +158,8 @@ async fn drill(settings: &FilesSettings, now: Timestamp) -> DrillResult {
 async fn compare_sample(settings: &FilesSettings, result: &mut DrillResult) -> Result<(), CheckError> {
     let repository = settings.open_with_stored_key().await?.ok_or(CheckError::NothingSaved)?;
     let history = History::open_with_contents(Repository::clone(&repository)).await?;
-    let (_, snapshot) = history.find_snapshot(None).await?.ok_or(CheckError::NothingSaved)?;
-    let root = history.find(&snapshot, Path::new("")).await?.ok_or(CheckError::NothingSaved)?;
+    let (_, snapshot) = history.find_snapshot(None).ok_or(CheckError::NothingSaved)?;
+    let root = history.find(snapshot, Path::new("")).await?.ok_or(CheckError::NothingSaved)?;
     for (path, entry) in draw_sample(&history, root).await? {
         if result.bytes + entry.size() > MAX_SAMPLE_BYTES {
             continue;
@@ -171,10 +171,9 @@ async fn compare_sample(settings: &FilesSettings, result: &mut DrillResult) -> R
             hash.update(&chunk);
         }
         result.files += 1;
-        let home = settings.layout.user_home();
-        let below = path.clone();
-        let present =
-            tokio::task::spawn_blocking(move || hash_present(&home, &below, &entry)).await.ok().flatten();
+        let (layout, below) = (settings.layout.clone(), path.clone());
+        let present = tokio::task::spawn_blocking(move || hash_present(&layout, &below, &entry));
+        let present = present.await.ok().flatten();
         let Some(present) = present else { continue };
         result.compared += 1;
         if present[..] != hash.finalize()[..] && result.differing.len() < MAX_NAMED_FILES {
@@ -213,8 +212,8 @@ async fn draw_sample(history: &History, root: Entry) -> Result<Vec<(PathBuf, Ent
 }
 
 /// Returns the hash of the present file; `None` if it has changed since, or cannot be read.
-fn hash_present(home: &Path, path: &Path, entry: &Entry) -> Option<[u8; 32]> {
-    let mut file = Folder::open(home).ok()?.open_file(path).ok()?;
+fn hash_present(layout: &Layout, path: &Path, entry: &Entry) -> Option<[u8; 32]> {
+    let mut file = open_home(layout, &layout.user_home()).ok()?.open_file(path).ok()?;
     let is_same = |meta: &std::fs::Metadata| {
         let time = i128::from(meta.mtime()) * 1_000_000_000 + i128::from(meta.mtime_nsec());
         meta.len() == entry.size() && time == entry.modified_at().as_nanosecond()

@@ -101,6 +101,8 @@ svc_base::variables! {
         BACKUP_RETRY_SECONDS: "seconds, at least 1" = "120", by ["svc-db-backup"];
         /// Maximum time between verifications of a snapshot of the database, and of a pack of the file backup.
         VERIFY_WITHIN_DAYS: "days, at least 1" = "30", by ["svc-db-backup", "svc-sync-agent"];
+        /// Maximum rate at which the file backup uploads; 0 for no limit.
+        FILES_UPLOAD_KIB_PER_SECOND: "KiB per second" = "0", by ["svc-sync-agent"];
         /// How long registration waits for the gateway to be ready.
         REGISTER_GATEWAY_DEADLINE_SECONDS: "seconds" = "120", by ["svc-register"];
         /// How long registration keeps retrying if the platform does not respond.

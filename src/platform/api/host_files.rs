@@ -1,5 +1,6 @@
 //! `/vps/:id/files/…`: earlier states of an owner's files, as the machine's host reads them from the slot's file backup, and
-//! restores. File names are the owner's data, so each request is audited, even if it fails. No content is sent.
+//! restores. File names are the owner's data, so each question and each restore is audited, even if it fails. No content is
+//! sent.
 
 use std::sync::Arc;
 
@@ -10,7 +11,7 @@ use axum::routing::{get, post};
 use http::{Method, StatusCode, header};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, documented_json};
@@ -87,15 +88,19 @@ pub async fn list(
     .await
 }
 
+/// Not audited: `svcctl` polls it, and the request for the restore is.
 pub async fn show_restore(
     State(platform): State<Arc<Platform>>,
     PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    read(&platform, &id, request, "files.restore.read", |_| Some(Vec::new()))
-        .await?
-        .answer::<ShownRestore>(|_| FilesCall::ShowRestore)
-        .await
+    let call = ApiCall::read(request).await?;
+    call.authenticate_operator(&platform).await?;
+    let id: MachineId = path_id("machineId", &id)?;
+    call.query_fields().finish(Some(()))?;
+    let machine = find_serving(&platform, id).await?;
+    let answer: ShownRestore = ask(&platform, &machine, FilesCall::ShowRestore).await?;
+    Ok(([(header::CACHE_CONTROL, "no-store")], Json(answer)).into_response())
 }
 
 /// A checked question of an operator.
@@ -124,7 +129,7 @@ async fn read<'a>(
 }
 
 impl Question<'_> {
-    async fn answer<T: Serialize + DeserializeOwned>(
+    async fn answer<T: HostAnswer>(
         self,
         to_call: impl FnOnce(Query) -> FilesCall,
     ) -> Result<Response, Problem> {
@@ -139,14 +144,22 @@ impl Question<'_> {
             Err(problem) => Err(problem),
         };
         after["outcome"] = answer.as_ref().map_or_else(|problem| problem.code.as_str(), |_| "read").into();
-        let change = AuditChange { action, target: id.to_string(), before: None, after: Some(after) };
-        let mut session = platform.report_db.session().await?;
-        let tx = db::begin(&mut session).await?;
-        mutation::write_audit(&tx, operator.actor(), &change).await?;
-        db::commit(tx).await?;
+        audit(
+            platform,
+            &operator,
+            AuditChange { action, target: id.to_string(), before: None, after: Some(after) },
+        )
+        .await?;
         // If the read cannot be audited, the answer is withheld.
         Ok(([(header::CACHE_CONTROL, "no-store")], Json(answer?)).into_response())
     }
+}
+
+async fn audit(platform: &Platform, operator: &Operator, change: AuditChange) -> Result<(), Problem> {
+    let mut session = platform.report_db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    mutation::write_audit(&tx, operator.actor(), &change).await?;
+    Ok(db::commit(tx).await?)
 }
 
 async fn find_serving(platform: &Platform, id: MachineId) -> Result<MachineRow, Problem> {
@@ -157,8 +170,30 @@ async fn find_serving(platform: &Platform, id: MachineId) -> Result<MachineRow, 
     Ok(machine)
 }
 
+/// An answer of a host, whose number of items is limited before it is processed further.
+trait HostAnswer: Serialize + DeserializeOwned {
+    fn item_count(&self) -> usize {
+        1
+    }
+}
+
+impl HostAnswer for FileVersions {
+    fn item_count(&self) -> usize {
+        self.versions.len()
+    }
+}
+
+impl HostAnswer for FileListing {
+    fn item_count(&self) -> usize {
+        self.entries.len()
+    }
+}
+
+impl HostAnswer for ShownRestore {}
+impl HostAnswer for FileRestoreAccepted {}
+
 /// Calls the host. Every text in its response is made printable.
-async fn ask<T: DeserializeOwned>(
+async fn ask<T: HostAnswer>(
     platform: &Platform,
     machine: &MachineRow,
     files_call: FilesCall,
@@ -168,7 +203,12 @@ async fn ask<T: DeserializeOwned>(
         tracing::warn!(machine = %id, error = %format_chain(&error), "the host does not answer a question about files");
         host_problem(id, error)
     })?;
-    let parsed = serde_json::from_slice::<Value>(&response).and_then(|mut value| {
+    // Typed first: a value of any shape would take many times the memory of its text.
+    let parsed = serde_json::from_slice::<T>(&response).and_then(|answer| {
+        if answer.item_count() > MAX_PAGE {
+            return Err(serde::de::Error::custom("it has too many items"));
+        }
+        let mut value = serde_json::to_value(answer)?;
         untrusted_text::make_printable(&mut value);
         serde_json::from_value(value)
     });
@@ -245,12 +285,23 @@ pub async fn restore(
     }
     let machine = find_serving(&platform, id).await?;
     let body = json!({"path": path, "time": time.map(rfc3339_ms), "into": into, "replace": replace});
-    let accepted: FileRestoreAccepted = ask(&platform, &machine, FilesCall::Restore(body.clone())).await?;
+    let change = |outcome: &str| {
+        let mut after = body.clone();
+        after["outcome"] = outcome.into();
+        AuditChange { action: "files.restore", target: id.to_string(), before: None, after: Some(after) }
+    };
+    let accepted: FileRestoreAccepted = match ask(&platform, &machine, FilesCall::Restore(body.clone())).await
+    {
+        Ok(accepted) => accepted,
+        Err(problem) => {
+            // The host may have accepted it, although its response was lost.
+            audit(&platform, &operator, change(problem.code.as_str())).await?;
+            return Err(problem);
+        }
+    };
     let outcome = mutation
         .run(&platform, async |_| {
-            let target = id.to_string();
-            let change = AuditChange { action: "files.restore", target, before: None, after: Some(body) };
-            Ok(Effect::changed(Reply::new(StatusCode::ACCEPTED, accepted), change))
+            Ok(Effect::changed(Reply::new(StatusCode::ACCEPTED, accepted), change("accepted")))
         })
         .await?;
     Ok(outcome.into_reply().into_response())
@@ -380,7 +431,7 @@ pub static SHOW_RESTORE: Endpoint = Endpoint {
         id: "showFileRestore",
         method: Method::GET,
         path: "/vps/{id}/files/restore",
-        summary: "Shows the pending or last restore of a file or directory. Each read is audited.",
+        summary: "Shows the pending or last restore of a file or directory.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID],
         body: None,

@@ -290,7 +290,7 @@ impl HostProblem {
     }
 }
 
-/// Returns a host's response to a question about the owner's files, at most [`MAX_FILES_BYTES`] long.
+/// Returns a host's response to a question about the owner's files, at most 8 MiB long.
 ///
 /// # Errors
 /// [`FilesCallError`]; 404 without a detail from a release without these routes.
@@ -299,6 +299,10 @@ pub async fn call_files(
     machine: &MachineRow,
     files_call: FilesCall,
 ) -> Result<Vec<u8>, FilesCallError> {
+    let max_bytes = match &files_call {
+        FilesCall::Versions(_) | FilesCall::At(_) => MAX_FILES_BYTES,
+        FilesCall::ShowRestore | FilesCall::Restore(_) => MAX_RESPONSE_BYTES,
+    };
     let get = |path, query| HostRequest { method: Method::GET, path, query, body: None };
     let request = match files_call {
         FilesCall::Versions(query) => get("/api/files/versions", query),
@@ -310,7 +314,7 @@ pub async fn call_files(
     let mut response = sent.map_err(HostCallError::Unreachable)?;
     let status = response.status();
     let mut body = Vec::new();
-    match read_response(&mut response, MAX_FILES_BYTES, &mut body).await {
+    match read_response(&mut response, max_bytes, &mut body).await {
         Ok(()) if status.is_success() => Ok(body),
         Ok(()) => {
             let problem: HostProblem = serde_json::from_slice(&body).unwrap_or_default();

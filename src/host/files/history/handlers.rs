@@ -132,8 +132,8 @@ pub async fn download(
                 history.check_content(&found.entry).map_err(problem)?;
                 send_file(Arc::new(history), found.entry, &name)
             }
-            DownloadFormat::Tar => send_archive(history, found.entry, &name, Archive::Tar),
-            DownloadFormat::Zip => send_archive(history, found.entry, &name, Archive::Zip),
+            DownloadFormat::Tar => send_archive(history.with_whole_packs(), found.entry, &name, Archive::Tar),
+            DownloadFormat::Zip => send_archive(history.with_whole_packs(), found.entry, &name, Archive::Zip),
         })
     })
     .await
@@ -169,8 +169,7 @@ struct Found {
 }
 
 async fn find(history: &History, path: &HomePath, time: Option<Timestamp>) -> Result<Found, Problem> {
-    let snapshot = history.find_snapshot(time).await.map_err(problem)?;
-    let (id, snapshot) = snapshot.ok_or_else(|| {
+    let (id, snapshot) = history.find_snapshot(time).cloned().ok_or_else(|| {
         let detail = match time {
             Some(time) => format!("There is no snapshot at or before {}.", rfc3339_ms(time)),
             None => "No files have been saved yet.".to_owned(),

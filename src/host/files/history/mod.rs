@@ -6,6 +6,7 @@
 
 mod archive;
 mod handlers;
+mod stall;
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -24,6 +25,7 @@ use svc_http::server;
 use super::access::FilesSettings;
 use crate::system::layout::Layout;
 use crate::system::socket_service::{self, SocketService};
+use stall::{WaitingSince, Watched};
 
 pub use handlers::{DEFAULT_ENTRIES, DEFAULT_VERSIONS, DownloadFormat, MAX_ENTRIES, MAX_VERSIONS};
 
@@ -65,15 +67,19 @@ async fn serve(settings: FilesSettings, connection: UnixStream) -> Result<(), Fa
         .route("/api/files/download", get(handlers::download))
         .layer(axum::middleware::from_fn_with_state(Listener::Socket, observe::layer))
         .with_state(Arc::new(settings));
+    let waiting = WaitingSince::default();
+    let connection = Watched { stream: connection, waiting: waiting.clone() };
     let served = hyper::server::conn::http1::Builder::new()
         .keep_alive(false)
         .timer(TokioTimer::new())
         .header_read_timeout(HEADER_TIMEOUT)
-        .serve_connection(TokioIo::new(connection), TowerToHyperService::new(router))
-        .await;
-    // The client has gone, or an archive could not be completed, which the client sees as an incomplete response.
-    if let Err(error) = served {
-        tracing::debug!(error = %format_chain(&error), "the connection ended early");
+        .serve_connection(TokioIo::new(connection), TowerToHyperService::new(router));
+    tokio::select! {
+        // The client has gone, or an archive could not be completed, which the client sees as an incomplete response.
+        served = served => if let Err(error) = served {
+            tracing::debug!(error = %format_chain(&error), "the connection ended early");
+        },
+        () = waiting.wait_for_stall() => tracing::warn!("the client reads nothing; its request is ended"),
     }
     Ok(())
 }

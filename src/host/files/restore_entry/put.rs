@@ -5,12 +5,14 @@
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Component, Path};
 
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
+use nix::unistd::geteuid;
 use rustix::fs::{
-    AtFlags, CWD, Gid, Mode, OFlags, RenameFlags, Uid, fchmod, fchown, mkdirat, openat, renameat_with, statat,
+    AtFlags, CWD, Gid, Mode, OFlags, RenameFlags, Uid, fchmod, fchown, fstat, mkdirat, openat, renameat_with,
+    statat,
 };
 use rustix::io::Errno;
 use svc_base::fsx::FileError;
@@ -32,7 +34,10 @@ impl Directory {
         let wrap = |action| move |errno: Errno| FileError::wrap(action, &shown)(errno.into());
         let mut directory =
             openat(CWD, home, directory_flags(), Mode::empty()).map_err(wrap.clone()("open"))?;
-        for name in path {
+        for component in path.components() {
+            let Component::Normal(name) = component else {
+                return Err(wrap("use")(Errno::INVAL));
+            };
             directory = match openat(&directory, name, directory_flags(), Mode::empty()) {
                 Err(Errno::NOENT) => create(&directory, name, owner).map_err(wrap.clone()("create"))?,
                 opened => opened.map_err(wrap.clone()("open"))?,
@@ -65,12 +70,12 @@ impl Directory {
         Err(Errno::EXIST)
     }
 
-    /// Moves an entry of this directory to a name that must be free.
+    /// Exchanges an entry of this directory with another one, in one step.
     ///
     /// # Errors
-    /// `EXIST`; other file system errors.
-    pub(super) fn rename(&self, name: &OsStr, to: &OsStr) -> Result<(), Errno> {
-        renameat_with(&self.0, name, &self.0, to, RenameFlags::NOREPLACE)
+    /// `NOENT` if there is no such entry; `XDEV` if the other is on another file system; other file system errors.
+    pub(super) fn exchange(&self, name: &OsStr, with: &Path) -> Result<(), Errno> {
+        renameat_with(CWD, with, &self.0, name, RenameFlags::EXCHANGE)
     }
 
     /// Moves an entry here, to a name that must be free.
@@ -87,12 +92,16 @@ fn directory_flags() -> OFlags {
 }
 
 fn create(parent: &OwnedFd, name: &OsStr, owner: Option<(u32, u32)>) -> Result<OwnedFd, Errno> {
-    match mkdirat(parent, name, Mode::RWXU) {
-        // The owner's programs may have created it in the meantime.
-        Ok(()) | Err(Errno::EXIST) => {}
+    let is_ours = match mkdirat(parent, name, Mode::RWXU) {
+        Ok(()) => true,
+        // The owner's programs have created it in the meantime.
+        Err(Errno::EXIST) => false,
         Err(error) => return Err(error),
-    }
+    };
     let created = openat(parent, name, directory_flags(), Mode::empty())?;
+    if !is_ours || fstat(&created)?.st_uid != geteuid().as_raw() {
+        return Ok(created);
+    }
     if let Some((uid, gid)) = owner {
         fchown(&created, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)))?;
     }
@@ -137,7 +146,7 @@ mod tests {
         fs::write(home.path().join("file"), "x").unwrap();
         Directory::open(home.path(), Path::new("a/b"), None).unwrap();
         assert!(home.path().join("a/b").is_dir());
-        for path in ["link", "link/a", "file", "file/a"] {
+        for path in ["link", "link/a", "file", "file/a", "..", "a/../..", "/etc"] {
             assert!(Directory::open(home.path(), Path::new(path), None).is_err(), "{path}");
         }
         assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 0);
@@ -149,9 +158,14 @@ mod tests {
         fs::write(home.path().join("staged"), "restored").unwrap();
         fs::write(home.path().join("taken"), "present").unwrap();
         let directory = Directory::open(home.path(), Path::new(""), None).unwrap();
+        fs::write(home.path().join("other"), "other").unwrap();
+        directory.exchange(OsStr::new("taken"), &home.path().join("other")).unwrap();
+        assert_eq!(fs::read_to_string(home.path().join("other")).unwrap(), "present");
+        directory.exchange(OsStr::new("taken"), &home.path().join("other")).unwrap();
+        let none = directory.exchange(OsStr::new("none"), &home.path().join("other"));
+        assert_eq!(none, Err(Errno::NOENT));
         let taken = directory.take(&home.path().join("staged"), OsStr::new("taken"));
         assert_eq!(taken, Err(Errno::EXIST));
-        assert_eq!(directory.rename(OsStr::new("staged"), OsStr::new("taken")), Err(Errno::EXIST));
         let (name, at) = (OsStr::new("taken"), Timestamp::UNIX_EPOCH);
         let first = directory.find_free_name(name, "restored", at).unwrap();
         assert_eq!(first, "taken.restored-19700101T000000Z");

@@ -4,7 +4,6 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
-use svc_http::request_id;
 use svc_wire::files::{FileRestore, FileRestoreStatus};
 
 use crate::system::layout::Layout;
@@ -33,9 +32,9 @@ pub struct RestoreRequest {
 }
 
 impl RestoreRequest {
-    /// Creates a request with the current request id.
+    /// Creates a request with a new id: that of the HTTP request is the client's, and may repeat.
     pub fn new(path: String, time: Option<Timestamp>, into: Option<String>, replace: bool) -> Self {
-        let (request_id, requested_at) = (request_id::current(), clock::now_ms());
+        let (request_id, requested_at) = (uuid::Uuid::now_v7().to_string(), clock::now_ms());
         Self { request_id, requested_at, path, time, into, replace }
     }
 
@@ -97,7 +96,7 @@ pub fn current(layout: &Layout) -> Result<Option<FileRestore>, FileError> {
     })
 }
 
-fn read_state(layout: &Layout) -> Result<Option<FileRestore>, FileError> {
+pub(super) fn read_state(layout: &Layout) -> Result<Option<FileRestore>, FileError> {
     let text = fsx::read_if_exists(&layout.files_state().join(STATE_FILE))?;
     Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
 }

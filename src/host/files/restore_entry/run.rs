@@ -2,6 +2,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -9,7 +10,6 @@ use jiff::Timestamp;
 use rustix::io::Errno;
 use rustix::thread::CapabilitySet;
 use serde::{Deserialize, Serialize};
-use svc_base::accounts::Accounts;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::chain::format_chain;
 use svc_base::clock::{self, rfc3339_ms};
@@ -21,13 +21,15 @@ use svc_files::restore::{RestoreOptions, RestoreProgress, Restored, restore_entr
 use svc_wire::files::{FileRestore, FileRestoreStatus};
 
 use super::put::Directory;
-use super::request::{RestoreRequest, write_state};
+use super::request::{RestoreRequest, read_state, write_state};
 use crate::files::access::{AccessError, FilesSettings, retry};
 use crate::files::home_path::{HomePath, HomePathError, SHOWN_HOME};
+use crate::files::owner::owner_ids;
 use crate::files::save_request::{self, SaveRequestError};
 use crate::files::staging::{ENTRY_STAGING, Staging};
 use crate::system::activity;
 use crate::system::layout::Layout;
+use crate::system::lock::Lock;
 use crate::system::quiesce::Quiesce;
 
 /// How long the store may be unreachable before a request fails.
@@ -35,6 +37,7 @@ const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 /// The entry's name in the staging directory.
 const STAGED: &str = "entry";
+const LOCK_FILE: &str = "entry-restore.lock";
 
 /// The capabilities of `svc-files-request.service`: to give the files to the owner's user, and to reach directories that
 /// only that user can enter.
@@ -42,7 +45,7 @@ pub const CAPABILITIES: CapabilitySet = crate::files::gate::CAPABILITIES;
 
 /// The fail points of a restore.
 pub const FAILPOINTS: &[&str] =
-    &["files.entry.staged", "files.entry.kept", "files.entry.placed", "files.entry.recorded"];
+    &["files.entry.staged", "files.entry.exchanged", "files.entry.placed", "files.entry.recorded"];
 
 /// Why a request failed.
 #[derive(Debug, thiserror::Error)]
@@ -57,10 +60,8 @@ enum RestoreError {
     NotFound { path: HomePath, at: Timestamp },
     #[error("{0} is a device, FIFO or socket, of which nothing is saved")]
     Special(HomePath),
-    #[error(
-        "{0} belongs to the machine's records, which only the machine writes; choose another place with `into`"
-    )]
-    Records(HomePath),
+    #[error("{0} is only written by the machine; choose another place with `into`")]
+    Reserved(HomePath),
     #[error("there already is an entry at {0}; choose another place, or replace it")]
     Taken(HomePath),
     #[error("{0} is on another file system than the home directory; choose another place with `into`")]
@@ -109,6 +110,8 @@ struct Placement {
 struct Staged {
     /// When the snapshot was taken.
     saved_at: Timestamp,
+    /// The inode of the restored entry, which says where it is after an interrupted exchange.
+    inode: u64,
     files: u64,
     bytes: u64,
     incomplete: u64,
@@ -130,6 +133,7 @@ fn bytes_to_name(bytes: &[u8]) -> OsString {
 /// # Errors
 /// `Unavailable` if it fails. It is then removed: its state says why. A killed run is repeated.
 pub async fn serve(layout: Layout) -> Result<(), Failure> {
+    let _lock = Lock::take(&layout.files_state().join(LOCK_FILE)).or_exit(Exit::TryAgain)?;
     let Some(request) = RestoreRequest::read(&layout).or_exit(Exit::Internal)? else { return Ok(()) };
     let request = match request {
         Ok(request) => request,
@@ -138,20 +142,52 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
             return Err(Failure::new(Exit::Refused, error));
         }
     };
+    let has_ended = |state: &FileRestore| {
+        state.request_id == request.request_id
+            && matches!(state.status, FileRestoreStatus::Done | FileRestoreStatus::Failed)
+    };
+    let staging = Staging::new(&layout, ENTRY_STAGING);
+    if read_state(&layout).or_exit(Exit::Internal)?.is_some_and(|state| has_ended(&state)) {
+        // An earlier run was interrupted after its end. What cannot be removed is removed by the next restore.
+        return clean_up(&layout, &staging).or_exit(Exit::Internal);
+    }
     let settings = FilesSettings::read(layout)?;
     let layout = &settings.layout;
     let mut state = request.to_state();
     state.status = FileRestoreStatus::Running;
-    write_state(layout, &mut state).or_exit(Exit::Internal)?;
-    let result = restore(&settings, &request, &mut state).await;
+    write_progress(layout, &mut state);
+    let result = restore(&settings, &staging, &request, &mut state).await;
+    if result.is_err() {
+        // First, because a full disk may be the reason, and then the state could not be written.
+        remove_staging(&staging);
+    }
     state.status = if result.is_ok() { FileRestoreStatus::Done } else { FileRestoreStatus::Failed };
     state.error = result.as_ref().err().map(|error| format_chain(error));
     write_state(layout, &mut state).or_exit(Exit::Internal)?;
     failpoint::pass("files.entry.recorded").or_exit(Exit::Internal)?;
-    Staging::new(layout, ENTRY_STAGING).remove().or_exit(Exit::Internal)?;
-    RestoreRequest::remove(layout).or_exit(Exit::Internal)?;
+    clean_up(layout, &staging).or_exit(Exit::Internal)?;
     activity::note(layout, &describe(&request, &state));
     result.map_err(|error| Failure::new(Exit::Unavailable, error))
+}
+
+/// Removes the served request, and what is left of the restore.
+fn clean_up(layout: &Layout, staging: &Staging) -> Result<(), FileError> {
+    remove_staging(staging);
+    RestoreRequest::remove(layout)
+}
+
+/// Removes the staging directory. If that fails, the next restore removes it, or says why it cannot.
+fn remove_staging(staging: &Staging) {
+    if let Err(error) = staging.remove() {
+        tracing::warn!(error = %format_chain(&error), "cannot remove the staging directory of a restore");
+    }
+}
+
+/// Writes the progress, which is written again at the end.
+fn write_progress(layout: &Layout, state: &mut FileRestore) {
+    if let Err(error) = write_state(layout, state) {
+        tracing::debug!(error = %format_chain(&error), "cannot write the progress of a restore");
+    }
 }
 
 fn describe(request: &RestoreRequest, state: &FileRestore) -> String {
@@ -173,37 +209,35 @@ fn describe(request: &RestoreRequest, state: &FileRestore) -> String {
 
 async fn restore(
     settings: &FilesSettings,
+    staging: &Staging,
     request: &RestoreRequest,
     state: &mut FileRestore,
 ) -> Result<(), RestoreError> {
-    let is_quiesced = Quiesce::read(&settings.layout)?.is_some_and(|quiesce| quiesce.quiesced_at.is_some());
-    if is_quiesced || settings.layout.superseded().exists() {
-        return Err(RestoreError::Quiesced);
-    }
-    let staging = Staging::new(&settings.layout, ENTRY_STAGING);
-    staging.ensure_own()?;
-    let owner = find_owner(&settings.layout);
-    let complete = staging.read_complete::<Placement>()?;
+    ensure_writable(&settings.layout)?;
+    let complete = if staging.ensure_own()? { staging.read_complete::<Placement>()? } else { None };
+    let owner = owner_ids(&settings.layout);
     let placement = match complete.filter(|placement| placement.request_id == request.request_id) {
         // An earlier run was interrupted while it moved the entry.
         Some(placement) => placement,
-        None => stage(settings, request, state, &staging, owner).await?,
+        None => stage(settings, request, state, staging, owner).await?,
     };
     failpoint::pass("files.entry.staged")?;
-    put(settings, &staging, &placement, owner)?;
+    // The download may have taken long.
+    ensure_writable(&settings.layout)?;
+    state.kept_as = placement.kept_as.as_ref().map(|kept| placement.shown(kept));
+    put(settings, staging, &placement, owner)?;
     state.saved_at = Some(placement.staged.saved_at.into());
     state.restored_to = Some(placement.shown(&placement.name));
-    state.kept_as = placement.kept_as.as_ref().map(|kept| placement.shown(kept));
     let Staged { files, bytes, incomplete, .. } = placement.staged;
     (state.files, state.incomplete, state.total_bytes, state.written_bytes) =
         (files, incomplete, bytes, bytes);
     Ok(())
 }
 
-/// The user and group that own the owner's files; `None` where the system has no such account, as in tests.
-fn find_owner(layout: &Layout) -> Option<(u32, u32)> {
-    let names = Accounts::load(layout.root()).names();
-    names.uid("svc").zip(names.gid("svc"))
+/// Refuses to change the home after its final save.
+fn ensure_writable(layout: &Layout) -> Result<(), RestoreError> {
+    let is_quiesced = Quiesce::read(layout)?.is_some_and(|quiesce| quiesce.quiesced_at.is_some());
+    if is_quiesced || layout.superseded().exists() { Err(RestoreError::Quiesced) } else { Ok(()) }
 }
 
 /// Restores the entry to the staging directory, and decides where it goes.
@@ -219,15 +253,17 @@ async fn stage(
         Some(into) => into.parse()?,
         None => path.clone(),
     };
-    if wanted.touches_records() {
-        return Err(RestoreError::Records(wanted));
+    if wanted.is_reserved() {
+        return Err(RestoreError::Reserved(wanted));
     }
-    let (directory_path, name) = wanted.split().ok_or_else(|| RestoreError::Records(wanted.clone()))?;
+    let (directory_path, name) = wanted.split().ok_or_else(|| RestoreError::Reserved(wanted.clone()))?;
     if request.replace {
         save_request::save_now(&settings.layout).await.map_err(RestoreError::Unsaved)?;
     }
     let counts = RestoreProgress::default();
-    let attempt = async || restore_to_staging(settings, request.time, &path, staging, owner, &counts).await;
+    // The save before a replacement must not be the one that is restored; a repeated run restores the same one.
+    let time = request.time.unwrap_or(request.requested_at);
+    let attempt = async || restore_to_staging(settings, time, &path, staging, owner, &counts).await;
     let staged = tokio::select! {
         staged = retry(OUTAGE_TIMEOUT, RestoreError::is_transient, attempt) => staged?,
         never = show_progress(&counts, &settings.layout, state) => match never {},
@@ -255,20 +291,17 @@ async fn stage(
 /// Restores the entry to the staging directory.
 async fn restore_to_staging(
     settings: &FilesSettings,
-    time: Option<Timestamp>,
+    time: Timestamp,
     path: &HomePath,
     staging: &Staging,
     owner: Option<(u32, u32)>,
     counts: &RestoreProgress,
 ) -> Result<Staged, RestoreError> {
     let repository = settings.open_with_stored_key().await?.ok_or(RestoreError::NothingSaved)?;
-    let history = History::open(repository.clone()).await?;
-    let snapshot = history.find_snapshot(time).await?;
-    let Some((_, snapshot)) = snapshot else {
-        return Err(time.map_or(RestoreError::NothingSaved, RestoreError::NoSnapshot));
-    };
+    let history = History::open_for_restore(repository.clone()).await?;
+    let (_, snapshot) = history.find_snapshot(Some(time)).ok_or(RestoreError::NoSnapshot(time))?;
     let at = snapshot.time;
-    let entry = history.find(&snapshot, path.as_path()).await?;
+    let entry = history.find(snapshot, path.as_path()).await?;
     let entry = entry.ok_or_else(|| RestoreError::NotFound { path: path.clone(), at })?;
     drop(history);
     if entry.kind() == EntryKind::Special {
@@ -286,7 +319,8 @@ async fn restore_to_staging(
         );
     }
     let Restored { files, bytes, incomplete, .. } = restored;
-    Ok(Staged { saved_at: at, files, bytes, incomplete })
+    let inode = find_inode(&staging.files().join(STAGED))?.unwrap_or(0);
+    Ok(Staged { saved_at: at, inode, files, bytes, incomplete })
 }
 
 async fn show_progress(
@@ -298,14 +332,12 @@ async fn show_progress(
         tokio::time::sleep(PROGRESS_INTERVAL).await;
         (state.total_bytes, state.written_bytes) = (counts.total_bytes(), counts.written_bytes());
         state.files = counts.total_files();
-        // The result is written again at the end.
-        if let Err(error) = write_state(layout, state) {
-            tracing::debug!(error = %format_chain(&error), "cannot write the progress of a restore");
-        }
+        write_progress(layout, state);
     }
 }
 
-/// Moves the present entry aside, if it is to be replaced, and the restored one into its place.
+/// Puts the restored entry into its place. A present one that it replaces is exchanged with it in one step, and then moved
+/// beside it, so that there is an entry at each moment.
 fn put(
     settings: &FilesSettings,
     staging: &Staging,
@@ -313,29 +345,47 @@ fn put(
     owner: Option<(u32, u32)>,
 ) -> Result<(), RestoreError> {
     let staged = staging.files().join(STAGED);
-    if std::fs::symlink_metadata(&staged).is_err() {
-        // An earlier run was interrupted after it had moved the entry.
-        return Ok(());
-    }
+    // Without a staged entry, an earlier run was interrupted after it had moved the entry.
+    let Some(inode) = find_inode(&staged)? else { return Ok(()) };
     let path = bytes_to_name(&placement.directory);
     let directory = Directory::open(&settings.layout.user_home(), Path::new(&path), owner)?;
     let name = bytes_to_name(&placement.name);
-    if let Some(kept_as) = placement.kept_as.as_ref().map(|kept| bytes_to_name(kept))
-        && !directory.has(&kept_as)?
-    {
-        match directory.rename(&name, &kept_as) {
-            // The owner's programs have removed it in the meantime.
-            Ok(()) | Err(Errno::NOENT) => {}
-            Err(error) => return Err(error.into()),
+    let explain = |error: Errno| {
+        let shown = || HomePath::from_relative(Path::new(&path).join(&name));
+        match error {
+            Errno::EXIST => RestoreError::Taken(shown()),
+            Errno::XDEV => RestoreError::OtherFileSystem(shown()),
+            error => error.into(),
+        }
+    };
+    let is_placed = inode != placement.staged.inode;
+    let mut must_keep = is_placed;
+    if !is_placed {
+        must_keep = match &placement.kept_as {
+            Some(_) => match directory.exchange(&name, &staged) {
+                Ok(()) => true,
+                // The owner's programs have removed it in the meantime.
+                Err(Errno::NOENT) => false,
+                Err(error) => return Err(explain(error)),
+            },
+            None => false,
+        };
+        if !must_keep {
+            directory.take(&staged, &name).map_err(explain)?;
         }
     }
-    failpoint::pass("files.entry.kept")?;
-    let shown = || HomePath::from_relative(Path::new(&path).join(&name));
-    directory.take(&staged, &name).map_err(|error| match error {
-        Errno::EXIST => RestoreError::Taken(shown()),
-        Errno::XDEV => RestoreError::OtherFileSystem(shown()),
-        error => error.into(),
-    })?;
+    failpoint::pass("files.entry.exchanged")?;
+    if let Some(kept_as) = placement.kept_as.as_ref().filter(|_| must_keep) {
+        directory.take(&staged, &bytes_to_name(kept_as)).map_err(explain)?;
+    }
     failpoint::pass("files.entry.placed")?;
     Ok(())
+}
+
+fn find_inode(path: &Path) -> Result<Option<u64>, FileError> {
+    match std::fs::symlink_metadata(path) {
+        Ok(meta) => Ok(Some(meta.ino())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(FileError::wrap("read", path)(error)),
+    }
 }

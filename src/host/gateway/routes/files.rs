@@ -52,9 +52,9 @@ pub async fn restore(
     let into: Option<HomePath> = fields.optional("into");
     let replace = fields.boolean("replace").unwrap_or(false);
     let target = into.as_ref().or(path.as_ref());
-    if target.is_some_and(HomePath::touches_records) {
+    if target.is_some_and(HomePath::is_reserved) {
         let name = if into.is_some() { "into" } else { "path" };
-        let detail = "belongs to the machine's records, which only the machine writes; restore it to another place with `into`";
+        let detail = "is only written by the machine; restore it to another place with `into`";
         fields.add_error(name, detail);
     }
     let path = fields.finish(path)?;
