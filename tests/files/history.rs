@@ -68,7 +68,7 @@ impl History {
     }
 
     fn request_restore(&self, fields: Value) -> Result<()> {
-        let mut request = json!({ "requestId": "r-1", "requestedAt": "2026-01-02T03:04:05.678Z", "time": null,
+        let mut request = json!({ "requestId": uuid::Uuid::now_v7(), "requestedAt": Timestamp::now(), "time": null,
             "into": null, "replace": false });
         request
             .as_object_mut()
@@ -260,6 +260,19 @@ async fn restores_go_where_nothing_is_lost() -> Result<()> {
         let error = state["error"].as_str().unwrap_or_default();
         assert!(state["status"] == "failed" && error.contains(part), "{fields}: {state}");
         assert!(!history.host.machine.path("var/lib/svc/requests/files-restore").exists(), "{fields}");
+    }
+    // Without a time, what was saved before the request is restored, and not the save before the replacement.
+    history.host.write("home/projects/app/main.rs", "broken")?;
+    let state = history.restore(json!({ "path": "projects/app/main.rs", "replace": true }), 0)?;
+    assert_eq!(history.read("home/projects/app/main.rs")?, "fn main() {}", "{state}");
+    // A directory of this name that belongs to somebody else stays, and the next request is served.
+    if nix::unistd::getuid().is_root() {
+        let foreign = history.host.home().join(".svc-restore-entry");
+        fs::create_dir(&foreign)?;
+        std::os::unix::fs::chown(&foreign, Some(12_345), None)?;
+        let state = history.restore(json!({ "path": "projects/app", "into": "elsewhere" }), 69)?;
+        assert!(state["error"].as_str().is_some_and(|error| error.contains("remove it")), "{state}");
+        fs::remove_dir(&foreign)?;
     }
     // Links in the home are not followed.
     let outside = tempfile::tempdir()?;

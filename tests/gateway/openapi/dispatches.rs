@@ -3,6 +3,7 @@
 use serde_json::json;
 
 use super::{ROW, TestGateway, operations};
+use crate::contract::ApiUnderTest;
 
 /// Checks rejected dispatches, with a runner that accepts commands but never responds.
 pub async fn check_dispatches(gateway: &TestGateway) {

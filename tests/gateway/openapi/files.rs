@@ -6,7 +6,7 @@ use serde_json::json;
 use super::{TestGateway, operations};
 
 /// The operations that the history service serves.
-const READS: [&str; 3] = ["listFileVersions", "listFilesAt", "downloadFile"];
+pub const READS: [&str; 3] = ["listFileVersions", "listFilesAt", "downloadFile"];
 
 /// Checks questions about earlier files: what never existed, and outages of the store and of the history service.
 pub async fn check_files(gateway: &TestGateway) {

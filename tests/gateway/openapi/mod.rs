@@ -485,6 +485,8 @@ async fn check_without_database(gateway: &TestGateway, unaffected: &[&str]) {
             id if needs_database && !unaffected.contains(&id) => {
                 response.assert_problem(503, "database_unavailable");
             }
+            // The history service is not running.
+            id if files::READS.contains(&id) => {}
             id => assert!(response.status < 400, "{id}: {response:?}"),
         }
     }
