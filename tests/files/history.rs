@@ -67,7 +67,7 @@ impl History {
         Ok(serde_json::from_slice(&body)?)
     }
 
-    fn request_restore(&self, fields: Value) -> Result<()> {
+    fn request_restore(&self, fields: &Value) -> Result<()> {
         let mut request = json!({ "requestId": uuid::Uuid::now_v7(), "requestedAt": Timestamp::now(), "time": null,
             "into": null, "replace": false });
         request
@@ -78,7 +78,7 @@ impl History {
     }
 
     /// Serves a restore, and returns its state.
-    fn restore(&self, fields: Value, exit: i32) -> Result<Value> {
+    fn restore(&self, fields: &Value, exit: i32) -> Result<Value> {
         self.request_restore(fields)?;
         self.host.machine.run(&["svc-sync-agent", "serve-restore"])?.expect(exit);
         self.restore_state()
@@ -207,7 +207,7 @@ async fn restores_go_where_nothing_is_lost() -> Result<()> {
     history.save().await?;
 
     // Something is there: beside it.
-    let state = history.restore(json!({ "path": "projects/plan.md", "time": time }), 0)?;
+    let state = history.restore(&json!({ "path": "projects/plan.md", "time": time }), 0)?;
     assert_eq!((&state["status"], &state["error"]), (&json!("done"), &Value::Null), "{state}");
     let beside = state["restoredTo"].as_str().context("no place")?.to_owned();
     assert!(
@@ -220,12 +220,12 @@ async fn restores_go_where_nothing_is_lost() -> Result<()> {
         ("version 1".into(), "version 2".into())
     );
     // Again: the first result is not replaced.
-    let again = history.restore(json!({ "path": "projects/plan.md", "time": time }), 0)?;
+    let again = history.restore(&json!({ "path": "projects/plan.md", "time": time }), 0)?;
     assert_ne!(again["restoredTo"], state["restoredTo"]);
 
     // Over it: the present one is saved and kept.
     history.host.write("home/projects/plan.md", "not saved yet")?;
-    let state = history.restore(json!({ "path": "projects/plan.md", "time": time, "replace": true }), 0)?;
+    let state = history.restore(&json!({ "path": "projects/plan.md", "time": time, "replace": true }), 0)?;
     assert_eq!(history.read("home/projects/plan.md")?, "version 1", "{state}");
     let kept =
         state["keptAs"].as_str().and_then(|kept| kept.strip_prefix("/home/svc/")).context("not kept")?;
@@ -235,10 +235,10 @@ async fn restores_go_where_nothing_is_lost() -> Result<()> {
 
     // Nothing is there: to its own place, also if its directory is gone.
     fs::remove_dir_all(history.host.home().join("home/projects"))?;
-    let state = history.restore(json!({ "path": "/home/svc/home/projects/app", "time": time }), 0)?;
+    let state = history.restore(&json!({ "path": "/home/svc/home/projects/app", "time": time }), 0)?;
     assert_eq!(state["restoredTo"], "/home/svc/home/projects/app", "{state}");
     assert_eq!(history.read("home/projects/app/main.rs")?, "fn main() {}");
-    let state = history.restore(json!({ "path": "projects", "time": time, "into": "old/projects" }), 0)?;
+    let state = history.restore(&json!({ "path": "projects", "time": time, "into": "old/projects" }), 0)?;
     assert_eq!(
         (&state["restoredTo"], &state["files"]),
         (&json!("/home/svc/home/old/projects"), &json!(2)),
@@ -256,28 +256,28 @@ async fn restores_go_where_nothing_is_lost() -> Result<()> {
         (json!({ "path": "never" }), "did not exist"),
         (json!({ "path": "../.." }), "invalid path"),
     ] {
-        let state = history.restore(fields.clone(), 69)?;
+        let state = history.restore(&fields, 69)?;
         let error = state["error"].as_str().unwrap_or_default();
         assert!(state["status"] == "failed" && error.contains(part), "{fields}: {state}");
         assert!(!history.host.machine.path("var/lib/svc/requests/files-restore").exists(), "{fields}");
     }
     // Without a time, what was saved before the request is restored, and not the save before the replacement.
     history.host.write("home/projects/app/main.rs", "broken")?;
-    let state = history.restore(json!({ "path": "projects/app/main.rs", "replace": true }), 0)?;
+    let state = history.restore(&json!({ "path": "projects/app/main.rs", "replace": true }), 0)?;
     assert_eq!(history.read("home/projects/app/main.rs")?, "fn main() {}", "{state}");
     // A directory of this name that belongs to somebody else stays, and the next request is served.
     if nix::unistd::getuid().is_root() {
         let foreign = history.host.home().join(".svc-restore-entry");
         fs::create_dir(&foreign)?;
         std::os::unix::fs::chown(&foreign, Some(12_345), None)?;
-        let state = history.restore(json!({ "path": "projects/app", "into": "elsewhere" }), 69)?;
+        let state = history.restore(&json!({ "path": "projects/app", "into": "elsewhere" }), 69)?;
         assert!(state["error"].as_str().is_some_and(|error| error.contains("remove it")), "{state}");
         fs::remove_dir(&foreign)?;
     }
     // Links in the home are not followed.
     let outside = tempfile::tempdir()?;
     std::os::unix::fs::symlink(outside.path(), history.host.home().join("home/link"))?;
-    history.restore(json!({ "path": "projects", "into": "link/projects" }), 69)?;
+    history.restore(&json!({ "path": "projects", "into": "link/projects" }), 69)?;
     assert_eq!(fs::read_dir(outside.path())?.count(), 0);
     assert!(!history.host.home().join(".svc-restore-entry").exists());
     let log = fs::read_to_string(history.host.home().join("home/system/logs/activity.log"))?;
@@ -291,7 +291,7 @@ async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
         let history = History::start().await?;
         let time = history.save().await?.to_string();
         history.host.write("home/projects/app/main.rs", "newer")?;
-        history.request_restore(json!({ "path": "projects/app", "time": time, "replace": true }))?;
+        history.request_restore(&json!({ "path": "projects/app", "time": time, "replace": true }))?;
         let failpoints = format!("{point}=return(kill)");
         let serve = ["svc-sync-agent", "serve-restore"];
         history.host.machine.run_with(&serve, &[("FAILPOINTS", &failpoints)])?.expect_killed();

@@ -95,10 +95,11 @@ fn programs(names: &[&str]) -> String {
 }
 
 /// Host settings that root reads only from its own process and `update.env`, or that only other users' services read.
-const NOT_FROM_OTHERS: [&Variable; 27] = [
+const NOT_FROM_OTHERS: [&Variable; 28] = [
     &host::ACME_RETRY_SECONDS,
     &host::BRIDGE_CHANGES_KEEP_SECONDS,
     &host::BRIDGE_STATEMENT_TIMEOUT_MS,
+    &host::FILES_UPLOAD_KIB_PER_SECOND,
     &host::GATEWAY_AUTH,
     &host::GATEWAY_TLS_CERT_FILE,
     &host::HEARTBEAT_SECONDS,

@@ -213,6 +213,7 @@ recorded in the audit log.\n\nExample: svcctl files versions ada projects/app/ma
     Versions {
         /// A machine's id, its user's handle, or USER/SLOT
         machine: MachineTarget,
+        /// A path below /home/svc; a relative path is below /home/svc/home
         path: String,
         /// Only versions before this time (RFC 3339)
         #[arg(long)]
@@ -229,6 +230,7 @@ Example: svcctl files list ada projects --time 2026-11-27T18:00:00Z"
     List {
         /// A machine's id, its user's handle, or USER/SLOT
         machine: MachineTarget,
+        /// A path below /home/svc; a relative path is below /home/svc/home
         #[arg(default_value = "/home/svc/home")]
         path: String,
         /// Time (RFC 3339) [default: the last save]
@@ -244,6 +246,7 @@ Example: svcctl files restore ada projects/app --time 2026-11-27T18:00:00Z"
     Restore {
         /// A machine's id, its user's handle, or USER/SLOT
         machine: MachineTarget,
+        /// A path below /home/svc; a relative path is below /home/svc/home
         path: String,
         /// Time (RFC 3339) [default: the last save]
         #[arg(long)]

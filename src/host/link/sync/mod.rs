@@ -60,6 +60,7 @@ enum Command {
         after_help = "A relative path is below /home/svc/home.\n\nExample: svc-sync-agent versions projects/app/main.rs"
     )]
     Versions {
+        /// A path below /home/svc; a relative path is below /home/svc/home
         path: String,
         /// Only versions before this time (RFC 3339)
         #[arg(long)]
@@ -69,6 +70,7 @@ enum Command {
     #[command(after_help = "A relative path is below /home/svc/home.\n\n\
 Example: svc-sync-agent list projects --time 2026-11-27T18:00:00Z")]
     List {
+        /// A path below /home/svc; a relative path is below /home/svc/home
         #[arg(default_value = ".")]
         path: String,
         /// Time (RFC 3339) [default: the last save]
@@ -83,6 +85,7 @@ Example: svc-sync-agent restore projects/app --time 2026-11-27T18:00:00Z\n\n\
 Exit codes: 0 restored, 69 not restored."
     )]
     Restore {
+        /// A path below /home/svc; a relative path is below /home/svc/home
         path: String,
         /// Time (RFC 3339) [default: the last save]
         #[arg(long)]
