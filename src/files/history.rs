@@ -91,6 +91,11 @@ impl Entry {
         self.node.link_target()
     }
 
+    /// When the entry last changed on the machine that saved it, and its inode there.
+    pub fn changed_at(&self) -> (Timestamp, u64) {
+        (self.node.ctime, self.node.inode)
+    }
+
     /// The device and inode of a file with several names.
     pub fn hard_link_key(&self) -> Option<(u64, u64)> {
         let Node { links, inode, device_id, .. } = self.node;
@@ -279,7 +284,7 @@ impl History {
     /// Returns the versions of an entry, the newest first.
     ///
     /// # Errors
-    /// The errors of the store; [`FilesError::Corrupt`] for a damaged directory.
+    /// The errors of the store. Damaged snapshots are counted in the page.
     pub async fn list_versions(&self, path: &Path, query: VersionQuery) -> Result<VersionPage, FilesError> {
         // A loop, because the compiler cannot show that a borrowing iterator over a filter is `Send`.
         let mut wanted = Vec::new();
@@ -300,6 +305,7 @@ impl History {
                 searches.push(self.find(snapshot, path));
             }
             let found = join_all(searches).await;
+            let last_searched = batch.last().map(|(_, snapshot)| snapshot.time);
             for ((snapshot, Snapshot { time, .. }), entry) in batch.into_iter().zip(found) {
                 let (snapshot, time) = (*snapshot, *time);
                 let entry = match entry {
@@ -322,7 +328,7 @@ impl History {
             }
             searched += MAX_CONCURRENT_SEARCHES;
             if searched >= query.max_snapshots && pending.peek().is_some() {
-                page.next_before = page.versions.last().map(|last| last.first_saved_at);
+                page.next_before = last_searched;
                 return Ok(page);
             }
         }
@@ -391,7 +397,13 @@ impl History {
         let mut packs = packs.lock().await;
         let bytes = match packs.iter().position(|(number, _)| *number == location.pack) {
             Some(at) => packs.remove(at).map(|(_, bytes)| bytes).unwrap_or_default(),
-            None => self.repository.read_pack(pack.id, 0..pack.end).await?,
+            None => match self.repository.read_pack(pack.id, 0..pack.end).await {
+                // The pack may only be truncated.
+                Err(error) if error.is_damage() => {
+                    return self.repository.read_pack(pack.id, location.range()).await;
+                }
+                bytes => bytes?,
+            },
         };
         packs.push_back((location.pack, bytes.clone()));
         if packs.len() > MAX_CACHED_PACKS {

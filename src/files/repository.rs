@@ -450,7 +450,8 @@ impl Repository {
         let mut uploads = Vec::new();
         for meta in list_objects(&self.bucket, folder).await? {
             let id = meta.location.filename().and_then(|name| name.parse::<Id>().ok());
-            let time = Timestamp::from_second(meta.last_modified.timestamp()).unwrap_or(Timestamp::MAX);
+            let nanoseconds = i32::try_from(meta.last_modified.timestamp_subsec_nanos()).unwrap_or(0);
+            let time = Timestamp::new(meta.last_modified.timestamp(), nanoseconds).unwrap_or(Timestamp::MAX);
             uploads.extend(id.map(|id| (id, time)));
         }
         Ok(uploads)

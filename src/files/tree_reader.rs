@@ -53,15 +53,25 @@ impl<'a> TreeReader<'a> {
     }
 
     async fn read_at(&mut self, id: Id, location: BlobLocation) -> Result<Tree, FilesError> {
-        let pack = self.read_pack(location).await?;
-        let range = location.range();
-        let sealed = usize::try_from(range.start).ok().zip(usize::try_from(range.end).ok());
-        let sealed = sealed.and_then(|(start, end)| pack.get(start..end)).unwrap_or_default();
-        let json = self.repository.open_blob(&location.to_packed(BlobType::Tree, id), sealed)?;
+        let sealed = self.read_sealed(location).await?;
+        let json = self.repository.open_blob(&location.to_packed(BlobType::Tree, id), &sealed)?;
         if self.is_caching {
             self.repository.cache_tree(id, &json);
         }
         Tree::parse(id, &json)
+    }
+
+    /// Reads an encrypted tree. Those in the sound part of a truncated pack are read alone.
+    async fn read_sealed(&mut self, location: BlobLocation) -> Result<Bytes, FilesError> {
+        let pack = match self.read_pack(location).await {
+            Err(error) if error.is_damage() => {
+                return self.repository.read_pack(self.locations.pack(location).id, location.range()).await;
+            }
+            pack => pack?,
+        };
+        let range = location.range();
+        let range = usize::try_from(range.start).unwrap_or(0)..usize::try_from(range.end).unwrap_or(0);
+        Ok(pack.get(range).map(|sealed| pack.slice_ref(sealed)).unwrap_or_default())
     }
 
     async fn read_pack(&mut self, location: BlobLocation) -> Result<Bytes, FilesError> {

@@ -135,7 +135,7 @@ async fn versions_and_states_are_those_of_each_moment() -> Result<()> {
         assert_eq!(downloaded, (200, content.as_bytes().to_vec()));
     }
     for (query, status, part) in [
-        ("download?path=projects/plan.md", 404, "did not exist"),
+        ("download?path=projects/plan.md", 404, "is not in the snapshot"),
         ("download?path=projects&format=raw", 400, "raw is for files"),
         ("at?path=../../etc/passwd", 400, "must be a path below"),
         ("at?path=projects&time=2001-01-01T00:00:00Z", 404, "no snapshot at or before"),
@@ -246,13 +246,13 @@ async fn restores_go_where_nothing_is_lost() -> Result<()> {
     );
 
     for (fields, part) in [
-        (json!({ "path": "projects", "into": "old" }), "there already is an entry"),
-        (json!({ "path": "system/logs" }), "is only written by the machine"),
+        (json!({ "path": "projects", "into": "old" }), "already exists"),
+        (json!({ "path": "system/logs" }), "only the machine writes"),
         (
             json!({ "path": "projects", "into": "system/config.json", "replace": true }),
-            "is only written by the machine",
+            "only the machine writes",
         ),
-        (json!({ "path": ".", "replace": true }), "is only written by the machine"),
+        (json!({ "path": ".", "replace": true }), "only the machine writes"),
         (json!({ "path": "never" }), "did not exist"),
         (json!({ "path": "../.." }), "invalid path"),
     ] {
@@ -281,7 +281,7 @@ async fn restores_go_where_nothing_is_lost() -> Result<()> {
     assert_eq!(fs::read_dir(outside.path())?.count(), 0);
     assert!(!history.host.home().join(".svc-restore-entry").exists());
     let log = fs::read_to_string(history.host.home().join("home/system/logs/activity.log"))?;
-    assert!(log.contains("the owner restored") && log.contains("could not be restored"), "{log}");
+    assert!(log.contains(" restored /home/svc") && log.contains("could not be restored"), "{log}");
     Ok(())
 }
 

@@ -53,7 +53,7 @@ async fn damage_is_named_and_repaired_from_the_machine() -> Result<()> {
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
     let repaired = host.machine.run(&["svc-sync-agent", "verify"])?.expect(0);
-    assert!(repaired.stdout.contains("all are intact"), "{}", repaired.stdout);
+    assert!(repaired.stdout.contains("nothing is lost; other packs have"), "{}", repaired.stdout);
     assert!(!request.exists());
     assert_eq!(read_checks(&host)?["damaged"], serde_json::json!({}));
     let next = Host::new(&store, &platform, 2)?;

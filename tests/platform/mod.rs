@@ -21,6 +21,7 @@ mod fake_host;
 mod files_key;
 mod fleet;
 mod fuse;
+mod host_files;
 mod idempotency;
 mod kept_servers;
 mod key_rotation;

@@ -14,7 +14,7 @@ use crate::gateway::host::Machine;
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 
 /// Adds an operator with the given scope. Returns its token.
-async fn add_operator(stack: &Stack, process: &Process, name: &str, scope: &str) -> String {
+pub async fn add_operator(stack: &Stack, process: &Process, name: &str, scope: &str) -> String {
     let response = stack.post(process, "/operators", &json!({"name": name, "scopes": [scope]})).await;
     response.body["token"].as_str().unwrap().to_owned()
 }

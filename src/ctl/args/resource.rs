@@ -251,7 +251,7 @@ Example: svcctl files restore ada projects/app --time 2026-11-27T18:00:00Z"
         /// Time (RFC 3339) [default: the last save]
         #[arg(long)]
         time: Option<Timestamp>,
-        /// Restore to this path, where nothing may be
+        /// Restore to this path, which must not exist
         #[arg(long)]
         into: Option<String>,
         /// Replace what is there

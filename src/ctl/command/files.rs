@@ -109,7 +109,7 @@ async fn wait_for_restore(api: &ApiClient, id: &str, request: &str, out: &Output
             |state: &FileRestore| matches!(state.status, FileRestoreStatus::Done | FileRestoreStatus::Failed);
         Ok(state.filter(has_ended).map(|state| (response, state)))
     });
-    let command = format!("the restore continues; the activity log of {id} shows its result");
+    let command = format!("svcctl status {id}");
     let ended = interrupt::run_until_interrupted(&command, ended).await?;
     let Some((response, state)) = ended else {
         let text =

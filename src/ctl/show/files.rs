@@ -86,7 +86,7 @@ pub fn prune_plan(view: &View, slot: &SlotTarget, plan: &FilesPrunePlan) -> Stri
 /// Shows a page of versions, the newest first.
 pub fn versions(view: &View, page: &FileVersions) -> String {
     if page.versions.is_empty() {
-        return format!("{} was never saved\n", one_line(&page.path));
+        return format!("no saved versions of {}\n", one_line(&page.path));
     }
     let rows: Vec<Vec<Cell>> = page
         .versions
@@ -137,7 +137,8 @@ pub fn listing(view: &View, page: &FileListing) -> String {
         text.push_str(&table::render(view, &["SIZE", "MODE", "MODIFIED", "NAME"], &rows));
     }
     if page.next_cursor.is_some() {
-        text.push_str("there are more entries than are shown\n");
+        let count = page.entries.len();
+        text.push_str(&format!("only the first {count} entries are shown; list a subdirectory\n"));
     }
     text
 }
@@ -152,10 +153,13 @@ pub fn restored(view: &View, state: &FileRestore) -> String {
         ("files", format!("{}, {}", state.files, format_bytes(state.total_bytes)).into()),
     ];
     if let Some(kept) = &state.kept_as {
-        pairs.push(("replaced, now", one_line(kept).into_owned().into()));
+        pairs.push(("previous one", one_line(kept).into_owned().into()));
     }
     if state.incomplete > 0 {
-        let entries = format!("the mode, times or attributes of {} could not be set", state.incomplete);
+        let entries = format!(
+            "the mode, times or attributes of {} could not be set",
+            pluralize(state.incomplete, "item")
+        );
         pairs.push(("incomplete", Cell::painted(Some(Colour::Bad), entries)));
     }
     table::render_pairs(view, &pairs)

@@ -8,7 +8,8 @@
 //! In the other modes, a commit changes `X` after `X-journal` has the old pages. A database that changed while it was read
 //! is read once more under the lock of a reader, for which writers wait.
 //!
-//! Locks are held for a few seconds at most. Then, or if there is none, the database must be as it was before.
+//! Locks are released after [`MAX_LOCK_TIME`]. Without one, a copy counts only if the database did not change while it was
+//! read.
 //!
 //! Source: <https://www.sqlite.org/walformat.html>, <https://www.sqlite.org/lockingv3.html>.
 
@@ -40,7 +41,7 @@ const PENDING_LOCK: Range = (0x4000_0000, 1);
 const SHARED_LOCK: Range = (0x4000_0002, 510);
 /// Writers of larger databases would wait too long.
 const MAX_LOCKED_BYTES: u64 = 256 << 20;
-/// Programs wait for longer than this, or not at all.
+/// Shorter than usual busy timeouts, which are 5 s.
 const MAX_LOCK_TIME: Duration = Duration::from_secs(3);
 /// The smallest page.
 const MIN_DATABASE_BYTES: u64 = 512;
@@ -175,8 +176,8 @@ fn with_suffix(base: &OsStr, suffix: &[u8]) -> OsString {
     name
 }
 
-/// Locks a small database as a reader does, so that no writer changes it; `None` for other files, or if a writer does not
-/// let go of it.
+/// Locks a small database as a reader does, so that no writer changes it; `None` for other files, or if a writer
+/// keeps its lock.
 pub(super) fn lock_as_reader(file: &File, size: u64) -> Option<ReadLock> {
     if size > MAX_LOCKED_BYTES || !is_database(file, size) {
         return None;
@@ -207,8 +208,8 @@ fn lock(file: &OwnedFd, range: Range) -> bool {
     })
 }
 
-/// Locks of an open file description conflict with the locks that SQLite takes, but not with each other, and they are not
-/// lost when another descriptor of the file is closed.
+/// The locks of an open file description conflict with those that SQLite takes, and are not lost when another descriptor of
+/// the file is closed. Read locks do not conflict with each other.
 fn set_lock(file: &OwnedFd, (start, length): Range, kind: i32) -> bool {
     let lock = libc::flock {
         l_type: i16::try_from(kind).unwrap_or_default(),

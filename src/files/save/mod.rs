@@ -9,6 +9,7 @@ mod database;
 mod entry_stat;
 mod exclusions;
 mod file;
+mod save_database;
 mod upload;
 mod walk;
 mod workers;
@@ -146,8 +147,8 @@ impl Saver {
         &mut self.options
     }
 
-    /// Sets the blobs that the repository has only in damaged packs. A save of a file that needs one writes it again; a
-    /// save without a parent reads all files, and so repairs all that the directory still has.
+    /// Sets the blobs that the repository has only in damaged packs. [`Self::save`] writes those again that the directory
+    /// still has.
     pub fn set_damaged(&mut self, damaged: HashSet<Id>) {
         if self.damaged != damaged {
             self.damaged = damaged;
@@ -182,7 +183,10 @@ impl Saver {
     ) -> Result<Saved, FilesError> {
         let (LoadedIndex { blobs: mut known, mut files }, is_new) = self.take_index().await?;
         // Without its tree, the parent says nothing: the whole home is read.
-        let mut parent = parent.filter(|(_, snapshot)| known.contains(BlobType::Tree, snapshot.tree));
+        let is_readable = |tree| {
+            known.contains(BlobType::Tree, tree) || matches!(self.repository.cached_tree(tree), Ok(Some(_)))
+        };
+        let mut parent = parent.filter(|(_, snapshot)| is_readable(snapshot.tree));
         if let Some((_, snapshot)) = parent.as_ref().filter(|_| is_new) {
             match self.load_missing_trees(snapshot.tree).await {
                 Ok(()) => {}

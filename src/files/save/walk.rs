@@ -20,10 +20,8 @@ use svc_base::accounts::{AccountNames, Accounts};
 use svc_base::untrusted_text::truncate_printable;
 
 use super::changes::{Changes, Scope};
-use super::database::{DatabaseFiles, ReadLock};
-use super::entry_stat::{
-    CACHE_TAG, StatFingerprint, is_cache_tag, open_in, stat_in, stat_open, to_timestamp,
-};
+use super::database::DatabaseFiles;
+use super::entry_stat::{CACHE_TAG, is_cache_tag, open_in, stat_in, stat_open, to_timestamp};
 use super::file::HardLinkedContent;
 use super::workers::Workers;
 use super::{SaveCounts, SaveOptions};
@@ -199,68 +197,6 @@ impl Walker<'_> {
         Ok(nodes)
     }
 
-    /// Saves databases again whose log or journal was created after the directory was listed.
-    fn save_started_databases(
-        &mut self,
-        directory: &OwnedFd,
-        known: &[DatabaseFiles],
-        nodes: &mut Vec<Node>,
-        scope: Scope<'_>,
-    ) -> Result<(), EntryError> {
-        let counts = self.counts.clone();
-        let mut names = self.list(directory)?;
-        self.counts = counts;
-        let started = DatabaseFiles::take_from(&mut names);
-        for database in started.into_iter().filter(|database| !known.contains(database)) {
-            let is_other =
-                |node: &Node| database.names.iter().all(|name| node.file_name().as_ref() != Some(name));
-            nodes.retain(is_other);
-            nodes.extend(self.save_database(directory, &database, &mut BTreeMap::new(), scope)?);
-        }
-        Ok(())
-    }
-
-    /// Saves the files of a database, so that they belong together.
-    fn save_database(
-        &mut self,
-        directory: &OwnedFd,
-        database: &DatabaseFiles,
-        earlier: &mut BTreeMap<OsString, Node>,
-        scope: Scope<'_>,
-    ) -> Result<Vec<Node>, EntryError> {
-        let earlier: Vec<_> = database.names.iter().map(|name| (name, earlier.remove(name))).collect();
-        let counts = self.counts.clone();
-        for is_last in [false, true] {
-            self.counts = counts.clone();
-            let lock = match database.lock(directory) {
-                None if is_last => database.lock_as_reader(directory),
-                lock => lock,
-            };
-            let mut nodes = Vec::new();
-            for (name, earlier) in &earlier {
-                nodes.extend(self.save_entry(directory, name, earlier.clone(), scope)?);
-            }
-            let is_unchanged = is_unchanged(directory, database, &nodes);
-            if is_unchanged && lock.as_ref().is_some_and(ReadLock::is_held) {
-                // A log that grows while it is read has the state after one of its commits. It is read again with the next
-                // save.
-                (self.counts.unstable, self.counts.notes) = (counts.unstable, counts.notes);
-                return Ok(nodes);
-            }
-            // Without the lock, a commit may have changed the database after it was read, and removed the journal.
-            let is_consistent = is_unchanged && self.counts.unstable == counts.unstable;
-            if is_consistent || is_last {
-                if !is_consistent {
-                    self.counts.unstable += 1;
-                    self.retry.mark_subtree(&self.path);
-                    self.note("a database was written while it was read, in");
-                }
-                return Ok(nodes);
-            }
-        }
-        Ok(Vec::new())
-    }
-
     /// Saves the entries that the scope marks, and keeps all others.
     fn save_marked(
         &mut self,
@@ -297,7 +233,7 @@ impl Walker<'_> {
 
     /// Returns the names in a directory, sorted. Of a cache's directory, only the tag is saved; the home itself is never
     /// a cache.
-    fn list(&mut self, directory: &OwnedFd) -> Result<Vec<OsString>, EntryError> {
+    pub(super) fn list(&mut self, directory: &OwnedFd) -> Result<Vec<OsString>, EntryError> {
         let mut names = Vec::new();
         for entry in Dir::read_from(directory)? {
             let entry = entry?;
@@ -318,7 +254,7 @@ impl Walker<'_> {
     }
 
     /// Saves an entry; `None` if it is left out or has vanished.
-    fn save_entry(
+    pub(super) fn save_entry(
         &mut self,
         directory: &OwnedFd,
         name: &OsStr,
@@ -449,14 +385,6 @@ impl Walker<'_> {
         node.set_link_target(OsStr::from_bytes(target.to_bytes()));
         Ok(Some(node))
     }
-}
-
-/// Whether a database is as it was saved.
-fn is_unchanged(directory: &OwnedFd, database: &DatabaseFiles, nodes: &[Node]) -> bool {
-    let Some(name) = database.database() else { return true };
-    let saved = nodes.iter().find(|node| node.file_name().as_deref() == Some(name));
-    let saved = saved.filter(|node| node.node_type == NodeType::File).map(StatFingerprint::of_node);
-    saved.is_none_or(|saved| stat_in(directory, name).is_ok_and(|stat| StatFingerprint::of(&stat) == saved))
 }
 
 /// Why an entry was not saved.

@@ -13,6 +13,7 @@ use crate::pack::{BlobType, PackedBlob};
 use crate::prune::{PruneOptions, Pruned, prune};
 use crate::repository::Kind;
 use crate::retention::RetentionPolicy;
+use crate::tree_reader::TreeReader;
 use crate::verify::{Share, verify};
 
 /// Keeps only the newest snapshot.
@@ -206,7 +207,6 @@ async fn damage_names_its_files_and_is_repaired() {
 
     let (damaged_pack, lost) = (pack, *blobs.iter().next().unwrap());
     fixture.saver.set_damaged(blobs);
-    fixture.last = None;
     let repaired = fixture.save().await;
     let verified = verify(&repository, Share::ALL).await.unwrap();
     assert!(verified.damaged.is_empty(), "{verified:?}");
@@ -229,9 +229,19 @@ async fn damage_names_its_files_and_is_repaired() {
 #[tokio::test]
 async fn truncated_pack_is_damaged() {
     let mut fixture = Fixture::new().await;
-    fixture.write("file", random_bytes(200_000));
+    fixture.write("directory/file", random_bytes(200_000));
     fixture.save().await;
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    let index = repository.load_index().await.unwrap();
+    let packs: Vec<IndexedPack> = index.into_iter().flat_map(|(_, file)| file.packs).collect();
+    // Trees in the sound part of a truncated pack can be read.
+    let trees = packs.iter().find(|pack| pack.blobs[0].blob_type == BlobType::Tree).unwrap();
+    let first = trees.blobs.iter().min_by_key(|blob| blob.offset).unwrap();
+    let bytes = repository.read_whole_pack(trees.id).await.unwrap().unwrap();
+    let end = (first.offset + first.length) as usize;
+    fixture.bucket.put(&repository.pack_path(trees.id), bytes.slice(..end)).await.unwrap();
+    let locations = repository.load_locations().await.unwrap();
+    TreeReader::new(&repository, &locations).read(first.id).await.unwrap();
     for (pack, _) in repository.list_packs().await.unwrap() {
         fixture.bucket.put(&repository.pack_path(pack), b"short".to_vec()).await.unwrap();
         let read = repository.read_pack(pack, 100..200).await;

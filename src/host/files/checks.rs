@@ -36,8 +36,8 @@ pub struct FileChecks {
     /// When the first of these blobs was found, or the last one that was new.
     #[serde(with = "clock::wire_option")]
     pub damage_found_at: Option<Timestamp>,
-    /// The first of the affected files, when they were last searched.
-    pub affected: Vec<AffectedFile>,
+    /// The first of the affected files; `None` if they are not known yet.
+    pub affected: Option<Vec<AffectedFile>>,
     pub affected_snapshots: u64,
 }
 
@@ -49,6 +49,8 @@ pub struct VerifyResult {
     pub at: Option<Timestamp>,
     pub packs: u64,
     pub bytes: u64,
+    /// Damaged packs whose content other packs have, too.
+    pub replaced: u64,
     /// Why it could not be completed.
     pub error: Option<String>,
 }
@@ -63,7 +65,8 @@ pub struct DrillResult {
     pub files: u64,
     pub bytes: u64,
     pub compared: u64,
-    /// The first files whose content differs from the present one, although size and time are the same.
+    /// Files whose content differs from the present one, although size and time are the same; the first of them by name.
+    pub differing_count: u64,
     pub differing: Vec<String>,
     /// Why it failed.
     pub error: Option<String>,
@@ -102,13 +105,24 @@ impl FileChecks {
         fsx::write_atomic(&dir.join(FILE), &text, 0o644)
     }
 
-    /// Returns the shares to verify now, so that each is verified within `days`: those verified longest ago, and those
-    /// with damaged packs, which a save may have repaired.
-    pub fn select_shares(&mut self, days: u16, now: Timestamp) -> Vec<Share> {
+    /// Returns all shares.
+    pub fn select_all_shares(&mut self, days: u16) -> Vec<Share> {
+        let of = self.set_share_count(days);
+        (0..of).map(|part| Share { part, of }).collect()
+    }
+
+    fn set_share_count(&mut self, days: u16) -> u16 {
         let of = days.max(1);
         if self.share_times.len() != usize::from(of) {
             self.share_times = vec![None; usize::from(of)];
         }
+        of
+    }
+
+    /// Returns the shares to verify now, so that each is verified within `days`: those verified longest ago, and those
+    /// with damaged packs, which a save may have repaired.
+    pub fn select_shares(&mut self, days: u16, now: Timestamp) -> Vec<Share> {
+        let of = self.set_share_count(days);
         let mut parts: Vec<u16> = (0..of).collect();
         let time = |part: &u16| self.share_times[usize::from(*part)];
         parts.sort_by_key(|part| (time(part), *part));
@@ -137,6 +151,9 @@ impl FileChecks {
             self.damaged.insert(damaged.pack.to_string(), blobs);
         }
         let after = self.damaged_blobs();
+        if after != before {
+            self.affected = None;
+        }
         if after.is_empty() {
             self.damage_found_at = None;
         } else if !after.is_subset(&before) {
@@ -154,15 +171,17 @@ impl FileChecks {
         }
         let drill = self.drill.as_ref()?;
         let differing = drill.differing.first()?;
-        let more = pluralize(drill.differing.len() as u64, "file");
-        Some(format!("{more} of a sample differ from those on the machine, such as {differing}"))
+        let count = format!("{} of {} compared files", drill.differing_count, drill.compared);
+        Some(format!("{count} are not as on the machine, such as {differing}"))
     }
 
     /// Describes the damaged packs, and the files that they affect.
     fn describe_damage(&self) -> String {
         let packs = pluralize(self.damaged.len() as u64, "damaged pack");
-        let files: Vec<String> = self
-            .affected
+        let Some(affected) = &self.affected else {
+            return format!("{packs}; the affected files are not known yet");
+        };
+        let files: Vec<String> = affected
             .iter()
             .take(MAX_NAMED_FILES)
             .map(|file| {

@@ -96,7 +96,7 @@ pub async fn print_versions(layout: &Layout, path: &str, before: Option<&str>) -
 fn show_versions(page: &FileVersions) -> String {
     let mut text = String::new();
     if page.versions.is_empty() {
-        text.push_str(&format!("{} was never saved\n", page.path));
+        text.push_str(&format!("no saved versions of {}\n", one_line(&page.path)));
     }
     for version in &page.versions {
         let state = version.entry.as_ref().map_or_else(|| "did not exist".to_owned(), show_entry);
@@ -189,10 +189,7 @@ fn report(state: &FileRestore) -> Result<(), Failure> {
         println!("what was there is now {}", one_line(kept));
     }
     if state.incomplete > 0 {
-        println!(
-            "the mode, times or attributes of {} could not be set",
-            pluralize(state.incomplete, "entry")
-        );
+        println!("the mode, times or attributes of {} could not be set", pluralize(state.incomplete, "item"));
     }
     Ok(())
 }

@@ -20,7 +20,7 @@ pub const MAX_CHARS: usize = 4096;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HomePath(PathBuf);
 
-/// Why a text is no such path.
+/// Why a text is not a valid path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum HomePathError {
     #[error("must be a path below {SHOWN_HOME}; a relative path is below {SHOWN_HOME}/{FILES}")]

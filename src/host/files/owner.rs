@@ -1,4 +1,4 @@
-//! The user who owns the owner's files, and access to that user's directories.
+//! The Unix account of the owner's files, and access to the directories of root in which they are.
 
 use std::io;
 use std::path::Path;
@@ -14,7 +14,7 @@ pub fn owner_ids(layout: &Layout) -> Option<(u32, u32)> {
     names.uid("svc").zip(names.gid("svc"))
 }
 
-/// Opens a directory of root in which the owner's files are.
+/// Opens a directory of root that contains the owner's files.
 ///
 /// # Errors
 /// File system errors.

@@ -224,7 +224,8 @@ impl FileBackup {
         let checks = FileChecks::read(&self.settings.layout).map_err(AccessError::File)?;
         open.saver.set_damaged(checks.damaged_blobs());
         let is_repair = checks.damage_found_at > self.status.repaired_at;
-        let parent = open.parent.clone().filter(|_| !is_repair);
+        let save = if is_repair { Save::Everything } else { save };
+        let parent = open.parent.clone();
         let began = Instant::now();
         let (mut saved, is_full) = match (save, parent) {
             // What changed since another machine's snapshot is unknown.

@@ -71,6 +71,9 @@ impl Staging {
     /// If another user has created a directory of this name.
     pub fn clear(&self) -> Result<(), FileError> {
         self.remove()?;
+        if let Some(home) = self.path.parent() {
+            fs::create_dir_all(home).map_err(FileError::wrap("create", home))?;
+        }
         // Not recursively: an existing directory must not be used.
         for path in [self.path.clone(), self.files()] {
             let created = DirBuilder::new().mode(0o700).create(&path);

@@ -6,6 +6,7 @@
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::anyhow;
 use futures_util::TryStreamExt;
@@ -15,9 +16,9 @@ use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::chain::format_chain;
 use svc_base::clock;
 use svc_base::fsx;
-use svc_base::quantity::pluralize;
+use svc_base::quantity::{format_bytes, pluralize};
 use svc_base::untrusted_text::truncate_printable;
-use svc_files::affected::{Affected, find_affected};
+use svc_files::affected::{Affected, AffectedPath, find_affected};
 use svc_files::history::{Entry, EntryKind, History};
 use svc_files::verify::{Share, verify};
 use svc_files::{FilesError, Repository};
@@ -36,6 +37,8 @@ use crate::system::lock::Lock;
 /// The request file: a verification that somebody asked for.
 pub const REQUEST: &str = "files-verify";
 const LOCK_FILE: &str = "verify.lock";
+/// How long another verification is waited for.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(3600);
 /// The sample of a drill.
 const SAMPLE_FILES: usize = 50;
 const MAX_SAMPLE_BYTES: u64 = 1 << 30;
@@ -57,57 +60,54 @@ enum CheckError {
 /// Verifies today's share, or everything, and runs a drill if one is due.
 ///
 /// # Errors
-/// `Refused` if something is damaged; `Unavailable` if a check could not be completed.
+/// `Refused` if something is damaged or differs; `Unavailable` if a check could not be completed.
 pub async fn run(layout: Layout, all: bool) -> Result<(), Failure> {
-    fsx::remove_if_exists(&layout.request(REQUEST)).or_exit(Exit::Internal)?;
     let mut env = config::environment(&layout);
     let days = config::read_verify_within_days(&mut env);
     let days = env.finish(Some(days))?;
-    let _lock = Lock::take(&layout.files_state().join(LOCK_FILE)).or_exit(Exit::TryAgain)?;
+    let lock = Lock::wait(&layout.files_state().join(LOCK_FILE), LOCK_TIMEOUT).await;
+    // Also without the lock, because systemd starts this program again while the request exists.
+    fsx::remove_if_exists(&layout.request(REQUEST)).or_exit(Exit::Internal)?;
+    let _lock = lock.or_exit(Exit::TryAgain)?;
     let settings = FilesSettings::read(layout)?;
     let layout = &settings.layout;
     let mut checks = FileChecks::read(layout).or_exit(Exit::Internal)?;
     let now = clock::now_ms();
     let days = u16::try_from(days).unwrap_or(u16::MAX);
-    let shares = if all {
-        (0..days.max(1)).map(|part| Share { part, of: days.max(1) }).collect()
-    } else {
-        checks.select_shares(days, now)
-    };
+    let shares = if all { checks.select_all_shares(days) } else { checks.select_shares(days, now) };
     let mut result = VerifyResult { at: Some(now), ..VerifyResult::default() };
     let verified = verify_shares(&settings, &mut checks, &shares, &mut result).await;
     result.error = verified.as_ref().err().map(|error| format_chain(error));
     checks.verify = Some(result.clone());
     checks.write(layout).or_exit(Exit::Internal)?;
-    let mut errors: Vec<String> = result.error.into_iter().collect();
+    let mut error = result.error.clone();
     if verified.is_ok() && checks.is_drill_due(now) {
         let drill = drill(&settings, now).await;
-        errors.extend(drill.error.clone());
-        errors.extend(
-            drill.differing.first().map(|path| format!("{path} differs from the file on this machine")),
-        );
+        error = error.or_else(|| drill.error.clone());
         checks.drill = Some(drill);
         checks.write(layout).or_exit(Exit::Internal)?;
     }
     if !checks.damaged.is_empty() {
         // The service writes again what the machine still has.
         fsx::write_atomic(&layout.request(SAVE_REQUEST), b"", 0o644).or_exit(Exit::Internal)?;
-        let text = checks.find_problem().unwrap_or_default();
-        activity::note(layout, &format!("verification of the file backup: {text}"));
-        return Err(Failure::new(Exit::Refused, anyhow!("{text}")));
     }
-    match errors.first() {
-        Some(error) => Err(Failure::new(Exit::Unavailable, anyhow!("{error}"))),
-        None => {
-            let (packs, bytes) = (pluralize(result.packs, "pack"), result.bytes);
-            activity::note(
-                layout,
-                &format!("verification of the file backup: {packs}, {bytes} bytes, are intact"),
-            );
-            println!("{packs}, {bytes} bytes, read in full: all are intact");
-            Ok(())
-        }
+    if let Some(problem) = checks.find_problem() {
+        activity::note(layout, &format!("verification of the file backup: {problem}"));
+        return Err(Failure::new(Exit::Refused, anyhow!("{problem}")));
     }
+    if let Some(error) = error {
+        return Err(Failure::new(Exit::Unavailable, anyhow!("{error}")));
+    }
+    let read = format!("{} ({})", pluralize(result.packs, "pack"), format_bytes(result.bytes));
+    let text = match result.replaced {
+        0 => format!("{read} read in full: all are intact"),
+        count => format!(
+            "{read} read in full: nothing is lost; other packs have the content of {count} damaged ones"
+        ),
+    };
+    activity::note(layout, &format!("verification of the file backup: {text}"));
+    println!("{text}");
+    Ok(())
 }
 
 async fn verify_shares(
@@ -121,6 +121,7 @@ async fn verify_shares(
         let verified = verify(&repository, *share).await?;
         result.packs += verified.packs;
         result.bytes += verified.bytes;
+        result.replaced += verified.replaced.len() as u64;
         for damaged in &verified.damaged {
             tracing::error!(pack = %damaged.pack, why = damaged.why, blobs = damaged.blobs.len(), "a pack is damaged");
         }
@@ -133,15 +134,12 @@ async fn verify_shares(
     let affected =
         if blobs.is_empty() { Affected::default() } else { find_affected(&repository, &blobs).await? };
     checks.affected_snapshots = affected.snapshots;
-    checks.affected = affected
-        .paths
-        .into_iter()
-        .map(|file| AffectedFile {
-            path: truncate_printable(&HomePath::from_relative(file.path).to_string()),
-            first: file.first,
-            last: file.last,
-        })
-        .collect();
+    let describe = |file: AffectedPath| AffectedFile {
+        path: truncate_printable(&HomePath::from_relative(file.path).to_string()),
+        first: file.first,
+        last: file.last,
+    };
+    checks.affected = Some(affected.paths.into_iter().map(describe).collect());
     Ok(())
 }
 
@@ -176,8 +174,11 @@ async fn compare_sample(settings: &FilesSettings, result: &mut DrillResult) -> R
         let present = present.await.ok().flatten();
         let Some(present) = present else { continue };
         result.compared += 1;
-        if present[..] != hash.finalize()[..] && result.differing.len() < MAX_NAMED_FILES {
-            result.differing.push(truncate_printable(&HomePath::from_relative(path).to_string()));
+        if present[..] != hash.finalize()[..] {
+            result.differing_count += 1;
+            if result.differing.len() < MAX_NAMED_FILES {
+                result.differing.push(truncate_printable(&HomePath::from_relative(path).to_string()));
+            }
         }
     }
     Ok(())
@@ -215,8 +216,12 @@ async fn draw_sample(history: &History, root: Entry) -> Result<Vec<(PathBuf, Ent
 fn hash_present(layout: &Layout, path: &Path, entry: &Entry) -> Option<[u8; 32]> {
     let mut file = open_home(layout, &layout.user_home()).ok()?.open_file(path).ok()?;
     let is_same = |meta: &std::fs::Metadata| {
-        let time = i128::from(meta.mtime()) * 1_000_000_000 + i128::from(meta.mtime_nsec());
-        meta.len() == entry.size() && time == entry.modified_at().as_nanosecond()
+        let nanoseconds = |seconds: i64, rest: i64| i128::from(seconds) * 1_000_000_000 + i128::from(rest);
+        let (changed_at, inode) = entry.changed_at();
+        meta.len() == entry.size()
+            && meta.ino() == inode
+            && nanoseconds(meta.mtime(), meta.mtime_nsec()) == entry.modified_at().as_nanosecond()
+            && nanoseconds(meta.ctime(), meta.ctime_nsec()) == changed_at.as_nanosecond()
     };
     file.metadata().ok().filter(is_same)?;
     let mut hash = Sha256::new();

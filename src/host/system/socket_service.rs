@@ -65,8 +65,8 @@ pub async fn listen(service: &SocketService) -> Result<(), Failure> {
                     Err(error) => tracing::error!(error = %format_chain(&error), "cannot start a process"),
                 }
             }
-            // Dropping the connection tells the client that nothing took place.
-            Ok(_) => tracing::warn!(service.max_processes, "too many concurrent processes"),
+            // A connection that is closed without a response means that the request was not processed.
+            Ok(_) => tracing::warn!(service.max_processes, "connection rejected: too many processes"),
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection");
                 tokio::time::sleep(ACCEPT_RETRY_INTERVAL).await;
@@ -90,7 +90,7 @@ async fn wait(mut child: Child, stop: CancellationToken) {
             // It is not an error if the process has already ended.
             let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGTERM);
         }
-        // The child reports its exit to the client.
+        // Reap the child.
         let _ = child.wait().await;
     }
 }

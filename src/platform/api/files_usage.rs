@@ -40,7 +40,7 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
     drop(session);
     let root = SlotPrefix::new(&user, &slot).files();
     let usage = tokio::time::timeout(TIMEOUT, measure(&platform.bucket, &root)).await.map_err(|_| {
-        let detail = "The repository has too many objects to list in time.";
+        let detail = format!("Listing the repository took more than {} s; try again.", TIMEOUT.as_secs());
         Problem::new(Code::StoreUnavailable, detail)
     })?;
     let usage = usage.map_err(|error| match error {

@@ -1,6 +1,6 @@
 //! `/vps/:id/files/…`: earlier states of an owner's files, as the machine's host reads them from the slot's file backup, and
-//! restores. File names are the owner's data, so each question and each restore is audited, even if it fails. No content is
-//! sent.
+//! restores. File names are the owner's data, so each read and each request for a restore is audited, even if it is refused;
+//! polling the state of a restore is not. No content is sent.
 
 use std::sync::Arc;
 
@@ -283,15 +283,19 @@ pub async fn restore(
     if let Some(reply) = mutation.replay(&platform.db.session().await?).await? {
         return Ok(reply.into_response());
     }
-    let machine = find_serving(&platform, id).await?;
     let body = json!({"path": path, "time": time.map(rfc3339_ms), "into": into, "replace": replace});
     let change = |outcome: &str| {
         let mut after = body.clone();
         after["outcome"] = outcome.into();
         AuditChange { action: "files.restore", target: id.to_string(), before: None, after: Some(after) }
     };
-    let accepted: FileRestoreAccepted = match ask(&platform, &machine, FilesCall::Restore(body.clone())).await
-    {
+    // First, because the host may accept it although no later row can be written.
+    audit(&platform, &operator, change("requested")).await?;
+    let asked = async {
+        let machine = find_serving(&platform, id).await?;
+        ask::<FileRestoreAccepted>(&platform, &machine, FilesCall::Restore(body.clone())).await
+    };
+    let accepted = match asked.await {
         Ok(accepted) => accepted,
         Err(problem) => {
             // The host may have accepted it, although its response was lost.

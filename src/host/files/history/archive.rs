@@ -23,7 +23,7 @@ const BUFFER_BYTES: usize = 128 << 10;
 /// Buffers that wait for the client.
 const MAX_PENDING_BUFFERS: usize = 4;
 
-/// A format with several files.
+/// An archive format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Archive {
     Tar,
@@ -85,7 +85,7 @@ impl Write for ChannelWriter {
 
 /// An archive that is being written.
 enum Writer<W: Write> {
-    /// The map has the first path of each file with several names.
+    /// The map has the first path of each hard-linked file.
     Tar(Box<tar::Builder<W>>, HashMap<(u64, u64), PathBuf>),
     Zip(Box<ZipWriter<StreamWriter<W>>>),
 }
@@ -103,7 +103,7 @@ fn write_archive<W: Write>(
             EntryKind::Directory => {
                 writer.add_directory(&path, &entry)?;
                 let children = runtime.block_on(history.list(&entry)).map_err(io::Error::other)?;
-                // The last is taken first.
+                // Reversed, because the stack returns the last one first.
                 pending.extend(children.into_iter().rev().map(|child| (path.join(child.name()), child)));
             }
             EntryKind::File => {
@@ -227,7 +227,7 @@ fn zip_name(path: &Path) -> String {
 
 type Chunks<'a> = Pin<Box<dyn Stream<Item = Result<Vec<u8>, FilesError>> + 'a>>;
 
-/// Reads a file's content. It must have as many bytes as its directory says, because a tar entry begins with its size.
+/// Reads a file's content. It must have its recorded size, because a tar entry begins with that.
 struct ContentReader<'a> {
     chunks: Chunks<'a>,
     chunk: io::Cursor<Vec<u8>>,
@@ -248,12 +248,12 @@ impl Read for ContentReader<'_> {
                 } else {
                     Err(io::Error::new(
                         io::ErrorKind::UnexpectedEof,
-                        "a file is shorter than its directory says",
+                        "a file is shorter than its recorded size",
                     ))
                 };
             };
             let chunk = chunk.map_err(io::Error::other)?;
-            let longer = || io::Error::other("a file is longer than its directory says");
+            let longer = || io::Error::other("a file is longer than its recorded size");
             self.left = self.left.checked_sub(chunk.len() as u64).ok_or_else(longer)?;
             self.chunk = io::Cursor::new(chunk);
         }

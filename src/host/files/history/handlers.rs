@@ -124,7 +124,7 @@ pub async fn download(
             _ => return Err(Problem::field("?path", "names neither a file nor a directory")),
         };
         let at = rfc3339_ms(found.snapshot.time);
-        activity::note(&settings.layout, &format!("the owner downloads {path} as it was at {at}"));
+        activity::note(&settings.layout, &format!("downloaded {path} as it was at {at}"));
         let name = found.entry.name();
         let name = if name.is_empty() { OsStr::new("home") } else { name }.to_owned();
         Ok(match format {
@@ -179,7 +179,7 @@ async fn find(history: &History, path: &HomePath, time: Option<Timestamp>) -> Re
     let entry = history.find(&snapshot, path.as_path()).await.map_err(problem)?;
     let entry = entry.ok_or_else(|| {
         let detail = format!(
-            "{path} did not exist at {}: GET /api/files/versions lists when it did.",
+            "{path} is not in the snapshot of {}; a list of its versions shows which have it.",
             rfc3339_ms(snapshot.time)
         );
         Problem::new(Code::NotFound, detail)
@@ -191,8 +191,7 @@ fn problem(error: FilesError) -> Problem {
     tracing::warn!(error = %format_chain(&error), "cannot read the file backup");
     match error {
         FilesError::Store(StoreError::NotFound { .. }) | FilesError::Corrupt { .. } => {
-            let detail =
-                "A part of the file backup that is needed for this is damaged; other times may be intact.";
+            let detail = "The file backup is damaged where this request needs it; try another snapshot.";
             Problem::new(Code::StoreUnavailable, detail)
         }
         FilesError::Store(_) | FilesError::IndexChanging => {

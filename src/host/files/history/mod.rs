@@ -79,7 +79,7 @@ async fn serve(settings: FilesSettings, connection: UnixStream) -> Result<(), Fa
         served = served => if let Err(error) = served {
             tracing::debug!(error = %format_chain(&error), "the connection ended early");
         },
-        () = waiting.wait_for_stall() => tracing::warn!("the client reads nothing; its request is ended"),
+        () = waiting.wait_for_stall() => tracing::warn!("the client has stopped reading; closing the connection"),
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Ends a connection whose client reads nothing: few downloads run at the same time.
+//! Closes connections whose client has stopped reading, because each occupies one of a few processes.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;

@@ -39,9 +39,10 @@ impl Directory {
                 return Err(wrap("use")(Errno::INVAL));
             };
             directory = match openat(&directory, name, directory_flags(), Mode::empty()) {
-                Err(Errno::NOENT) => create(&directory, name, owner).map_err(wrap.clone()("create"))?,
+                Err(Errno::NOENT) => create(&directory, name).map_err(wrap.clone()("create"))?,
                 opened => opened.map_err(wrap.clone()("open"))?,
             };
+            give_to_owner(&directory, owner).map_err(wrap.clone()("change the owner of"))?;
         }
         Ok(Self(directory))
     }
@@ -91,22 +92,27 @@ fn directory_flags() -> OFlags {
     OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC
 }
 
-fn create(parent: &OwnedFd, name: &OsStr, owner: Option<(u32, u32)>) -> Result<OwnedFd, Errno> {
-    let is_ours = match mkdirat(parent, name, Mode::RWXU) {
-        Ok(()) => true,
-        // The owner's programs have created it in the meantime.
-        Err(Errno::EXIST) => false,
+/// Creates a directory that no other user can enter yet.
+fn create(parent: &OwnedFd, name: &OsStr) -> Result<OwnedFd, Errno> {
+    match mkdirat(parent, name, Mode::RWXU) {
+        // The owner's programs may have created it in the meantime.
+        Ok(()) | Err(Errno::EXIST) => {}
         Err(error) => return Err(error),
-    };
-    let created = openat(parent, name, directory_flags(), Mode::empty())?;
-    if !is_ours || fstat(&created)?.st_uid != geteuid().as_raw() {
-        return Ok(created);
+    }
+    openat(parent, name, directory_flags(), Mode::empty())
+}
+
+/// Gives a directory that this process has just created, or created in an interrupted run, to the owner.
+fn give_to_owner(directory: &OwnedFd, owner: Option<(u32, u32)>) -> Result<(), Errno> {
+    let stat = fstat(directory)?;
+    let is_new = stat.st_uid == geteuid().as_raw() && stat.st_mode & 0o7777 == Mode::RWXU.as_raw_mode();
+    if !is_new {
+        return Ok(());
     }
     if let Some((uid, gid)) = owner {
-        fchown(&created, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)))?;
+        fchown(directory, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)))?;
     }
-    fchmod(&created, Mode::from_raw_mode(0o755))?;
-    Ok(created)
+    fchmod(directory, Mode::from_raw_mode(0o755))
 }
 
 /// `notes.txt` becomes `notes.restored-20261128T021907Z.txt`; further numbers follow the time.

@@ -37,6 +37,7 @@ const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 /// The entry's name in the staging directory.
 const STAGED: &str = "entry";
+const MAX_KEEP_ATTEMPTS: u32 = 10;
 const LOCK_FILE: &str = "entry-restore.lock";
 
 /// The capabilities of `svc-files-request.service`: to give the files to the owner's user, and to reach directories that
@@ -60,9 +61,9 @@ enum RestoreError {
     NotFound { path: HomePath, at: Timestamp },
     #[error("{0} is a device, FIFO or socket, of which nothing is saved")]
     Special(HomePath),
-    #[error("{0} is only written by the machine; choose another place with `into`")]
+    #[error("{0} is, or contains, a directory that only the machine writes; restore to another path")]
     Reserved(HomePath),
-    #[error("there already is an entry at {0}; choose another place, or replace it")]
+    #[error("{0} already exists; restore to another path, or replace it")]
     Taken(HomePath),
     #[error("{0} is on another file system than the home directory; choose another place with `into`")]
     OtherFileSystem(HomePath),
@@ -124,6 +125,18 @@ impl Placement {
     }
 }
 
+impl Placement {
+    /// Explains why the entry cannot be moved to its place.
+    fn explain(&self, error: Errno) -> RestoreError {
+        let path = Path::new(&bytes_to_name(&self.directory)).join(bytes_to_name(&self.name));
+        match error {
+            Errno::EXIST => RestoreError::Taken(HomePath::from_relative(path)),
+            Errno::XDEV => RestoreError::OtherFileSystem(HomePath::from_relative(path)),
+            error => error.into(),
+        }
+    }
+}
+
 fn bytes_to_name(bytes: &[u8]) -> OsString {
     OsString::from_vec(bytes.to_vec())
 }
@@ -147,6 +160,13 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
             && matches!(state.status, FileRestoreStatus::Done | FileRestoreStatus::Failed)
     };
     let staging = Staging::new(&layout, ENTRY_STAGING);
+    // Before anything is removed: an interrupted run may have left the owner's present entry there. A directory of another
+    // user has none; the restore then says so.
+    if staging.ensure_own().is_ok()
+        && let Err(error) = finish_exchange(&layout, &staging)
+    {
+        return Err(keep_trying(&layout, request.to_state(), error));
+    }
     if read_state(&layout).or_exit(Exit::Internal)?.is_some_and(|state| has_ended(&state)) {
         // An earlier run was interrupted after its end. What cannot be removed is removed by the next restore.
         return clean_up(&layout, &staging).or_exit(Exit::Internal);
@@ -157,6 +177,11 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
     state.status = FileRestoreStatus::Running;
     write_progress(layout, &mut state);
     let result = restore(&settings, &staging, &request, &mut state).await;
+    if matches!(find_exchanged(&staging), Ok(Some(_)))
+        && let Err(error) = result
+    {
+        return Err(keep_trying(layout, state, error));
+    }
     if result.is_err() {
         // First, because a full disk may be the reason, and then the state could not be written.
         remove_staging(&staging);
@@ -170,14 +195,26 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
     result.map_err(|error| Failure::new(Exit::Unavailable, error))
 }
 
+/// Keeps the request, because the owner's present entry is still in the staging directory: the next run moves it.
+fn keep_trying(layout: &Layout, mut state: FileRestore, error: RestoreError) -> Failure {
+    state.status = FileRestoreStatus::Running;
+    state.error = Some(format_chain(&error));
+    write_progress(layout, &mut state);
+    Failure::new(Exit::TryAgain, error)
+}
+
 /// Removes the served request, and what is left of the restore.
 fn clean_up(layout: &Layout, staging: &Staging) -> Result<(), FileError> {
     remove_staging(staging);
     RestoreRequest::remove(layout)
 }
 
-/// Removes the staging directory. If that fails, the next restore removes it, or says why it cannot.
+/// Removes the staging directory. If that fails, the next restore removes it, or says why it cannot. An entry of the owner
+/// that was exchanged for the restored one, and could not be moved yet, is kept for the next run.
 fn remove_staging(staging: &Staging) {
+    if matches!(find_exchanged(staging), Err(_) | Ok(Some(_))) {
+        return;
+    }
     if let Err(error) = staging.remove() {
         tracing::warn!(error = %format_chain(&error), "cannot remove the staging directory of a restore");
     }
@@ -198,7 +235,7 @@ fn describe(request: &RestoreRequest, state: &FileRestore) -> String {
                 .kept_as
                 .as_ref()
                 .map_or_else(String::new, |kept| format!("; what was there is now {kept}"));
-            format!("the owner restored {} as it was at {at} to {restored_to}{kept}", request.path)
+            format!("restored {} as it was at {at} to {restored_to}{kept}", request.path)
         }
         (_, error) => {
             let why = error.as_deref().unwrap_or("no reason is known");
@@ -213,19 +250,28 @@ async fn restore(
     request: &RestoreRequest,
     state: &mut FileRestore,
 ) -> Result<(), RestoreError> {
-    ensure_writable(&settings.layout)?;
     let complete = if staging.ensure_own()? { staging.read_complete::<Placement>()? } else { None };
     let owner = owner_ids(&settings.layout);
     let placement = match complete.filter(|placement| placement.request_id == request.request_id) {
         // An earlier run was interrupted while it moved the entry.
         Some(placement) => placement,
-        None => stage(settings, request, state, staging, owner).await?,
+        None => {
+            ensure_writable(&settings.layout)?;
+            stage(settings, request, state, staging, owner).await?
+        }
     };
     failpoint::pass("files.entry.staged")?;
-    // The download may have taken long.
-    ensure_writable(&settings.layout)?;
-    state.kept_as = placement.kept_as.as_ref().map(|kept| placement.shown(kept));
-    put(settings, staging, &placement, owner)?;
+    // Otherwise, an earlier run has moved the entry, and was then interrupted.
+    if find_inode(&staging.files().join(STAGED))? == Some(placement.staged.inode) {
+        // The download may have taken long.
+        ensure_writable(&settings.layout)?;
+        put(&settings.layout, staging, &placement, owner)?;
+    }
+    state.kept_as = match finish_exchange(&settings.layout, staging)? {
+        Some(kept) => Some(kept),
+        None => find_kept(&settings.layout, &placement)?,
+    };
+    failpoint::pass("files.entry.placed")?;
     state.saved_at = Some(placement.staged.saved_at.into());
     state.restored_to = Some(placement.shown(&placement.name));
     let Staged { files, bytes, incomplete, .. } = placement.staged;
@@ -336,50 +382,71 @@ async fn show_progress(
     }
 }
 
-/// Puts the restored entry into its place. A present one that it replaces is exchanged with it in one step, and then moved
-/// beside it, so that there is an entry at each moment.
+/// Puts the restored entry into its place. A present one that it replaces is exchanged with it in one step, so that there
+/// is an entry at each moment; [`finish_exchange`] then moves it beside the restored one.
 fn put(
-    settings: &FilesSettings,
+    layout: &Layout,
     staging: &Staging,
     placement: &Placement,
     owner: Option<(u32, u32)>,
 ) -> Result<(), RestoreError> {
     let staged = staging.files().join(STAGED);
-    // Without a staged entry, an earlier run was interrupted after it had moved the entry.
-    let Some(inode) = find_inode(&staged)? else { return Ok(()) };
     let path = bytes_to_name(&placement.directory);
-    let directory = Directory::open(&settings.layout.user_home(), Path::new(&path), owner)?;
+    let directory = Directory::open(&layout.user_home(), Path::new(&path), owner)?;
     let name = bytes_to_name(&placement.name);
-    let explain = |error: Errno| {
-        let shown = || HomePath::from_relative(Path::new(&path).join(&name));
-        match error {
-            Errno::EXIST => RestoreError::Taken(shown()),
-            Errno::XDEV => RestoreError::OtherFileSystem(shown()),
-            error => error.into(),
-        }
-    };
-    let is_placed = inode != placement.staged.inode;
-    let mut must_keep = is_placed;
-    if !is_placed {
-        must_keep = match &placement.kept_as {
-            Some(_) => match directory.exchange(&name, &staged) {
-                Ok(()) => true,
-                // The owner's programs have removed it in the meantime.
-                Err(Errno::NOENT) => false,
-                Err(error) => return Err(explain(error)),
-            },
-            None => false,
-        };
-        if !must_keep {
-            directory.take(&staged, &name).map_err(explain)?;
+    if placement.kept_as.is_some() {
+        match directory.exchange(&name, &staged) {
+            Ok(()) => return Ok(failpoint::pass("files.entry.exchanged")?),
+            // The owner's programs have removed it in the meantime.
+            Err(Errno::NOENT) => {}
+            Err(error) => return Err(placement.explain(error)),
         }
     }
-    failpoint::pass("files.entry.exchanged")?;
-    if let Some(kept_as) = placement.kept_as.as_ref().filter(|_| must_keep) {
-        directory.take(&staged, &bytes_to_name(kept_as)).map_err(explain)?;
+    directory.take(&staged, &name).map_err(|error| placement.explain(error))
+}
+
+/// Returns the placement whose restored entry was exchanged for the present one, which is still in the staging directory.
+fn find_exchanged(staging: &Staging) -> Result<Option<Placement>, RestoreError> {
+    let complete = if staging.ensure_own()? { staging.read_complete::<Placement>()? } else { None };
+    let Some(placement) = complete else { return Ok(None) };
+    let inode = find_inode(&staging.files().join(STAGED))?;
+    Ok(Some(placement).filter(|placement| inode.is_some_and(|inode| inode != placement.staged.inode)))
+}
+
+/// Moves the entry that was exchanged for the restored one beside it, and returns its path as it is shown; `None` if there
+/// is none. If it cannot be moved, the exchange is undone.
+fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>, RestoreError> {
+    let Some(placement) = find_exchanged(staging)? else { return Ok(None) };
+    let staged = staging.files().join(STAGED);
+    let path = bytes_to_name(&placement.directory);
+    let directory = Directory::open(&layout.user_home(), Path::new(&path), owner_ids(layout))?;
+    let mut kept_as = bytes_to_name(placement.kept_as.as_ref().unwrap_or(&placement.name));
+    for _ in 0..MAX_KEEP_ATTEMPTS {
+        match directory.take(&staged, &kept_as) {
+            Ok(()) => return Ok(Some(placement.shown(kept_as.as_bytes()))),
+            // The owner's programs have taken the name in the meantime.
+            Err(Errno::EXIST) => {
+                let name = bytes_to_name(&placement.name);
+                kept_as = directory.find_free_name(&name, "replaced", clock::now_ms())?;
+            }
+            Err(error) => {
+                let name = bytes_to_name(&placement.name);
+                if let Err(error) = directory.exchange(&name, &staged) {
+                    tracing::error!(%error, "cannot undo the exchange of a restored entry");
+                }
+                return Err(error.into());
+            }
+        }
     }
-    failpoint::pass("files.entry.placed")?;
-    Ok(())
+    Err(Errno::EXIST.into())
+}
+
+/// Returns where an earlier, interrupted run has kept the replaced entry.
+fn find_kept(layout: &Layout, placement: &Placement) -> Result<Option<String>, RestoreError> {
+    let Some(kept_as) = &placement.kept_as else { return Ok(None) };
+    let path = bytes_to_name(&placement.directory);
+    let directory = Directory::open(&layout.user_home(), Path::new(&path), owner_ids(layout))?;
+    Ok(directory.has(&bytes_to_name(kept_as))?.then(|| placement.shown(kept_as)))
 }
 
 fn find_inode(path: &Path) -> Result<Option<u64>, FileError> {

@@ -54,7 +54,7 @@ pub async fn restore(
     let target = into.as_ref().or(path.as_ref());
     if target.is_some_and(HomePath::is_reserved) {
         let name = if into.is_some() { "into" } else { "path" };
-        let detail = "is only written by the machine; restore it to another place with `into`";
+        let detail = "is, or contains, a directory that only the machine writes; restore to another path";
         fields.add_error(name, detail);
     }
     let path = fields.finish(path)?;
@@ -65,7 +65,7 @@ pub async fn restore(
         requested_at: request.requested_at.into(),
     };
     if !run_blocking(move || request.submit(&layout)).await? {
-        let detail = "Another restore has not ended yet: GET /api/files/restore shows it.";
+        let detail = "Another restore is in progress; wait until it has ended.";
         return Err(Problem::new(Code::InvalidState, detail));
     }
     Ok((StatusCode::ACCEPTED, Json(accepted)).into_response())

@@ -82,7 +82,7 @@ Example: svc-sync-agent list projects --time 2026-11-27T18:00:00Z")]
         after_help = "It is restored to its own place; if something is there, beside it under a new name. With --replace, what \
 is there is saved first, and stays under a new name.\n\n\
 Example: svc-sync-agent restore projects/app --time 2026-11-27T18:00:00Z\n\n\
-Exit codes: 0 restored, 69 not restored."
+Exit codes: 0 restored, 64 invalid path or time, 65 refused, 69 not restored, 77 not permitted."
     )]
     Restore {
         /// A path below /home/svc; a relative path is below /home/svc/home
@@ -90,14 +90,14 @@ Exit codes: 0 restored, 69 not restored."
         /// Time (RFC 3339) [default: the last save]
         #[arg(long)]
         time: Option<String>,
-        /// Restore to this path, where nothing may be
+        /// Restore to this path, which must not exist
         #[arg(long)]
         into: Option<String>,
         /// Replace what is there
         #[arg(long)]
         replace: bool,
     },
-    /// Answer a request about earlier files, which standard input is connected to
+    /// Serve one request about earlier files from the socket on standard input
     #[command(after_help = "Used by svc-files-history@.service. Example: svc-sync-agent history --listen")]
     History {
         /// Accept connections on history.sock and serve each in a separate process
@@ -107,11 +107,11 @@ Exit codes: 0 restored, 69 not restored."
     /// Serve the requested restore of a file or directory
     #[command(after_help = "Used by svc-files-request.service. As root, it runs as that service does.")]
     ServeRestore,
-    /// Read a part of the file backup again, and repair what is damaged
+    /// Verify part of the file backup
     #[command(
-        after_help = "A daily run verifies a share, so that all is verified within VERIFY_WITHIN_DAYS, and once a week compares a \
-sample with the files on this machine.\n\nExample: svc-sync-agent verify --all\n\n\
-Exit codes: 0 intact, 65 damaged, 69 not completed."
+        after_help = "Reads the shares that are due, so that all is verified within VERIFY_WITHIN_DAYS, and requests a save if packs \
+are damaged. Once a week, also compares a sample with the files on this machine.\n\nExample: svc-sync-agent verify --all\n\n\
+Exit codes: 0 intact, 65 damaged or different, 69 not completed."
     )]
     Verify {
         /// Verify everything

@@ -1,0 +1,89 @@
+//! Saves the files of a SQLite database together.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::os::fd::OwnedFd;
+
+use super::changes::Scope;
+use super::database::{DatabaseFiles, ReadLock};
+use super::entry_stat::{StatFingerprint, stat_in};
+use super::walk::{EntryError, Walker};
+use crate::tree::{Node, NodeType};
+
+impl Walker<'_> {
+    /// Saves databases again whose log or journal was created after the directory was listed.
+    pub(super) fn save_started_databases(
+        &mut self,
+        directory: &OwnedFd,
+        known: &[DatabaseFiles],
+        nodes: &mut Vec<Node>,
+        scope: Scope<'_>,
+    ) -> Result<(), EntryError> {
+        let counts = self.counts.clone();
+        let mut names = self.list(directory)?;
+        self.counts = counts;
+        let started = DatabaseFiles::take_from(&mut names);
+        for database in started.into_iter().filter(|database| !known.contains(database)) {
+            let mut earlier = BTreeMap::new();
+            nodes.retain(|node| {
+                let name = node.file_name().filter(|name| database.names.contains(name));
+                name.inspect(|name| drop(earlier.insert(name.clone(), node.clone()))).is_none()
+            });
+            for node in earlier.values().filter(|node| node.node_type == NodeType::File) {
+                self.counts.files = self.counts.files.saturating_sub(1);
+                self.counts.bytes = self.counts.bytes.saturating_sub(node.size);
+            }
+            nodes.extend(self.save_database(directory, &database, &mut earlier, scope)?);
+        }
+        Ok(())
+    }
+
+    /// Saves the files of a database, so that they belong together.
+    pub(super) fn save_database(
+        &mut self,
+        directory: &OwnedFd,
+        database: &DatabaseFiles,
+        earlier: &mut BTreeMap<OsString, Node>,
+        scope: Scope<'_>,
+    ) -> Result<Vec<Node>, EntryError> {
+        let earlier: Vec<_> = database.names.iter().map(|name| (name, earlier.remove(name))).collect();
+        let counts = self.counts.clone();
+        for is_last in [false, true] {
+            self.counts = counts.clone();
+            let lock = match database.lock(directory) {
+                None if is_last => database.lock_as_reader(directory),
+                lock => lock,
+            };
+            let mut nodes = Vec::new();
+            for (name, earlier) in &earlier {
+                nodes.extend(self.save_entry(directory, name, earlier.clone(), scope)?);
+            }
+            let is_unchanged = is_unchanged(directory, database, &nodes);
+            if is_unchanged && lock.as_ref().is_some_and(ReadLock::is_held) {
+                // A log that grows while it is read has the state after one of its commits. It is read again with the next
+                // save.
+                (self.counts.unstable, self.counts.notes) = (counts.unstable, counts.notes);
+                return Ok(nodes);
+            }
+            // Without the lock, a commit may have changed the database after it was read, and removed the journal.
+            let is_consistent = is_unchanged && self.counts.unstable == counts.unstable;
+            if is_consistent || is_last {
+                if !is_consistent {
+                    self.counts.unstable += 1;
+                    self.retry.mark_subtree(&self.path);
+                    self.note("a database was written while it was read, in");
+                }
+                return Ok(nodes);
+            }
+        }
+        Ok(Vec::new())
+    }
+}
+
+/// Whether a database is as it was saved.
+fn is_unchanged(directory: &OwnedFd, database: &DatabaseFiles, nodes: &[Node]) -> bool {
+    let Some(name) = database.database() else { return true };
+    let saved = nodes.iter().find(|node| node.file_name().as_deref() == Some(name));
+    let saved = saved.filter(|node| node.node_type == NodeType::File).map(StatFingerprint::of_node);
+    saved.is_none_or(|saved| stat_in(directory, name).is_ok_and(|stat| StatFingerprint::of(&stat) == saved))
+}
