@@ -37,11 +37,20 @@ impl Rclone {
         Ok(rclone)
     }
 
-    /// Returns `rclone sync FROM TO`, in which `:s3:` is the store.
+    /// Returns `rclone sync FROM TO`, in which `:s3:` is the store, whose entity tags are not MD5 hashes.
     pub fn sync(&self, store: &S3Server, from: &str, to: &str) -> Command {
         let mut command = Command::new(&self.program);
         command
-            .args(["sync", from, to, "--transfers=8", "--checkers=16", "--links", "--config="])
+            .args([
+                "sync",
+                from,
+                to,
+                "--transfers=8",
+                "--checkers=16",
+                "--links",
+                "--ignore-checksum",
+                "--config=",
+            ])
             .env_clear();
         command.envs([
             ("HOME", "/nonexistent".to_owned()),
