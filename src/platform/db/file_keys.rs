@@ -109,13 +109,11 @@ pub async fn find_pruning(
     user: &str,
     slot: &str,
 ) -> Result<Option<LastPruning>, DbError> {
-    let sql = "SELECT pruned_at, prune_error FROM file_keys WHERE idp_user_id = $1 AND slot = $2";
+    // A new row has the time of its creation, and a requested pruning the epoch.
+    let sql = "SELECT CASE WHEN pruned_at > created_at THEN pruned_at END, prune_error FROM file_keys \
+               WHERE idp_user_id = $1 AND slot = $2";
     let row = query_opt(client, sql, &[&user, &slot]).await?;
-    Ok(row.map(|row| {
-        let at: Timestamp = row.get(0);
-        // The epoch stands for a pruning that is due at once.
-        LastPruning { at: (at > Timestamp::UNIX_EPOCH).then_some(at), error: row.get(1) }
-    }))
+    Ok(row.map(|row| LastPruning { at: row.get(0), error: row.get(1) }))
 }
 
 /// Requests a pruning. Returns whether the slot has a key.
