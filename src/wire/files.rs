@@ -82,6 +82,15 @@ pub struct FilesAccess {
     pub repository: String,
 }
 
+/// Maximum number of characters in a path.
+pub const MAX_PATH_CHARS: usize = 4096;
+/// Default and maximum number of versions in a page.
+pub const DEFAULT_VERSIONS: usize = 50;
+pub const MAX_VERSIONS: usize = 500;
+/// Default and maximum number of a directory's entries in a page.
+pub const DEFAULT_ENTRIES: usize = 1000;
+pub const MAX_ENTRIES: usize = 10_000;
+
 /// A kind of directory entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema, strum::Display)]
 #[serde(rename_all = "lowercase")]
@@ -184,6 +193,19 @@ pub enum FileRestoreStatus {
     Unknown,
 }
 
+impl FileRestoreStatus {
+    pub fn has_ended(self) -> bool {
+        matches!(self, Self::Done | Self::Failed)
+    }
+}
+
+/// The response about restores.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct FileRestoreResponse {
+    /// The pending restore, or else the last one; `None` if there was none.
+    pub restore: Option<FileRestore>,
+}
+
 /// A restore of a file or directory to the home of a running machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
@@ -215,7 +237,7 @@ pub struct FileRestore {
     pub updated_at: Time,
 }
 
-/// What was accepted.
+/// An accepted request for a restore.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

@@ -265,7 +265,7 @@ async fn restores_go_where_nothing_is_lost() -> Result<()> {
     history.host.write("home/projects/app/main.rs", "broken")?;
     let state = history.restore(&json!({ "path": "projects/app/main.rs", "replace": true }), 0)?;
     assert_eq!(history.read("home/projects/app/main.rs")?, "fn main() {}", "{state}");
-    // A directory of this name that belongs to somebody else stays, and the next request is served.
+    // Another user's directory of this name is not removed, and the request ends with an error.
     if nix::unistd::getuid().is_root() {
         let foreign = history.host.home().join(".svc-restore-entry");
         fs::create_dir(&foreign)?;

@@ -50,12 +50,20 @@ async fn answers_are_printable_and_questions_audited() {
     let missing = send(Method::GET, "versions?path=never", None).await;
     missing.assert_problem(404, "not_found");
     assert_eq!(missing.body["detail"], "It did not exist.\u{FFFD}");
+    answer(
+        &host,
+        400,
+        &json!({"detail": "d", "errors": [{"pointer": "?path", "detail": "must be below the home"}]}),
+    );
+    let invalid = send(Method::GET, "versions?path=../x", None).await;
+    invalid.assert_problem(400, "invalid_request");
+    assert_eq!(invalid.body["errors"][0], json!({"pointer": "?path", "detail": "must be below the home"}));
     let rows = list_audit(&stack, &process, "files.list").await;
     let outcomes: Vec<_> = rows.iter().map(|row| &row["after"]["outcome"]).collect();
     assert_eq!(outcomes, ["host_answer_invalid", "read"]);
     assert_eq!((&rows[1]["actor"], &rows[1]["after"]["path"]), (&json!("ada"), &json!("projects")));
     let versions = list_audit(&stack, &process, "files.versions").await;
-    assert_eq!(versions[0]["after"], json!({"path": "never", "limit": "50", "outcome": "not_found"}));
+    assert_eq!(versions[1]["after"], json!({"path": "never", "limit": "50", "outcome": "not_found"}));
 
     // A restore whose response is lost is audited, too.
     let body = json!({"path": "projects", "replace": true});

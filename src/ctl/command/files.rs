@@ -16,10 +16,8 @@ use crate::wait::poll_until;
 use svc_base::applet::{Exit, Failure};
 use svc_base::clock::rfc3339_ms;
 use svc_base::untrusted_text::one_line;
-use svc_wire::files::{FileRestore, FileRestoreAccepted, FileRestoreStatus};
+use svc_wire::files::{FileRestoreAccepted, FileRestoreResponse, FileRestoreStatus, MAX_ENTRIES};
 
-/// Entries of a directory that are shown.
-const MAX_ENTRIES: usize = 10_000;
 /// How long a restore is waited for. It continues after that.
 const RESTORE_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 const PRUNE_PATH: [&str; 3] = ["vps", "slots", "files-prune"];
@@ -93,10 +91,6 @@ fn restore_path(id: &str) -> [&str; 4] {
 
 /// Waits until a machine has ended a restore, and shows the result.
 async fn wait_for_restore(api: &ApiClient, id: &str, request: &str, out: &Output) -> Result<(), Failure> {
-    #[derive(serde::Deserialize)]
-    struct Shown {
-        restore: Option<FileRestore>,
-    }
     let ended = poll_until(RESTORE_TIMEOUT, async || {
         let response = match api.poll(&restore_path(id), &[]).await {
             Ok(response) => response,
@@ -104,10 +98,9 @@ async fn wait_for_restore(api: &ApiClient, id: &str, request: &str, out: &Output
             Err(error) if error.is_transient() => return Ok(None),
             Err(error) => return Err(error.into()),
         };
-        let state = response.parse::<Shown>()?.restore.filter(|state| state.request_id == request);
-        let has_ended =
-            |state: &FileRestore| matches!(state.status, FileRestoreStatus::Done | FileRestoreStatus::Failed);
-        Ok(state.filter(has_ended).map(|state| (response, state)))
+        let shown: FileRestoreResponse = response.parse()?;
+        let state = shown.restore.filter(|state| state.request_id == request);
+        Ok(state.filter(|state| state.status.has_ended()).map(|state| (response, state)))
     });
     let command = format!("svcctl status {id}");
     let ended = interrupt::run_until_interrupted(&command, ended).await?;

@@ -47,7 +47,7 @@ pub(super) struct RestorePlan {
     linked: HashMap<(u64, u64, Id), u32>,
 }
 
-/// What is restored.
+/// The part of a snapshot to restore.
 pub(super) enum Start {
     /// Everything in a tree.
     Tree(Id),

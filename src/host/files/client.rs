@@ -13,7 +13,7 @@ use svc_base::untrusted_text::one_line;
 use svc_http::client::{self, Deadlines};
 use svc_http::request_id;
 use svc_wire::files::{
-    FileEntry, FileKind, FileListing, FileRestore, FileRestoreAccepted, FileRestoreStatus, FileVersions,
+    FileEntry, FileKind, FileListing, FileRestore, FileRestoreAccepted, FileRestoreResponse, FileVersions,
 };
 
 use crate::system::layout::Layout;
@@ -152,19 +152,15 @@ pub async fn print_listing(layout: &Layout, path: &str, time: Option<&str>) -> R
 /// # Errors
 /// [`Failure`] with the gateway's reason, or why the restore failed.
 pub async fn restore(layout: &Layout, request: &Value) -> Result<(), Failure> {
-    #[derive(serde::Deserialize)]
-    struct Shown {
-        restore: Option<FileRestore>,
-    }
     let gateway = Gateway::new(layout)?;
     let post = gateway.0.post("http://gateway/api/files/restore").json(request);
     let accepted: FileRestoreAccepted = gateway.send(post).await?;
     let (mut last, mut changed_at) = (None, Instant::now());
     loop {
-        let shown: Shown = gateway.send(gateway.get("restore", &[])).await?;
+        let shown: FileRestoreResponse = gateway.send(gateway.get("restore", &[])).await?;
         let state = shown.restore.filter(|state| state.request_id == accepted.request_id);
         if let Some(state) = &state
-            && matches!(state.status, FileRestoreStatus::Done | FileRestoreStatus::Failed)
+            && state.status.has_ended()
         {
             return report(state);
         }

@@ -5,6 +5,8 @@ use std::fmt;
 use std::path::{Component, Path, PathBuf};
 use std::str::FromStr;
 
+use svc_wire::files::MAX_PATH_CHARS;
+
 use super::staging::STAGING_NAMES;
 
 /// The path of the user's home directory as snapshots and answers show it, also in tests.
@@ -13,8 +15,6 @@ pub const SHOWN_HOME: &str = "/home/svc";
 const FILES: &str = "home";
 /// The machine's records, which the owner reads but only the machine writes.
 const RECORDS: &str = "home/system";
-/// Maximum number of characters.
-pub const MAX_CHARS: usize = 4096;
 
 /// A path below the user's home directory. It has no `..`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,14 +25,14 @@ pub struct HomePath(PathBuf);
 pub enum HomePathError {
     #[error("must be a path below {SHOWN_HOME}; a relative path is below {SHOWN_HOME}/{FILES}")]
     Outside,
-    #[error("must have at most {MAX_CHARS} characters")]
+    #[error("must have at most {MAX_PATH_CHARS} characters")]
     TooLong,
     #[error("must not be empty")]
     Empty,
 }
 
 impl HomePath {
-    /// An ECMA 262 pattern that matches the texts of all paths up to [`MAX_CHARS`]: no name is `..`, and an absolute path
+    /// An ECMA 262 pattern that matches the texts of all paths up to [`MAX_PATH_CHARS`]: no name is `..`, and an absolute path
     /// begins with [`SHOWN_HOME`].
     pub const PATTERN: &str = r"^(/home/svc(/(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)?)*|(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)(/(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)?)*)$";
 
@@ -73,7 +73,7 @@ impl FromStr for HomePath {
         if text.is_empty() {
             return Err(HomePathError::Empty);
         }
-        if text.chars().count() > MAX_CHARS {
+        if text.chars().count() > MAX_PATH_CHARS {
             return Err(HomePathError::TooLong);
         }
         let given = Path::new(text);

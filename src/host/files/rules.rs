@@ -1,4 +1,4 @@
-//! What is left out of the file backup: directories that programs create again, and what the owner's rules name.
+//! The exclusions of the file backup: directories that programs create again, and the owner's rules.
 
 use std::path::{Path, PathBuf};
 

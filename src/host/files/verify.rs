@@ -34,7 +34,7 @@ use crate::system::config;
 use crate::system::layout::Layout;
 use crate::system::lock::Lock;
 
-/// The request file: a verification that somebody asked for.
+/// The file that requests a verification.
 pub const REQUEST: &str = "files-verify";
 const LOCK_FILE: &str = "verify.lock";
 /// How long another verification is waited for.

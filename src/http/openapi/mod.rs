@@ -73,6 +73,13 @@ pub struct Parameter {
     pub description: &'static str,
 }
 
+impl Parameter {
+    /// Describes an optional query parameter.
+    pub const fn query(name: &'static str, schema: Schema, description: &'static str) -> Self {
+        Self { name, location: ParameterLocation::Query, schema, description }
+    }
+}
+
 /// A successful response.
 #[derive(Debug, Clone, Copy)]
 pub struct DocumentedResponse {

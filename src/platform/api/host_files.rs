@@ -9,8 +9,8 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use http::{Method, StatusCode, header};
+use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::call::{ApiCall, path_id};
@@ -33,22 +33,14 @@ use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::id::MachineId;
 use svc_machine::state::Status;
-use svc_wire::files::{FileListing, FileRestore, FileRestoreAccepted, FileVersions};
+use svc_wire::files::{
+    DEFAULT_ENTRIES, DEFAULT_VERSIONS, FileListing, FileRestore, FileRestoreAccepted, FileRestoreResponse,
+    FileVersions, MAX_ENTRIES, MAX_PATH_CHARS, MAX_VERSIONS,
+};
 
-const MAX_PATH_CHARS: usize = 4096;
-const MAX_PAGE: usize = 10_000;
-const DEFAULT_ENTRIES: usize = 1000;
-const MAX_VERSIONS: usize = 500;
-const DEFAULT_VERSIONS: usize = 50;
 const RETRY_SECONDS: u64 = 5;
 
 type Query = Vec<(&'static str, String)>;
-
-/// The response of `GET /api/files/restore`.
-#[derive(Debug, Serialize, Deserialize)]
-struct ShownRestore {
-    restore: Option<FileRestore>,
-}
 
 pub async fn list_versions(
     State(platform): State<Arc<Platform>>,
@@ -77,7 +69,7 @@ pub async fn list(
         let path = fields.optional_text("path", MAX_PATH_CHARS);
         let time = fields.time("time");
         let cursor = fields.number_in_range("cursor", 0..=usize::MAX, 0);
-        let limit = fields.number_in_range("limit", 1..=MAX_PAGE, DEFAULT_ENTRIES);
+        let limit = fields.number_in_range("limit", 1..=MAX_ENTRIES, DEFAULT_ENTRIES);
         let mut query = vec![("cursor", cursor.to_string()), ("limit", limit.to_string())];
         query.extend(path.map(|path| ("path", path)));
         query.extend(time.map(|time| ("time", rfc3339_ms(time))));
@@ -99,7 +91,7 @@ pub async fn show_restore(
     let id: MachineId = path_id("machineId", &id)?;
     call.query_fields().finish(Some(()))?;
     let machine = find_serving(&platform, id).await?;
-    let answer: ShownRestore = ask(&platform, &machine, FilesCall::ShowRestore).await?;
+    let answer: FileRestoreResponse = ask(&platform, &machine, FilesCall::ShowRestore).await?;
     Ok(([(header::CACHE_CONTROL, "no-store")], Json(answer)).into_response())
 }
 
@@ -189,7 +181,7 @@ impl HostAnswer for FileListing {
     }
 }
 
-impl HostAnswer for ShownRestore {}
+impl HostAnswer for FileRestoreResponse {}
 impl HostAnswer for FileRestoreAccepted {}
 
 /// Calls the host. Every text in its response is made printable.
@@ -205,7 +197,7 @@ async fn ask<T: HostAnswer>(
     })?;
     // Typed first: a value of any shape would take many times the memory of its text.
     let parsed = serde_json::from_slice::<T>(&response).and_then(|answer| {
-        if answer.item_count() > MAX_PAGE {
+        if answer.item_count() > MAX_ENTRIES {
             return Err(serde::de::Error::custom("it has too many items"));
         }
         let mut value = serde_json::to_value(answer)?;
@@ -233,7 +225,7 @@ fn host_problem(id: MachineId, error: FilesCallError) -> Problem {
         FilesCallError::Problem { status: StatusCode::NOT_FOUND, detail } if !detail.is_empty() => {
             Problem::new(Code::NotFound, detail)
         }
-        FilesCallError::Problem { status: StatusCode::BAD_REQUEST, detail } => Problem::field("", detail),
+        FilesCallError::InvalidField { pointer, detail } => Problem::field(pointer, detail),
         FilesCallError::Problem { status: StatusCode::CONFLICT, detail } => {
             invalid_state(Status::Running.as_str(), detail)
         }
@@ -355,14 +347,6 @@ const PROBLEMS: &[Code] = &[
     Code::DatabaseUnavailable,
 ];
 
-const fn query(
-    name: &'static str,
-    schema: svc_http::openapi::Schema,
-    description: &'static str,
-) -> Parameter {
-    Parameter { name, location: ParameterLocation::Query, schema, description }
-}
-
 const PATH_DESCRIPTION: &str = "A path below `/home/svc`; a relative path is below `/home/svc/home`.";
 
 pub static VERSIONS: Endpoint = Endpoint {
@@ -381,8 +365,12 @@ pub static VERSIONS: Endpoint = Endpoint {
                 schema: || text_up_to(MAX_PATH_CHARS),
                 description: PATH_DESCRIPTION,
             },
-            query("before", time, "Only versions before this time: the `nextBefore` of the previous page."),
-            query(
+            Parameter::query(
+                "before",
+                time,
+                "Only versions before this time: the `nextBefore` of the previous page.",
+            ),
+            Parameter::query(
                 "limit",
                 || json!({ "type": "integer", "minimum": 1, "maximum": MAX_VERSIONS, "default": DEFAULT_VERSIONS }),
                 "Maximum number of versions.",
@@ -405,20 +393,20 @@ pub static AT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[
             MACHINE_ID,
-            query("path", || text_up_to(MAX_PATH_CHARS), PATH_DESCRIPTION),
-            query(
+            Parameter::query("path", || text_up_to(MAX_PATH_CHARS), PATH_DESCRIPTION),
+            Parameter::query(
                 "time",
                 time,
                 "The last snapshot at or before this time is used; without it, the last one.",
             ),
-            query(
+            Parameter::query(
                 "cursor",
                 || json!({ "type": "integer", "minimum": 0, "default": 0 }),
                 "The `nextCursor` of the previous page.",
             ),
-            query(
+            Parameter::query(
                 "limit",
-                || json!({ "type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": DEFAULT_ENTRIES }),
+                || json!({ "type": "integer", "minimum": 1, "maximum": MAX_ENTRIES, "default": DEFAULT_ENTRIES }),
                 "Maximum number of entries.",
             ),
         ],

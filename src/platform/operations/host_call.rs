@@ -257,6 +257,9 @@ pub enum FilesCallError {
     /// The host's problem.
     #[error("the host returned {status}: {detail}")]
     Problem { status: StatusCode, detail: String },
+    /// The host's reason to reject a field.
+    #[error("the host rejects the field {pointer}: {detail}")]
+    InvalidField { pointer: String, detail: String },
     /// The response exceeds this many bytes.
     #[error("the host's response is larger than {0} bytes")]
     TooLarge(usize),
@@ -279,14 +282,16 @@ struct HostFieldError {
 
 impl HostProblem {
     /// The text is the host's, so it is made printable and bounded.
-    fn describe(&self) -> String {
-        let fields: Vec<String> = self
-            .errors
-            .iter()
-            .map(|error| format!("{} {}", error.pointer.trim_start_matches(['/', '?']), error.detail))
-            .collect();
-        let text = if fields.is_empty() { self.detail.clone() } else { fields.join("; ") };
-        untrusted_text::truncate_printable(&text)
+    fn to_error(&self, status: StatusCode) -> FilesCallError {
+        match self.errors.first().filter(|_| status == StatusCode::BAD_REQUEST) {
+            Some(error) => FilesCallError::InvalidField {
+                pointer: untrusted_text::truncate_printable(&error.pointer),
+                detail: untrusted_text::truncate_printable(&error.detail),
+            },
+            None => {
+                FilesCallError::Problem { status, detail: untrusted_text::truncate_printable(&self.detail) }
+            }
+        }
     }
 }
 
@@ -318,7 +323,7 @@ pub async fn call_files(
         Ok(()) if status.is_success() => Ok(body),
         Ok(()) => {
             let problem: HostProblem = serde_json::from_slice(&body).unwrap_or_default();
-            Err(FilesCallError::Problem { status, detail: problem.describe() })
+            Err(problem.to_error(status))
         }
         Err(ResponseBodyError::TooLarge(max)) => Err(FilesCallError::TooLarge(max)),
         Err(ResponseBodyError::Http(error)) => Err(HostCallError::Unreachable(error.into()).into()),

@@ -19,21 +19,18 @@ use svc_files::{FilesError, Id, Repository, Snapshot};
 use svc_http::fields::Fields;
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_store::StoreError;
-use svc_wire::files::{FileEntry, FileKind, FileListing, FileVersion, FileVersions};
+use svc_wire::files::{
+    DEFAULT_ENTRIES, DEFAULT_VERSIONS, FileEntry, FileKind, FileListing, FileVersion, FileVersions,
+    MAX_ENTRIES, MAX_VERSIONS,
+};
 
 use super::archive::{Archive, stream_archive};
 use crate::files::access::{AccessError, FilesSettings};
 use crate::files::home_path::HomePath;
 use crate::system::activity;
 
-/// Default and maximum number of versions in a page.
-pub const DEFAULT_VERSIONS: usize = 50;
-pub const MAX_VERSIONS: usize = 500;
 /// Maximum number of snapshots that one request searches.
 const MAX_SEARCHED_SNAPSHOTS: usize = 2000;
-/// Default and maximum number of a directory's entries in a page.
-pub const DEFAULT_ENTRIES: usize = 1000;
-pub const MAX_ENTRIES: usize = 10_000;
 /// Timeout for everything before a response begins. It is shorter than the gateway's.
 const TIMEOUT: Duration = Duration::from_secs(120);
 const RETRY_SECONDS: u64 = 5;

@@ -27,7 +27,7 @@ use crate::system::layout::Layout;
 use crate::system::socket_service::{self, SocketService};
 use stall::{WaitingSince, Watched};
 
-pub use handlers::{DEFAULT_ENTRIES, DEFAULT_VERSIONS, DownloadFormat, MAX_ENTRIES, MAX_VERSIONS};
+pub use handlers::DownloadFormat;
 
 /// The socket, in [`Layout::history_sockets`].
 pub const SOCKET: &str = "history.sock";

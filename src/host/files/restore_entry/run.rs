@@ -106,7 +106,7 @@ struct Placement {
     staged: Staged,
 }
 
-/// What is in the staging directory.
+/// The content of the staging directory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Staged {
     /// When the snapshot was taken.
@@ -155,10 +155,7 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
             return Err(Failure::new(Exit::Refused, error));
         }
     };
-    let has_ended = |state: &FileRestore| {
-        state.request_id == request.request_id
-            && matches!(state.status, FileRestoreStatus::Done | FileRestoreStatus::Failed)
-    };
+    let has_ended = |state: &FileRestore| state.request_id == request.request_id && state.status.has_ended();
     let staging = Staging::new(&layout, ENTRY_STAGING);
     // Before anything is removed: an interrupted run may have left the owner's present entry there. A directory of another
     // user has none; the restore then says so.

@@ -13,8 +13,8 @@ use http::{HeaderMap, Method, StatusCode};
 use serde_json::{Value, json};
 use strum::VariantNames;
 
-use crate::files::history::{DEFAULT_ENTRIES, DEFAULT_VERSIONS, DownloadFormat, MAX_ENTRIES, MAX_VERSIONS};
-use crate::files::home_path::{HomePath, MAX_CHARS};
+use crate::files::history::DownloadFormat;
+use crate::files::home_path::HomePath;
 use crate::files::restore_entry::{self, RestoreRequest};
 use crate::gateway::auth::{READERS, READERS_AND_PLATFORM};
 use crate::gateway::body;
@@ -27,7 +27,10 @@ use svc_http::openapi::{
     request_object, schema_of, time,
 };
 use svc_http::problem::{Code, Problem};
-use svc_wire::files::{FileListing, FileRestore, FileRestoreAccepted, FileVersions};
+use svc_wire::files::{
+    DEFAULT_ENTRIES, DEFAULT_VERSIONS, FileListing, FileRestore, FileRestoreAccepted, FileRestoreResponse,
+    FileVersions, MAX_ENTRIES, MAX_PATH_CHARS, MAX_VERSIONS,
+};
 
 /// `GET /api/files/versions`, `GET /api/files/at` and `GET /api/files/download`
 pub async fn forward(State(upstreams): State<Arc<Upstreams>>, request: Request) -> Response {
@@ -37,7 +40,7 @@ pub async fn forward(State(upstreams): State<Arc<Upstreams>>, request: Request) 
 /// `GET /api/files/restore`
 pub async fn show_restore(State(layout): State<Layout>) -> Result<Response, Problem> {
     let restore = run_blocking(move || restore_entry::current(&layout)).await?;
-    Ok(Json(json!({ "restore": restore })).into_response())
+    Ok(Json(FileRestoreResponse { restore }).into_response())
 }
 
 /// `POST /api/files/restore`: requests that a file or directory be brought back as it was.
@@ -71,16 +74,8 @@ pub async fn restore(
     Ok((StatusCode::ACCEPTED, Json(accepted)).into_response())
 }
 
-const fn query(
-    name: &'static str,
-    schema: svc_http::openapi::Schema,
-    description: &'static str,
-) -> Parameter {
-    Parameter { name, location: ParameterLocation::Query, schema, description }
-}
-
 fn path_schema() -> Value {
-    json!({ "type": "string", "maxLength": MAX_CHARS, "pattern": HomePath::PATTERN })
+    json!({ "type": "string", "maxLength": MAX_PATH_CHARS, "pattern": HomePath::PATTERN })
 }
 
 const PATH: Parameter = Parameter {
@@ -89,8 +84,11 @@ const PATH: Parameter = Parameter {
     schema: path_schema,
     description: "A path below `/home/svc`; a relative path is below `/home/svc/home`.",
 };
-const TIME: Parameter =
-    query("time", time, "The last snapshot at or before this time is used; without it, the last one.");
+const TIME: Parameter = Parameter::query(
+    "time",
+    time,
+    "The last snapshot at or before this time is used; without it, the last one.",
+);
 
 const READ_PROBLEMS: &[Code] = &[Code::Forbidden, Code::NotFound, Code::StoreUnavailable, Code::Unavailable];
 
@@ -103,8 +101,12 @@ pub static VERSIONS: Endpoint = Endpoint {
         credentials: READERS_AND_PLATFORM,
         parameters: &[
             PATH,
-            query("before", time, "Only versions before this time: the `nextBefore` of the previous page."),
-            query(
+            Parameter::query(
+                "before",
+                time,
+                "Only versions before this time: the `nextBefore` of the previous page.",
+            ),
+            Parameter::query(
                 "limit",
                 || json!({ "type": "integer", "minimum": 1, "maximum": MAX_VERSIONS, "default": DEFAULT_VERSIONS }),
                 "Maximum number of versions.",
@@ -125,18 +127,18 @@ pub static AT: Endpoint = Endpoint {
         summary: "A file or directory as it was saved, and the directory's entries.",
         credentials: READERS_AND_PLATFORM,
         parameters: &[
-            query(
+            Parameter::query(
                 "path",
                 path_schema,
                 "A path below `/home/svc`; a relative path is below `/home/svc/home`, which is the default.",
             ),
             TIME,
-            query(
+            Parameter::query(
                 "cursor",
                 || json!({ "type": "integer", "minimum": 0, "default": 0 }),
                 "The `nextCursor` of the previous page.",
             ),
-            query(
+            Parameter::query(
                 "limit",
                 || json!({ "type": "integer", "minimum": 1, "maximum": MAX_ENTRIES, "default": DEFAULT_ENTRIES }),
                 "Maximum number of entries.",
@@ -159,7 +161,7 @@ pub static DOWNLOAD: Endpoint = Endpoint {
         parameters: &[
             PATH,
             TIME,
-            query(
+            Parameter::query(
                 "format",
                 || one_of(DownloadFormat::VARIANTS),
                 "`raw` for a file's content, which is the default for a file; `tar`, the default for a directory; `zip`.",
