@@ -1,12 +1,12 @@
 //! Crash-safe file operations: content is written to a temporary file, which is synced and renamed; then the directory
 //! is synced.
 //!
-//! A reader sees the old content or the new one, never a mix. All functions block; async callers use
-//! `spawn_blocking`.
+//! A reader sees the old content or the new one, never a mix, except after [`write_atomic_or_in_place`] on a full disk.
+//! All functions block; async callers use `spawn_blocking`.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// A failed file operation, with its path.
@@ -34,6 +34,28 @@ impl FileError {
 /// directories are created.
 pub fn write_atomic(path: &Path, content: &[u8], mode: u32) -> Result<(), FileError> {
     write_then(path, content, mode, |temp| fs::rename(temp, path))
+}
+
+/// Like [`write_atomic`], but overwrites the file in place if there is no space for a second one. A reader may then see
+/// partial content, and a crash may leave it.
+pub fn write_atomic_or_in_place(path: &Path, content: &[u8], mode: u32) -> Result<(), FileError> {
+    match write_atomic(path, content, mode) {
+        Err(error) if error.source.kind() == io::ErrorKind::StorageFull => {
+            overwrite(path, content).map_err(|_| error)
+        }
+        result => result,
+    }
+}
+
+/// Overwrites a file in place. Fails if the content needs more blocks than the file has, because there may be none.
+fn overwrite(path: &Path, content: &[u8]) -> io::Result<()> {
+    let mut file = OpenOptions::new().write(true).open(path)?;
+    if file.metadata()?.blocks() * 512 < content.len() as u64 {
+        return Err(io::ErrorKind::StorageFull.into());
+    }
+    file.write_all(content)?;
+    file.set_len(content.len() as u64)?;
+    file.sync_all()
 }
 
 /// Like [`write_atomic`], but only if the file does not exist; otherwise returns `false`.

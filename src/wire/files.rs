@@ -82,6 +82,65 @@ pub struct FilesAccess {
     pub repository: String,
 }
 
+/// What the backup of a machine's files has saved, what it leaves out, and what its checks have found.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", default)]
+#[schemars(inline)]
+pub struct FileBackupStatus {
+    /// Everything that was written before this time is saved. `null` until the first save.
+    pub saved_until: Option<Time>,
+    /// When the first change was seen that is not saved yet; `null` if there is none.
+    pub changed_since: Option<Time>,
+    /// An estimate of the bytes that are not saved yet; `null` if there are none, or if it is not known.
+    pub pending_bytes: Option<u64>,
+    /// Why the last save failed.
+    pub error: Option<String>,
+    /// The number of files, and their sizes together, when the whole home was last saved.
+    pub files: u64,
+    pub bytes: u64,
+    /// Entries that the last save could not read, and the first of them.
+    pub unreadable: u64,
+    pub first_unreadable: Option<String>,
+    /// Files of the last save that changed whenever they were read.
+    pub unstable: u64,
+    /// Lines of `.svcignore` that are invalid, so that they exclude nothing.
+    pub invalid_rules: Vec<String>,
+    /// `null` until it has been measured.
+    pub excluded: Option<ExcludedFiles>,
+    /// When a share of the backup was last read again.
+    pub verified_at: Option<Time>,
+    /// When a sample was last restored and compared with the present files.
+    pub drilled_at: Option<Time>,
+    /// The damaged parts of the backup with the files that they affect; `null` if all is intact.
+    pub damage: Option<String>,
+}
+
+/// What a backup leaves out.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", default)]
+#[schemars(inline)]
+pub struct ExcludedFiles {
+    pub measured_at: Time,
+    /// The number of entries, including everything in excluded directories, and the total size of the files.
+    pub entries: u64,
+    pub bytes: u64,
+    /// Whether everything was counted: a measurement stops after a million entries, and skips what it cannot read.
+    pub complete: bool,
+    /// The largest excluded files and directories, the largest first.
+    pub largest: Vec<ExcludedFile>,
+}
+
+/// An excluded file or directory.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(inline)]
+pub struct ExcludedFile {
+    pub path: String,
+    /// The number of entries, including everything in the directory.
+    pub entries: u64,
+    pub bytes: u64,
+}
+
 /// Maximum number of characters in a path.
 pub const MAX_PATH_CHARS: usize = 4096;
 /// Default and maximum number of versions in a page.

@@ -61,6 +61,9 @@ pub struct FilesReport {
     /// When the host saw the first change that is not saved yet; absent if there is none.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub changed_since: Option<Time>,
+    /// An estimate of the bytes that are not saved yet; absent if there are none, or if it is not known.
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    pub pending_bytes: Option<u64>,
     /// The number of files, and their sizes together, when the whole home was last saved.
     #[serde(default)]
     pub files: u64,
@@ -72,9 +75,10 @@ pub struct FilesReport {
     /// Why the last save failed.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// When a share of the backup was last read again, and when a sample was last compared with the present files.
+    /// When a share of the backup was last read again.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub verified_at: Option<Time>,
+    /// When a sample was last restored and compared with the present files.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub drilled_at: Option<Time>,
     /// The damaged parts of the backup with the files that they affect; absent if all is intact.

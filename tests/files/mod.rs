@@ -9,6 +9,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
 use anyhow::{Context, Result, ensure};
+use kit::disk::SmallDisk;
 use kit::s3::S3Server;
 use svc::host::files::{gate, service};
 use svc::machine::epoch::Epoch;
@@ -61,7 +62,9 @@ async fn saved_state_comes_back_on_the_next_machine() -> Result<()> {
     expected.extend(describe_tree(&first.home())?);
     expected.retain(|path, _| path != "home/new" && !path.starts_with("home/new/"));
     let status = first.machine.run(&["svc-sync-agent", "status"])?.expect(0);
-    assert!(status.stdout.contains(".svcignore  invalid: a{b\n"), "{}", status.stdout);
+    for part in [".svcignore  invalid: a{b\n", " 3 items, 3 B\n", " /home/svc/home/new: 3 items, 3 B\n"] {
+        assert!(status.stdout.contains(part), "{part:?} is not in {}", status.stdout);
+    }
 
     let second = Host::new(&store, &platform, 2)?;
     // What the boot of the new machine has written.
@@ -230,4 +233,34 @@ async fn outage_of_the_store_is_caught_up() -> Result<()> {
     next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
     assert_eq!(describe_tree(&next.home())?, describe_tree(&first.home())?);
     Ok(())
+}
+
+/// While the disk with the service's state is full, changes are still saved, and unchanged files are not read.
+#[tokio::test(flavor = "multi_thread")]
+async fn full_disk_does_not_stop_saves() -> Result<()> {
+    let store = store()?;
+    let platform = FilesPlatform::start().await?;
+    let first = Host::new(&store, &platform, 1)?;
+    fill(&first)?;
+    let Some(disk) = SmallDisk::mount(first.machine.path("var/lib/svc/files"), 4)? else { return Ok(()) };
+    let _watcher = first.start_watcher()?;
+    let service = first.start_and_save().await?;
+    disk.fill(0)?;
+    for text in ["1", "2", "3"] {
+        first.write("home/new/note", text)?;
+        first.wait_until_saved().await?;
+    }
+    let reads: Vec<u64> = service.stderr().lines().filter_map(count_files_read).collect();
+    ensure!(reads.len() >= 4 && reads[0] >= 4, "the first save reads everything: {reads:?}");
+    ensure!(reads[2..].iter().all(|files| *files <= 2), "later saves read what has changed: {reads:?}");
+    let next = Host::new(&store, &platform, 2)?;
+    next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
+    assert_eq!(fs::read_to_string(next.home().join("home/new/note"))?, "3");
+    Ok(())
+}
+
+/// Parses the number of files that a save has read from its line in the log.
+fn count_files_read(line: &str) -> Option<u64> {
+    let (_, count) = line.split_once("files_read=")?;
+    count.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }

@@ -74,6 +74,13 @@ async fn answers_are_printable_and_questions_audited() {
     let restores = list_audit(&stack, &process, "files.restore").await;
     let outcomes: Vec<_> = restores.iter().map(|row| &row["after"]["outcome"]).collect();
     assert_eq!(outcomes, ["accepted", "requested", "host_answer_invalid", "requested"]);
+    let excluded = json!({"measuredAt": "2026-01-02T03:04:05.678Z", "entries": 2, "bytes": 3, "complete": true,
+        "largest": [{"path": "/home/svc/home/a\u{1b}", "entries": 2, "bytes": 3}]});
+    answer(&host, 200, &json!({"files": 7, "excluded": excluded, "key": "x"}));
+    let status = send(Method::GET, "status", None).await;
+    assert_eq!(status.body["excluded"]["largest"][0]["path"], "/home/svc/home/a\u{FFFD}");
+    assert_eq!((&status.body["files"], &status.body["key"]), (&json!(7), &Value::Null));
+    assert_eq!(list_audit(&stack, &process, "files.status").await.len(), 1);
     answer(&host, 200, &json!({"restore": null}));
     assert_eq!(send(Method::GET, "restore", None).await.body["restore"], Value::Null);
 }

@@ -70,6 +70,9 @@ enum Command {
         /// Run only these steps, on a newly provisioned machine: `--only update,bad-update`
         #[arg(long, value_name = "STEP", value_delimiter = ',', conflicts_with = "quick")]
         only: Vec<String>,
+        /// The size of the owner's files that are saved and restored by a recovery, in MiB
+        #[arg(long, value_name = "MIB", default_value_t = 32)]
+        files_mib: u64,
         /// The binary to run (default: the one from `cargo xtask dist`)
         #[arg(long, value_name = "PATH")]
         svc: Option<PathBuf>,
@@ -122,7 +125,7 @@ fn main() -> ExitCode {
         Command::Browser(args) => browser::run(args),
         Command::Demo { breakage, store, svc, keep } => demo(breakage, store, svc, keep),
         Command::Dev { svc, dir, bundle } => dev(svc, dir, bundle.as_deref()),
-        Command::Lab { quick, only, svc } => lab(quick, &only, svc),
+        Command::Lab { quick, only, files_mib, svc } => lab(quick, &only, files_mib, svc),
         Command::Test { long, filters } => setup().and_then(|()| test::run(long, &filters)),
         Command::Bench(args) => bench::run(args),
         Command::Fuzz(args) => fuzz::run(&args),
@@ -205,13 +208,14 @@ fn dev(svc: Option<PathBuf>, dir: Option<PathBuf>, bundle: Option<&Path>) -> Res
     Ok(ExitCode::SUCCESS)
 }
 
-fn lab(quick: bool, only: &[String], svc: Option<PathBuf>) -> Result<ExitCode> {
+fn lab(quick: bool, only: &[String], files_mib: u64, svc: Option<PathBuf>) -> Result<ExitCode> {
     let svc = match svc {
         Some(path) => path.canonicalize().with_context(|| format!("find {}", path.display()))?,
         None => dist::build_if_outdated()?,
     };
     let mut lab = cargo::program("lab");
     lab.arg("--svc").arg(svc).args(quick.then_some("--quick"));
+    lab.args(["--files-mib", &files_mib.to_string()]);
     lab.args(only.iter().flat_map(|step| ["--only", step]));
     cargo::become_program(lab)
 }

@@ -1,4 +1,4 @@
-// Fetches the app list from the gateway, and shows an icon for each app.
+// Shows an icon for each app.
 //
 // An icon's image is requested once. If it fails, a tile with the first letter of the app's name replaces it, and the
 // image is not requested again.
@@ -16,22 +16,8 @@ export interface App {
   icon?: string;
 }
 
-export class SignedOutError extends Error {}
-
-const REQUEST_TIMEOUT_MS = 10_000;
 const CELL = { width: 128, height: 136 };
 const MAX_COLUMNS = 6;
-
-export async function fetchJson<T>(path: string): Promise<T> {
-  const response = await fetch(path, {
-    headers: { accept: "application/json" },
-    signal: AbortSignal.timeout(REQUEST_TIMEOUT_MS),
-    redirect: "error",
-  });
-  if (response.status === 401) throw new SignedOutError();
-  if (!response.ok) throw new Error(`${path}: status ${response.status}`);
-  return (await response.json()) as T;
-}
 
 export class AppIcons {
   private readonly items = new Map<string, HTMLLIElement>();

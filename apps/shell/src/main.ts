@@ -1,10 +1,12 @@
-// The shell: the owner's handle and slot, the apps on a canvas, and the app that is open.
+// The shell: the owner's handle and slot, the apps on a canvas, and the open panel, which shows an app or the files.
 
 import "../../shared/base.css";
 import "./style.css";
 import { el, Toast } from "../../shared/ui";
-import { type App, AppIcons, fetchJson, SignedOutError } from "./apps";
+import { type App, AppIcons } from "./apps";
 import { Canvas } from "./canvas";
+import { FilesView } from "./files/view";
+import { fetchJson, SignedOutError } from "./http";
 import { idpHost } from "./idp";
 
 const byId = <T extends HTMLElement>(id: string) => document.getElementById(id) as T;
@@ -20,7 +22,9 @@ const slotLink = byId<HTMLAnchorElement>("slot");
 const accountLink = byId<HTMLAnchorElement>("idp");
 const closeButton = byId("close");
 const signOutButton = byId("sign-out");
-/** Everything outside the panel. */
+const filesButton = byId("show-files");
+const closeFilesButton = byId("close-files");
+/** Everything outside the panels. */
 const background = [surface, byId("owner"), byId("account"), byId("zoom")];
 const toast = new Toast(document.body);
 
@@ -28,12 +32,14 @@ const REFRESH_INTERVAL_MS = 30_000;
 /** The refresh interval while an app is being set up. */
 const SETUP_REFRESH_INTERVAL_MS = 2_000;
 const SIGN_OUT_TIMEOUT_MS = 10_000;
+const FILES_HASH = "#/files";
 let apps: App[] = [];
 let openSlug = "";
 
 const icons = new AppIcons(world, (app) => {
   location.hash = `#/apps/${app.slug}`;
 });
+const files = new FilesView(byId("files"), closeFilesButton);
 const canvas = new Canvas(surface, world, () => icons.size(), (zoom) => {
   zoomLevel.textContent = `${Math.round(zoom * 100)}%`;
 });
@@ -91,19 +97,21 @@ function showError(error: unknown, retry: () => void): void {
   }
 }
 
-/** Opens the app that the URL's hash names, or closes the panel. */
+/** Opens the app or the files that the URL's hash names, and closes what was open. */
 function updatePanel(): void {
   const slug = /^#\/apps\/([a-z][a-z0-9-]*)$/.exec(location.hash)?.[1] ?? "";
   const app = apps.find((candidate) => candidate.slug === slug && candidate.url);
   // The app list has not been loaded yet.
   if (slug && !app && apps.length === 0) return;
-  const previousSlug = openSlug;
+  const showsFiles = location.hash === FILES_HASH;
+  const [previousSlug, showedFiles] = [openSlug, files.isOpen];
   openSlug = app?.slug ?? "";
-  if (openSlug === previousSlug) return;
+  if (openSlug === previousSlug && showsFiles === showedFiles) return;
   panel.hidden = !app;
   // A closed app must not keep running. Navigating an existing frame would also add an entry to the browser's history.
   document.getElementById("frame")?.remove();
-  for (const element of background) element.inert = app !== undefined;
+  for (const element of background) element.inert = app !== undefined || showsFiles;
+  if (showedFiles) files.close();
   if (app) {
     const name = app.name ?? app.slug;
     appName.textContent = name;
@@ -112,6 +120,10 @@ function updatePanel(): void {
     const frame = el("iframe", { id: "frame", title: name, src: app.url!, allow: "clipboard-write; fullscreen" });
     frame.onload = () => frame.focus();
     panel.append(frame);
+  } else if (showsFiles) {
+    files.open();
+  } else if (showedFiles) {
+    filesButton.focus();
   } else if (!icons.focus(previousSlug)) {
     surface.focus();
   }
@@ -128,8 +140,11 @@ async function signOut(): Promise<void> {
   }
 }
 
-closeButton.onclick = () => {
+closeButton.onclick = closeFilesButton.onclick = () => {
   location.hash = "#/";
+};
+filesButton.onclick = () => {
+  location.hash = FILES_HASH;
 };
 byId("zoom-in").onclick = () => canvas.zoomBy(1.25);
 byId("zoom-out").onclick = () => canvas.zoomBy(0.8);
@@ -154,4 +169,5 @@ if (idpHost) {
 showOwner().catch((error: unknown) => {
   if (error instanceof SignedOutError) showError(error, () => undefined);
 });
+updatePanel();
 void refresh();

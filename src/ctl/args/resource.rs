@@ -205,6 +205,15 @@ Example: svcctl files key user_1"
         #[command(flatten)]
         slot: SlotTarget,
     },
+    /// Show what a machine's file backup has saved, what it leaves out, and what its checks have found
+    #[command(
+        after_help = "The paths are the owner's data, so the request is recorded in the audit log.\n\n\
+Example: svcctl files status ada"
+    )]
+    Status {
+        /// A machine's id, its user's handle, or USER/SLOT
+        machine: MachineTarget,
+    },
     /// List the saved versions of a file or directory of a machine's owner
     #[command(
         after_help = "A relative path is below /home/svc/home. The host reads its slot's file backup, and the request is \

@@ -11,7 +11,7 @@ use crate::api::ApiClient;
 use crate::args::FilesCommand;
 use crate::interrupt;
 use crate::output::Output;
-use crate::show::files::{access, listing, prune_plan, restored, usage, versions};
+use crate::show::files::{access, listing, prune_plan, restored, status, usage, versions};
 use crate::wait::poll_until;
 use svc_base::applet::{Exit, Failure};
 use svc_base::clock::rfc3339_ms;
@@ -28,6 +28,11 @@ pub async fn run(api: &ApiClient, command: FilesCommand, out: &Output) -> Result
             let query = [("idpUserId", slot.user.to_string()), ("slot", slot.slot.to_string())];
             let response = api.get(&["vps", "slots", "files-key"], &query).await?;
             out.print_response(&response, |view| Ok(access(view, &slot, &response.parse()?)))
+        }
+        FilesCommand::Status { machine } => {
+            let id = find_id(api, &machine).await?;
+            let response = api.get(&["vps", &id, "files", "status"], &[]).await?;
+            out.print_response(&response, |view| Ok(status(view, &response.parse()?)))
         }
         FilesCommand::Versions { machine, path, before, limit } => {
             let id = find_id(api, &machine).await?;

@@ -9,7 +9,8 @@ use crate::args::SlotTarget;
 use svc_base::quantity::pluralize;
 use svc_base::untrusted_text::one_line;
 use svc_wire::files::{
-    FileEntry, FileKind, FileListing, FileRestore, FileVersions, FilesAccess, FilesPrunePlan, FilesUsage,
+    ExcludedFiles, FileBackupStatus, FileEntry, FileKind, FileListing, FileRestore, FileVersions,
+    FilesAccess, FilesPrunePlan, FilesUsage,
 };
 use svc_wire::host::FilesReport;
 use svc_wire::text::Time;
@@ -21,6 +22,9 @@ pub fn cell(view: &View, report: &FilesReport) -> Cell {
         None => "not saved yet".to_owned(),
     };
     let mut line = format!("{saved}; {} files, {}", report.files, format_bytes(report.bytes));
+    if let Some(bytes) = report.pending_bytes {
+        line.push_str(&format!("; {} of changes not saved yet", format_bytes(bytes)));
+    }
     if let Some(at) = report.restored_as_of.as_deref() {
         line.push_str(&format!("; restored as of {}", format_time(view.now, at)));
     }
@@ -44,6 +48,52 @@ pub fn access(view: &View, slot: &SlotTarget, access: &FilesAccess) -> String {
         ("password", access.key.key.expose_secret().to_owned().into()),
     ];
     table::render_pairs(view, &pairs)
+}
+
+/// Shows the state of a machine's file backup.
+pub fn status(view: &View, status: &FileBackupStatus) -> String {
+    let time = |at: &Option<Time>| {
+        at.as_deref().map_or_else(|| "not yet".to_owned(), |at| format_time(view.now, at))
+    };
+    let bad = |text: String| Cell::painted(Some(Colour::Bad), one_line(&text).into_owned());
+    let mut pairs = vec![("saved", Cell::from(time(&status.saved_until)))];
+    if status.changed_since.is_some() {
+        let bytes =
+            status.pending_bytes.map_or_else(String::new, |bytes| format!(", {}", format_bytes(bytes)));
+        pairs.push(("not saved", format!("changes since {}{bytes}", time(&status.changed_since)).into()));
+    }
+    pairs.push(("files", format!("{}, {}", status.files, format_bytes(status.bytes)).into()));
+    if let Some(excluded) = &status.excluded {
+        pairs.extend(excluded_pairs(view, excluded));
+    }
+    if status.unreadable > 0 {
+        let first = status.first_unreadable.as_deref().unwrap_or_default();
+        pairs.push(("unreadable", bad(format!("{}, such as {first}", status.unreadable))));
+    }
+    if status.unstable > 0 {
+        let files = pluralize(status.unstable, "file");
+        pairs.push(("changing", format!("{files} changed whenever they were read").into()));
+    }
+    pairs.extend(status.invalid_rules.iter().map(|line| (".svcignore", bad(format!("invalid: {line}")))));
+    pairs.push(("verified", time(&status.verified_at).into()));
+    pairs.push(("drilled", time(&status.drilled_at).into()));
+    pairs.extend(status.damage.iter().map(|damage| ("damaged", bad(damage.clone()))));
+    pairs.extend(status.error.iter().map(|error| ("error", bad(error.clone()))));
+    table::render_pairs(view, &pairs)
+}
+
+/// The sum of what is excluded, and the largest entries.
+fn excluded_pairs(view: &View, excluded: &ExcludedFiles) -> Vec<(&'static str, Cell)> {
+    let size = |entries, bytes| format!("{}, {}", pluralize(entries, "item"), format_bytes(bytes));
+    let at_least = if excluded.complete { "" } else { "at least " };
+    let sum = size(excluded.entries, excluded.bytes);
+    let measured = format_time(view.now, &excluded.measured_at);
+    let mut pairs = vec![("excluded", format!("{at_least}{sum}; measured {measured}").into())];
+    pairs.extend(excluded.largest.iter().map(|file| {
+        let line = format!("{}: {}", file.path, size(file.entries, file.bytes));
+        ("", Cell::from(one_line(&line).into_owned()))
+    }));
+    pairs
 }
 
 /// Shows what the slot's file backups take.

@@ -178,7 +178,7 @@ fn machine() -> Value {
         "registeredAt": AT, "heartbeatAt": AT,
         "health": {"gateway": "ok", "database": "ok", "code": "ok", "disk": {"totalBytes": 9, "freeBytes": 5}},
         "lastBackup": {"status": "success", "beganAt": AT, "key": "k", "takenAt": AT, "sizeBytes": 7, "error": "e"},
-        "files": {"savedUntil": AT, "changedSince": AT, "files": 7, "bytes": 8, "restoredAsOf": AT, "error": "e", "verifiedAt": AT, "drilledAt": AT, "damage": "d"},
+        "files": {"savedUntil": AT, "changedSince": AT, "pendingBytes": 9, "files": 7, "bytes": 8, "restoredAsOf": AT, "error": "e", "verifiedAt": AT, "drilledAt": AT, "damage": "d"},
         "lastUpdate": {"version": "2026.11.1", "outcome": "rolled_back", "stage": "health", "at": AT, "error": "e"},
         "checks": {"verify": check, "drill": check},
         "boot": {"stage": "restore", "at": AT, "stages": [{"stage": "restore", "at": AT}]},

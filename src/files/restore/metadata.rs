@@ -2,7 +2,7 @@
 
 use std::fs::{File, Permissions};
 use std::io;
-use std::os::unix::fs::{PermissionsExt, fchown};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 use std::path::Path;
 
 use rustix::fs::{AtFlags, Gid, Timespec, Timestamps, Uid};
@@ -91,10 +91,16 @@ fn apply_to_open(target: &mut Target, entry: &PlannedEntry, owners: &Owners) -> 
     // Changing the owner clears the set-user-ID bit, so the mode follows; the mode may make attributes unwritable. A
     // failed step does not prevent the next ones.
     let attributes = write_xattrs(&file, &node.extended_attributes);
-    let owner = fchown(&file, Some(uid), Some(gid));
+    let owner = change_owner(&file, uid, gid);
     let mode = file.set_permissions(Permissions::from_mode(owners.resolve_mode(node)));
     let times = rustix::fs::futimens(&file, &to_times(node));
     attributes.and(owner).and(mode).and(times.map_err(io::Error::from))
+}
+
+/// Changes the owner unless it is already the right one: a sandbox may forbid the system call.
+fn change_owner(file: &File, uid: u32, gid: u32) -> io::Result<()> {
+    let meta = file.metadata()?;
+    if (meta.uid(), meta.gid()) == (uid, gid) { Ok(()) } else { fchown(file, Some(uid), Some(gid)) }
 }
 
 fn apply_to_link(target: &mut Target, link: &PlannedEntry, owners: &Owners) -> io::Result<()> {

@@ -1,8 +1,8 @@
-//! Restores a snapshot, or one entry of it, to an empty directory.
+//! Restores a snapshot, or some of its entries, to an empty directory.
 //!
-//! First the directories, links and empty files are created from the trees; then the chunks are read pack by pack and
-//! written to their places; owners, modes and times come last. Names are checked when a tree is parsed: each entry stays
-//! in its directory.
+//! First the trees are read. If the target has enough space, the directories, the links and the files (without content)
+//! are created; then the chunks are read pack by pack and written to their places; owners, modes and times come last.
+//! Names are checked when a tree is parsed: each entry stays in its directory.
 
 mod content;
 mod metadata;
@@ -105,8 +105,22 @@ pub async fn restore_entry(
     options: &RestoreOptions,
     progress: &RestoreProgress,
 ) -> Result<Restored, FilesError> {
-    let start = Start::Entry(Box::new(entry.node.clone()), PathBuf::from(name));
+    let start = Start::Entries(vec![(entry.node.clone(), PathBuf::from(name))]);
     restore_from(repository, start, options, progress).await
+}
+
+/// Restores entries of a snapshot, each with everything below it, to names in the target.
+///
+/// # Errors
+/// Those of [`restore`].
+pub async fn restore_entries(
+    repository: &Repository,
+    entries: impl IntoIterator<Item = (&Entry, String)>,
+    options: &RestoreOptions,
+    progress: &RestoreProgress,
+) -> Result<Restored, FilesError> {
+    let entries = entries.into_iter().map(|(entry, name)| (entry.node.clone(), PathBuf::from(name)));
+    restore_from(repository, Start::Entries(entries.collect()), options, progress).await
 }
 
 async fn restore_from(
@@ -116,10 +130,12 @@ async fn restore_from(
     progress: &RestoreProgress,
 ) -> Result<Restored, FilesError> {
     let locations = repository.load_locations().await?;
-    let plan = plan::RestorePlan::create(repository, &locations, start, &options.target).await?;
+    let plan = plan::RestorePlan::create(repository, &locations, start).await?;
     plan.check_space(&options.target)?;
     progress.total_bytes.store(plan.total_bytes, Ordering::Relaxed);
     progress.total_files.store(plan.files.len() as u64, Ordering::Relaxed);
+    let target = options.target.clone();
+    let plan = run_blocking(move || plan.create_entries(&target).map(|()| plan)).await?;
     failpoint::pass("files.restore.planned")?;
     let plan = content::write_contents(repository, &locations, plan, &options.target, progress).await?;
     failpoint::pass("files.restore.written")?;

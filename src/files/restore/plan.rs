@@ -1,4 +1,5 @@
-//! Plans a restore: reads the trees, creates directories, links and empty files, and lists the chunks of each file.
+//! Plans a restore: reads the trees, and lists the chunks of each file. [`RestorePlan::create_entries`] then creates
+//! the directories, the links and the files without content.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ use crate::repository::Repository;
 use crate::tree::{Node, NodeType};
 use crate::tree_reader::TreeReader;
 
-/// An entry that is restored. Its node has no content.
+/// An entry to restore. Its node has no list of chunks, and a file's size is the sum of its chunks' sizes.
 #[derive(Debug)]
 pub(super) struct PlannedEntry {
     /// Below the target.
@@ -51,8 +52,8 @@ pub(super) struct RestorePlan {
 pub(super) enum Start {
     /// Everything in a tree.
     Tree(Id),
-    /// One entry, to this path below the target.
-    Entry(Box<Node>, PathBuf),
+    /// These entries, each to a path below the target.
+    Entries(Vec<(Node, PathBuf)>),
 }
 
 impl RestorePlan {
@@ -60,16 +61,18 @@ impl RestorePlan {
         repository: &Repository,
         locations: &BlobLocations,
         start: Start,
-        target: &Path,
     ) -> Result<Self, FilesError> {
         let mut plan = Self::default();
-        let mut target = Target::open(target).map_err(FilesError::io("open", target))?;
         let mut trees = TreeReader::new(repository, locations);
         let mut pending = match start {
             Start::Tree(root) => vec![(root, PathBuf::new())],
-            Start::Entry(node, path) => {
-                let subtree = plan.add(*node, path.clone(), locations, &mut target)?;
-                subtree.map(|tree| (tree, path)).into_iter().collect()
+            Start::Entries(entries) => {
+                let mut subtrees = Vec::new();
+                for (node, path) in entries {
+                    let subtree = plan.add(node, path.clone(), locations)?;
+                    subtrees.extend(subtree.map(|tree| (tree, path)));
+                }
+                subtrees
             }
         };
         while let Some((id, directory)) = pending.pop() {
@@ -79,7 +82,7 @@ impl RestorePlan {
                     FilesError::corrupt(format!("tree {id}"), &"an entry has an invalid name")
                 })?;
                 let path = directory.join(name);
-                if let Some(subtree) = plan.add(node, path.clone(), locations, &mut target)? {
+                if let Some(subtree) = plan.add(node, path.clone(), locations)? {
                     pending.push((subtree, path));
                 }
             }
@@ -88,28 +91,24 @@ impl RestorePlan {
         Ok(plan)
     }
 
-    /// Adds an entry and creates it. Returns the tree of a directory.
+    /// Adds an entry. Returns the tree of a directory.
     fn add(
         &mut self,
         mut node: Node,
         path: PathBuf,
         locations: &BlobLocations,
-        target: &mut Target,
     ) -> Result<Option<Id>, FilesError> {
         match node.node_type {
             NodeType::Dir => {
                 let missing = || FilesError::corrupt(format!("entry {}", path.display()), &"it has no tree");
                 let subtree = node.subtree.ok_or_else(missing)?;
-                target.create_directory(&path).map_err(FilesError::io("create", &path))?;
                 self.directories.push(PlannedEntry { path, node });
                 return Ok(Some(subtree));
             }
             NodeType::Symlink => {
                 let missing =
                     || FilesError::corrupt(format!("entry {}", path.display()), &"it has no target");
-                let link_target = node.link_target().ok_or_else(missing)?;
-                let created = target.create_symlink(&path, &link_target);
-                created.map_err(FilesError::io("create", &path))?;
+                node.link_target().ok_or_else(missing)?;
                 self.links.push(PlannedEntry { path, node });
             }
             NodeType::File => {
@@ -124,10 +123,8 @@ impl RestorePlan {
                         return Ok(None);
                     }
                 }
-                let size = self.add_pieces(number, content, locations)?;
-                let file = target.create_file(&path).map_err(FilesError::io("create", &path))?;
-                file.set_len(size).map_err(FilesError::io("extend", &path))?;
-                self.total_bytes += size;
+                node.size = self.add_pieces(number, content, locations)?;
+                self.total_bytes += node.size;
                 self.files.push(PlannedEntry { path, node });
             }
             NodeType::Special => {}
@@ -149,6 +146,23 @@ impl RestorePlan {
             size += location.content_length();
         }
         Ok(size)
+    }
+
+    /// Creates the directories, the links, and each file in its full size, without content. The target must be empty.
+    pub(super) fn create_entries(&self, target: &Path) -> Result<(), FilesError> {
+        let mut target = Target::open(target).map_err(FilesError::io("open", target))?;
+        for PlannedEntry { path, .. } in &self.directories {
+            target.create_directory(path).map_err(FilesError::io("create", path))?;
+        }
+        for PlannedEntry { path, node } in &self.links {
+            let link_target = node.link_target().unwrap_or_default();
+            target.create_symlink(path, &link_target).map_err(FilesError::io("create", path))?;
+        }
+        for PlannedEntry { path, node } in &self.files {
+            let file = target.create_file(path).map_err(FilesError::io("create", path))?;
+            file.set_len(node.size).map_err(FilesError::io("extend", path))?;
+        }
+        Ok(())
     }
 
     /// Checks that the target's file system has enough free space.

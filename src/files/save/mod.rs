@@ -7,6 +7,7 @@
 mod changes;
 mod database;
 mod entry_stat;
+mod excluded;
 mod exclusions;
 mod file;
 mod save_database;
@@ -36,6 +37,7 @@ use crate::tree_reader::TreeReader;
 
 pub use changes::Changes;
 use changes::Scope;
+pub use excluded::{ExcludedEntry, ExcludedSizes};
 pub use exclusions::Exclusions;
 
 /// The fail points of a save.
@@ -59,9 +61,13 @@ pub struct SaveOptions {
     pub username: String,
     pub origin: SnapshotOrigin,
     pub exclusions: Exclusions,
+    /// Whether a save of the whole home measures what it excludes.
+    pub measures_excluded: bool,
     /// The root directory of the system whose accounts own the files.
     pub system_root: PathBuf,
     pub workers: usize,
+    /// The time of the snapshots; `None` for the current time.
+    pub time: Option<Timestamp>,
     /// Maximum rate of uploads; `None` for no limit.
     pub max_bytes_per_second: Option<NonZeroU64>,
 }
@@ -76,8 +82,10 @@ impl SaveOptions {
             username: String::new(),
             origin,
             exclusions: Exclusions::default(),
+            measures_excluded: false,
             system_root: PathBuf::from("/"),
             workers: DEFAULT_WORKERS,
+            time: None,
             max_bytes_per_second: None,
         }
     }
@@ -94,7 +102,10 @@ pub struct SaveCounts {
     pub files_read: u64,
     /// Sockets, FIFOs and devices.
     pub special: u64,
+    /// Entries that rules exclude, or that are on another file system. An excluded directory counts as one entry.
     pub excluded: u64,
+    /// `None` if they were not measured.
+    pub excluded_sizes: Option<ExcludedSizes>,
     /// Files that changed during every attempt to read them; the last read is saved.
     pub unstable: u64,
     /// Entries that could not be read. Their earlier state is kept, if there is one.
@@ -203,7 +214,7 @@ impl Saver {
         }
         let changes = changes.filter(|_| parent.is_some());
         let repository = &self.repository;
-        let time = Timestamp::now();
+        let time = self.options.time.unwrap_or_else(Timestamp::now);
         // Capacity 1: a worker waits while the store is slow, so that packs do not fill the memory.
         let (packs, finished_packs) = mpsc::channel(1);
         let is_stopped = StopOnDrop(Arc::new(AtomicBool::new(false)));

@@ -24,7 +24,7 @@ use super::database::DatabaseFiles;
 use super::entry_stat::{CACHE_TAG, is_cache_tag, open_in, stat_in, stat_open, to_timestamp};
 use super::file::HardLinkedContent;
 use super::workers::Workers;
-use super::{SaveCounts, SaveOptions};
+use super::{ExcludedSizes, SaveCounts, SaveOptions};
 use crate::chunker::Chunker;
 use crate::error::FilesError;
 use crate::id::Id;
@@ -84,6 +84,9 @@ impl Walk {
             path: PathBuf::new(),
             has_read_database: false,
         };
+        if walker.options.measures_excluded && matches!(scope, Scope::All) {
+            walker.counts.excluded_sizes = Some(ExcludedSizes::default());
+        }
         let saved = walker.save_home(&directory, parent, scope);
         let Walker { counts, retry, trees, known, packs, .. } = walker;
         drop(packs);
@@ -248,6 +251,11 @@ impl Walker<'_> {
         let is_tag = |name: &OsString| name == CACHE_TAG;
         if !self.path.as_os_str().is_empty() && names.iter().any(is_tag) && is_cache_tag(directory) {
             self.counts.excluded += names.len() as u64 - 1;
+            for name in names.iter().filter(|name| !is_tag(name)) {
+                self.path.push(name);
+                self.measure_excluded(directory, name);
+                self.path.pop();
+            }
             names.retain(is_tag);
         }
         Ok(names)
@@ -299,6 +307,7 @@ impl Walker<'_> {
             || (stat.stx_dev_major, stat.stx_dev_minor) != self.device
         {
             self.counts.excluded += 1;
+            self.measure_excluded(directory, name);
             return Ok(None);
         }
         match file_type {
@@ -310,6 +319,13 @@ impl Walker<'_> {
                 self.note("special file");
                 Ok(None)
             }
+        }
+    }
+
+    /// Adds the current entry, which is excluded, to the measurement, if there is one.
+    fn measure_excluded(&mut self, directory: &OwnedFd, name: &OsStr) {
+        if let Some(sizes) = &mut self.counts.excluded_sizes {
+            sizes.add(directory, name, &self.path, self.device, &self.is_stopped);
         }
     }
 

@@ -1,6 +1,7 @@
 //! Saves and restores real directories, and compares them by independent means.
 
 mod databases;
+mod faulty_store;
 mod history;
 mod kills;
 mod pruning;
@@ -29,6 +30,8 @@ use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 use svc_store::Bucket;
 
+use faulty_store::{Faults, FaultyStore};
+
 use crate::restore::{RestoreOptions, RestoreProgress, Restored, restore};
 use crate::save::{Changes, SaveOptions, Saved, Saver};
 use crate::{Cache, FilesError, Id, Repository, RepositoryKey, Snapshot, SnapshotOrigin};
@@ -42,6 +45,8 @@ struct Fixture {
     saver: Saver,
     /// The directory of the objects, if they are not in memory.
     store: Option<tempfile::TempDir>,
+    /// The faults of the store, in this process only.
+    faults: Arc<Faults>,
 }
 
 impl Fixture {
@@ -54,14 +59,21 @@ impl Fixture {
         fs::create_dir(dir.path().join("home")).unwrap();
         let key = RepositoryKey::generate().unwrap();
         let saver = saver(dir.path(), &bucket, &key).await;
-        Self { dir, bucket, key, last: None, saver, store: None }
+        Self { dir, bucket, key, last: None, saver, store: None, faults: Arc::default() }
     }
 
     /// Creates a fixture with a store that other processes can open.
     async fn in_directory() -> Self {
+        Self::with_faults(0).await
+    }
+
+    /// Like [`Self::in_directory`]. After [`Faults::set_percent`], requests fail at random; `seed` determines which.
+    async fn with_faults(seed: u64) -> Self {
         let store = tempfile::tempdir().unwrap();
-        let bucket = Bucket::new(Arc::new(LocalFileSystem::new_with_prefix(store.path()).unwrap()));
-        Self { store: Some(store), ..Self::with_bucket(bucket).await }
+        let objects = Arc::new(LocalFileSystem::new_with_prefix(store.path()).unwrap());
+        let (objects, faults) = FaultyStore::new(objects, seed);
+        let bucket = Bucket::new(Arc::new(objects));
+        Self { store: Some(store), faults, ..Self::with_bucket(bucket).await }
     }
 
     /// Stock `restic` for the repository of [`Self::in_directory`].
@@ -90,11 +102,15 @@ impl Fixture {
 
     /// Restores a snapshot with a repository that is newly opened, without a cache.
     async fn restore(&self, snapshot: &Snapshot) -> (tempfile::TempDir, Restored) {
+        self.try_restore(snapshot).await.unwrap()
+    }
+
+    async fn try_restore(&self, snapshot: &Snapshot) -> Result<(tempfile::TempDir, Restored), FilesError> {
         let target = tempfile::tempdir().unwrap();
-        let repository = self.open(&self.key).await.unwrap().unwrap();
+        let repository = self.open(&self.key).await?.unwrap();
         let options = RestoreOptions::new(target.path().to_owned(), "/".into());
-        let restored = restore(&repository, snapshot, &options, &RestoreProgress::default()).await.unwrap();
-        (target, restored)
+        let restored = restore(&repository, snapshot, &options, &RestoreProgress::default()).await?;
+        Ok((target, restored))
     }
 
     async fn open(&self, key: &RepositoryKey) -> Result<Option<Repository>, FilesError> {
@@ -334,7 +350,14 @@ async fn caches_and_excluded_directories_are_left_out() {
     let invalid = exclusions.set_rules(&["node_modules/"], "", std::path::Path::new("home"), Vec::new());
     assert!(invalid.is_empty());
     exclusions.paths.push("app/code".into());
+    fixture.write("app/node_modules/deep/er", [1; 1000]);
+    fixture.saver.options_mut().measures_excluded = true;
     let saved = fixture.save().await;
+    let sizes = saved.counts.excluded_sizes.unwrap();
+    assert_eq!((sizes.entries, sizes.bytes, sizes.is_partial), (7, 1003, false));
+    let largest: Vec<_> =
+        sizes.largest.iter().map(|entry| (entry.path.to_str().unwrap(), entry.bytes)).collect();
+    assert_eq!(largest, [("app/node_modules", 1001), ("app/code", 1), ("target/debug", 1)]);
     let (target, _) = fixture.restore(&saved.snapshot).await;
     let paths: Vec<_> =
         describe(target.path()).into_keys().map(|path| String::from_utf8(path).unwrap()).collect();

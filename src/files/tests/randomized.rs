@@ -1,7 +1,7 @@
-//! Random trees with random writers, kills, restarts and pruning. The model is independent of the code under test: a
-//! description of the home at each moment that was reported as saved.
+//! Random trees with random writers, kills, restarts, pruning, a store that fails, and clocks that jump. The model is
+//! independent of the code under test: a description of the home at each moment that was reported as saved.
 
-use jiff::SignedDuration;
+use jiff::{SignedDuration, Timestamp};
 use kit::long_tests::Figures;
 
 use super::kills::Action;
@@ -12,10 +12,11 @@ use crate::save as saving;
 use crate::verify::{Share, verify};
 
 /// A reproducible random number generator (xorshift64).
-struct Random(u64);
+#[derive(Clone)]
+pub(super) struct Random(u64);
 
 impl Random {
-    fn new(seed: u64) -> Self {
+    pub(super) fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
@@ -26,7 +27,7 @@ impl Random {
         (self.0 >> 16) as usize % limit.max(1)
     }
 
-    fn chance(&mut self, percent: usize) -> bool {
+    pub(super) fn chance(&mut self, percent: usize) -> bool {
         self.below(100) < percent
     }
 
@@ -139,11 +140,22 @@ impl Writer {
 struct Counts {
     saves: u64,
     kills: u64,
+    /// Operations that failed because the store did.
+    failures: u64,
     moments: u64,
 }
 
+impl Counts {
+    fn add(&mut self, other: &Self) {
+        self.saves += other.saves;
+        self.kills += other.kills;
+        self.failures += other.failures;
+        self.moments += other.moments;
+    }
+}
+
 async fn run_seed(seed: u64) -> Counts {
-    let mut fixture = Fixture::in_directory().await;
+    let mut fixture = Fixture::with_faults(seed).await;
     let mut random = Random::new(seed);
     let (home, writer_random) = (fixture.home(), Random::new(seed ^ 0xffff));
     let mut writer =
@@ -163,7 +175,9 @@ async fn run_seed(seed: u64) -> Counts {
             counts.kills += u64::from(fixture.run_killed_at(point, Action::Save { parent }));
         }
         let is_concurrent = random.chance(20);
-        let saved = save(&mut fixture, &mut writer, is_concurrent, random.chance(60)).await;
+        fixture.saver.options_mut().time = random.chance(30).then(|| jump(&mut random));
+        counts.failures += save_until_it_fails(&mut fixture, &mut writer, &mut random).await;
+        let saved = save(&mut fixture, &mut writer, is_concurrent, random.chance(60)).await.unwrap();
         counts.saves += 1;
         let description = (!is_concurrent).then(|| describe(&writer.home));
         moments.push((saved.id, saved.snapshot, description));
@@ -171,17 +185,35 @@ async fn run_seed(seed: u64) -> Counts {
             let kept = moments.len() - random.below(3).min(moments.len() - 1);
             moments.drain(..moments.len() - kept);
             let protected: Vec<Id> = moments.iter().map(|(id, _, _)| *id).collect();
-            let options = prune_options(protected.clone(), i64::from(round) * 3 + 3);
+            let mut options = prune_options(protected.clone(), i64::from(round) * 3 + 3);
+            if random.chance(20) {
+                options.now = jump(&mut random);
+            }
             if random.chance(40) {
                 let point = random.choose(prune::FAILPOINTS).unwrap();
                 counts.kills +=
                     u64::from(fixture.run_killed_at(point, Action::Prune { now: options.now, protected }));
             }
+            if random.chance(30) {
+                fixture.faults.set_percent(1 + random.below(20));
+                let pruned = prune::prune(fixture.saver.repository(), &options).await;
+                fixture.faults.set_percent(0);
+                counts.failures += u64::from(is_outage(pruned, seed));
+            }
             prune::prune(fixture.saver.repository(), &options).await.unwrap();
         }
     }
     for (id, snapshot, expected) in &moments {
-        let (target, restored) = fixture.restore(snapshot).await;
+        fixture.faults.set_percent(if random.chance(20) { 3 } else { 0 });
+        let attempt = fixture.try_restore(snapshot).await;
+        fixture.faults.set_percent(0);
+        let (target, restored) = match attempt {
+            Ok(restored) => restored,
+            failed => {
+                counts.failures += u64::from(is_outage(failed, seed));
+                fixture.restore(snapshot).await
+            }
+        };
         assert_eq!(restored.incomplete, 0, "seed {seed}, {id}: {:?}", restored.first_incomplete);
         if let Some(expected) = expected {
             assert_same(&describe(target.path()), expected);
@@ -194,13 +226,54 @@ async fn run_seed(seed: u64) -> Counts {
     counts
 }
 
+/// Returns a random time to which a clock may jump: from one year ago to two years ahead.
+fn jump(random: &mut Random) -> Timestamp {
+    let hours = random.below(3 * 365 * 24) as i64 - 365 * 24;
+    Timestamp::now() + SignedDuration::from_hours(hours)
+}
+
+/// Returns whether an operation failed because the store did.
+///
+/// # Panics
+/// If it failed for another reason.
+fn is_outage<T>(result: Result<T, FilesError>, seed: u64) -> bool {
+    let error = result.err();
+    assert!(error.as_ref().is_none_or(FilesError::is_transient), "seed {seed}: {error:?}");
+    error.is_some()
+}
+
 fn prune_options(protected: Vec<Id>, days: i64) -> PruneOptions {
     let policy = RetentionPolicy { newest: 0, all: SignedDuration::ZERO, ..RetentionPolicy::default() };
     PruneOptions { protected, policy, ..pruning::days_later(days) }
 }
 
-/// Saves all or only the changes, optionally while the writer keeps changing files.
-async fn save(fixture: &mut Fixture, writer: &mut Writer, is_concurrent: bool, is_partial: bool) -> Saved {
+/// Saves a random number of times while the store fails at random. After a failed save, the next one uses the same
+/// saver or a new one. Returns the number of failed saves.
+async fn save_until_it_fails(fixture: &mut Fixture, writer: &mut Writer, random: &mut Random) -> u64 {
+    let mut failures = 0;
+    while random.chance(35) {
+        fixture.faults.set_percent(1 + random.below(20));
+        let saved = save(fixture, writer, random.chance(20), random.chance(60)).await;
+        fixture.faults.set_percent(0);
+        if is_outage(saved, 0) {
+            failures += 1;
+            if random.chance(50) {
+                fixture.restart().await;
+            }
+        }
+        writer.change();
+    }
+    failures
+}
+
+/// Saves all or only the changes, optionally while the writer keeps changing files. The changes of a failed save are
+/// part of the next one.
+async fn save(
+    fixture: &mut Fixture,
+    writer: &mut Writer,
+    is_concurrent: bool,
+    is_partial: bool,
+) -> Result<Saved, FilesError> {
     let changes = std::mem::take(&mut writer.changes);
     let parent = fixture.last.clone().filter(|_| is_partial && !writer.has_hard_links);
     let parent_of_all = fixture.last.clone();
@@ -210,7 +283,7 @@ async fn save(fixture: &mut Fixture, writer: &mut Writer, is_concurrent: bool, i
         let saved = tokio::task::block_in_place(|| {
             tokio::runtime::Handle::current().block_on(async {
                 match parent {
-                    Some(parent) => saver.save_changes(parent, changes).await,
+                    Some(parent) => saver.save_changes(parent, changes.clone()).await,
                     None => saver.save(parent_of_all).await,
                 }
             })
@@ -218,23 +291,29 @@ async fn save(fixture: &mut Fixture, writer: &mut Writer, is_concurrent: bool, i
         if let Some(thread) = running {
             thread.join().unwrap();
         }
-        saved.unwrap()
+        saved
     });
-    writer.changes.merge(saved.retry.clone());
-    fixture.last = Some((saved.id, saved.snapshot.clone()));
-    saved
+    match saved {
+        Ok(saved) => {
+            writer.changes.merge(saved.retry.clone());
+            fixture.last = Some((saved.id, saved.snapshot.clone()));
+            Ok(saved)
+        }
+        Err(error) => {
+            writer.changes.merge(changes);
+            Err(error)
+        }
+    }
 }
 
 async fn run_seeds(first: u64, count: u64) -> Counts {
     let mut total = Counts::default();
     for seed in first..first + count {
-        let Counts { saves, kills, moments } = run_seed(seed).await;
-        total.saves += saves;
-        total.kills += kills;
-        total.moments += moments;
+        total.add(&run_seed(seed).await);
     }
     println!("{count} seeds from {first}: {total:?}");
     assert!(total.moments > 3 * count && total.kills > count / 2, "{total:?}");
+    assert!(total.failures > count / 2, "{total:?}");
     total
 }
 

@@ -57,6 +57,13 @@ impl AccessError {
     }
 }
 
+/// What `restic` needs to open the repository, except credentials for the store.
+pub struct ResticAccess {
+    /// Such as `s3:https://store.example/bucket/user_1/primary/files`.
+    pub repository: String,
+    pub password: SecretString,
+}
+
 /// The settings of the programs that save and restore files.
 pub struct FilesSettings {
     pub layout: Layout,
@@ -189,10 +196,24 @@ impl FilesSettings {
         }
     }
 
+    /// Returns this machine's key and the repository's location, as `restic` takes them; `None` if this machine has no
+    /// valid key yet.
+    ///
+    /// # Errors
+    /// If the machine's settings are invalid, or the file with the key exists and cannot be read.
+    pub fn read_restic_access(layout: &Layout) -> Result<Option<ResticAccess>, Failure> {
+        let mut env = config::environment(layout);
+        let identity = Identity::read(&mut env);
+        let store = StoreLink::read(&mut env, layout);
+        let (identity, store) = env.finish(identity.zip(store))?;
+        let key = read_key_file(layout).or_exit(Exit::Internal)?;
+        let root = SlotPrefix::new(&identity.user, &identity.slot).files();
+        let repository = store.restic_location(&root);
+        Ok(key.map(|key| ResticAccess { repository, password: key.password().clone() }))
+    }
+
     fn read_key(&self) -> Result<Option<RepositoryKey>, FileError> {
-        let text = fsx::read_if_exists(&self.layout.files_state().join(KEY_FILE))?;
-        // An invalid file is replaced by the platform's key.
-        Ok(text.and_then(|text| std::str::from_utf8(&text).ok()?.trim().parse().ok()))
+        read_key_file(&self.layout)
     }
 
     fn store_key(&self, key: &RepositoryKey) -> Result<(), FileError> {
@@ -228,6 +249,12 @@ impl FilesSettings {
         let key: FilesKey = serde_json::from_slice(&body).map_err(|_| invalid())?;
         key.key.expose_secret().parse().map_err(|_| invalid())
     }
+}
+
+fn read_key_file(layout: &Layout) -> Result<Option<RepositoryKey>, FileError> {
+    let text = fsx::read_if_exists(&layout.files_state().join(KEY_FILE))?;
+    // An invalid file is replaced by the platform's key.
+    Ok(text.and_then(|text| std::str::from_utf8(&text).ok()?.trim().parse().ok()))
 }
 
 fn unavailable(error: impl std::error::Error + 'static) -> AccessError {

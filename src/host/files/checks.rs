@@ -61,11 +61,12 @@ pub struct VerifyResult {
 pub struct DrillResult {
     #[serde(with = "clock::wire_option")]
     pub at: Option<Timestamp>,
-    /// Files that were read from the backup, and those of them that were compared with the present file.
+    /// Files that were restored from the backup, and those of them that were compared with the present file.
     pub files: u64,
     pub bytes: u64,
     pub compared: u64,
-    /// Files whose content differs from the present one, although size and time are the same; the first of them by name.
+    /// Files whose content, mode or time differs from that of the present one, although that has not changed since; and
+    /// the paths of the first of them.
     pub differing_count: u64,
     pub differing: Vec<String>,
     /// Why it failed.

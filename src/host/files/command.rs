@@ -4,13 +4,17 @@ use anyhow::anyhow;
 use jiff::Timestamp;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
-use svc_base::quantity::pluralize;
+use svc_base::quantity::{format_bytes, pluralize};
+use svc_wire::files::{ExcludedFile, ExcludedFiles};
 
 use super::checks::FileChecks;
 use super::gate::RestoreOutcome;
 use super::save_request::{self, SaveRequestError};
 use super::status::FilesStatus;
 use crate::system::layout::Layout;
+
+/// Maximum number of excluded entries that are listed.
+const MAX_SHOWN_EXCLUDED: usize = 5;
 
 /// Prints the state of the file backup.
 ///
@@ -62,6 +66,7 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
             rows.extend(status.snapshot.as_ref().map(|id| ("snapshot", id.clone())));
             let items = |count: u64| pluralize(count, "item");
             rows.push(("left out", format!("{}, {} special", items(status.excluded), status.special)));
+            rows.extend(status.excluded_files.iter().flat_map(describe_excluded));
             if status.unreadable > 0 {
                 let first = status.first_unreadable.as_deref().unwrap_or_default();
                 rows.push(("unreadable", format!("{}, such as {first}", items(status.unreadable))));
@@ -91,6 +96,16 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
     rows.iter().map(|(name, text)| format!("{name:<11} {text}\n")).collect()
 }
 
+/// Returns the rows for what is excluded: the sum, then the largest entries.
+fn describe_excluded(excluded: &ExcludedFiles) -> Vec<(&'static str, String)> {
+    let size = |entries: u64, bytes: u64| format!("{}, {}", pluralize(entries, "item"), format_bytes(bytes));
+    let at_least = if excluded.complete { "" } else { "at least " };
+    let sum = format!("{at_least}{}", size(excluded.entries, excluded.bytes));
+    let largest = excluded.largest.iter().take(MAX_SHOWN_EXCLUDED);
+    let entry = |file: &ExcludedFile| ("", format!("{}: {}", file.path, size(file.entries, file.bytes)));
+    std::iter::once(("", sum)).chain(largest.map(entry)).collect()
+}
+
 /// Requests a save, and waits until everything written before is saved.
 ///
 /// # Errors
@@ -118,6 +133,9 @@ mod tests {
         (status.saved_until, status.changed_since) = (Some(at(100)), Some(at(130)));
         (status.files, status.bytes, status.unreadable, status.unstable) = (3, 12, 1, 2);
         status.first_unreadable = Some("home/x".to_owned());
+        let largest = ExcludedFile { path: "home/a/node_modules".to_owned(), entries: 9, bytes: 2048 };
+        let excluded = ExcludedFiles { entries: 10, bytes: 4096, ..ExcludedFiles::default() };
+        status.excluded_files = Some(ExcludedFiles { largest: vec![largest], ..excluded });
         status.error = Some("the store is away".to_owned());
         let mut outcome = RestoreOutcome::default();
         (outcome.taken_at, outcome.files) = (Some(at(50)), 2);
@@ -127,6 +145,8 @@ mod tests {
             "10 s ago; not saved yet",
             "3, 12 bytes",
             "such as home/x",
+            "            at least 10 items, 4.0 KiB\n",
+            "            home/a/node_modules: 9 items, 2.0 KiB\n",
             "the store is away",
             "2 files as of",
         ] {

@@ -7,11 +7,12 @@
 //!
 //! [`history`] lists and sends earlier states, and [`restore_entry`] brings one back into the home of a running machine.
 
-mod access;
+pub mod access;
 mod changes;
 pub mod checks;
 pub mod client;
 pub mod command;
+mod drill;
 pub mod gate;
 pub mod history;
 pub mod home_path;

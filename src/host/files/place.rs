@@ -19,6 +19,9 @@ use rustix::fs::{
 use rustix::io::Errno;
 use svc_base::fsx::FileError;
 
+/// Entries with these names are moved before the others in their directory: the owner's `home`, and in it the machine's
+/// records and the apps.
+const FIRST_NAMES: [&[u8]; 3] = [b"home", b"system", b"apps"];
 /// The names of entries that were replaced by another kind of entry, until the staging directory is deleted.
 const REPLACED_PREFIX: &str = ".svc-replaced-";
 
@@ -42,6 +45,7 @@ fn open_directory(parent: impl std::os::fd::AsFd, name: &OsStr) -> Result<OwnedF
     openat(parent, name, flags, Mode::empty())
 }
 
+/// Lists the entries to move, in the order of the moves.
 fn list(directory: &OwnedFd) -> Result<Vec<CString>, Errno> {
     let mut names = Vec::new();
     for entry in Dir::read_from(directory)? {
@@ -51,6 +55,8 @@ fn list(directory: &OwnedFd) -> Result<Vec<CString>, Errno> {
             names.push(name);
         }
     }
+    let rank = |name: &CString| FIRST_NAMES.iter().position(|first| *first == name.as_bytes());
+    names.sort_by_cached_key(|name| (rank(name).unwrap_or(FIRST_NAMES.len()), name.clone()));
     Ok(names)
 }
 
@@ -112,6 +118,17 @@ mod tests {
     use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
     use super::*;
+
+    #[test]
+    fn settings_and_apps_come_first() {
+        let root = tempfile::tempdir().unwrap();
+        for name in ["a", "apps", "home", "projects", "system"] {
+            fs::create_dir(root.path().join(name)).unwrap();
+        }
+        let names = list(&open_directory(CWD, root.path().as_os_str()).unwrap()).unwrap();
+        let names: Vec<&str> = names.iter().map(|name| name.to_str().unwrap()).collect();
+        assert_eq!(names, ["home", "system", "apps", "a", "projects"]);
+    }
 
     #[test]
     fn move_contents_merges_directories_and_replaces_files() {

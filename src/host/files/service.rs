@@ -3,6 +3,7 @@
 //! Invariant: `savedUntil` in the status, and the pointer in the store, name only what is completely in the store. A
 //! change is forgotten only after the save that contains it.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
@@ -12,18 +13,20 @@ use svc_base::chain::format_chain;
 use svc_base::clock;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx;
-use svc_files::save::{Changes, SaveOptions, Saved, Saver};
+use svc_base::untrusted_text::truncate_printable;
+use svc_files::save::{Changes, ExcludedEntry, ExcludedSizes, SaveOptions, Saved, Saver};
 use svc_files::{FilesError, Id, Repository, Snapshot};
 use svc_store::StoreError;
 use svc_store::files_pointer::{self, FilesSnapshotRef};
 use svc_store::pointer_io::PointerError;
+use svc_wire::files::{ExcludedFile, ExcludedFiles};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::access::{AccessError, FilesSettings};
 use super::changes;
 use super::checks::FileChecks;
 use super::gate::RestoreOutcome;
-use super::home_path::SHOWN_HOME;
+use super::home_path::{HomePath, SHOWN_HOME};
 use super::rules::{OwnerRules, read_rules, set_rules};
 use super::save_request::SAVE_REQUEST;
 use super::schedule::{Save, Schedule};
@@ -39,6 +42,10 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// After a save of at least this duration, the watcher is asked for moved files.
 const MIN_RECHECKED: Duration = Duration::from_secs(1);
 const KEY_OFFER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
+/// Minimum interval between two measurements of what is excluded, because each visits all of it.
+const MEASURE_INTERVAL: Duration = Duration::from_secs(24 * 3600);
+/// Changes that have waited for this long are measured, and measured again at this interval.
+const PENDING_INTERVAL: Duration = Duration::from_secs(60);
 /// Minimum interval between two warnings about the same failure.
 const WARNING_INTERVAL: Duration = Duration::from_secs(600);
 /// The service's fail points.
@@ -115,6 +122,9 @@ struct FileBackup {
     last_offer: Option<Instant>,
     /// The owner's rules, as of the last save.
     rules: Option<OwnerRules>,
+    /// When the sizes of what is excluded were last measured; `None` if the rules have changed since.
+    measured_excluded_at: Option<Instant>,
+    measured_pending_at: Option<Instant>,
 }
 
 struct OpenSaver {
@@ -141,6 +151,8 @@ impl FileBackup {
             last_quiesced_at: None,
             last_offer: None,
             rules: None,
+            measured_excluded_at: None,
+            measured_pending_at: None,
         }
     }
 
@@ -163,14 +175,18 @@ impl FileBackup {
             let seen = changes::observe(&reply);
             let save = self.schedule.decide(seen, Instant::now());
             self.record_changed_since(looked_at);
+            self.measure_pending(reply.as_ref().ok()).await;
             if save == Save::Nothing {
                 continue;
             }
             let began = Instant::now();
             let rules = read_rules(&self.settings.layout);
             // Other rules apply to unchanged directories, too.
-            let save = if self.rules.as_ref() == Some(&rules) { save } else { Save::Everything };
-            self.rules = Some(rules);
+            let is_same = self.rules.as_ref() == Some(&rules);
+            let save = if is_same { save } else { Save::Everything };
+            if !is_same {
+                (self.rules, self.measured_excluded_at) = (Some(rules), None);
+            }
             match self.save(save, reply.ok(), looked_at).await {
                 Ok(()) => {
                     self.schedule.record_success(save, began.elapsed(), Instant::now());
@@ -218,6 +234,8 @@ impl FileBackup {
         let paths = reply.as_ref().and_then(|reply| reply.paths.as_ref());
         let options = open.saver.options_mut();
         options.origin = self.settings.origin();
+        options.measures_excluded =
+            self.measured_excluded_at.is_none_or(|at| at.elapsed() >= MEASURE_INTERVAL);
         self.status.invalid_rules =
             set_rules(&mut options.exclusions, self.rules.as_ref().unwrap_or(&OwnerRules::default()));
         // Content that the repository has only in damaged packs is written again.
@@ -360,6 +378,27 @@ impl FileBackup {
         self.write_status();
     }
 
+    /// Estimates the size of changes that have waited for `PENDING_INTERVAL`, at most once per interval.
+    async fn measure_pending(&mut self, reply: Option<&ChangesReply>) {
+        let waits = self.schedule.changed_since().is_some_and(|since| since.elapsed() >= PENDING_INTERVAL);
+        if !waits || self.measured_pending_at.is_some_and(|at| at.elapsed() < PENDING_INTERVAL) {
+            return;
+        }
+        self.measured_pending_at = Some(Instant::now());
+        let bytes = match reply.and_then(|reply| reply.paths.clone()) {
+            Some(paths) => {
+                let (home, since) = (self.settings.layout.home(), self.status.saved_until);
+                let estimate = move || changes::estimate_bytes(&home, &paths, since);
+                tokio::task::spawn_blocking(estimate).await.ok()
+            }
+            None => None,
+        };
+        if bytes != self.status.pending_bytes {
+            self.status.pending_bytes = bytes;
+            self.write_status();
+        }
+    }
+
     fn record_saved(&mut self, saved: &Saved, is_full: bool, looked_at: Timestamp) {
         let counts = &saved.counts;
         self.retry = saved.retry.clone();
@@ -368,11 +407,16 @@ impl FileBackup {
             (status.files, status.bytes) = (counts.files, counts.bytes);
             (status.excluded, status.special) = (counts.excluded, counts.special);
         }
+        if let Some(sizes) = &counts.excluded_sizes {
+            status.excluded_files = Some(to_excluded_files(sizes, looked_at));
+            self.measured_excluded_at = Some(Instant::now());
+        }
         (status.unreadable, status.unstable) = (counts.unreadable, counts.unstable);
         status.first_unreadable.clone_from(&counts.first_unreadable);
         status.snapshot = Some(saved.id.to_string());
         status.saved_until = Some(looked_at);
-        (status.changed_since, status.error, status.failing_since) = (None, None, None);
+        (status.changed_since, status.pending_bytes) = (None, None);
+        (status.error, status.failing_since) = (None, None);
         self.write_status();
         if !saved.is_unchanged {
             tracing::info!(
@@ -404,6 +448,22 @@ impl FileBackup {
         if let Err(error) = self.status.write(&self.settings.layout) {
             tracing::warn!(error = %format_chain(&error), "cannot write the status of the file backup");
         }
+    }
+}
+
+fn to_excluded_files(sizes: &ExcludedSizes, measured_at: Timestamp) -> ExcludedFiles {
+    let shown = |path: &Path| truncate_printable(&HomePath::from_relative(path.to_owned()).to_string());
+    let to_file = |entry: &ExcludedEntry| ExcludedFile {
+        path: shown(&entry.path),
+        entries: entry.entries,
+        bytes: entry.bytes,
+    };
+    ExcludedFiles {
+        measured_at: measured_at.into(),
+        entries: sizes.entries,
+        bytes: sizes.bytes,
+        complete: !sizes.is_partial,
+        largest: sizes.largest.iter().map(to_file).collect(),
     }
 }
 

@@ -1,11 +1,13 @@
-//! The state of the file backup, for the heartbeat, `svc-doctor` and the operator. The service writes it.
+//! The state of the file backup, for the heartbeat, `svc-doctor`, the gateway and the operator. The service writes it.
 
 use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
 
+use super::checks::FileChecks;
 use crate::system::layout::Layout;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
+use svc_wire::files::{ExcludedFiles, FileBackupStatus};
 
 const FORMAT: u32 = 1;
 const FILE: &str = "status.json";
@@ -25,6 +27,8 @@ pub struct FilesStatus {
     /// When the first change was seen that is not in the store yet.
     #[serde(with = "clock::wire_option")]
     pub changed_since: Option<Timestamp>,
+    /// An estimate of the bytes that are not in the store yet; `None` if there are none, or if it is not known.
+    pub pending_bytes: Option<u64>,
     /// The latest snapshot's id.
     pub snapshot: Option<String>,
     /// The counts of the last save of the whole home.
@@ -32,6 +36,8 @@ pub struct FilesStatus {
     pub bytes: u64,
     pub excluded: u64,
     pub special: u64,
+    /// The sizes of what is excluded, as they were last measured.
+    pub excluded_files: Option<ExcludedFiles>,
     /// Entries of the last save that could not be read.
     pub unreadable: u64,
     pub first_unreadable: Option<String>,
@@ -72,6 +78,26 @@ impl FilesStatus {
         (is_pending || is_silent).then_some(since)
     }
 
+    /// Returns the status that the owner and operators see, with the results of the checks.
+    pub fn to_report(&self, checks: &FileChecks) -> FileBackupStatus {
+        FileBackupStatus {
+            saved_until: self.saved_until.map(Into::into),
+            changed_since: self.changed_since.map(Into::into),
+            pending_bytes: self.pending_bytes,
+            error: self.error.clone(),
+            files: self.files,
+            bytes: self.bytes,
+            unreadable: self.unreadable,
+            first_unreadable: self.first_unreadable.clone(),
+            unstable: self.unstable,
+            invalid_rules: self.invalid_rules.clone(),
+            excluded: self.excluded_files.clone(),
+            verified_at: checks.verify.as_ref().and_then(|verify| verify.at).map(Into::into),
+            drilled_at: checks.drill.as_ref().and_then(|drill| drill.at).map(Into::into),
+            damage: checks.find_problem(),
+        }
+    }
+
     /// # Errors
     /// If the file cannot be written.
     pub fn write(&mut self, layout: &Layout) -> Result<(), FileError> {
@@ -79,7 +105,8 @@ impl FilesStatus {
         let dir = layout.files_state();
         std::fs::create_dir_all(&dir).map_err(FileError::wrap("create", &dir))?;
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
-        fsx::write_atomic(&dir.join(FILE), &text, 0o644)
+        // Files are still saved while the disk is full, and the status must show that.
+        fsx::write_atomic_or_in_place(&dir.join(FILE), &text, 0o644)
     }
 }
 

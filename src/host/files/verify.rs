@@ -1,33 +1,26 @@
 //! `svc-sync-agent verify`: reads a share of the file backup again, so that damage is found before a recovery needs it;
-//! once a week, also compares a sample of files with those on the machine.
+//! once a week, also restores a sample of files and compares them with those on the machine.
 //!
 //! Damage names its files and moments. The service then writes again what the machine still has.
 
-use std::io::Read;
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::anyhow;
-use futures_util::TryStreamExt;
-use jiff::Timestamp;
-use sha2::{Digest, Sha256};
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::chain::format_chain;
 use svc_base::clock;
 use svc_base::fsx;
 use svc_base::quantity::{format_bytes, pluralize};
 use svc_base::untrusted_text::truncate_printable;
+use svc_files::FilesError;
 use svc_files::affected::{Affected, AffectedPath, find_affected};
-use svc_files::history::{Entry, EntryKind, History};
 use svc_files::verify::{Share, verify};
-use svc_files::{FilesError, Repository};
 use svc_store::StoreError;
 
 use super::access::{AccessError, FilesSettings};
-use super::checks::{AffectedFile, DrillResult, FileChecks, VerifyResult};
+use super::checks::{AffectedFile, FileChecks, VerifyResult};
+use super::drill::drill;
 use super::home_path::HomePath;
-use super::owner::open_home;
 use super::save_request::SAVE_REQUEST;
 use crate::system::activity;
 use crate::system::config;
@@ -39,10 +32,6 @@ pub const REQUEST: &str = "files-verify";
 const LOCK_FILE: &str = "verify.lock";
 /// How long another verification is waited for.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(3600);
-/// The sample of a drill.
-const SAMPLE_FILES: usize = 50;
-const MAX_SAMPLE_BYTES: u64 = 1 << 30;
-const MAX_NAMED_FILES: usize = 10;
 
 /// Why a check could not be completed.
 #[derive(Debug, thiserror::Error)]
@@ -141,97 +130,4 @@ async fn verify_shares(
     };
     checks.affected = Some(affected.paths.into_iter().map(describe).collect());
     Ok(())
-}
-
-/// Reads a sample of the latest snapshot's files, and compares those that have not changed since with the present ones.
-async fn drill(settings: &FilesSettings, now: Timestamp) -> DrillResult {
-    let mut result = DrillResult { at: Some(now), ..DrillResult::default() };
-    if let Err(error) = compare_sample(settings, &mut result).await {
-        tracing::error!(error = %format_chain(&error), "the drill of the file backup failed");
-        result.error = Some(format_chain(&error));
-    }
-    result
-}
-
-async fn compare_sample(settings: &FilesSettings, result: &mut DrillResult) -> Result<(), CheckError> {
-    let repository = settings.open_with_stored_key().await?.ok_or(CheckError::NothingSaved)?;
-    let history = History::open_with_contents(Repository::clone(&repository)).await?;
-    let (_, snapshot) = history.find_snapshot(None).ok_or(CheckError::NothingSaved)?;
-    let root = history.find(snapshot, Path::new("")).await?.ok_or(CheckError::NothingSaved)?;
-    for (path, entry) in draw_sample(&history, root).await? {
-        if result.bytes + entry.size() > MAX_SAMPLE_BYTES {
-            continue;
-        }
-        let mut hash = Sha256::new();
-        let mut content = std::pin::pin!(history.read_content(&entry));
-        while let Some(chunk) = content.try_next().await? {
-            result.bytes += chunk.len() as u64;
-            hash.update(&chunk);
-        }
-        result.files += 1;
-        let (layout, below) = (settings.layout.clone(), path.clone());
-        let present = tokio::task::spawn_blocking(move || hash_present(&layout, &below, &entry));
-        let present = present.await.ok().flatten();
-        let Some(present) = present else { continue };
-        result.compared += 1;
-        if present[..] != hash.finalize()[..] {
-            result.differing_count += 1;
-            if result.differing.len() < MAX_NAMED_FILES {
-                result.differing.push(truncate_printable(&HomePath::from_relative(path).to_string()));
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Draws files at random, each with the same probability.
-async fn draw_sample(history: &History, root: Entry) -> Result<Vec<(PathBuf, Entry)>, FilesError> {
-    let mut sample: Vec<(PathBuf, Entry)> = Vec::new();
-    let mut seen = 0_u128;
-    let mut pending = vec![(PathBuf::new(), root)];
-    while let Some((directory, entry)) = pending.pop() {
-        for entry in history.list(&entry).await? {
-            let path = directory.join(entry.name());
-            match entry.kind() {
-                EntryKind::Directory => pending.push((path, entry)),
-                EntryKind::File => {
-                    seen += 1;
-                    // Reservoir sampling: the n-th file replaces one of the sample with probability size / n.
-                    let drawn = uuid::Uuid::new_v4().as_u128() % seen;
-                    if sample.len() < SAMPLE_FILES {
-                        sample.push((path, entry));
-                    } else if let Some(place) = usize::try_from(drawn).ok().and_then(|at| sample.get_mut(at))
-                    {
-                        *place = (path, entry);
-                    }
-                }
-                EntryKind::Link | EntryKind::Special => {}
-            }
-        }
-    }
-    Ok(sample)
-}
-
-/// Returns the hash of the present file; `None` if it has changed since, or cannot be read.
-fn hash_present(layout: &Layout, path: &Path, entry: &Entry) -> Option<[u8; 32]> {
-    let mut file = open_home(layout, &layout.user_home()).ok()?.open_file(path).ok()?;
-    let is_same = |meta: &std::fs::Metadata| {
-        let nanoseconds = |seconds: i64, rest: i64| i128::from(seconds) * 1_000_000_000 + i128::from(rest);
-        let (changed_at, inode) = entry.changed_at();
-        meta.len() == entry.size()
-            && meta.ino() == inode
-            && nanoseconds(meta.mtime(), meta.mtime_nsec()) == entry.modified_at().as_nanosecond()
-            && nanoseconds(meta.ctime(), meta.ctime_nsec()) == changed_at.as_nanosecond()
-    };
-    file.metadata().ok().filter(is_same)?;
-    let mut hash = Sha256::new();
-    let mut buffer = vec![0; 128 << 10];
-    loop {
-        match file.read(&mut buffer).ok()? {
-            0 => break,
-            read => hash.update(&buffer[..read]),
-        }
-    }
-    file.metadata().ok().filter(is_same)?;
-    Some(hash.finalize().into())
 }

@@ -38,7 +38,7 @@ const fn route(endpoint: &'static Endpoint, serve: fn() -> MethodRouter<Gateway>
 
 /// All gateway routes, in the order of the OpenAPI document. A path that matches none of them, and is not under `/api`
 /// or `/_svc/internal`, is proxied to the shell.
-static ROUTES: [Route; 46] = [
+static ROUTES: [Route; 48] = [
     route(&bridge::QUERY, || post(bridge::query)),
     route(&bridge::SCHEMAS, || get(bridge::list_schemas)),
     route(&bridge::CHANGES, || get(bridge::stream_changes)),
@@ -54,6 +54,8 @@ static ROUTES: [Route; 46] = [
     route(&side_database::OPEN, || post(side_database::open)),
     route(&side_database::COPY, || post(side_database::copy)),
     route(&side_database::CLOSE, || delete(side_database::close)),
+    route(&files::STATUS, || get(files::show_status)),
+    route(&files::KEY, || get(files::show_key)),
     route(&files::VERSIONS, || get(files::forward)),
     route(&files::AT, || get(files::forward)),
     route(&files::DOWNLOAD, || get(files::forward)),

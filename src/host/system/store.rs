@@ -63,6 +63,11 @@ impl StoreLink {
         Some(Self { store, renewal })
     }
 
+    /// Returns the location of a repository as `restic` takes it.
+    pub fn restic_location(&self, repository: &object_store::path::Path) -> String {
+        self.store.restic_location(repository)
+    }
+
     /// Opens the store without sending a request.
     ///
     /// # Errors

@@ -1,20 +1,20 @@
-//! `/vps/:id/files/…`: earlier states of an owner's files, as the machine's host reads them from the slot's file backup, and
-//! restores. File names are the owner's data, so each read and each request for a restore is audited, even if it is refused;
-//! polling the state of a restore is not. No content is sent.
+//! `/vps/:id/files/…`: the state of a machine's file backup; earlier states of an owner's files, as the machine's host
+//! reads them from the slot's file backup; and restores. File names are the owner's data, so each read and each request
+//! for a restore is audited, even if it is refused; polling the state of a restore is not. No content is sent.
+
+mod endpoints;
 
 use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
-use http::{Method, StatusCode, header};
+use http::{StatusCode, header};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::call::{ApiCall, path_id};
-use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, documented_json};
 use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
 use super::problems;
 use crate::context::Platform;
@@ -25,22 +25,32 @@ use crate::operators::Operator;
 use svc_base::clock::rfc3339_ms;
 use svc_base::untrusted_text;
 use svc_http::fields::Fields;
-use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, boolean, nullable, object, request_object, schema_of,
-    text_up_to, time,
-};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, format_chain};
+use svc_http::request_id;
 use svc_machine::id::MachineId;
 use svc_machine::state::Status;
 use svc_wire::files::{
-    DEFAULT_ENTRIES, DEFAULT_VERSIONS, FileListing, FileRestore, FileRestoreAccepted, FileRestoreResponse,
-    FileVersions, MAX_ENTRIES, MAX_PATH_CHARS, MAX_VERSIONS,
+    DEFAULT_ENTRIES, DEFAULT_VERSIONS, FileBackupStatus, FileListing, FileRestoreAccepted,
+    FileRestoreResponse, FileVersions, MAX_ENTRIES, MAX_PATH_CHARS, MAX_VERSIONS,
 };
+
+pub use endpoints::{AT, RESTORE, SHOW_RESTORE, STATUS, VERSIONS};
 
 const RETRY_SECONDS: u64 = 5;
 
 type Query = Vec<(&'static str, String)>;
+
+pub async fn show_status(
+    State(platform): State<Arc<Platform>>,
+    PathParams(id): PathParams<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    read(&platform, &id, request, "files.status", |_| Some(Vec::new()))
+        .await?
+        .answer::<FileBackupStatus>(|_| FilesCall::Status)
+        .await
+}
 
 pub async fn list_versions(
     State(platform): State<Arc<Platform>>,
@@ -181,6 +191,12 @@ impl HostAnswer for FileListing {
     }
 }
 
+impl HostAnswer for FileBackupStatus {
+    fn item_count(&self) -> usize {
+        self.invalid_rules.len() + self.excluded.as_ref().map_or(0, |excluded| excluded.largest.len())
+    }
+}
+
 impl HostAnswer for FileRestoreResponse {}
 impl HostAnswer for FileRestoreAccepted {}
 
@@ -276,6 +292,20 @@ pub async fn restore(
         return Ok(reply.into_response());
     }
     let body = json!({"path": path, "time": time.map(rfc3339_ms), "into": into, "replace": replace});
+    // The request completes even if the operator disconnects, so that its outcome is audited.
+    let restore = request_restore(platform, operator, mutation, id, body);
+    let restore = tokio::spawn(request_id::run_with_id(request_id::current(), restore));
+    restore.await.map_err(|error| Problem::internal(&error))?
+}
+
+/// Requests the restore from the host, and audits the request and its outcome.
+async fn request_restore(
+    platform: Arc<Platform>,
+    operator: Operator,
+    mutation: Mutation,
+    id: MachineId,
+    body: Value,
+) -> Result<Response, Problem> {
     let change = |outcome: &str| {
         let mut after = body.clone();
         after["outcome"] = outcome.into();
@@ -285,7 +315,10 @@ pub async fn restore(
     audit(&platform, &operator, change("requested")).await?;
     let asked = async {
         let machine = find_serving(&platform, id).await?;
-        ask::<FileRestoreAccepted>(&platform, &machine, FilesCall::Restore(body.clone())).await
+        // If this platform stops before it has stored the response, a repeated request must not restore twice.
+        let idempotency_key = mutation.to_forwarded_key();
+        let restore = FilesCall::Restore { body: body.clone(), idempotency_key };
+        ask::<FileRestoreAccepted>(&platform, &machine, restore).await
     };
     let accepted = match asked.await {
         Ok(accepted) => accepted,
@@ -335,132 +368,3 @@ pub fn ensure_serving(machine: &MachineRow, subject: &str) -> Result<(), Problem
 fn invalid_state(status: &str, detail: String) -> Problem {
     Problem::new(Code::InvalidState, detail).with("machineStatus", status.into()).with("allowed", json!([]))
 }
-
-const PROBLEMS: &[Code] = &[
-    Code::MachineNotFound,
-    Code::InvalidState,
-    Code::NotFound,
-    Code::HostUnreachable,
-    Code::HostRefused,
-    Code::HostAnswerInvalid,
-    Code::Unavailable,
-    Code::DatabaseUnavailable,
-];
-
-const PATH_DESCRIPTION: &str = "A path below `/home/svc`; a relative path is below `/home/svc/home`.";
-
-pub static VERSIONS: Endpoint = Endpoint {
-    access: Access::Operator(OPERATE),
-    operation: Operation {
-        id: "listFileVersions",
-        method: Method::GET,
-        path: "/vps/{id}/files/versions",
-        summary: "Lists the saved versions of a file or directory, the newest first. Each read is audited.",
-        credentials: &[OPERATOR],
-        parameters: &[
-            MACHINE_ID,
-            Parameter {
-                name: "path",
-                location: ParameterLocation::RequiredQuery,
-                schema: || text_up_to(MAX_PATH_CHARS),
-                description: PATH_DESCRIPTION,
-            },
-            Parameter::query(
-                "before",
-                time,
-                "Only versions before this time: the `nextBefore` of the previous page.",
-            ),
-            Parameter::query(
-                "limit",
-                || json!({ "type": "integer", "minimum": 1, "maximum": MAX_VERSIONS, "default": DEFAULT_VERSIONS }),
-                "Maximum number of versions.",
-            ),
-        ],
-        body: None,
-        responses: &[documented_json(200, "A page.", schema_of::<FileVersions>)],
-        problems: PROBLEMS,
-    },
-    serve: || get(list_versions),
-};
-
-pub static AT: Endpoint = Endpoint {
-    access: Access::Operator(OPERATE),
-    operation: Operation {
-        id: "listFilesAt",
-        method: Method::GET,
-        path: "/vps/{id}/files/at",
-        summary: "Shows a file or directory as it was saved, with the directory's entries. Each read is audited.",
-        credentials: &[OPERATOR],
-        parameters: &[
-            MACHINE_ID,
-            Parameter::query("path", || text_up_to(MAX_PATH_CHARS), PATH_DESCRIPTION),
-            Parameter::query(
-                "time",
-                time,
-                "The last snapshot at or before this time is used; without it, the last one.",
-            ),
-            Parameter::query(
-                "cursor",
-                || json!({ "type": "integer", "minimum": 0, "default": 0 }),
-                "The `nextCursor` of the previous page.",
-            ),
-            Parameter::query(
-                "limit",
-                || json!({ "type": "integer", "minimum": 1, "maximum": MAX_ENTRIES, "default": DEFAULT_ENTRIES }),
-                "Maximum number of entries.",
-            ),
-        ],
-        body: None,
-        responses: &[documented_json(200, "The entry.", schema_of::<FileListing>)],
-        problems: PROBLEMS,
-    },
-    serve: || get(list),
-};
-
-pub static SHOW_RESTORE: Endpoint = Endpoint {
-    access: Access::Operator(OPERATE),
-    operation: Operation {
-        id: "showFileRestore",
-        method: Method::GET,
-        path: "/vps/{id}/files/restore",
-        summary: "Shows the pending or last restore of a file or directory.",
-        credentials: &[OPERATOR],
-        parameters: &[MACHINE_ID],
-        body: None,
-        responses: &[documented_json(200, "The restore; `null` if there was none.", || {
-            object(&[("restore", nullable(schema_of::<FileRestore>()))], &[])
-        })],
-        problems: PROBLEMS,
-    },
-    serve: || get(show_restore),
-};
-
-pub static RESTORE: Endpoint = Endpoint {
-    access: Access::Operator(OPERATE),
-    operation: Operation {
-        id: "restoreFile",
-        method: Method::POST,
-        path: "/vps/{id}/files/restore",
-        summary: "Requests that a machine bring a file or directory back as it was. Nothing is deleted: what is replaced stays \
-                  under another name.",
-        credentials: &[OPERATOR],
-        parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
-        body: Some(|| {
-            let path = || text_up_to(MAX_PATH_CHARS);
-            request_object(&[("path", path())], &[("time", time()), ("into", path()), ("replace", boolean())])
-        }),
-        responses: &[documented_json(202, "The host has accepted it.", schema_of::<FileRestoreAccepted>)],
-        problems: &[
-            Code::MachineNotFound,
-            Code::InvalidState,
-            Code::NotFound,
-            Code::HostUnreachable,
-            Code::HostRefused,
-            Code::HostAnswerInvalid,
-            Code::Unavailable,
-            Code::DatabaseUnavailable,
-            Code::IdempotencyMismatch,
-        ],
-    },
-    serve: || post(restore),
-};

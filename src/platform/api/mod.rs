@@ -76,7 +76,7 @@ use svc_http::openapi::Operation;
 use svc_http::problem::{Code, Problem};
 
 /// All routes, in OpenAPI document order.
-pub static ENDPOINTS: [&Endpoint; 62] = [
+pub static ENDPOINTS: [&Endpoint; 63] = [
     &provision::ENDPOINT,
     &quote::ENDPOINT,
     &register::ENDPOINT,
@@ -101,6 +101,7 @@ pub static ENDPOINTS: [&Endpoint; 62] = [
     &backup_file::ENDPOINT,
     &usage::ENDPOINT,
     &backup::VERIFY_FILES,
+    &host_files::STATUS,
     &host_files::VERSIONS,
     &host_files::AT,
     &host_files::SHOW_RESTORE,

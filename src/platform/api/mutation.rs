@@ -10,6 +10,7 @@ use deadpool_postgres::{GenericClient, Transaction};
 use http::{HeaderValue, StatusCode};
 use serde::Serialize;
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 use tokio::time::Instant;
 
 use super::call::ApiCall;
@@ -107,6 +108,12 @@ impl Mutation {
         let path = call.uri.path_and_query().map_or_else(|| call.uri.path(), |path| path.as_str());
         let route = format!("{} {path}", call.method);
         Ok(Self { actor: operator.actor().to_owned(), key, route, body_hash: call.body_hash() })
+    }
+
+    /// Returns the idempotency key to send to a host, if the operator sent one. It is different for each operator.
+    pub fn to_forwarded_key(&self) -> Option<String> {
+        let key = self.key.as_ref()?;
+        Some(hex::encode(Sha256::digest(format!("{}\t{key}", self.actor))))
     }
 
     /// Returns the operator's name in the audit log.

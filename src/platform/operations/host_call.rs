@@ -206,7 +206,7 @@ pub async fn fetch_backup_progress(
     platform: &Platform,
     machine: &MachineRow,
 ) -> Result<BackupProgress, HostCallError> {
-    let request = HostRequest { method: Method::GET, path: BACKUP_PATH, query: Vec::new(), body: None };
+    let request = HostRequest::get(BACKUP_PATH, Vec::new());
     let response = call(platform, machine, &request).await?;
     Ok(serde_json::from_slice(&response).unwrap_or_default())
 }
@@ -230,7 +230,7 @@ pub async fn fetch_usage(
     machine: &MachineRow,
     query: &UsageQuery,
 ) -> Result<Vec<u8>, UsageError> {
-    let request = HostRequest { method: Method::GET, path: USAGE_PATH, query: query.pairs(), body: None };
+    let request = HostRequest::get(USAGE_PATH, query.pairs());
     let mut response = check_accepted(send(platform, machine, &request).await)?;
     let mut body = Vec::new();
     match read_response(&mut response, MAX_USAGE_BYTES, &mut body).await {
@@ -240,13 +240,18 @@ pub async fn fetch_usage(
     }
 }
 
-/// A question about earlier states of the owner's files, or a request to bring one back.
+/// A question about the file backup or earlier states of the owner's files, or a request to bring one back.
 #[derive(Debug)]
 pub enum FilesCall {
+    Status,
     Versions(Vec<(&'static str, String)>),
     At(Vec<(&'static str, String)>),
     ShowRestore,
-    Restore(Value),
+    Restore {
+        body: Value,
+        /// The host does not repeat the pending or last restore if it was requested with the same key.
+        idempotency_key: Option<String>,
+    },
 }
 
 /// The reason a host did not answer a [`FilesCall`].
@@ -306,14 +311,16 @@ pub async fn call_files(
 ) -> Result<Vec<u8>, FilesCallError> {
     let max_bytes = match &files_call {
         FilesCall::Versions(_) | FilesCall::At(_) => MAX_FILES_BYTES,
-        FilesCall::ShowRestore | FilesCall::Restore(_) => MAX_RESPONSE_BYTES,
+        FilesCall::Status | FilesCall::ShowRestore | FilesCall::Restore { .. } => MAX_RESPONSE_BYTES,
     };
-    let get = |path, query| HostRequest { method: Method::GET, path, query, body: None };
     let request = match files_call {
-        FilesCall::Versions(query) => get("/api/files/versions", query),
-        FilesCall::At(query) => get("/api/files/at", query),
-        FilesCall::ShowRestore => get(FILES_RESTORE_PATH, Vec::new()),
-        FilesCall::Restore(body) => HostRequest::post(FILES_RESTORE_PATH, Some(body)),
+        FilesCall::Status => HostRequest::get("/api/files/status", Vec::new()),
+        FilesCall::Versions(query) => HostRequest::get("/api/files/versions", query),
+        FilesCall::At(query) => HostRequest::get("/api/files/at", query),
+        FilesCall::ShowRestore => HostRequest::get(FILES_RESTORE_PATH, Vec::new()),
+        FilesCall::Restore { body, idempotency_key } => {
+            HostRequest { idempotency_key, ..HostRequest::post(FILES_RESTORE_PATH, Some(body)) }
+        }
     };
     let sent = send_within(platform, machine, &request, FILES_DEADLINES).await;
     let mut response = sent.map_err(HostCallError::Unreachable)?;
@@ -354,11 +361,16 @@ struct HostRequest {
     path: &'static str,
     query: Vec<(&'static str, String)>,
     body: Option<Value>,
+    idempotency_key: Option<String>,
 }
 
 impl HostRequest {
+    fn get(path: &'static str, query: Vec<(&'static str, String)>) -> Self {
+        Self { method: Method::GET, path, query, body: None, idempotency_key: None }
+    }
+
     fn post(path: &'static str, body: Option<Value>) -> Self {
-        Self { method: Method::POST, path, query: Vec::new(), body }
+        Self { method: Method::POST, path, query: Vec::new(), body, idempotency_key: None }
     }
 }
 
@@ -423,6 +435,9 @@ async fn send_within(
     let mut call = request_id::attach(call);
     if let Some(body) = &request.body {
         call = call.json(body);
+    }
+    if let Some(key) = &request.idempotency_key {
+        call = call.header("idempotency-key", key);
     }
     call.send().await.context("call the host")
 }

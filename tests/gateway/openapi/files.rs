@@ -15,6 +15,15 @@ pub async fn check_files(gateway: &TestGateway) {
     for operation in reads().filter(|operation| operation.id != "listFileVersions") {
         get(&format!("{}?path=never", operation.path)).await.assert_problem(404, "not_found");
     }
+    let shown = get("/api/files/key").await;
+    let repository = "s3:https://store.example/bucket/user_1/primary/files";
+    assert_eq!(shown.body, json!({ "repository": repository, "password": super::FILES_KEY }));
+    assert_eq!(shown.headers["cache-control"], "no-store");
+    let machine = &gateway.host.machine;
+    std::fs::remove_file(machine.path("var/lib/svc/files/key")).unwrap();
+    get("/api/files/key").await.assert_problem(404, "not_found");
+    std::fs::remove_file(machine.path("opt/svc/env/r2.env")).unwrap();
+    get("/api/files/key").await.assert_problem(503, "unavailable");
     let post = || gateway.host.unsigned_request(Method::POST, "/api/files/restore");
     let proof = || {
         let claims = gateway.claims("owner", &Method::POST, "/api/files/restore");
@@ -24,6 +33,15 @@ pub async fn check_files(gateway: &TestGateway) {
     let request = || gateway.send(post().header("x-svc-proof", proof()).json(&body));
     request().await;
     request().await.assert_problem(409, "invalid_state");
+    std::fs::remove_file(machine.path("var/lib/svc/requests/files-restore")).unwrap();
+    let repeat = |path: &str| {
+        let request = post().header("x-svc-proof", proof()).header("idempotency-key", "a");
+        gateway.send(request.json(&json!({ "path": path })))
+    };
+    let first = repeat("projects/plan.md").await;
+    let again = repeat("projects/plan.md").await;
+    assert_eq!((first.status, again.status, &first.body), (202, 202, &again.body));
+    repeat("projects/other.md").await.assert_problem(422, "idempotency_mismatch");
     gateway.history.as_ref().unwrap().store.take_down();
     for operation in reads() {
         let problem = get(&format!("{}?path=projects/plan.md", operation.path)).await;

@@ -20,7 +20,7 @@ use crate::{apt, child, fetch};
 const IDP_HOST: &str = "idp.svc.test";
 const CHROMIUM: &str = "/usr/bin/chromium";
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(600);
-const TESTS_TIMEOUT: Duration = Duration::from_secs(900);
+const TESTS_TIMEOUT: Duration = Duration::from_secs(1200);
 
 /// Options for a run.
 #[derive(Debug, Clone)]
@@ -74,7 +74,7 @@ async fn run_tests(
     let files: &[&str] = if options.code_server {
         &["code.test.mjs"]
     } else {
-        &["shell.test.mjs", "apps.test.mjs", "hostile.test.mjs"]
+        &["shell.test.mjs", "files.test.mjs", "apps.test.mjs", "hostile.test.mjs"]
     };
     node.args(files.iter().map(|file| tests.join(file)));
     node.env("SVC_SERVICE_INFO", &info_file).env("SVC_CHROMIUM", chromium).env("SVC_SCREENSHOTS", out);

@@ -7,6 +7,7 @@
 mod agent;
 mod data;
 mod faults;
+mod files;
 mod invariants;
 mod packages;
 mod release;
@@ -34,6 +35,8 @@ use kit::vm::{Accel, Image};
 
 /// Long enough for emulation on a busy machine.
 const STEP_TIMEOUT: Duration = Duration::from_secs(1800);
+/// Added to the timeout of a step for each MiB of the owner's files.
+const SECONDS_PER_MIB: u64 = 3;
 
 #[derive(Parser)]
 #[command(name = "cargo xtask lab")]
@@ -44,6 +47,9 @@ struct Args {
     /// Run only these steps, on a newly provisioned machine: `--only update,bad-update`
     #[arg(long, value_name = "STEP", value_delimiter = ',', conflicts_with = "quick")]
     only: Vec<String>,
+    /// The size of the owner's files that are saved and restored by a recovery, in MiB
+    #[arg(long, value_name = "MIB", default_value_t = 32)]
+    files_mib: u64,
     /// The binary for the platform, `svcctl` and the machines
     #[arg(long, value_name = "PATH")]
     svc: PathBuf,
@@ -65,7 +71,7 @@ impl Args {
             (false, false) => StepSelection::only(self.only)?,
         };
         let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
-        let report = runtime.block_on(run(&self.svc, &steps))?;
+        let report = runtime.block_on(run(&self.svc, &steps, self.files_mib))?;
         Ok(if report.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 }
@@ -74,9 +80,10 @@ impl Args {
 ///
 /// # Errors
 /// Fails if the lab cannot start, for example without root or QEMU.
-async fn run(svc: &Path, steps: &StepSelection) -> Result<Report> {
+async fn run(svc: &Path, steps: &StepSelection, files_mib: u64) -> Result<Report> {
     let steps = steps.selected();
-    let mut report = Report::with_timeout("lab", STEP_TIMEOUT);
+    let mut report =
+        Report::with_timeout("lab", STEP_TIMEOUT + Duration::from_secs(files_mib * SECONDS_PER_MIB));
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     // In `/tmp`, because a Unix socket path is limited to 107 bytes.
@@ -92,7 +99,7 @@ async fn run(svc: &Path, steps: &StepSelection) -> Result<Report> {
     fs::remove_dir_all(&machines).ok();
     fs::create_dir_all(&machines).with_context(|| format!("create {}", machines.display()))?;
     let outcome = tokio::select! {
-        result = run_all(&mut report, svc, &steps, &machines, sockets.path()) => Some(result.is_ok()),
+        result = run_all(&mut report, svc, (&steps, files_mib), &machines, sockets.path()) => Some(result.is_ok()),
         _ = terminate.recv() => None,
         _ = interrupt.recv() => None,
     };
@@ -107,7 +114,7 @@ async fn run(svc: &Path, steps: &StepSelection) -> Result<Report> {
 async fn run_all(
     report: &mut Report,
     svc: &Path,
-    steps: &[&LabStep],
+    (steps, files_mib): (&[&LabStep], u64),
     machines: &Path,
     sockets: &Path,
 ) -> Result<(), StepFailed> {
@@ -117,7 +124,7 @@ async fn run_all(
     let backend = HostBackend::VirtualMachines(settings);
     let stack = Stack::start_with_backend(svc, sockets, RouterTransport::Tls, backend, &[]);
     let stack = report.step("stack", stack).await?;
-    let result = run_steps(report, steps, &stack).await;
+    let result = run_steps(report, steps, files_mib, &stack).await;
     if result.is_err() {
         stack.print_logs();
     }
@@ -143,10 +150,15 @@ async fn build_image(with_full_release: bool) -> Result<((Image, Accel), String)
     Ok(((image, accel), format!("Debian with podman and PostgreSQL 16; {accel_name}")))
 }
 
-async fn run_steps(report: &mut Report, steps: &[&LabStep], stack: &Stack) -> Result<(), StepFailed> {
+async fn run_steps(
+    report: &mut Report,
+    steps: &[&LabStep],
+    files_mib: u64,
+    stack: &Stack,
+) -> Result<(), StepFailed> {
     report.step("publish", scenario::publish(stack)).await?;
     let first = report.step("provision", scenario::provision(stack)).await?;
-    let mut slot_machines = SlotMachines { current: first.clone(), first };
+    let mut slot_machines = SlotMachines { current: first.clone(), first, files_mib, files: None };
     for step in steps {
         report.step(step.name, (step.run)(stack, &mut slot_machines)).await?;
     }

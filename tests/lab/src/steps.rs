@@ -1,9 +1,9 @@
 //! The lab's steps, in order.
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use futures_util::future::LocalBoxFuture;
 
-use super::{agent, data, faults, invariants, packages, scenario, stages, updates};
+use super::{agent, data, faults, files, invariants, packages, scenario, stages, updates};
 use kit::story::{self, MachineRecord, Stack};
 
 /// Selects the steps to run on the machine after provisioning.
@@ -22,6 +22,10 @@ pub(super) struct SlotMachines {
     pub(super) first: MachineRecord,
     /// The serving machine; equal to `first` until a recovery.
     pub(super) current: MachineRecord,
+    /// The size of the owner's files, in MiB.
+    pub(super) files_mib: u64,
+    /// The files that the step `files` has saved.
+    pub(super) files: Option<files::SavedFiles>,
 }
 
 type RunStep = for<'a> fn(&'a Stack, &'a mut SlotMachines) -> LocalBoxFuture<'a, Result<((), String)>>;
@@ -40,7 +44,7 @@ const fn full_step(name: &'static str, run: RunStep) -> LabStep {
     LabStep { name, is_quick: false, run }
 }
 
-static STEPS: [LabStep; 33] = [
+static STEPS: [LabStep; 35] = [
     quick_step("boot", |stack, machines| Box::pin(stages::measure_boot(stack, &machines.current))),
     quick_step("invariants", |stack, machines| Box::pin(invariants::check_machine(stack, &machines.current))),
     quick_step("use", |stack, _| Box::pin(scenario::insert_and_find(stack))),
@@ -66,6 +70,13 @@ static STEPS: [LabStep; 33] = [
             Ok(((), detail))
         })
     }),
+    quick_step("files", |stack, machines| {
+        Box::pin(async {
+            let (saved, detail) = files::save(stack, &machines.current, machines.files_mib).await?;
+            machines.files = Some(saved);
+            Ok(((), detail))
+        })
+    }),
     quick_step("later-row", |stack, _| Box::pin(scenario::insert_later_row(stack))),
     quick_step("loss", |stack, machines| Box::pin(scenario::lose_machine(stack, &machines.current))),
     full_step("corrupt-restore", |stack, _| Box::pin(scenario::refuse_corrupted_snapshot(stack))),
@@ -77,6 +88,12 @@ static STEPS: [LabStep; 33] = [
         })
     }),
     quick_step("rows", |stack, _| Box::pin(scenario::check_restored_rows(stack))),
+    quick_step("restored-files", |stack, machines| {
+        Box::pin(async {
+            let saved = machines.files.as_ref().context("run the step `files` first")?;
+            files::check_restored(stack, &machines.current, saved).await
+        })
+    }),
     full_step("undelete", |stack, machines| {
         Box::pin(story::undelete(stack, &machines.current, scenario::TIMEOUTS))
     }),

@@ -332,6 +332,7 @@ async fn trigger_files_errors(tester: &mut RefusalTester<'_>) {
     let platform = tester.platform;
     let host = fake_host::start_host_for(&platform.stack, &platform.process, "user_files").await;
     for (method, route) in [
+        (Method::GET, "status"),
         (Method::GET, "versions?path=a"),
         (Method::GET, "at"),
         (Method::GET, "restore"),

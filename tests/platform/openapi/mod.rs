@@ -373,7 +373,7 @@ async fn valid_request_to_every_route_matches_its_description() {
         // The machine's host does not respond, and its slot has no snapshot.
         let refused = match operation.id {
             "backUp" | "drill" | "getUsage" | "verifyFiles" => Some((502, "host_unreachable")),
-            "listFileVersions" | "listFilesAt" | "showFileRestore" | "restoreFile" => {
+            "showFileBackup" | "listFileVersions" | "listFilesAt" | "showFileRestore" | "restoreFile" => {
                 Some((502, "host_unreachable"))
             }
             // No snapshot is held back.

@@ -2,6 +2,7 @@
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 use svc_wire::files::{FileRestore, FileRestoreStatus};
@@ -36,6 +37,16 @@ impl RestoreRequest {
     pub fn new(path: String, time: Option<Timestamp>, into: Option<String>, replace: bool) -> Self {
         let (request_id, requested_at) = (uuid::Uuid::now_v7().to_string(), clock::now_ms());
         Self { request_id, requested_at, path, time, into, replace }
+    }
+
+    /// Derives the request's id from an idempotency key, so that a repeated request has the same id.
+    #[must_use]
+    pub fn with_idempotency_key(self, key: &[u8]) -> Self {
+        let hash: [u8; 32] = Sha256::digest(key).into();
+        let mut start = [0; 16];
+        start.copy_from_slice(&hash[..16]);
+        let request_id = uuid::Builder::from_custom_bytes(start).into_uuid().to_string();
+        Self { request_id, ..self }
     }
 
     /// Writes the request file. Returns `false` if a request is already pending.

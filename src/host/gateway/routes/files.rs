@@ -1,36 +1,73 @@
-//! `/api/files`: earlier states of the owner's files.
+//! `/api/files`: the state of the file backup, and earlier states of the owner's files.
 //!
-//! `history.sock` answers questions about them, one process for each request. A restore becomes a request file that a
-//! unit consumes.
+//! `history.sock` answers questions about earlier states, one process for each request. A restore becomes a request
+//! file that a unit consumes.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
-use http::{HeaderMap, Method, StatusCode};
+use http::{HeaderMap, Method, StatusCode, header};
+use secrecy::ExposeSecret;
 use serde_json::{Value, json};
 use strum::VariantNames;
 
+use crate::files::access::{FilesSettings, ResticAccess};
+use crate::files::checks::FileChecks;
 use crate::files::history::DownloadFormat;
 use crate::files::home_path::HomePath;
 use crate::files::restore_entry::{self, RestoreRequest};
-use crate::gateway::auth::{READERS, READERS_AND_PLATFORM};
+use crate::files::status::FilesStatus;
+use crate::gateway::auth::{OWNER_OR_ADMIN, READERS, READERS_AND_PLATFORM};
 use crate::gateway::body;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::gateway::proxy::{Upstreams, proxy_to_history};
+use crate::system::activity;
 use crate::system::blocking::run_blocking;
 use crate::system::layout::Layout;
+use svc_base::fsx::FileError;
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, boolean, nullable, object, one_of,
-    request_object, schema_of, time,
+    request_object, schema_of, text, text_matching, time,
 };
 use svc_http::problem::{Code, Problem};
 use svc_wire::files::{
-    DEFAULT_ENTRIES, DEFAULT_VERSIONS, FileListing, FileRestore, FileRestoreAccepted, FileRestoreResponse,
-    FileVersions, MAX_ENTRIES, MAX_PATH_CHARS, MAX_VERSIONS,
+    DEFAULT_ENTRIES, DEFAULT_VERSIONS, FileBackupStatus, FileListing, FileRestore, FileRestoreAccepted,
+    FileRestoreResponse, FileVersions, MAX_ENTRIES, MAX_PATH_CHARS, MAX_VERSIONS,
 };
+
+/// `GET /api/files/status`
+pub async fn show_status(State(layout): State<Layout>) -> Result<Response, Problem> {
+    let status = run_blocking(move || {
+        let status = FilesStatus::read(&layout)?.unwrap_or_default();
+        Ok::<_, FileError>(status.to_report(&FileChecks::read(&layout)?))
+    });
+    Ok(Json(status.await?).into_response())
+}
+
+/// `GET /api/files/key`
+pub async fn show_key(State(layout): State<Layout>) -> Result<Response, Problem> {
+    let read = move || {
+        let access = FilesSettings::read_restic_access(&layout).map_err(|failure| {
+            tracing::error!(error = ?failure.error, "cannot read the key of the file backup");
+            Problem::new(
+                Code::Unavailable,
+                "The key of the file backup cannot be read; see the machine's log.",
+            )
+        })?;
+        let Some(access) = access else {
+            return Err(Problem::new(Code::NotFound, "No files have been saved yet."));
+        };
+        activity::note(&layout, "the key of the file backup was shown");
+        Ok(access)
+    };
+    let ResticAccess { repository, password } = run_blocking(move || Ok::<_, Infallible>(read())).await??;
+    let body = json!({ "repository": repository, "password": password.expose_secret() });
+    Ok(([(header::CACHE_CONTROL, "no-store")], Json(body)).into_response())
+}
 
 /// `GET /api/files/versions`, `GET /api/files/at` and `GET /api/files/download`
 pub async fn forward(State(upstreams): State<Arc<Upstreams>>, request: Request) -> Response {
@@ -62,7 +99,15 @@ pub async fn restore(
     }
     let path = fields.finish(path)?;
     let into = into.map(|into| into.to_string());
-    let request = RestoreRequest::new(path.to_string(), time, into, replace);
+    let mut request = RestoreRequest::new(path.to_string(), time, into, replace);
+    if let Some(key) = headers.get("idempotency-key") {
+        request = request.with_idempotency_key(key.as_bytes());
+        let (layout, id) = (layout.clone(), request.request_id.clone());
+        let current = run_blocking(move || restore_entry::current(&layout)).await?;
+        if let Some(earlier) = current.filter(|current| current.request_id == id) {
+            return answer_repeated(&request, earlier);
+        }
+    }
     let accepted = FileRestoreAccepted {
         request_id: request.request_id.clone(),
         requested_at: request.requested_at.into(),
@@ -71,6 +116,16 @@ pub async fn restore(
         let detail = "Another restore is in progress; wait until it has ended.";
         return Err(Problem::new(Code::InvalidState, detail));
     }
+    Ok((StatusCode::ACCEPTED, Json(accepted)).into_response())
+}
+
+/// Responds to a request with the idempotency key of the pending or last restore, without a new restore.
+fn answer_repeated(request: &RestoreRequest, earlier: FileRestore) -> Result<Response, Problem> {
+    if earlier.path != request.path {
+        let detail = "This Idempotency-Key was used for a different request.";
+        return Err(Problem::new(Code::IdempotencyMismatch, detail));
+    }
+    let accepted = FileRestoreAccepted { request_id: earlier.request_id, requested_at: earlier.requested_at };
     Ok((StatusCode::ACCEPTED, Json(accepted)).into_response())
 }
 
@@ -89,6 +144,38 @@ const TIME: Parameter = Parameter::query(
     time,
     "The last snapshot at or before this time is used; without it, the last one.",
 );
+
+pub static STATUS: Endpoint = Endpoint {
+    operation: Operation {
+        id: "showFileBackup",
+        method: Method::GET,
+        path: "/api/files/status",
+        summary: "What the file backup has saved, what it leaves out, and what its checks have found.",
+        credentials: READERS_AND_PLATFORM,
+        parameters: &[],
+        body: None,
+        responses: &[documented_json(200, "The state.", schema_of::<FileBackupStatus>)],
+        problems: &[Code::Forbidden, Code::Unavailable],
+    },
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
+};
+
+pub static KEY: Endpoint = Endpoint {
+    operation: Operation {
+        id: "showFileBackupKey",
+        method: Method::GET,
+        path: "/api/files/key",
+        summary: "The location and the password of the file backup, for `restic`. The password opens all files.",
+        credentials: OWNER_OR_ADMIN,
+        parameters: &[],
+        body: None,
+        responses: &[documented_json(200, "The location and the password.", || {
+            object(&[("repository", text()), ("password", text())], &[])
+        })],
+        problems: &[Code::Forbidden, Code::NotFound, Code::Unavailable],
+    },
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
+};
 
 const READ_PROBLEMS: &[Code] = &[Code::Forbidden, Code::NotFound, Code::StoreUnavailable, Code::Unavailable];
 
@@ -204,7 +291,12 @@ pub static RESTORE: Endpoint = Endpoint {
                   another place with `into`; or, with `replace`, over what is there, which is saved before and stays \
                   under another name.",
         credentials: READERS_AND_PLATFORM,
-        parameters: &[],
+        parameters: &[Parameter {
+            name: "Idempotency-Key",
+            location: ParameterLocation::Header,
+            schema: || text_matching("^[ -~]{1,255}$"),
+            description: "A request with the key of the pending or last restore is not performed again.",
+        }],
         body: Some(|| {
             request_object(
                 &[("path", path_schema())],
@@ -212,7 +304,7 @@ pub static RESTORE: Endpoint = Endpoint {
             )
         }),
         responses: &[documented_json(202, "The request is accepted.", schema_of::<FileRestoreAccepted>)],
-        problems: &[Code::Forbidden, Code::Unavailable, Code::InvalidState],
+        problems: &[Code::Forbidden, Code::Unavailable, Code::InvalidState, Code::IdempotencyMismatch],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
 };

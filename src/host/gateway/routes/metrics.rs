@@ -20,9 +20,9 @@ use crate::records::page::{self, Verdict};
 use crate::snapshots::check_log::{CheckKind, CheckRecord, Status};
 use crate::system::layout::Layout;
 use svc_base::metrics::{
-    APPS, BACKUP_OK, CHANGE_LISTENERS, FILES_CHECK_AT, FILES_CHECK_OK, FILES_PENDING_SINCE,
-    FILES_SAVED_UNTIL, MEDIA_TYPE, MetricsHandle, POOL_CONNECTIONS, RECORDS_STUCK, SNAPSHOT_CHECK_AT,
-    SNAPSHOT_CHECK_OK, SNAPSHOT_TAKEN_AT, UNWRITTEN_RECORD_BYTES,
+    APPS, BACKUP_OK, CHANGE_LISTENERS, FILES_CHECK_AT, FILES_CHECK_OK, FILES_PENDING_BYTES,
+    FILES_PENDING_SINCE, FILES_SAVED_UNTIL, MEDIA_TYPE, MetricsHandle, POOL_CONNECTIONS, RECORDS_STUCK,
+    SNAPSHOT_CHECK_AT, SNAPSHOT_CHECK_OK, SNAPSHOT_TAKEN_AT, UNWRITTEN_RECORD_BYTES,
 };
 use svc_http::problem::Problem;
 use svc_store::key;
@@ -97,6 +97,7 @@ fn set_file_metrics(layout: &Layout) {
         if let Some(at) = status.saved_until {
             FILES_SAVED_UNTIL.set([], seconds(at));
         }
+        FILES_PENDING_BYTES.set([], status.pending_bytes.unwrap_or(0) as f64);
         FILES_PENDING_SINCE.set([], status.changed_since.map_or(0.0, seconds));
     }
     let checks = FileChecks::read(layout).unwrap_or_default();

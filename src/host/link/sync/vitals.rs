@@ -132,6 +132,7 @@ pub fn read_files(config: &SyncConfig) -> Option<FilesReport> {
     Some(FilesReport {
         saved_until: status.saved_until.map(Into::into),
         changed_since: status.changed_since.map(Into::into),
+        pending_bytes: status.pending_bytes,
         files: status.files,
         bytes: status.bytes,
         restored_as_of: outcome.and_then(|outcome| outcome.taken_at).map(Into::into),

@@ -147,6 +147,7 @@ fn read_files(fields: &mut Fields) -> Option<FilesReport> {
     let report = FilesReport {
         saved_until: inner.time("savedUntil").map(Into::into),
         changed_since: inner.time("changedSince").map(Into::into),
+        pending_bytes: inner.optional_number("pendingBytes"),
         files: inner.required_number("files").unwrap_or(0),
         bytes: inner.required_number("bytes").unwrap_or(0),
         restored_as_of: inner.time("restoredAsOf").map(Into::into),
@@ -328,6 +329,7 @@ mod tests {
             files: Some(FilesReport {
                 saved_until: Some(sample_time()),
                 changed_since: Some(sample_time()),
+                pending_bytes: Some(1),
                 files: 7,
                 bytes: 8,
                 restored_as_of: Some(sample_time()),

@@ -1,0 +1,144 @@
+// The routes below `/api/files`: the state of the backup, earlier states of files, and restores.
+
+import { fetchJson } from "../http";
+
+/** Longer than for other requests: the process that responds must first read the index of the backup. */
+const HISTORY_TIMEOUT_MS = 60_000;
+export const ENTRIES_PER_PAGE = 500;
+export const VERSIONS_PER_PAGE = 50;
+
+export interface BackupState {
+  /** Everything that was written before this time is saved. */
+  savedUntil: string | null;
+  /** When the first change was seen that is not saved yet. */
+  changedSince: string | null;
+  /** An estimate of the bytes that are not saved yet; `null` if there are none, or if it is not known. */
+  pendingBytes: number | null;
+  /** Why the last save failed. */
+  error: string | null;
+  files: number;
+  bytes: number;
+  unreadable: number;
+  firstUnreadable: string | null;
+  /** Files that changed whenever they were read. */
+  unstable: number;
+  invalidRules: string[];
+  excluded: Exclusions | null;
+  verifiedAt: string | null;
+  /** When a sample of the files was last restored and compared. */
+  drilledAt: string | null;
+  /** The damage that the checks of the backup have found; `null` if there is none. */
+  damage: string | null;
+}
+
+export interface Exclusions {
+  measuredAt: string;
+  entries: number;
+  bytes: number;
+  /** Whether everything was counted; otherwise, there is more. */
+  complete: boolean;
+  largest: { path: string; entries: number; bytes: number }[];
+}
+
+export interface FileEntry {
+  name: string;
+  /** A newer host may know other kinds. */
+  kind: "file" | "directory" | "link" | "special" | "unknown";
+  sizeBytes: number;
+  mode: string;
+  modifiedAt: string;
+  target?: string;
+}
+
+export interface Listing {
+  savedAt: string;
+  entry: FileEntry;
+  entries: FileEntry[];
+  nextCursor: number | null;
+}
+
+export interface Version {
+  firstSavedAt: string;
+  lastSavedAt: string;
+  /** `null` if nothing was at the path. */
+  entry: FileEntry | null;
+}
+
+export interface VersionPage {
+  versions: Version[];
+  nextBefore: string | null;
+  damagedSnapshots: number;
+}
+
+export interface RestoreRequest {
+  path: string;
+  time: string;
+  into?: string;
+  replace?: boolean;
+}
+
+export interface Restore {
+  requestId: string;
+  status: "pending" | "running" | "done" | "failed" | "unknown";
+  path: string;
+  savedAt: string | null;
+  restoredTo: string | null;
+  /** Where the replaced entry is now. */
+  keptAs: string | null;
+  totalBytes: number;
+  writtenBytes: number;
+  /** Entries whose owner, mode, times or attributes could not be set. */
+  incomplete: number;
+  error: string | null;
+}
+
+export interface RepositoryKey {
+  repository: string;
+  password: string;
+}
+
+function url(route: string, parameters: Record<string, string | number | null>): string {
+  const given = Object.entries(parameters).filter(([, value]) => value !== null);
+  return `/api/files/${route}?${new URLSearchParams(given.map(([name, value]) => [name, String(value)]))}`;
+}
+
+export function fetchBackupState(signal: AbortSignal): Promise<BackupState> {
+  return fetchJson("/api/files/status", { signal });
+}
+
+export function fetchKey(signal: AbortSignal): Promise<RepositoryKey> {
+  return fetchJson("/api/files/key", { signal });
+}
+
+/** Lists a directory in the last snapshot at or before `time`, or in the newest one. */
+export function fetchListing(
+  path: string,
+  time: string | null,
+  cursor: number,
+  signal: AbortSignal,
+): Promise<Listing> {
+  const listingUrl = url("at", { path, time, cursor, limit: ENTRIES_PER_PAGE });
+  return fetchJson(listingUrl, { signal, timeoutMs: HISTORY_TIMEOUT_MS });
+}
+
+export function fetchVersions(path: string, before: string | null, signal: AbortSignal): Promise<VersionPage> {
+  const versionsUrl = url("versions", { path, before, limit: VERSIONS_PER_PAGE });
+  return fetchJson(versionsUrl, { signal, timeoutMs: HISTORY_TIMEOUT_MS });
+}
+
+export function downloadUrl(path: string, time: string, format: "raw" | "zip"): string {
+  return url("download", { path, time, format });
+}
+
+export function requestRestore(
+  request: RestoreRequest,
+  idempotencyKey: string,
+  signal: AbortSignal,
+): Promise<{ requestId: string }> {
+  return fetchJson("/api/files/restore", { signal, body: request, idempotencyKey });
+}
+
+/** Returns the restore in progress, or else the last one. */
+export async function fetchRestore(): Promise<Restore | null> {
+  return (await fetchJson<{ restore: Restore | null }>("/api/files/restore")).restore;
+}

@@ -1,0 +1,131 @@
+// The form with which the owner restores a version: beside the present one, over it, or to another path.
+
+import { el } from "../../../shared/ui";
+import { RequestError } from "../http";
+import { requestRestore } from "./api";
+import { button } from "./elements";
+import { Loader } from "./loader";
+import { HOME, isReserved } from "./paths";
+
+type Placement = "beside" | "replace" | "into";
+
+interface Choice {
+  value: Placement;
+  label: string;
+  hint: string;
+}
+
+const CHOICES: Choice[] = [
+  {
+    value: "beside",
+    label: "Beside the present one",
+    hint: "Its name gets the time of the backup. If nothing is there now, it goes to its own place.",
+  },
+  {
+    value: "replace",
+    label: "Replace the present one",
+    hint: "The present one is saved first, and stays beside it under another name. Stop programs that write to it.",
+  },
+  { value: "into", label: "To another path", hint: `A relative path is below ${HOME}.` },
+];
+const RESERVED_HINT =
+  "It is, or contains, a folder that only the machine writes, so it can only be restored to another path.";
+
+export interface RestoreFormListener {
+  /** Called when the machine has accepted the restore. */
+  onAccept(): void;
+  onCancel(): void;
+}
+
+export class RestoreForm {
+  private readonly radios: HTMLInputElement[] = [];
+  private readonly target = el("input", { className: "field", "aria-label": "Path", required: true });
+  private readonly submitButton = el("button", { className: "button primary" }, "Restore");
+  private readonly loader = new Loader();
+  readonly element: HTMLFormElement;
+
+  constructor(
+    private readonly path: string,
+    private readonly time: string,
+    private readonly listener: RestoreFormListener,
+  ) {
+    const onlyInto = isReserved(path);
+    const choices = onlyInto ? CHOICES.filter(({ value }) => value === "into") : CHOICES;
+    const cancelButton = button("Cancel");
+    cancelButton.onclick = () => listener.onCancel();
+    this.element = el("form", { className: "restore" },
+      el("fieldset", {},
+        el("legend", {}, "Where to restore it"),
+        ...(onlyInto ? [el("p", {}, RESERVED_HINT)] : []),
+        ...choices.map((choice) => this.createChoice(choice)),
+        this.target,
+      ),
+      this.loader.element,
+      el("div", { className: "actions" }, this.submitButton, cancelButton),
+    );
+    this.element.onchange = () => this.updateTarget();
+    this.element.onsubmit = (event) => {
+      event.preventDefault();
+      void this.submit();
+    };
+    this.target.spellcheck = false;
+    this.radios[0]!.checked = true;
+    this.updateTarget();
+  }
+
+  focus(): void {
+    this.radios[0]!.focus();
+  }
+
+  /** Removes the form. A restore that is already requested continues. */
+  remove(): void {
+    this.loader.cancel();
+    this.element.remove();
+  }
+
+  private createChoice({ value, label, hint }: Choice): HTMLElement {
+    const [id, hintId] = [`restore-${value}`, `restore-${value}-hint`];
+    const radio = el("input", { type: "radio", name: "placement", value, id, "aria-describedby": hintId });
+    this.radios.push(radio);
+    const text = el("div", {}, el("label", { htmlFor: id }, label), el("small", { id: hintId }, hint));
+    return el("div", { className: "choice" }, radio, text);
+  }
+
+  private get placement(): Placement {
+    return this.radios.find((radio) => radio.checked)!.value as Placement;
+  }
+
+  private updateTarget(): void {
+    const isWanted = this.placement === "into";
+    this.target.hidden = !isWanted;
+    this.target.disabled = !isWanted;
+  }
+
+  private async submit(): Promise<void> {
+    const { path, time, placement } = this;
+    const request = {
+      path,
+      time,
+      ...(placement === "into" ? { into: this.target.value } : {}),
+      ...(placement === "replace" ? { replace: true } : {}),
+    };
+    // A retry sends the same key, because the response to the first attempt may have been lost.
+    const idempotencyKey = crypto.getRandomValues(new Uint32Array(4)).join("-");
+    this.submitButton.disabled = true;
+    const load = async (signal: AbortSignal) => {
+      try {
+        return await requestRestore(request, idempotencyKey, signal);
+      } catch (error) {
+        throw explainInvalidPath(error);
+      }
+    };
+    await this.loader.run(load, () => this.listener.onAccept(), { progressText: "Requesting the restore…" });
+    this.submitButton.disabled = false;
+  }
+}
+
+/** The detail of an invalid field continues a sentence whose subject is the field. The owner enters only the path. */
+function explainInvalidPath(error: unknown): unknown {
+  const [invalid] = error instanceof RequestError ? error.fieldErrors : [];
+  return invalid ? new RequestError(`Invalid path: it ${invalid.detail}.`, (error as RequestError).status) : error;
+}

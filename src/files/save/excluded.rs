@@ -1,0 +1,123 @@
+//! Measures what a save excludes.
+
+use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::fs::{Dir, FileType, OFlags, Statx};
+use rustix::io::Errno;
+
+use super::entry_stat::{open_in, stat_in, stat_open};
+
+/// Maximum number of entries that are counted, which bounds the duration.
+const MAX_ENTRIES: u64 = 1_000_000;
+/// Directories that are nested deeper are not counted: each level takes a descriptor and stack.
+const MAX_DEPTH: usize = 1000;
+/// Maximum length of [`ExcludedSizes::largest`].
+const MAX_LARGEST: usize = 20;
+
+/// The sizes of what a save excluded.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ExcludedSizes {
+    /// The number of entries, with everything in excluded directories.
+    pub entries: u64,
+    /// The sum of the files' sizes.
+    pub bytes: u64,
+    /// Whether some entries were not counted: there are too many, they are nested too deep, or they cannot be read.
+    pub is_partial: bool,
+    /// The largest of the excluded files and directories, the largest first.
+    pub largest: Vec<ExcludedEntry>,
+}
+
+/// An excluded file or directory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExcludedEntry {
+    /// Below the directory that is saved.
+    pub path: PathBuf,
+    /// The number of entries, with everything in the directory.
+    pub entries: u64,
+    pub bytes: u64,
+}
+
+impl ExcludedSizes {
+    /// Adds an entry, with everything below it. Entries on other file systems than the save's are not counted.
+    pub(super) fn add(
+        &mut self,
+        directory: &OwnedFd,
+        name: &OsStr,
+        path: &Path,
+        device: (u32, u32),
+        is_stopped: &AtomicBool,
+    ) {
+        let mut sum = Sum { entries: 0, bytes: 0, left: MAX_ENTRIES.saturating_sub(self.entries), device };
+        let added = sum.add(directory, name, 0, is_stopped);
+        self.is_partial |= !added.unwrap_or_else(|error| error == Errno::NOENT);
+        let Sum { entries, bytes, .. } = sum;
+        self.entries += entries;
+        self.bytes += bytes;
+        let entry = ExcludedEntry { path: path.to_owned(), entries, bytes };
+        let at = self.largest.partition_point(|larger| larger.bytes >= bytes);
+        if at < MAX_LARGEST {
+            self.largest.insert(at, entry);
+            self.largest.truncate(MAX_LARGEST);
+        }
+    }
+}
+
+struct Sum {
+    entries: u64,
+    bytes: u64,
+    /// How many more entries may be counted.
+    left: u64,
+    device: (u32, u32),
+}
+
+impl Sum {
+    /// Adds an entry, and returns whether everything below it was counted.
+    fn add(
+        &mut self,
+        directory: &OwnedFd,
+        name: &OsStr,
+        depth: usize,
+        is_stopped: &AtomicBool,
+    ) -> Result<bool, Errno> {
+        if self.left == 0 || depth > MAX_DEPTH || is_stopped.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
+        let stat = stat_in(directory, name)?;
+        if !self.is_here(&stat) {
+            return Ok(true);
+        }
+        self.left -= 1;
+        self.entries += 1;
+        match FileType::from_raw_mode(stat.stx_mode.into()) {
+            FileType::Directory => {}
+            FileType::RegularFile => {
+                self.bytes += stat.stx_size;
+                return Ok(true);
+            }
+            _ => return Ok(true),
+        }
+        let opened = open_in(directory, name, OFlags::DIRECTORY)?;
+        if !self.is_here(&stat_open(&opened)?) {
+            return Ok(true);
+        }
+        let mut is_complete = true;
+        for entry in Dir::read_from(&opened)? {
+            let entry = entry?;
+            let name = entry.file_name().to_bytes();
+            if !matches!(name, b"." | b"..") {
+                let added = self.add(&opened, OsStr::from_bytes(name), depth + 1, is_stopped);
+                // An entry that has vanished meanwhile does not make the sum incomplete.
+                is_complete &= added.unwrap_or_else(|error| error == Errno::NOENT);
+            }
+        }
+        Ok(is_complete)
+    }
+
+    fn is_here(&self, stat: &Statx) -> bool {
+        (stat.stx_dev_major, stat.stx_dev_minor) == self.device
+    }
+}

@@ -1,0 +1,190 @@
+//! The weekly drill of `svc-sync-agent verify`: restores a sample of files and compares it with those on the machine.
+
+use std::fs::{File, Metadata};
+use std::io::{self, Read};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use jiff::Timestamp;
+use sha2::{Digest, Sha256};
+use svc_base::chain::format_chain;
+use svc_base::fsx::FileError;
+use svc_base::untrusted_text::truncate_printable;
+use svc_files::history::{Entry, EntryKind, History};
+use svc_files::restore::{RestoreOptions, RestoreProgress, restore_entries};
+use svc_files::{FilesError, Repository};
+
+use super::access::{AccessError, FilesSettings};
+use super::checks::DrillResult;
+use super::home_path::HomePath;
+use super::owner::open_home;
+use crate::system::layout::Layout;
+
+/// Limits of the sample, which also takes at most a quarter of the free space.
+const SAMPLE_FILES: usize = 50;
+const MAX_SAMPLE_BYTES: u64 = 256 << 20;
+/// The directory for the restored files, in the state directory of the file backup.
+const STAGING: &str = "drill";
+const MAX_NAMED_FILES: usize = 10;
+
+/// Why a drill could not be completed.
+#[derive(Debug, thiserror::Error)]
+enum DrillError {
+    #[error(transparent)]
+    Access(#[from] AccessError),
+    #[error(transparent)]
+    Files(#[from] FilesError),
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error("no files have been saved yet")]
+    NothingSaved,
+    #[error("a file was not restored completely: {0}")]
+    Incomplete(String),
+}
+
+/// Restores a sample of the latest snapshot's files, and compares those that have not changed since with the present
+/// ones.
+pub(super) async fn drill(settings: &FilesSettings, now: Timestamp) -> DrillResult {
+    let mut result = DrillResult { at: Some(now), ..DrillResult::default() };
+    let staging = settings.layout.files_state().join(STAGING);
+    let compared = match create_empty(&staging) {
+        Ok(()) => compare_sample(settings, &staging, &mut result).await,
+        Err(error) => Err(DrillError::from(error)),
+    };
+    if let Err(error) = compared {
+        tracing::error!(error = %format_chain(&error), "the drill of the file backup failed");
+        result.error = Some(format_chain(&error));
+    }
+    if let Err(error) = remove_all(&staging) {
+        tracing::warn!(error = %format_chain(&error), "cannot remove the files of the drill");
+    }
+    result
+}
+
+/// Creates an empty directory that is closed to other users. Removes what a killed drill has left there.
+fn create_empty(dir: &Path) -> Result<(), FileError> {
+    remove_all(dir)?;
+    std::fs::DirBuilder::new().mode(0o700).create(dir).map_err(FileError::wrap("create", dir))
+}
+
+fn remove_all(dir: &Path) -> Result<(), FileError> {
+    match std::fs::remove_dir_all(dir) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(FileError::wrap("remove", dir)(error)),
+        _ => Ok(()),
+    }
+}
+
+async fn compare_sample(
+    settings: &FilesSettings,
+    staging: &Path,
+    result: &mut DrillResult,
+) -> Result<(), DrillError> {
+    let repository = settings.open_with_stored_key().await?.ok_or(DrillError::NothingSaved)?;
+    let history = History::open(Repository::clone(&repository)).await?;
+    let (_, snapshot) = history.find_snapshot(None).ok_or(DrillError::NothingSaved)?;
+    let root = history.find(snapshot, Path::new("")).await?.ok_or(DrillError::NothingSaved)?;
+    let mut sample = draw_sample(&history, root).await?;
+    drop(history);
+    let space = fs4::available_space(staging).map_err(FileError::wrap("read the free space of", staging));
+    let mut left = MAX_SAMPLE_BYTES.min(space? / 4);
+    sample.retain(|(_, entry)| match left.checked_sub(entry.size()) {
+        Some(rest) => {
+            left = rest;
+            true
+        }
+        None => false,
+    });
+    let own = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
+    let options = RestoreOptions {
+        owner: Some(own),
+        ..RestoreOptions::new(staging.to_owned(), settings.layout.root().to_owned())
+    };
+    let entries = sample.iter().enumerate().map(|(number, (_, entry))| (entry, number.to_string()));
+    let restored = restore_entries(&repository, entries, &options, &RestoreProgress::default()).await?;
+    if let Some(first) = restored.first_incomplete {
+        return Err(DrillError::Incomplete(first));
+    }
+    (result.files, result.bytes) = (restored.files, restored.bytes);
+    for (number, (path, entry)) in sample.into_iter().enumerate() {
+        let (layout, below) = (settings.layout.clone(), path.clone());
+        let restored = staging.join(number.to_string());
+        let compare = move || compare(&layout, &below, &entry, &restored);
+        let is_same = tokio::task::spawn_blocking(compare).await.ok().flatten();
+        let Some(is_same) = is_same else { continue };
+        result.compared += 1;
+        if !is_same {
+            result.differing_count += 1;
+            if result.differing.len() < MAX_NAMED_FILES {
+                result.differing.push(truncate_printable(&HomePath::from_relative(path).to_string()));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Returns whether the restored file equals the present one; `None` if the present one has changed since it was saved,
+/// or cannot be read.
+fn compare(layout: &Layout, path: &Path, entry: &Entry, restored: &Path) -> Option<bool> {
+    let mut present = open_home(layout, &layout.user_home()).ok()?.open_file(path).ok()?;
+    let modified_at = |meta: &Metadata| to_nanoseconds(meta.mtime(), meta.mtime_nsec());
+    let is_unchanged = |meta: &Metadata| {
+        let (changed_at, inode) = entry.changed_at();
+        meta.len() == entry.size()
+            && meta.ino() == inode
+            && modified_at(meta) == entry.modified_at().as_nanosecond()
+            && to_nanoseconds(meta.ctime(), meta.ctime_nsec()) == changed_at.as_nanosecond()
+    };
+    let meta = present.metadata().ok().filter(is_unchanged)?;
+    let present_hash = hash(&mut present)?;
+    present.metadata().ok().filter(is_unchanged)?;
+    let Ok(mut restored) = File::open(restored) else { return Some(false) };
+    let restored_meta = restored.metadata().ok()?;
+    // A restore with another owner drops the set-user-ID and set-group-ID bits.
+    let mode = |meta: &Metadata| meta.mode() & 0o1777;
+    let has_same_metadata =
+        mode(&restored_meta) == mode(&meta) && modified_at(&restored_meta) == modified_at(&meta);
+    Some(has_same_metadata && hash(&mut restored)? == present_hash)
+}
+
+fn to_nanoseconds(seconds: i64, nanoseconds: i64) -> i128 {
+    i128::from(seconds) * 1_000_000_000 + i128::from(nanoseconds)
+}
+
+fn hash(file: &mut File) -> Option<[u8; 32]> {
+    let mut hash = Sha256::new();
+    let mut buffer = vec![0; 128 << 10];
+    loop {
+        match file.read(&mut buffer).ok()? {
+            0 => return Some(hash.finalize().into()),
+            read => hash.update(&buffer[..read]),
+        }
+    }
+}
+
+/// Draws files at random, each with the same probability.
+async fn draw_sample(history: &History, root: Entry) -> Result<Vec<(PathBuf, Entry)>, FilesError> {
+    let mut sample: Vec<(PathBuf, Entry)> = Vec::new();
+    let mut seen = 0_u128;
+    let mut pending = vec![(PathBuf::new(), root)];
+    while let Some((directory, entry)) = pending.pop() {
+        for entry in history.list(&entry).await? {
+            let path = directory.join(entry.name());
+            match entry.kind() {
+                EntryKind::Directory => pending.push((path, entry)),
+                EntryKind::File => {
+                    seen += 1;
+                    // Reservoir sampling: the n-th file replaces one of the sample with probability size / n.
+                    let drawn = uuid::Uuid::new_v4().as_u128() % seen;
+                    if sample.len() < SAMPLE_FILES {
+                        sample.push((path, entry));
+                    } else if let Some(place) = usize::try_from(drawn).ok().and_then(|at| sample.get_mut(at))
+                    {
+                        *place = (path, entry);
+                    }
+                }
+                EntryKind::Link | EntryKind::Special => {}
+            }
+        }
+    }
+    Ok(sample)
+}
