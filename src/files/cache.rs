@@ -1,10 +1,10 @@
 //! A directory with copies of index files and trees, so that they are not read from the store again. It can be deleted
 //! at any time. Copies that cannot be written, for example because the disk is full, are kept in memory, up to a limit.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::id::Id;
 
@@ -17,27 +17,37 @@ pub struct Cache {
     /// `None` for no cache.
     dir: Option<PathBuf>,
     /// Without the trees of the last save, the next one would read the whole home.
-    unwritten: Arc<Mutex<Unwritten>>,
+    unwritten: Arc<Mutex<UnwrittenFiles>>,
 }
 
 /// Files that could not be written, by kind and id.
 #[derive(Debug, Default)]
-struct Unwritten {
+struct UnwrittenFiles {
     files: HashMap<(String, Id), Vec<u8>>,
+    /// The files' keys, the oldest first. The newest tree of a directory is the one that the next save reads.
+    order: VecDeque<(String, Id)>,
     bytes: usize,
 }
 
-impl Unwritten {
+impl UnwrittenFiles {
     fn insert(&mut self, kind: &str, id: Id, bytes: &[u8]) {
         let key = (kind.to_owned(), id);
-        if !self.files.contains_key(&key) && self.bytes + bytes.len() <= MAX_UNWRITTEN_BYTES {
-            self.bytes += bytes.len();
-            self.files.insert(key, bytes.to_owned());
+        if bytes.len() > MAX_UNWRITTEN_BYTES || self.files.contains_key(&key) {
+            return;
+        }
+        self.bytes += bytes.len();
+        self.order.push_back(key.clone());
+        self.files.insert(key, bytes.to_owned());
+        while self.bytes > MAX_UNWRITTEN_BYTES
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.bytes -= self.files.remove(&oldest).map_or(0, |bytes| bytes.len());
         }
     }
 
     fn retain(&mut self, kind: &str, is_used: impl Fn(Id) -> bool) {
         self.files.retain(|(other, id), _| other != kind || is_used(*id));
+        self.order.retain(|key| self.files.contains_key(key));
         self.bytes = self.files.values().map(Vec::len).sum();
     }
 }
@@ -56,7 +66,7 @@ impl Cache {
         Some(self.dir.as_ref()?.join(kind).join(&name[..2]).join(name))
     }
 
-    fn lock_unwritten(&self) -> std::sync::MutexGuard<'_, Unwritten> {
+    fn lock_unwritten(&self) -> MutexGuard<'_, UnwrittenFiles> {
         self.unwritten.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -103,4 +113,28 @@ fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     file.write_all(bytes)?;
     file.persist(path)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn newest_copies_are_kept_in_memory() {
+        let root = tempfile::tempdir().unwrap();
+        // A file in the directory's place lets every write fail.
+        std::fs::write(root.path().join("cache"), "").unwrap();
+        let cache = Cache::new(root.path().join("cache"));
+        let content = vec![1; MAX_UNWRITTEN_BYTES / 4];
+        let ids: Vec<Id> = (0..6_u8).map(|n| Id::of(&[n])).collect();
+        ids.iter().for_each(|id| cache.write("trees", *id, &content));
+        let kept = || ids.iter().map(|id| cache.read_unverified("trees", *id).is_some()).collect::<Vec<_>>();
+        assert_eq!(kept(), [false, false, true, true, true, true]);
+        cache.write("trees", Id::of(b"large"), &vec![1; MAX_UNWRITTEN_BYTES + 1]);
+        cache.retain("trees", |id| id == ids[5]);
+        cache.retain("index", |_| false);
+        assert_eq!(kept(), [false, false, false, false, false, true]);
+        ids[..3].iter().for_each(|id| cache.write("trees", *id, &content));
+        assert_eq!(kept(), [true, true, true, false, false, true]);
+    }
 }

@@ -7,6 +7,7 @@ pub mod client;
 pub mod fields;
 pub mod files;
 mod head_timer;
+pub mod idempotency;
 pub mod jwt;
 pub mod networks;
 pub mod observe;

@@ -111,7 +111,8 @@ pub struct FileBackupStatus {
     pub verified_at: Option<Time>,
     /// When a sample was last restored and compared with the present files.
     pub drilled_at: Option<Time>,
-    /// The damaged parts of the backup with the files that they affect; `null` if all is intact.
+    /// What the checks have found: damaged packs with the files that need them, or files that differ from those on the
+    /// machine; `null` if all is intact.
     pub damage: Option<String>,
 }
 

@@ -81,7 +81,8 @@ pub struct FilesReport {
     /// When a sample was last restored and compared with the present files.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub drilled_at: Option<Time>,
-    /// The damaged parts of the backup with the files that they affect; absent if all is intact.
+    /// What the checks have found: damaged packs with the files that need them, or files that differ from those on the
+    /// machine; absent if all is intact.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub damage: Option<String>,
 }

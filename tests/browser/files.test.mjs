@@ -88,7 +88,7 @@ test("the view shows the state of the backup, and Escape closes it", async () =>
   const { page, context, activity, view } = await openFiles();
   assert.equal(new URL(page.url()).hash, "#/files");
   await view.getByText("Everything is saved").waitFor({ timeout: SAVE_TIMEOUT_MS });
-  await view.getByText("Not saved: ").waitFor();
+  await view.getByText("Left out: ").waitFor();
   await view.getByRole("button", { name: FOLDER }).waitFor();
   assert.ok(await page.locator("#surface").evaluate((surface) => surface.inert), "the canvas is inert");
   await assertAccessible(page);

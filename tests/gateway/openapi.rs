@@ -34,11 +34,6 @@ const UNREACHABLE_CODES: [(&str, &str); 2] = [
     ("listFileVersions", "not_found"),
 ];
 
-/// The store whose location the gateway shows with the key of the file backup.
-const STORE_ENV: &str = "OBJECT_STORE_URL=s3://bucket\nOBJECT_STORE_ENDPOINT=https://store.example\n\
-                         AWS_ACCESS_KEY_ID=id\nAWS_SECRET_ACCESS_KEY=secret\n";
-const FILES_KEY: &str = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8";
-
 struct TestGateway {
     host: Host,
     slug: String,
@@ -69,9 +64,7 @@ impl TestGateway {
     async fn with_app(url: &str) -> Self {
         let mut gateway = Self::start(url).await;
         gateway.host.wait_until_registered(&gateway.slug).await.unwrap();
-        let machine = &gateway.host.machine;
-        machine.write("opt/svc/env/r2.env", STORE_ENV).unwrap();
-        machine.write("var/lib/svc/files/key", FILES_KEY).unwrap();
+        files::write_key(&gateway.host.machine);
         let history = History::start().await.unwrap();
         let socket = gateway.history_socket();
         std::fs::create_dir_all(socket.parent().unwrap()).unwrap();

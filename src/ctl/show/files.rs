@@ -72,7 +72,7 @@ pub fn status(view: &View, status: &FileBackupStatus) -> String {
     }
     if status.unstable > 0 {
         let files = pluralize(status.unstable, "file");
-        pairs.push(("changing", format!("{files} changed whenever they were read").into()));
+        pairs.push(("unstable", format!("{files} changed during every read").into()));
     }
     pairs.extend(status.invalid_rules.iter().map(|line| (".svcignore", bad(format!("invalid: {line}")))));
     pairs.push(("verified", time(&status.verified_at).into()));

@@ -16,7 +16,7 @@ const MAX_ENTRIES: u64 = 1_000_000;
 /// Directories that are nested deeper are not counted: each level takes a descriptor and stack.
 const MAX_DEPTH: usize = 1000;
 /// Maximum length of [`ExcludedSizes::largest`].
-const MAX_LARGEST: usize = 20;
+const MAX_LISTED_ENTRIES: usize = 20;
 
 /// The sizes of what a save excluded.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -51,30 +51,31 @@ impl ExcludedSizes {
         device: (u32, u32),
         is_stopped: &AtomicBool,
     ) {
-        let mut sum = Sum { entries: 0, bytes: 0, left: MAX_ENTRIES.saturating_sub(self.entries), device };
-        let added = sum.add(directory, name, 0, is_stopped);
+        let mut counter =
+            SizeCounter { entries: 0, bytes: 0, remaining: MAX_ENTRIES.saturating_sub(self.entries), device };
+        let added = counter.add(directory, name, 0, is_stopped);
         self.is_partial |= !added.unwrap_or_else(|error| error == Errno::NOENT);
-        let Sum { entries, bytes, .. } = sum;
+        let SizeCounter { entries, bytes, .. } = counter;
         self.entries += entries;
         self.bytes += bytes;
         let entry = ExcludedEntry { path: path.to_owned(), entries, bytes };
         let at = self.largest.partition_point(|larger| larger.bytes >= bytes);
-        if at < MAX_LARGEST {
+        if at < MAX_LISTED_ENTRIES {
             self.largest.insert(at, entry);
-            self.largest.truncate(MAX_LARGEST);
+            self.largest.truncate(MAX_LISTED_ENTRIES);
         }
     }
 }
 
-struct Sum {
+struct SizeCounter {
     entries: u64,
     bytes: u64,
     /// How many more entries may be counted.
-    left: u64,
+    remaining: u64,
     device: (u32, u32),
 }
 
-impl Sum {
+impl SizeCounter {
     /// Adds an entry, and returns whether everything below it was counted.
     fn add(
         &mut self,
@@ -83,25 +84,25 @@ impl Sum {
         depth: usize,
         is_stopped: &AtomicBool,
     ) -> Result<bool, Errno> {
-        if self.left == 0 || depth > MAX_DEPTH || is_stopped.load(Ordering::Relaxed) {
+        if self.remaining == 0 || depth > MAX_DEPTH || is_stopped.load(Ordering::Relaxed) {
             return Ok(false);
         }
         let stat = stat_in(directory, name)?;
-        if !self.is_here(&stat) {
+        if !self.is_on_saved_device(&stat) {
             return Ok(true);
         }
-        self.left -= 1;
+        self.remaining -= 1;
         self.entries += 1;
         match FileType::from_raw_mode(stat.stx_mode.into()) {
             FileType::Directory => {}
             FileType::RegularFile => {
-                self.bytes += stat.stx_size;
+                self.bytes += stat.stx_size.min(stat.stx_blocks.saturating_mul(512));
                 return Ok(true);
             }
             _ => return Ok(true),
         }
         let opened = open_in(directory, name, OFlags::DIRECTORY)?;
-        if !self.is_here(&stat_open(&opened)?) {
+        if !self.is_on_saved_device(&stat_open(&opened)?) {
             return Ok(true);
         }
         let mut is_complete = true;
@@ -117,7 +118,7 @@ impl Sum {
         Ok(is_complete)
     }
 
-    fn is_here(&self, stat: &Statx) -> bool {
+    fn is_on_saved_device(&self, stat: &Statx) -> bool {
         (stat.stx_dev_major, stat.stx_dev_minor) == self.device
     }
 }

@@ -10,6 +10,7 @@ mod entry_stat;
 mod excluded;
 mod exclusions;
 mod file;
+mod pending;
 mod save_database;
 mod upload;
 mod walk;
@@ -39,6 +40,7 @@ pub use changes::Changes;
 use changes::Scope;
 pub use excluded::{ExcludedEntry, ExcludedSizes};
 pub use exclusions::Exclusions;
+pub use pending::estimate_pending_bytes;
 
 /// The fail points of a save.
 pub const FAILPOINTS: &[&str] =
@@ -62,7 +64,7 @@ pub struct SaveOptions {
     pub origin: SnapshotOrigin,
     pub exclusions: Exclusions,
     /// Whether a save of the whole home measures what it excludes.
-    pub measures_excluded: bool,
+    pub should_measure_excluded: bool,
     /// The root directory of the system whose accounts own the files.
     pub system_root: PathBuf,
     pub workers: usize,
@@ -82,7 +84,7 @@ impl SaveOptions {
             username: String::new(),
             origin,
             exclusions: Exclusions::default(),
-            measures_excluded: false,
+            should_measure_excluded: false,
             system_root: PathBuf::from("/"),
             workers: DEFAULT_WORKERS,
             time: None,

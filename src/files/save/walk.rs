@@ -84,7 +84,7 @@ impl Walk {
             path: PathBuf::new(),
             has_read_database: false,
         };
-        if walker.options.measures_excluded && matches!(scope, Scope::All) {
+        if walker.options.should_measure_excluded && matches!(scope, Scope::All) {
             walker.counts.excluded_sizes = Some(ExcludedSizes::default());
         }
         let saved = walker.save_home(&directory, parent, scope);

@@ -351,7 +351,7 @@ async fn caches_and_excluded_directories_are_left_out() {
     assert!(invalid.is_empty());
     exclusions.paths.push("app/code".into());
     fixture.write("app/node_modules/deep/er", [1; 1000]);
-    fixture.saver.options_mut().measures_excluded = true;
+    fixture.saver.options_mut().should_measure_excluded = true;
     let saved = fixture.save().await;
     let sizes = saved.counts.excluded_sizes.unwrap();
     assert_eq!((sizes.entries, sizes.bytes, sizes.is_partial), (7, 1003, false));

@@ -12,7 +12,6 @@ use crate::save as saving;
 use crate::verify::{Share, verify};
 
 /// A reproducible random number generator (xorshift64).
-#[derive(Clone)]
 pub(super) struct Random(u64);
 
 impl Random {
@@ -175,8 +174,8 @@ async fn run_seed(seed: u64) -> Counts {
             counts.kills += u64::from(fixture.run_killed_at(point, Action::Save { parent }));
         }
         let is_concurrent = random.chance(20);
-        fixture.saver.options_mut().time = random.chance(30).then(|| jump(&mut random));
-        counts.failures += save_until_it_fails(&mut fixture, &mut writer, &mut random).await;
+        fixture.saver.options_mut().time = random.chance(30).then(|| random_time(&mut random));
+        counts.failures += save_with_faults(&mut fixture, &mut writer, &mut random, seed).await;
         let saved = save(&mut fixture, &mut writer, is_concurrent, random.chance(60)).await.unwrap();
         counts.saves += 1;
         let description = (!is_concurrent).then(|| describe(&writer.home));
@@ -187,7 +186,7 @@ async fn run_seed(seed: u64) -> Counts {
             let protected: Vec<Id> = moments.iter().map(|(id, _, _)| *id).collect();
             let mut options = prune_options(protected.clone(), i64::from(round) * 3 + 3);
             if random.chance(20) {
-                options.now = jump(&mut random);
+                options.now = random_time(&mut random);
             }
             if random.chance(40) {
                 let point = random.choose(prune::FAILPOINTS).unwrap();
@@ -198,7 +197,7 @@ async fn run_seed(seed: u64) -> Counts {
                 fixture.faults.set_percent(1 + random.below(20));
                 let pruned = prune::prune(fixture.saver.repository(), &options).await;
                 fixture.faults.set_percent(0);
-                counts.failures += u64::from(is_outage(pruned, seed));
+                counts.failures += u64::from(failed_by_outage(pruned, seed));
             }
             prune::prune(fixture.saver.repository(), &options).await.unwrap();
         }
@@ -210,7 +209,7 @@ async fn run_seed(seed: u64) -> Counts {
         let (target, restored) = match attempt {
             Ok(restored) => restored,
             failed => {
-                counts.failures += u64::from(is_outage(failed, seed));
+                counts.failures += u64::from(failed_by_outage(failed, seed));
                 fixture.restore(snapshot).await
             }
         };
@@ -227,7 +226,7 @@ async fn run_seed(seed: u64) -> Counts {
 }
 
 /// Returns a random time to which a clock may jump: from one year ago to two years ahead.
-fn jump(random: &mut Random) -> Timestamp {
+fn random_time(random: &mut Random) -> Timestamp {
     let hours = random.below(3 * 365 * 24) as i64 - 365 * 24;
     Timestamp::now() + SignedDuration::from_hours(hours)
 }
@@ -236,7 +235,7 @@ fn jump(random: &mut Random) -> Timestamp {
 ///
 /// # Panics
 /// If it failed for another reason.
-fn is_outage<T>(result: Result<T, FilesError>, seed: u64) -> bool {
+fn failed_by_outage<T>(result: Result<T, FilesError>, seed: u64) -> bool {
     let error = result.err();
     assert!(error.as_ref().is_none_or(FilesError::is_transient), "seed {seed}: {error:?}");
     error.is_some()
@@ -249,13 +248,13 @@ fn prune_options(protected: Vec<Id>, days: i64) -> PruneOptions {
 
 /// Saves a random number of times while the store fails at random. After a failed save, the next one uses the same
 /// saver or a new one. Returns the number of failed saves.
-async fn save_until_it_fails(fixture: &mut Fixture, writer: &mut Writer, random: &mut Random) -> u64 {
+async fn save_with_faults(fixture: &mut Fixture, writer: &mut Writer, random: &mut Random, seed: u64) -> u64 {
     let mut failures = 0;
     while random.chance(35) {
         fixture.faults.set_percent(1 + random.below(20));
         let saved = save(fixture, writer, random.chance(20), random.chance(60)).await;
         fixture.faults.set_percent(0);
-        if is_outage(saved, 0) {
+        if failed_by_outage(saved, seed) {
             failures += 1;
             if random.chance(50) {
                 fixture.restart().await;

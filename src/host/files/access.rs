@@ -64,6 +64,24 @@ pub struct ResticAccess {
     pub password: SecretString,
 }
 
+impl ResticAccess {
+    /// Returns this machine's key and the repository's location, as `restic` takes them; `None` if this machine has no
+    /// valid key yet.
+    ///
+    /// # Errors
+    /// If the machine's settings are invalid, or the file with the key exists and cannot be read.
+    pub fn read(layout: &Layout) -> Result<Option<Self>, Failure> {
+        let mut env = config::environment(layout);
+        let identity = Identity::read(&mut env);
+        let store = StoreLink::read(&mut env, layout);
+        let (identity, store) = env.finish(identity.zip(store))?;
+        let key = read_key_file(layout).or_exit(Exit::Internal)?;
+        let root = SlotPrefix::new(&identity.user, &identity.slot).files();
+        let repository = store.restic_location(&root);
+        Ok(key.map(|key| Self { repository, password: key.password().clone() }))
+    }
+}
+
 /// The settings of the programs that save and restore files.
 pub struct FilesSettings {
     pub layout: Layout,
@@ -194,22 +212,6 @@ impl FilesSettings {
             Some(key) => self.request_key(Some(&key)).await.map(drop),
             None => Ok(()),
         }
-    }
-
-    /// Returns this machine's key and the repository's location, as `restic` takes them; `None` if this machine has no
-    /// valid key yet.
-    ///
-    /// # Errors
-    /// If the machine's settings are invalid, or the file with the key exists and cannot be read.
-    pub fn read_restic_access(layout: &Layout) -> Result<Option<ResticAccess>, Failure> {
-        let mut env = config::environment(layout);
-        let identity = Identity::read(&mut env);
-        let store = StoreLink::read(&mut env, layout);
-        let (identity, store) = env.finish(identity.zip(store))?;
-        let key = read_key_file(layout).or_exit(Exit::Internal)?;
-        let root = SlotPrefix::new(&identity.user, &identity.slot).files();
-        let repository = store.restic_location(&root);
-        Ok(key.map(|key| ResticAccess { repository, password: key.password().clone() }))
     }
 
     fn read_key(&self) -> Result<Option<RepositoryKey>, FileError> {

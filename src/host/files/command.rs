@@ -5,6 +5,7 @@ use jiff::Timestamp;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
 use svc_base::quantity::{format_bytes, pluralize};
+use svc_base::untrusted_text::one_line;
 use svc_wire::files::{ExcludedFile, ExcludedFiles};
 
 use super::checks::FileChecks;
@@ -65,17 +66,21 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
             rows.push(("files", format!("{}, {} bytes", status.files, status.bytes)));
             rows.extend(status.snapshot.as_ref().map(|id| ("snapshot", id.clone())));
             let items = |count: u64| pluralize(count, "item");
-            rows.push(("left out", format!("{}, {} special", items(status.excluded), status.special)));
-            rows.extend(status.excluded_files.iter().flat_map(describe_excluded));
+            match &status.excluded_files {
+                Some(excluded) => rows.extend(describe_excluded(excluded)),
+                None => rows.push(("left out", items(status.excluded))),
+            }
+            if status.special > 0 {
+                let special = items(status.special);
+                rows.push(("special", format!("{special}: sockets, FIFOs and devices are not saved")));
+            }
             if status.unreadable > 0 {
                 let first = status.first_unreadable.as_deref().unwrap_or_default();
                 rows.push(("unreadable", format!("{}, such as {first}", items(status.unreadable))));
             }
             if status.unstable > 0 {
-                rows.push((
-                    "changing",
-                    format!("{} changed whenever they were read", items(status.unstable)),
-                ));
+                let files = pluralize(status.unstable, "file");
+                rows.push(("unstable", format!("{files} changed during every read")));
             }
             rows.extend(status.invalid_rules.iter().map(|line| (".svcignore", format!("invalid: {line}"))));
             rows.extend(status.error.as_ref().map(|error| ("error", error.clone())));
@@ -93,7 +98,8 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
         }
         _ => {}
     }
-    rows.iter().map(|(name, text)| format!("{name:<11} {text}\n")).collect()
+    // The owner's programs choose the names of files.
+    rows.iter().map(|(name, text)| format!("{name:<11} {}\n", one_line(text))).collect()
 }
 
 /// Returns the rows for what is excluded: the sum, then the largest entries.
@@ -103,7 +109,7 @@ fn describe_excluded(excluded: &ExcludedFiles) -> Vec<(&'static str, String)> {
     let sum = format!("{at_least}{}", size(excluded.entries, excluded.bytes));
     let largest = excluded.largest.iter().take(MAX_SHOWN_EXCLUDED);
     let entry = |file: &ExcludedFile| ("", format!("{}: {}", file.path, size(file.entries, file.bytes)));
-    std::iter::once(("", sum)).chain(largest.map(entry)).collect()
+    std::iter::once(("left out", sum)).chain(largest.map(entry)).collect()
 }
 
 /// Requests a save, and waits until everything written before is saved.
@@ -145,7 +151,7 @@ mod tests {
             "10 s ago; not saved yet",
             "3, 12 bytes",
             "such as home/x",
-            "            at least 10 items, 4.0 KiB\n",
+            "left out    at least 10 items, 4.0 KiB\n",
             "            home/a/node_modules: 9 items, 2.0 KiB\n",
             "the store is away",
             "2 files as of",

@@ -137,7 +137,12 @@ fn compare(layout: &Layout, path: &Path, entry: &Entry, restored: &Path) -> Opti
     let meta = present.metadata().ok().filter(is_unchanged)?;
     let present_hash = hash(&mut present)?;
     present.metadata().ok().filter(is_unchanged)?;
-    let Ok(mut restored) = File::open(restored) else { return Some(false) };
+    let mut restored = match File::open(restored) {
+        Ok(restored) => restored,
+        // Only the service's capability opens a file whose owner may not read it.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return None,
+        Err(_) => return Some(false),
+    };
     let restored_meta = restored.metadata().ok()?;
     // A restore with another owner drops the set-user-ID and set-group-ID bits.
     let mode = |meta: &Metadata| meta.mode() & 0o1777;

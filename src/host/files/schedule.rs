@@ -79,6 +79,10 @@ impl Schedule {
         self.is_requested = true;
     }
 
+    pub fn is_requested(&self) -> bool {
+        self.is_requested
+    }
+
     pub fn changed_since(&self) -> Option<Instant> {
         self.changed_since
     }

@@ -14,7 +14,9 @@ use svc_base::clock;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx;
 use svc_base::untrusted_text::truncate_printable;
-use svc_files::save::{Changes, ExcludedEntry, ExcludedSizes, SaveOptions, Saved, Saver};
+use svc_files::save::{
+    Changes, ExcludedEntry, ExcludedSizes, Exclusions, SaveOptions, Saved, Saver, estimate_pending_bytes,
+};
 use svc_files::{FilesError, Id, Repository, Snapshot};
 use svc_store::StoreError;
 use svc_store::files_pointer::{self, FilesSnapshotRef};
@@ -42,10 +44,11 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// After a save of at least this duration, the watcher is asked for moved files.
 const MIN_RECHECKED: Duration = Duration::from_secs(1);
 const KEY_OFFER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
-/// Minimum interval between two measurements of what is excluded, because each visits all of it.
-const MEASURE_INTERVAL: Duration = Duration::from_secs(24 * 3600);
-/// Changes that have waited for this long are measured, and measured again at this interval.
-const PENDING_INTERVAL: Duration = Duration::from_secs(60);
+/// Interval of measurements of what is excluded, which visit all of it.
+const EXCLUDED_MEASURE_INTERVAL: Duration = Duration::from_secs(24 * 3600);
+/// Changes that have not been saved for this long are measured, at this interval.
+const MIN_PENDING_AGE: Duration = Duration::from_secs(60);
+const PENDING_MEASURE_INTERVAL: Duration = Duration::from_secs(60);
 /// Minimum interval between two warnings about the same failure.
 const WARNING_INTERVAL: Duration = Duration::from_secs(600);
 /// The service's fail points.
@@ -122,8 +125,8 @@ struct FileBackup {
     last_offer: Option<Instant>,
     /// The owner's rules, as of the last save.
     rules: Option<OwnerRules>,
-    /// When the sizes of what is excluded were last measured; `None` if the rules have changed since.
-    measured_excluded_at: Option<Instant>,
+    /// When the sizes of what is excluded were last measured, and with which rules.
+    measured_excluded: Option<(Instant, OwnerRules)>,
     measured_pending_at: Option<Instant>,
 }
 
@@ -151,7 +154,7 @@ impl FileBackup {
             last_quiesced_at: None,
             last_offer: None,
             rules: None,
-            measured_excluded_at: None,
+            measured_excluded: None,
             measured_pending_at: None,
         }
     }
@@ -182,11 +185,8 @@ impl FileBackup {
             let began = Instant::now();
             let rules = read_rules(&self.settings.layout);
             // Other rules apply to unchanged directories, too.
-            let is_same = self.rules.as_ref() == Some(&rules);
-            let save = if is_same { save } else { Save::Everything };
-            if !is_same {
-                (self.rules, self.measured_excluded_at) = (Some(rules), None);
-            }
+            let save = if self.rules.as_ref() == Some(&rules) { save } else { Save::Everything };
+            self.rules = Some(rules);
             match self.save(save, reply.ok(), looked_at).await {
                 Ok(()) => {
                     self.schedule.record_success(save, began.elapsed(), Instant::now());
@@ -234,10 +234,14 @@ impl FileBackup {
         let paths = reply.as_ref().and_then(|reply| reply.paths.as_ref());
         let options = open.saver.options_mut();
         options.origin = self.settings.origin();
-        options.measures_excluded =
-            self.measured_excluded_at.is_none_or(|at| at.elapsed() >= MEASURE_INTERVAL);
-        self.status.invalid_rules =
-            set_rules(&mut options.exclusions, self.rules.as_ref().unwrap_or(&OwnerRules::default()));
+        let rules = self.rules.clone().unwrap_or_default();
+        let is_measured = self
+            .measured_excluded
+            .as_ref()
+            .is_some_and(|(at, measured)| *measured == rules && at.elapsed() < EXCLUDED_MEASURE_INTERVAL);
+        // Somebody waits for a requested save.
+        options.should_measure_excluded = !is_measured && !self.schedule.is_requested();
+        self.status.invalid_rules = set_rules(&mut options.exclusions, &rules);
         // Content that the repository has only in damaged packs is written again.
         let checks = FileChecks::read(&self.settings.layout).map_err(AccessError::File)?;
         open.saver.set_damaged(checks.damaged_blobs());
@@ -378,17 +382,25 @@ impl FileBackup {
         self.write_status();
     }
 
-    /// Estimates the size of changes that have waited for `PENDING_INTERVAL`, at most once per interval.
+    /// Estimates the size of changes that have not been saved for long.
     async fn measure_pending(&mut self, reply: Option<&ChangesReply>) {
-        let waits = self.schedule.changed_since().is_some_and(|since| since.elapsed() >= PENDING_INTERVAL);
-        if !waits || self.measured_pending_at.is_some_and(|at| at.elapsed() < PENDING_INTERVAL) {
+        let since = self.schedule.changed_since();
+        let is_overdue = since.is_some_and(|since| since.elapsed() >= MIN_PENDING_AGE);
+        if !is_overdue || self.measured_pending_at.is_some_and(|at| at.elapsed() < PENDING_MEASURE_INTERVAL) {
             return;
         }
         self.measured_pending_at = Some(Instant::now());
-        let bytes = match reply.and_then(|reply| reply.paths.clone()) {
+        // Without the watcher's paths, the size is not known.
+        let bytes = match reply.and_then(|reply| reply.paths.as_ref()) {
             Some(paths) => {
-                let (home, since) = (self.settings.layout.home(), self.status.saved_until);
-                let estimate = move || changes::estimate_bytes(&home, &paths, since);
+                let mut changed = changes::watched_changes(Some(paths));
+                changed.merge(self.retry.clone());
+                let (layout, since) = (self.settings.layout.clone(), self.status.saved_until);
+                let estimate = move || {
+                    let mut exclusions = Exclusions::default();
+                    set_rules(&mut exclusions, &read_rules(&layout));
+                    estimate_pending_bytes(&layout.user_home(), &changed, &exclusions, since)
+                };
                 tokio::task::spawn_blocking(estimate).await.ok()
             }
             None => None,
@@ -409,7 +421,7 @@ impl FileBackup {
         }
         if let Some(sizes) = &counts.excluded_sizes {
             status.excluded_files = Some(to_excluded_files(sizes, looked_at));
-            self.measured_excluded_at = Some(Instant::now());
+            self.measured_excluded = Some((Instant::now(), self.rules.clone().unwrap_or_default()));
         }
         (status.unreadable, status.unstable) = (counts.unreadable, counts.unstable);
         status.first_unreadable.clone_from(&counts.first_unreadable);

@@ -7,6 +7,7 @@ use super::checks::FileChecks;
 use crate::system::layout::Layout;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
+use svc_http::openapi::MAX_SAFE_INTEGER;
 use svc_wire::files::{ExcludedFiles, FileBackupStatus};
 
 const FORMAT: u32 = 1;
@@ -83,10 +84,10 @@ impl FilesStatus {
         FileBackupStatus {
             saved_until: self.saved_until.map(Into::into),
             changed_since: self.changed_since.map(Into::into),
-            pending_bytes: self.pending_bytes,
+            pending_bytes: self.pending_bytes.map(|bytes| bytes.min(MAX_SAFE_INTEGER)),
             error: self.error.clone(),
             files: self.files,
-            bytes: self.bytes,
+            bytes: self.bytes.min(MAX_SAFE_INTEGER),
             unreadable: self.unreadable,
             first_unreadable: self.first_unreadable.clone(),
             unstable: self.unstable,

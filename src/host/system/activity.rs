@@ -30,7 +30,11 @@ pub fn note(layout: &Layout, text: &str) {
     }
 }
 
-fn append(layout: &Layout, text: &str) -> io::Result<()> {
+/// Appends a line with the current time.
+///
+/// # Errors
+/// If the line cannot be written.
+pub fn append(layout: &Layout, text: &str) -> io::Result<()> {
     let logs = layout.logs();
     let below = logs.strip_prefix(layout.root()).unwrap_or(Path::new(""));
     let mut file = Folder::open(layout.root())?.open_folder(below)?.open_for_append(OsStr::new(FILE))?;

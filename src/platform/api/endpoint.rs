@@ -7,8 +7,9 @@ pub use super::schemas::*;
 use crate::context::Platform;
 use axum::routing::MethodRouter;
 use axum::{Extension, Router};
+use svc_http::idempotency;
 use svc_http::openapi::{
-    Credential, CredentialScheme, Operation, Parameter, ParameterLocation, nul_free_text, text_matching, uuid,
+    Credential, CredentialScheme, Operation, Parameter, ParameterLocation, nul_free_text, uuid,
 };
 use svc_wire::operator::Scope;
 
@@ -62,9 +63,9 @@ pub const REGISTRATION: Credential = Credential {
 pub const MACHINE_ID: Parameter =
     Parameter { name: "id", location: ParameterLocation::Path, schema: uuid, description: "The machine." };
 pub const IDEMPOTENCY_KEY: Parameter = Parameter {
-    name: "Idempotency-Key",
+    name: idempotency::HEADER,
     location: ParameterLocation::Header,
-    schema: || text_matching("^[ -~]{1,255}$"),
+    schema: idempotency::key_schema,
     description: "A repeated request with the same key and body gets the response to the first one.",
 };
 pub const PREFER: Parameter = Parameter {

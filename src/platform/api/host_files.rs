@@ -168,7 +168,7 @@ async fn find_serving(platform: &Platform, id: MachineId) -> Result<MachineRow, 
     // No session is held during the call to the host.
     let machine = db::machines::get(&platform.report_db.session().await?, id).await?;
     let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
-    ensure_serving(&machine, "earlier files")?;
+    ensure_serving(&machine, "the state of files")?;
     Ok(machine)
 }
 
@@ -235,7 +235,7 @@ fn host_problem(id: MachineId, error: FilesCallError) -> Problem {
         }
         FilesCallError::TooLarge(max) => {
             let detail =
-                format!("The response from machine {id} is larger than {max} bytes: use a smaller limit.");
+                format!("The response from machine {id} is larger than {max} bytes; a list can be limited.");
             Problem::new(Code::HostAnswerInvalid, detail)
         }
         FilesCallError::Problem { status: StatusCode::NOT_FOUND, detail } if !detail.is_empty() => {
@@ -258,7 +258,7 @@ fn host_problem(id: MachineId, error: FilesCallError) -> Problem {
             ..
         } => {
             let detail = format!(
-                "The release of machine {id} does not serve earlier files to the platform ({}): update it with `svcctl deploy \
+                "The release of machine {id} does not serve this to the platform ({}): update it with `svcctl deploy \
                  start`.",
                 status.as_u16()
             );
@@ -316,7 +316,7 @@ async fn request_restore(
     let asked = async {
         let machine = find_serving(&platform, id).await?;
         // If this platform stops before it has stored the response, a repeated request must not restore twice.
-        let idempotency_key = mutation.to_forwarded_key();
+        let idempotency_key = mutation.to_host_key();
         let restore = FilesCall::Restore { body: body.clone(), idempotency_key };
         ask::<FileRestoreAccepted>(&platform, &machine, restore).await
     };

@@ -19,7 +19,7 @@ use crate::db::idempotency::StoredResponse;
 use crate::db::{self, DbError};
 use crate::operators::{Operator, PLATFORM_SECRET_ACTOR};
 use svc_http::problem::{Code, Problem};
-use svc_http::request_id;
+use svc_http::{idempotency, request_id};
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::IdpUserId;
 
@@ -97,13 +97,7 @@ impl Mutation {
     /// # Errors
     /// `invalid_request` if the idempotency key is invalid.
     pub fn from_call(call: &ApiCall, operator: &Operator) -> Result<Self, Problem> {
-        let key = match call.headers.get("idempotency-key") {
-            None => None,
-            Some(value) => match value.to_str() {
-                Ok(text) if (1..=255).contains(&text.len()) && !text.contains('\t') => Some(text.to_owned()),
-                _ => return Err(Problem::field("Idempotency-Key", "must be 1 to 255 printable characters")),
-            },
-        };
+        let key = idempotency::read_key(&call.headers)?.map(str::to_owned);
         // Options in the query are part of the request's identity.
         let path = call.uri.path_and_query().map_or_else(|| call.uri.path(), |path| path.as_str());
         let route = format!("{} {path}", call.method);
@@ -111,7 +105,7 @@ impl Mutation {
     }
 
     /// Returns the idempotency key to send to a host, if the operator sent one. It is different for each operator.
-    pub fn to_forwarded_key(&self) -> Option<String> {
+    pub fn to_host_key(&self) -> Option<String> {
         let key = self.key.as_ref()?;
         Some(hex::encode(Sha256::digest(format!("{}\t{key}", self.actor))))
     }

@@ -17,8 +17,8 @@ use svc_base::untrusted_text;
 use svc_http::body::{ResponseBodyError, read_response};
 use svc_http::client::{self, Deadlines};
 use svc_http::proof::{self, Claims, Route};
-use svc_http::request_id;
 use svc_http::usage::UsageQuery;
+use svc_http::{idempotency, request_id};
 use svc_machine::id::OperationId;
 use svc_machine::name::ImageVersion;
 
@@ -310,9 +310,10 @@ pub async fn call_files(
     files_call: FilesCall,
 ) -> Result<Vec<u8>, FilesCallError> {
     let max_bytes = match &files_call {
-        FilesCall::Versions(_) | FilesCall::At(_) => MAX_FILES_BYTES,
-        FilesCall::Status | FilesCall::ShowRestore | FilesCall::Restore { .. } => MAX_RESPONSE_BYTES,
+        FilesCall::Status | FilesCall::Versions(_) | FilesCall::At(_) => MAX_FILES_BYTES,
+        FilesCall::ShowRestore | FilesCall::Restore { .. } => MAX_RESPONSE_BYTES,
     };
+    let is_status = matches!(files_call, FilesCall::Status);
     let request = match files_call {
         FilesCall::Status => HostRequest::get("/api/files/status", Vec::new()),
         FilesCall::Versions(query) => HostRequest::get("/api/files/versions", query),
@@ -328,6 +329,10 @@ pub async fn call_files(
     let mut body = Vec::new();
     match read_response(&mut response, max_bytes, &mut body).await {
         Ok(()) if status.is_success() => Ok(body),
+        // The status always exists: an older release has no such route.
+        Ok(()) if is_status && status == StatusCode::NOT_FOUND => {
+            Err(FilesCallError::Problem { status, detail: String::new() })
+        }
         Ok(()) => {
             let problem: HostProblem = serde_json::from_slice(&body).unwrap_or_default();
             Err(problem.to_error(status))
@@ -437,7 +442,7 @@ async fn send_within(
         call = call.json(body);
     }
     if let Some(key) = &request.idempotency_key {
-        call = call.header("idempotency-key", key);
+        call = call.header(idempotency::HEADER, key);
     }
     call.send().await.context("call the host")
 }

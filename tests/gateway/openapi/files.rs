@@ -3,7 +3,18 @@
 use reqwest::Method;
 use serde_json::json;
 
-use super::{TestGateway, operations};
+use super::{Machine, TestGateway, operations};
+
+/// The store whose location the gateway shows with the key of the file backup.
+const STORE_ENV: &str = "OBJECT_STORE_URL=s3://bucket\nOBJECT_STORE_ENDPOINT=https://store.example\n\
+                         AWS_ACCESS_KEY_ID=id\nAWS_SECRET_ACCESS_KEY=secret\n";
+const FILES_KEY: &str = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8";
+
+/// Writes the key of the file backup, and the address of its store, to a machine.
+pub fn write_key(machine: &Machine) {
+    machine.write("opt/svc/env/r2.env", STORE_ENV).unwrap();
+    machine.write("var/lib/svc/files/key", FILES_KEY).unwrap();
+}
 
 /// The operations that the history service serves.
 pub const READS: [&str; 3] = ["listFileVersions", "listFilesAt", "downloadFile"];
@@ -16,14 +27,15 @@ pub async fn check_files(gateway: &TestGateway) {
         get(&format!("{}?path=never", operation.path)).await.assert_problem(404, "not_found");
     }
     let shown = get("/api/files/key").await;
-    let repository = "s3:https://store.example/bucket/user_1/primary/files";
-    assert_eq!(shown.body, json!({ "repository": repository, "password": super::FILES_KEY }));
+    let repository = "s3:https://store.example/bucket/user_owner/primary/files";
+    assert_eq!(shown.body, json!({ "repository": repository, "password": FILES_KEY }));
     assert_eq!(shown.headers["cache-control"], "no-store");
     let machine = &gateway.host.machine;
     std::fs::remove_file(machine.path("var/lib/svc/files/key")).unwrap();
     get("/api/files/key").await.assert_problem(404, "not_found");
     std::fs::remove_file(machine.path("opt/svc/env/r2.env")).unwrap();
     get("/api/files/key").await.assert_problem(503, "unavailable");
+    write_key(machine);
     let post = || gateway.host.unsigned_request(Method::POST, "/api/files/restore");
     let proof = || {
         let claims = gateway.claims("owner", &Method::POST, "/api/files/restore");

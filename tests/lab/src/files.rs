@@ -24,15 +24,16 @@ for dir in /home/svc/home/projects /home/svc/home/projects/lab /home/svc/home/pr
 done
 tar -C /home/svc/home/projects/lab --no-same-owner -xf /tmp/repository.tar
 chown -R svc:svc /home/svc/home/projects/lab";
-/// A script that starts a program of the owner, which writes to a database without a pause until the machine is lost.
+/// A script that starts a program of the owner, which writes to a database a hundred times a second until the machine is lost.
 const START_WRITER: &str = r#"
 cat >/tmp/writer.py <<'PYTHON'
-import os, sqlite3
+import os, sqlite3, time
 db = sqlite3.connect("/home/svc/home/projects/lab/notes.db", isolation_level=None)
 db.execute("pragma journal_mode = wal")
 db.execute("create table if not exists notes (id integer primary key, body blob)")
 while True:
     db.execute("insert into notes (body) values (?)", (os.urandom(700),))
+    time.sleep(0.01)
 PYTHON
 systemd-run --quiet --unit=lab-writer -p User=svc -p Nice=10 python3 /tmp/writer.py
 for _ in $(seq 100); do [ -s /home/svc/home/projects/lab/notes.db-wal ] && exit; sleep 0.3; done

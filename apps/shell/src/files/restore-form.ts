@@ -42,6 +42,7 @@ export class RestoreForm {
   private readonly target = el("input", { className: "field", "aria-label": "Path", required: true });
   private readonly submitButton = el("button", { className: "button primary" }, "Restore");
   private readonly loader = new Loader();
+  private attempt: { request: string; key: string } | null = null;
   readonly element: HTMLFormElement;
 
   constructor(
@@ -101,6 +102,14 @@ export class RestoreForm {
     this.target.disabled = !isWanted;
   }
 
+  /** Returns the same key for the same request, because the response to its first attempt may have been lost. */
+  private keyFor(request: string): string {
+    if (this.attempt?.request !== request) {
+      this.attempt = { request, key: crypto.getRandomValues(new Uint32Array(4)).join("-") };
+    }
+    return this.attempt.key;
+  }
+
   private async submit(): Promise<void> {
     const { path, time, placement } = this;
     const request = {
@@ -109,8 +118,7 @@ export class RestoreForm {
       ...(placement === "into" ? { into: this.target.value } : {}),
       ...(placement === "replace" ? { replace: true } : {}),
     };
-    // A retry sends the same key, because the response to the first attempt may have been lost.
-    const idempotencyKey = crypto.getRandomValues(new Uint32Array(4)).join("-");
+    const idempotencyKey = this.keyFor(JSON.stringify(request));
     this.submitButton.disabled = true;
     const load = async (signal: AbortSignal) => {
       try {

@@ -59,9 +59,9 @@ function listFacts({ files, bytes, verifiedAt, drilledAt }: BackupState): HTMLEl
 }
 
 function summarizeExclusions(excluded: Exclusions | null): string {
-  if (!excluded) return "Not saved: not measured yet";
+  if (!excluded) return "Left out: not measured yet";
   const entries = formatCount(excluded.entries, "file or folder", "files and folders");
-  return `Not saved: ${excluded.complete ? "" : "at least "}${entries}, ${formatBytes(excluded.bytes)}`;
+  return `Left out: ${excluded.complete ? "" : "at least "}${entries}, ${formatBytes(excluded.bytes)}`;
 }
 
 function describeExclusions(excluded: Exclusions | null): HTMLElement[] {

@@ -40,13 +40,17 @@ impl RestoreRequest {
     }
 
     /// Derives the request's id from an idempotency key, so that a repeated request has the same id.
+    /// Returns the request with an id that depends on an idempotency key and on what is requested.
     #[must_use]
-    pub fn with_idempotency_key(self, key: &[u8]) -> Self {
-        let hash: [u8; 32] = Sha256::digest(key).into();
-        let mut start = [0; 16];
-        start.copy_from_slice(&hash[..16]);
-        let request_id = uuid::Builder::from_custom_bytes(start).into_uuid().to_string();
-        Self { request_id, ..self }
+    pub fn with_idempotency_key(self, key: &str) -> Self {
+        let request = format!("{:?}", (&self.path, self.time, &self.into, self.replace));
+        Self { request_id: format!("{}-{}", hash_text(key), hash_text(&request)), ..self }
+    }
+
+    /// Whether the request with this id had the same idempotency key.
+    pub fn has_key_of(&self, request_id: &str) -> bool {
+        let key = |id: &str| id.split('-').next().map(str::to_owned);
+        key(&self.request_id) == key(request_id)
     }
 
     /// Writes the request file. Returns `false` if a request is already pending.
@@ -89,6 +93,10 @@ impl RestoreRequest {
             updated_at: clock::now_ms().into(),
         }
     }
+}
+
+fn hash_text(text: &str) -> String {
+    hex::encode(&Sha256::digest(text)[..16])
 }
 
 /// Returns the state of the pending request, or else of the last one.

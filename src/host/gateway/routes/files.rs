@@ -15,7 +15,7 @@ use secrecy::ExposeSecret;
 use serde_json::{Value, json};
 use strum::VariantNames;
 
-use crate::files::access::{FilesSettings, ResticAccess};
+use crate::files::access::ResticAccess;
 use crate::files::checks::FileChecks;
 use crate::files::history::DownloadFormat;
 use crate::files::home_path::HomePath;
@@ -28,10 +28,12 @@ use crate::gateway::proxy::{Upstreams, proxy_to_history};
 use crate::system::activity;
 use crate::system::blocking::run_blocking;
 use crate::system::layout::Layout;
+use svc_base::chain::format_chain;
 use svc_base::fsx::FileError;
+use svc_http::idempotency;
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, boolean, nullable, object, one_of,
-    request_object, schema_of, text, text_matching, time,
+    request_object, schema_of, text, time,
 };
 use svc_http::problem::{Code, Problem};
 use svc_wire::files::{
@@ -50,23 +52,25 @@ pub async fn show_status(State(layout): State<Layout>) -> Result<Response, Probl
 
 /// `GET /api/files/key`
 pub async fn show_key(State(layout): State<Layout>) -> Result<Response, Problem> {
-    let read = move || {
-        let access = FilesSettings::read_restic_access(&layout).map_err(|failure| {
-            tracing::error!(error = ?failure.error, "cannot read the key of the file backup");
-            Problem::new(
-                Code::Unavailable,
-                "The key of the file backup cannot be read; see the machine's log.",
-            )
-        })?;
-        let Some(access) = access else {
-            return Err(Problem::new(Code::NotFound, "No files have been saved yet."));
-        };
-        activity::note(&layout, "the key of the file backup was shown");
-        Ok(access)
-    };
-    let ResticAccess { repository, password } = run_blocking(move || Ok::<_, Infallible>(read())).await??;
+    let read = run_blocking(move || Ok::<_, Infallible>(read_key(&layout)));
+    let ResticAccess { repository, password } = read.await??;
     let body = json!({ "repository": repository, "password": password.expose_secret() });
     Ok(([(header::CACHE_CONTROL, "no-store")], Json(body)).into_response())
+}
+
+fn read_key(layout: &Layout) -> Result<ResticAccess, Problem> {
+    let access = ResticAccess::read(layout).map_err(|failure| {
+        tracing::error!(error = ?failure.error, "cannot read the key of the file backup");
+        let detail = "The key of the file backup cannot be read; see the machine's log.";
+        Problem::new(Code::Unavailable, detail)
+    })?;
+    let access = access.ok_or_else(|| Problem::new(Code::NotFound, "No files have been saved yet."))?;
+    // What cannot be recorded is not shown.
+    activity::append(layout, "the key of the file backup was shown").map_err(|error| {
+        tracing::error!(error = %format_chain(&error), "cannot record that the key of the file backup was shown");
+        Problem::new(Code::Unavailable, "The request cannot be recorded in activity.log; see the machine's log.")
+    })?;
+    Ok(access)
 }
 
 /// `GET /api/files/versions`, `GET /api/files/at` and `GET /api/files/download`
@@ -100,12 +104,12 @@ pub async fn restore(
     let path = fields.finish(path)?;
     let into = into.map(|into| into.to_string());
     let mut request = RestoreRequest::new(path.to_string(), time, into, replace);
-    if let Some(key) = headers.get("idempotency-key") {
-        request = request.with_idempotency_key(key.as_bytes());
-        let (layout, id) = (layout.clone(), request.request_id.clone());
+    if let Some(key) = idempotency::read_key(&headers)? {
+        request = request.with_idempotency_key(key);
+        let layout = layout.clone();
         let current = run_blocking(move || restore_entry::current(&layout)).await?;
-        if let Some(earlier) = current.filter(|current| current.request_id == id) {
-            return answer_repeated(&request, earlier);
+        if let Some(earlier) = current.filter(|current| request.has_key_of(&current.request_id)) {
+            return respond_to_repeat(&request, earlier);
         }
     }
     let accepted = FileRestoreAccepted {
@@ -120,8 +124,8 @@ pub async fn restore(
 }
 
 /// Responds to a request with the idempotency key of the pending or last restore, without a new restore.
-fn answer_repeated(request: &RestoreRequest, earlier: FileRestore) -> Result<Response, Problem> {
-    if earlier.path != request.path {
+fn respond_to_repeat(request: &RestoreRequest, earlier: FileRestore) -> Result<Response, Problem> {
+    if earlier.request_id != request.request_id {
         let detail = "This Idempotency-Key was used for a different request.";
         return Err(Problem::new(Code::IdempotencyMismatch, detail));
     }
@@ -292,9 +296,9 @@ pub static RESTORE: Endpoint = Endpoint {
                   under another name.",
         credentials: READERS_AND_PLATFORM,
         parameters: &[Parameter {
-            name: "Idempotency-Key",
+            name: idempotency::HEADER,
             location: ParameterLocation::Header,
-            schema: || text_matching("^[ -~]{1,255}$"),
+            schema: idempotency::key_schema,
             description: "A request with the key of the pending or last restore is not performed again.",
         }],
         body: Some(|| {

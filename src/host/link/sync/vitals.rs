@@ -18,6 +18,7 @@ use crate::system::probe::GatewayClient;
 use crate::update::protocol::{self, SnapshotWait, UpdateResult};
 use svc_base::clock;
 use svc_base::fsx;
+use svc_http::openapi::MAX_SAFE_INTEGER;
 use svc_http::proof::ProofKeys;
 use svc_store::key;
 use svc_wire::heartbeat::ComponentHealth;
@@ -132,9 +133,10 @@ pub fn read_files(config: &SyncConfig) -> Option<FilesReport> {
     Some(FilesReport {
         saved_until: status.saved_until.map(Into::into),
         changed_since: status.changed_since.map(Into::into),
-        pending_bytes: status.pending_bytes,
+        // A sum of sparse files can exceed what the platform accepts.
+        pending_bytes: status.pending_bytes.map(|bytes| bytes.min(MAX_SAFE_INTEGER)),
         files: status.files,
-        bytes: status.bytes,
+        bytes: status.bytes.min(MAX_SAFE_INTEGER),
         restored_as_of: outcome.and_then(|outcome| outcome.taken_at).map(Into::into),
         error: status.error,
         verified_at: checks.verify.as_ref().and_then(|verify| verify.at).map(Into::into),

@@ -29,6 +29,17 @@ const PROBLEMS: &[Code] = &[
     Code::DatabaseUnavailable,
 ];
 
+/// Every host has a state, so it is never missing.
+const STATUS_PROBLEMS: &[Code] = &[
+    Code::MachineNotFound,
+    Code::InvalidState,
+    Code::HostUnreachable,
+    Code::HostRefused,
+    Code::HostAnswerInvalid,
+    Code::Unavailable,
+    Code::DatabaseUnavailable,
+];
+
 const PATH_DESCRIPTION: &str = "A path below `/home/svc`; a relative path is below `/home/svc/home`.";
 
 pub static STATUS: Endpoint = Endpoint {
@@ -43,7 +54,7 @@ pub static STATUS: Endpoint = Endpoint {
         parameters: &[MACHINE_ID],
         body: None,
         responses: &[documented_json(200, "The state.", schema_of::<FileBackupStatus>)],
-        problems: PROBLEMS,
+        problems: STATUS_PROBLEMS,
     },
     serve: || get(show_status),
 };
