@@ -41,6 +41,9 @@ use svc_wire::files::{
     FileRestoreResponse, FileVersions, MAX_ENTRIES, MAX_PATH_CHARS, MAX_VERSIONS,
 };
 
+/// When a client may try again, in seconds: a person has to mend what is wrong.
+const RETRY_SECONDS: u64 = 60;
+
 /// `GET /api/files/status`
 pub async fn show_status(State(layout): State<Layout>) -> Result<Response, Problem> {
     let status = run_blocking(move || {
@@ -59,16 +62,16 @@ pub async fn show_key(State(layout): State<Layout>) -> Result<Response, Problem>
 }
 
 fn read_key(layout: &Layout) -> Result<ResticAccess, Problem> {
+    let unavailable = |detail| Problem::new(Code::Unavailable, detail).retry_after(RETRY_SECONDS);
     let access = ResticAccess::read(layout).map_err(|failure| {
         tracing::error!(error = ?failure.error, "cannot read the key of the file backup");
-        let detail = "The key of the file backup cannot be read; see the machine's log.";
-        Problem::new(Code::Unavailable, detail)
+        unavailable("The key of the file backup cannot be read; see the machine's log.")
     })?;
     let access = access.ok_or_else(|| Problem::new(Code::NotFound, "No files have been saved yet."))?;
     // What cannot be recorded is not shown.
     activity::append(layout, "the key of the file backup was shown").map_err(|error| {
         tracing::error!(error = %format_chain(&error), "cannot record that the key of the file backup was shown");
-        Problem::new(Code::Unavailable, "The request cannot be recorded in activity.log; see the machine's log.")
+        unavailable("The request cannot be recorded in activity.log; see the machine's log.")
     })?;
     Ok(access)
 }
