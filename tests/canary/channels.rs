@@ -1,7 +1,7 @@
 //! Channels through which a secret could leak: logs, responses to callers, argument lists, tables.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -63,8 +63,9 @@ impl ProcessWatch {
         let (seen, stop) = (Arc::<Mutex<BTreeSet<String>>>::default(), CancellationToken::new());
         let watch = Self { seen: seen.clone(), stop: stop.clone() };
         std::thread::spawn(move || {
+            let mut processes = Descendants::default();
             while !stop.is_cancelled() {
-                let found = list_command_lines();
+                let found = processes.list_command_lines();
                 seen.lock().unwrap_or_else(PoisonError::into_inner).extend(found);
                 std::thread::sleep(Duration::from_millis(15));
             }
@@ -83,35 +84,42 @@ impl Drop for ProcessWatch {
     }
 }
 
-fn list_command_lines() -> Vec<String> {
-    let processes: Vec<(u32, PathBuf)> = std::fs::read_dir("/proc")
-        .into_iter()
-        .flatten()
-        .flatten()
-        .filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, entry.path())))
-        .collect();
-    let parents: BTreeMap<u32, u32> =
-        processes.iter().filter_map(|(pid, path)| Some((*pid, parent_pid(path)?))).collect();
-    let is_descendant = |pid: u32| {
-        let mut next = Some(pid);
-        while let Some(pid) = next.filter(|pid| *pid > 1) {
-            if pid == std::process::id() {
-                return true;
-            }
-            next = parents.get(&pid).copied();
-        }
-        false
-    };
-    processes
-        .iter()
-        .filter(|(pid, _)| is_descendant(*pid))
-        .filter_map(|(_, path)| std::fs::read(path.join("cmdline")).ok())
-        .map(|line| String::from_utf8_lossy(&line).replace('\0', " "))
-        .collect()
+/// This process's descendants.
+#[derive(Default)]
+struct Descendants {
+    /// Whether each running process is one. Only new processes are examined, because other tests run hundreds at a time.
+    processes: BTreeMap<u32, bool>,
 }
 
-fn parent_pid(process: &Path) -> Option<u32> {
-    let stat = std::fs::read_to_string(process.join("stat")).ok()?;
+impl Descendants {
+    fn list_command_lines(&mut self) -> Vec<String> {
+        let pids = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+        let running: BTreeSet<u32> =
+            pids.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
+        self.processes.retain(|pid, _| running.contains(pid));
+        let descendants: Vec<u32> = running.into_iter().filter(|pid| self.is_descendant(*pid)).collect();
+        descendants
+            .into_iter()
+            .filter_map(|pid| std::fs::read(format!("/proc/{pid}/cmdline")).ok())
+            .map(|line| String::from_utf8_lossy(&line).replace('\0', " "))
+            .collect()
+    }
+
+    fn is_descendant(&mut self, pid: u32) -> bool {
+        if pid <= 1 || pid == std::process::id() {
+            return pid > 1;
+        }
+        if let Some(known) = self.processes.get(&pid) {
+            return *known;
+        }
+        let is_descendant = parent_pid(pid).is_some_and(|parent| self.is_descendant(parent));
+        self.processes.insert(pid, is_descendant);
+        is_descendant
+    }
+}
+
+fn parent_pid(pid: u32) -> Option<u32> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The process's name, in parentheses, may itself contain `)`.
     stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
 }

@@ -80,7 +80,7 @@ impl Stack {
             ("PROVIDER_API_URL", &self.provider.base_url()),
             ("PROVIDER_API_TOKEN", self.provider.token()),
             ("PLATFORM_LEASE_SECONDS", "2"),
-            ("PLATFORM_POLL_MS", "250"),
+            ("PLATFORM_POLL_MS", "500"),
             ("RECONCILE_SECONDS", "1"),
             ("SERVER_GONE_SILENCE_SECONDS", "1"),
             ("SERVER_CHECK_SECONDS", "0"),

@@ -94,7 +94,7 @@ async fn assert_saved_states_open(mode: &str, pause: &str) {
     let path = fixture.home().join("app/data.db");
     let mut writer = Writer::start(&path, mode, pause);
     let mut checked = 0;
-    for save in 0..9 {
+    for save in 0..6 {
         // Without a parent, everything is read again.
         if save % 3 == 0 {
             fixture.last = None;
@@ -108,7 +108,7 @@ async fn assert_saved_states_open(mode: &str, pause: &str) {
         assert_eq!(check(&target.path().join("app/data.db")), "ok\n1000\n", "{mode}, save {save}");
         checked += 1;
     }
-    assert!(checked >= 3, "{mode}: only {checked} saved states are consistent");
+    assert!(checked >= 2, "{mode}: only {checked} saved states are consistent");
     assert!(writer.is_running(), "the saves must not make a commit fail");
 }
 
