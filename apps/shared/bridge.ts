@@ -1,7 +1,7 @@
 // The bridge client: sends requests for this app with the page's token, and follows the change stream.
 //
-// The page has an opaque origin, and therefore no storage and no cookies. Its token is in its URL, and the frame around
-// the page sends a fresh one before it expires. This module never reloads the page, because it may hold unsaved text.
+// The page has an opaque origin, and therefore no storage and no cookies. Its token is in its URL, and the parent
+// page sends a fresh one before it expires. This module never reloads the page by itself: it may hold unsaved text.
 
 export interface Row {
   id: string;
@@ -145,7 +145,7 @@ export interface ChangeListener {
   /** Called when the stream is open but earlier changes may have been missed: read the tables now. */
   onResync(): void;
   onChanges(changes: Change[]): void;
-  /** Called when the stream is opened or lost. */
+  /** Called when the stream opens, and after it is lost or fails to open. */
   onConnectionChange(isConnected: boolean): void;
 }
 

@@ -60,8 +60,18 @@ impl FilesError {
     }
 
     /// Whether an object is missing or damaged, so that another copy may help.
-    pub(crate) fn is_damage(&self) -> bool {
+    pub fn is_damage(&self) -> bool {
         matches!(self, Self::Corrupt { .. } | Self::Store(StoreError::NotFound { .. }))
+    }
+
+    /// Returns `NoSpace` if a write failed because the disk is full: other programs have filled it meanwhile.
+    pub(crate) fn or_no_space(self, needed: u64) -> Self {
+        match self {
+            Self::Io { source, .. } if source.kind() == std::io::ErrorKind::StorageFull => {
+                Self::NoSpace { needed, available: 0 }
+            }
+            error => error,
+        }
     }
 
     /// Whether a retry may succeed.

@@ -231,6 +231,11 @@ impl History {
         self.snapshots.iter().find(|(_, snapshot)| is_wanted(snapshot.time))
     }
 
+    /// Returns a snapshot; `None` if it does not exist or is damaged.
+    pub fn find_by_id(&self, id: Id) -> Option<&(Id, Snapshot)> {
+        self.snapshots.iter().find(|(other, _)| *other == id)
+    }
+
     /// Finds an entry; `None` if it did not exist. `path` is relative to the snapshot's root; the empty path is the root.
     ///
     /// # Errors

@@ -51,6 +51,17 @@ pub struct DamagedPack {
     pub blobs: Vec<Id>,
 }
 
+/// Reads the index, and the latest snapshot, from a repository that was opened without a cache.
+///
+/// # Errors
+/// The errors of the store; [`FilesError::Corrupt`].
+pub async fn verify_index(repository: &Repository, latest: Option<Id>) -> Result<(), FilesError> {
+    if let Some(latest) = latest {
+        repository.read_snapshot(latest).await?;
+    }
+    repository.load_known_blobs().await.map(drop)
+}
+
 /// Verifies a share of the packs, and reports the damaged ones.
 ///
 /// # Errors

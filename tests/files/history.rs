@@ -310,3 +310,23 @@ async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
     }
     Ok(())
 }
+
+/// A restore that needs more memory than there is would be killed again and again, and block every other one.
+#[tokio::test(flavor = "multi_thread")]
+async fn restore_that_is_killed_again_and_again_fails() -> Result<()> {
+    let history = History::start().await?;
+    history.request_restore(&json!({ "path": "projects/app" }))?;
+    let serve = ["svc-sync-agent", "serve-restore"];
+    for _ in 0..5 {
+        let killed = [("FAILPOINTS", "files.restore.planned=return(kill)")];
+        history.host.machine.run_with(&serve, &killed)?.expect_killed();
+    }
+    history.host.machine.run(&serve)?.expect(69);
+    let state = history.restore_state()?;
+    assert_eq!(state["status"], "failed", "{state}");
+    assert!(state["error"].as_str().is_some_and(|error| error.contains("too little memory")), "{state}");
+    history.request_restore(&json!({ "path": "projects/plan.md" }))?;
+    history.host.machine.run(&serve)?.expect(0);
+    assert_eq!(history.restore_state()?["status"], "done");
+    Ok(())
+}

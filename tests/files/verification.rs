@@ -61,3 +61,34 @@ async fn damage_is_named_and_repaired_from_the_machine() -> Result<()> {
     assert!(fs::read_to_string(next.home().join("home/projects/large"))? == content);
     Ok(())
 }
+
+/// The machine has copies of the index, which must not hide that the store's are damaged.
+#[tokio::test(flavor = "multi_thread")]
+async fn damaged_index_is_found_despite_the_cache() -> Result<()> {
+    let store = store()?;
+    let platform = FilesPlatform::start().await?;
+    let host = Host::new(&store, &platform, 1)?;
+    for dir in ["var/lib/svc/requests", "home/svc/home/system/logs"] {
+        fs::create_dir_all(host.machine.path(dir))?;
+    }
+    host.write("home/projects/plan.md", "version 1")?;
+    drop(host.start_and_save().await?);
+    let verify = ["svc-sync-agent", "verify"];
+    host.machine.run(&verify)?.expect(0);
+    for folder in ["index", "snapshots"] {
+        let prefix = format!("{}/{folder}", slot().files()).into();
+        let objects: Vec<_> = bucket(&store)?.raw().list(Some(&prefix)).try_collect().await?;
+        let key = objects.first().context("no object")?.location.to_string();
+        let sound = store.read(BUCKET, &key).context("no object")?;
+        let mut damaged = sound.clone();
+        damaged[20] ^= 1;
+        store.write(BUCKET, &key, damaged);
+        let found = host.machine.run(&verify)?.expect(65);
+        assert!(found.stderr.contains("is damaged"), "{folder}: {}", found.stderr);
+        let status = host.machine.run(&["svc-sync-agent", "status"])?.expect(0);
+        assert!(status.stdout.contains("damaged     the repository's"), "{folder}: {}", status.stdout);
+        store.write(BUCKET, &key, sound);
+        host.machine.run(&verify)?.expect(0);
+    }
+    Ok(())
+}

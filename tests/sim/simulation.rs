@@ -1,4 +1,4 @@
-//! One run: the processes, provider, store and hosts around a database, and the observations.
+//! One run: the processes, provider, store and hosts that share a database, and what the checks observed.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -42,7 +42,7 @@ pub struct Simulation<'a> {
     pub counts: Counts,
 }
 
-/// Counts of the states that a run reached; a run that reaches none of them detects nothing.
+/// Coverage counters: a run that leaves them at zero detects nothing.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Counts {
     pub requests: u32,

@@ -1,5 +1,5 @@
-//! Export and import on a machine with two separate users: root, who runs them, opens nothing that either user can
-//! change.
+//! Export and import on a machine with two separate users. Root runs both commands, and opens nothing that either user
+//! can change.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink};
@@ -19,7 +19,7 @@ const OWNER: u32 = 1940;
 /// create one.
 async fn machine_with_two_users(store: &S3Server, epoch: u32) -> Result<Option<Machine>> {
     if !nix::unistd::geteuid().is_root() {
-        kit::skip::record("only root can act for two users");
+        kit::skip::record("only root can act as two users");
         return Ok(None);
     }
     let machine = Machine::in_use(store, epoch).await?;
@@ -99,7 +99,7 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
     assert!(!machine.path("home/svc/home/projects/ada.tar.partial").exists());
 
     let Some(other) = machine_with_two_users(&store, 2).await? else { return Ok(()) };
-    // A directory that the import would create is planted as a link.
+    // A link is planted where the import would create a directory.
     let trap = other.path("trap");
     fs::create_dir(&trap)?;
     let planted = other.path("home/svc/home/projects");

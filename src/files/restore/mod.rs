@@ -137,7 +137,9 @@ async fn restore_from(
     let target = options.target.clone();
     let plan = run_blocking(move || plan.create_entries(&target).map(|()| plan)).await?;
     failpoint::pass("files.restore.planned")?;
-    let plan = content::write_contents(repository, &locations, plan, &options.target, progress).await?;
+    let needed = plan.needed_bytes();
+    let written = content::write_contents(repository, &locations, plan, &options.target, progress).await;
+    let plan = written.map_err(|error| error.or_no_space(needed))?;
     failpoint::pass("files.restore.written")?;
     let owners = match options.owner {
         Some((uid, gid)) => Owners::Fixed { uid, gid },

@@ -13,6 +13,12 @@ use crate::repository::Repository;
 use crate::tree::{Node, NodeType};
 use crate::tree_reader::TreeReader;
 
+/// A chunk of zeros is this many times as long as its compressed form, or more.
+const HOLE_RATIO: u64 = 500;
+/// A restore leaves this share of the file system free, and at most `MAX_RESERVE_BYTES`: the database is on it, too.
+const RESERVE_SHARE: u64 = 20;
+const MAX_RESERVE_BYTES: u64 = 1 << 30;
+
 /// An entry to restore. Its node has no list of chunks, and a file's size is the sum of its chunks' sizes.
 #[derive(Debug)]
 pub(super) struct PlannedEntry {
@@ -165,16 +171,26 @@ impl RestorePlan {
         Ok(())
     }
 
-    /// Checks that the target's file system has enough free space.
+    /// Returns the space that the files take, in bytes: holes take none. What compresses as well as zeros counts as a
+    /// hole.
+    pub(super) fn needed_bytes(&self) -> u64 {
+        let is_hole = |location: &BlobLocation| {
+            location.content_length() > u64::from(location.length).saturating_mul(HOLE_RATIO)
+        };
+        let locations = self.pieces.iter().map(|piece| piece.location);
+        locations.filter(|location| !is_hole(location)).map(|location| location.content_length()).sum()
+    }
+
+    /// Checks that the target's file system has enough free space, and a reserve for other programs.
     ///
     /// # Errors
-    /// [`FilesError::NoSpace`] if the files do not fit on the target's file system.
+    /// [`FilesError::NoSpace`].
     pub(super) fn check_space(&self, target: &Path) -> Result<(), FilesError> {
         let stat = rustix::fs::statvfs(target).map_err(FilesError::io("read the free space of", target))?;
-        let available = stat.f_bavail.saturating_mul(stat.f_frsize);
-        // A lower bound: holes take no space, and each chunk is counted once and compressed.
-        let needed: u64 =
-            self.pieces.chunk_by(|a, b| a.id == b.id).map(|same| u64::from(same[0].location.length)).sum();
+        let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
+        let reserve = (bytes(stat.f_blocks) / RESERVE_SHARE).min(MAX_RESERVE_BYTES);
+        let available = bytes(stat.f_bavail).saturating_sub(reserve);
+        let needed = self.needed_bytes();
         if needed > available { Err(FilesError::NoSpace { needed, available }) } else { Ok(()) }
     }
 }

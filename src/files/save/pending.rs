@@ -10,7 +10,7 @@ use rustix::fs::{Dir, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::changes::{Changes, Scope};
-use super::entry_stat::{open_in, stat_in, stat_open, to_timestamp};
+use super::entry_stat::{is_cache_tag, open_in, stat_in, stat_open, to_timestamp};
 use super::exclusions::Exclusions;
 
 /// Maximum number of entries that an estimate looks at.
@@ -50,7 +50,11 @@ struct Estimate<'a> {
 impl Estimate<'_> {
     fn add_directory(&mut self, directory: &OwnedFd, scope: Scope<'_>, depth: usize) {
         let names: Vec<OsString> = if scope.lists_directory() {
-            list(directory).unwrap_or_default()
+            // Of a cache, only the tag is saved.
+            if depth > 0 && is_cache_tag(directory) {
+                return;
+            }
+            list(directory, self.remaining).unwrap_or_default()
         } else {
             scope.marked_names().cloned().collect()
         };
@@ -96,10 +100,10 @@ impl Estimate<'_> {
     }
 }
 
-/// Returns the names in a directory; of a large one, only as many as an estimate looks at.
-fn list(directory: &OwnedFd) -> Result<Vec<OsString>, Errno> {
+/// Returns the names in a directory, but not more than the estimate may still look at.
+fn list(directory: &OwnedFd, remaining: u32) -> Result<Vec<OsString>, Errno> {
     let mut names = Vec::new();
-    for entry in Dir::read_from(directory)?.take(MAX_ENTRIES as usize) {
+    for entry in Dir::read_from(directory)?.take(remaining as usize) {
         let entry = entry?;
         let name = entry.file_name().to_bytes();
         if !matches!(name, b"." | b"..") {
@@ -127,6 +131,9 @@ mod tests {
         write("notes/inner/not-marked", 1000);
         write("new/deep/b", 300);
         write("new/node_modules/c", 7000);
+        write("new/target/debug/d", 7000);
+        let tag = "Signature: 8a477f597d28d172789f06886806bc55";
+        fs::write(home.path().join("new/target/CACHEDIR.TAG"), tag).unwrap();
         std::os::unix::fs::symlink("/etc", home.path().join("new/link")).unwrap();
         let sparse = fs::File::create(home.path().join("new/sparse")).unwrap();
         sparse.set_len(1 << 40).unwrap();

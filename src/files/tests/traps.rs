@@ -2,6 +2,8 @@
 
 use std::os::unix::fs::FileExt;
 
+use kit::disk::SmallDisk;
+
 use super::*;
 use crate::index::IndexFile;
 use crate::pack::BlobType;
@@ -239,4 +241,34 @@ async fn paths_longer_than_the_limit_are_saved_and_restored() {
     }
     let file = rustix::fs::openat(&directory, "file", rustix::fs::OFlags::RDONLY, rustix::fs::Mode::empty());
     assert_eq!(std::io::read_to_string(File::from(file.unwrap())).unwrap(), "deep");
+}
+
+#[tokio::test]
+async fn restore_that_does_not_fit_writes_nothing() {
+    let mut fixture = Fixture::new().await;
+    // Compressible content and copies take little in the repository, but their whole size on the disk.
+    let text: String = (0..400_000_u32).map(|n| n.wrapping_mul(2_654_435_761).to_string()).collect();
+    for name in ["a", "b", "c"] {
+        fixture.write(name, &text);
+    }
+    let sparse = File::create(fixture.home().join("sparse")).unwrap();
+    sparse.set_len(1 << 30).unwrap();
+    let saved = fixture.save().await;
+    let target = tempfile::tempdir().unwrap();
+    let Some(_disk) = SmallDisk::mount(target.path().to_owned(), 8).unwrap() else { return };
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    let options = RestoreOptions::new(target.path().to_owned(), "/".into());
+    let restored = restore(&repository, &saved.snapshot, &options, &RestoreProgress::default()).await;
+    let error = restored.unwrap_err();
+    assert!(
+        matches!(error, FilesError::NoSpace { needed, .. } if needed == 3 * text.len() as u64),
+        "{error}"
+    );
+    assert_eq!(fs::read_dir(target.path()).unwrap().count(), 0);
+    for name in ["b", "c"] {
+        fs::remove_file(fixture.home().join(name)).unwrap();
+    }
+    let saved = fixture.save().await;
+    restore(&repository, &saved.snapshot, &options, &RestoreProgress::default()).await.unwrap();
+    assert_same(&describe(target.path()), &describe(&fixture.home()));
 }

@@ -37,8 +37,12 @@ pub fn check(layout: &Layout) -> Findings {
         let why = status.error.map(|error| format!(": {error}")).unwrap_or_default();
         return findings.problem(format!("changes of the owner's files are not saved{why}"), NEXT_STEP);
     }
-    if let Some(problem) = FileChecks::read(layout).ok().and_then(|checks| checks.find_problem()) {
+    let checks = FileChecks::read(layout).unwrap_or_default();
+    if let Some(problem) = checks.find_problem() {
         return findings.problem(format!("the file backup is damaged: {problem}"), VERIFY_STEP);
+    }
+    if let Some(failure) = checks.find_failure(now) {
+        return findings.problem(format!("the file backup may be damaged: {failure}"), VERIFY_STEP);
     }
     let age = status.saved_until.map_or(0, |at| now.duration_since(at).as_secs().max(0));
     let what = format!("{} saved as of {age} s ago", pluralize(status.files, "file"));

@@ -9,12 +9,12 @@ use secrecy::{ExposeSecret, SecretString};
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::chain::format_chain;
 use svc_base::fsx::{self, FileError};
-use svc_files::{Cache, FilesError, Repository, RepositoryKey, SnapshotOrigin};
+use svc_files::{Cache, FilesError, Id, Repository, RepositoryKey, SnapshotOrigin};
 use svc_http::client::{self, Deadlines};
 use svc_http::request_id;
 use svc_machine::epoch::Epoch;
-use svc_store::Bucket;
 use svc_store::key::SlotPrefix;
+use svc_store::{Bucket, StoreError, files_pointer};
 use svc_wire::files::{FilesKey, FilesKeyRequest};
 
 use crate::system::config::{self, Identity, PlatformLink};
@@ -130,6 +130,15 @@ impl FilesSettings {
             && std::fs::metadata(&dir).is_ok_and(|meta| meta.uid() == nix::unistd::geteuid().as_raw())
     }
 
+    /// Returns the latest snapshot, which the pointer names.
+    ///
+    /// # Errors
+    /// The errors of the store.
+    pub async fn read_latest(&self) -> Result<Option<Id>, StoreError> {
+        let pointer = files_pointer::read(&self.bucket, &self.slot).await?;
+        Ok(pointer.and_then(|pointer| pointer.value.snapshot?.id.parse().ok()))
+    }
+
     fn cache(&self) -> Cache {
         if self.owns_state() { Cache::new(self.layout.files_state().join("cache")) } else { Cache::none() }
     }
@@ -147,9 +156,21 @@ impl FilesSettings {
     /// # Errors
     /// Those of [`Self::open`].
     pub async fn open_with_stored_key(&self) -> Result<Option<Repository>, AccessError> {
+        self.open_with_cache(self.cache()).await
+    }
+
+    /// Like [`Self::open_with_stored_key`], but reads everything from the store.
+    ///
+    /// # Errors
+    /// Those of [`Self::open`].
+    pub async fn open_uncached(&self) -> Result<Option<Repository>, AccessError> {
+        self.open_with_cache(Cache::none()).await
+    }
+
+    async fn open_with_cache(&self, cache: Cache) -> Result<Option<Repository>, AccessError> {
         if let Some(key) = self.read_key()? {
             let (bucket, root) = (self.bucket.clone(), self.slot.files());
-            match Repository::open(bucket, root, &key, self.cache()).await {
+            match Repository::open(bucket, root, &key, cache).await {
                 Ok(Some(repository)) => return Ok(Some(repository)),
                 // A machine that has a key has saved files before.
                 Ok(None) | Err(FilesError::WrongKey) => {}

@@ -16,6 +16,8 @@ const FILE: &str = "checks.json";
 const FORMAT: u32 = 1;
 /// A drill runs once a week, with a verification.
 const DRILL_INTERVAL: SignedDuration = SignedDuration::from_hours(7 * 24 - 12);
+/// How long checks may fail before an operator is told. They run daily.
+const MAX_FAILING: SignedDuration = SignedDuration::from_hours(36);
 /// Shares that one run verifies, to catch up after days without a run.
 const MAX_SHARES: usize = 3;
 /// Affected files that are named.
@@ -31,6 +33,16 @@ pub struct FileChecks {
     share_times: Vec<Option<Timestamp>>,
     pub verify: Option<VerifyResult>,
     pub drill: Option<DrillResult>,
+    /// When a verification and a drill last succeeded.
+    #[serde(with = "clock::wire_option")]
+    verified_at: Option<Timestamp>,
+    #[serde(with = "clock::wire_option")]
+    drilled_at: Option<Timestamp>,
+    /// When a verification or a drill first failed since both last succeeded.
+    #[serde(with = "clock::wire_option")]
+    failing_since: Option<Timestamp>,
+    /// Why the index or the latest snapshot cannot be read, so that nothing could be restored.
+    pub unreadable: Option<String>,
     /// The blobs that are only in damaged packs, by pack.
     pub damaged: BTreeMap<String, Vec<String>>,
     /// When the first of these blobs was found, or the last one that was new.
@@ -138,6 +150,53 @@ impl FileChecks {
         selected.into_iter().map(|part| Share { part, of }).collect()
     }
 
+    /// Records a verification.
+    pub fn record_verification(&mut self, result: VerifyResult, now: Timestamp) {
+        if result.error.is_none() {
+            (self.verified_at, self.unreadable) = (Some(now), None);
+        }
+        self.verify = Some(result);
+        self.update_failing_since(now);
+    }
+
+    /// Records a drill. If it could not be completed, what an earlier one has found still holds.
+    pub fn record_drill(&mut self, mut drill: DrillResult, now: Timestamp) {
+        if drill.error.is_none() {
+            self.drilled_at = Some(now);
+        } else if let Some(earlier) = self.drill.take() {
+            (drill.differing_count, drill.compared) = (earlier.differing_count, earlier.compared);
+            drill.differing = earlier.differing;
+        }
+        self.drill = Some(drill);
+        self.update_failing_since(now);
+    }
+
+    fn update_failing_since(&mut self, now: Timestamp) {
+        let is_failing = self.find_error().is_some();
+        self.failing_since = is_failing.then(|| self.failing_since.map_or(now, |since| since.min(now)));
+    }
+
+    fn find_error(&self) -> Option<&str> {
+        let verify = self.verify.as_ref().and_then(|verify| verify.error.as_deref());
+        verify.or_else(|| self.drill.as_ref().and_then(|drill| drill.error.as_deref()))
+    }
+
+    /// When a verification last succeeded. Earlier releases recorded only the last one.
+    pub fn verified_at(&self) -> Option<Timestamp> {
+        self.verified_at.or_else(|| self.verify.as_ref().filter(|verify| verify.error.is_none())?.at)
+    }
+
+    /// When a drill last succeeded.
+    pub fn drilled_at(&self) -> Option<Timestamp> {
+        self.drilled_at.or_else(|| self.drill.as_ref().filter(|drill| drill.error.is_none())?.at)
+    }
+
+    /// Describes checks that have failed for long; `None` if they succeed.
+    pub fn find_failure(&self, now: Timestamp) -> Option<String> {
+        let since = self.failing_since.filter(|since| now.duration_since(*since) >= MAX_FAILING)?;
+        Some(format!("its checks have failed since {}: {}", clock::rfc3339_ms(since), self.find_error()?))
+    }
+
     pub fn is_drill_due(&self, now: Timestamp) -> bool {
         let last = self.drill.as_ref().filter(|drill| drill.error.is_none()).and_then(|drill| drill.at);
         last.is_none_or(|at| now.duration_since(at) >= DRILL_INTERVAL)
@@ -167,6 +226,9 @@ impl FileChecks {
 
     /// Describes what is damaged, and what a drill has found; `None` if all is intact.
     pub fn find_problem(&self) -> Option<String> {
+        if let Some(why) = &self.unreadable {
+            return Some(why.clone());
+        }
         if !self.damaged.is_empty() {
             return Some(self.describe_damage());
         }
@@ -260,6 +322,33 @@ mod tests {
         assert!(others.select_shares(30, at(4)).contains(&Share { part, of: 30 }));
         checks.record_share(share, &Verified::default(), at(4));
         assert_eq!((checks.damage_found_at, checks.damaged_blobs().len()), (None, 0));
+    }
+
+    #[test]
+    fn failing_checks_are_told_and_hide_nothing() {
+        let mut checks = FileChecks::default();
+        checks.record_verification(VerifyResult::default(), at(0));
+        let differing =
+            DrillResult { differing_count: 1, differing: vec!["a".into()], ..DrillResult::default() };
+        checks.record_drill(differing, at(0));
+        assert_eq!(
+            (checks.verified_at(), checks.drilled_at(), checks.find_failure(at(9))),
+            (Some(at(0)), Some(at(0)), None)
+        );
+        for day in 1..=3 {
+            let error = Some("the store denies it".to_owned());
+            checks.record_verification(
+                VerifyResult { error: error.clone(), ..VerifyResult::default() },
+                at(day),
+            );
+            checks.record_drill(DrillResult { error, ..DrillResult::default() }, at(day));
+            assert_eq!(checks.find_failure(at(day)).is_some(), day == 3, "day {day}");
+        }
+        assert_eq!((checks.verified_at(), checks.drilled_at()), (Some(at(0)), Some(at(0))));
+        assert!(checks.find_problem().unwrap().contains("such as a"));
+        checks.record_verification(VerifyResult::default(), at(4));
+        checks.record_drill(DrillResult::default(), at(4));
+        assert_eq!((checks.find_failure(at(9)), checks.find_problem()), (None, None));
     }
 
     #[test]

@@ -13,6 +13,7 @@ use svc_base::untrusted_text::truncate_printable;
 use svc_files::history::{Entry, EntryKind, History};
 use svc_files::restore::{RestoreOptions, RestoreProgress, restore_entries};
 use svc_files::{FilesError, Repository};
+use svc_store::StoreError;
 
 use super::access::{AccessError, FilesSettings};
 use super::checks::DrillResult;
@@ -36,6 +37,8 @@ enum DrillError {
     Files(#[from] FilesError),
     #[error(transparent)]
     File(#[from] FileError),
+    #[error(transparent)]
+    Store(#[from] StoreError),
     #[error("no files have been saved yet")]
     NothingSaved,
     #[error("a file was not restored completely: {0}")]
@@ -81,7 +84,9 @@ async fn compare_sample(
 ) -> Result<(), DrillError> {
     let repository = settings.open_with_stored_key().await?.ok_or(DrillError::NothingSaved)?;
     let history = History::open(Repository::clone(&repository)).await?;
-    let (_, snapshot) = history.find_snapshot(None).ok_or(DrillError::NothingSaved)?;
+    let latest = settings.read_latest().await?;
+    let snapshot = latest.and_then(|id| history.find_by_id(id)).or_else(|| history.find_snapshot(None));
+    let (_, snapshot) = snapshot.ok_or(DrillError::NothingSaved)?;
     let root = history.find(snapshot, Path::new("")).await?.ok_or(DrillError::NothingSaved)?;
     let mut sample = draw_sample(&history, root).await?;
     drop(history);
@@ -135,7 +140,7 @@ fn compare(layout: &Layout, path: &Path, entry: &Entry, restored: &Path) -> Opti
             && to_nanoseconds(meta.ctime(), meta.ctime_nsec()) == changed_at.as_nanosecond()
     };
     let meta = present.metadata().ok().filter(is_unchanged)?;
-    let present_hash = hash(&mut present)?;
+    let present_hash = hash(&mut present, entry.size())?;
     present.metadata().ok().filter(is_unchanged)?;
     let mut restored = match File::open(restored) {
         Ok(restored) => restored,
@@ -148,14 +153,16 @@ fn compare(layout: &Layout, path: &Path, entry: &Entry, restored: &Path) -> Opti
     let mode = |meta: &Metadata| meta.mode() & 0o1777;
     let has_same_metadata =
         mode(&restored_meta) == mode(&meta) && modified_at(&restored_meta) == modified_at(&meta);
-    Some(has_same_metadata && hash(&mut restored)? == present_hash)
+    Some(has_same_metadata && hash(&mut restored, entry.size())? == present_hash)
 }
 
 fn to_nanoseconds(seconds: i64, nanoseconds: i64) -> i128 {
     i128::from(seconds) * 1_000_000_000 + i128::from(nanoseconds)
 }
 
-fn hash(file: &mut File) -> Option<[u8; 32]> {
+/// Hashes a file of this size. A program may extend it meanwhile, which must not take longer.
+fn hash(file: &mut File, size: u64) -> Option<[u8; 32]> {
+    let mut file = file.take(size.saturating_add(1));
     let mut hash = Sha256::new();
     let mut buffer = vec![0; 128 << 10];
     loop {

@@ -8,13 +8,13 @@ use svc_base::fsx::{self, FileError};
 use super::status::FilesStatus;
 use crate::system::layout::Layout;
 
-/// The name of a file that requests a save, in the directory of requests.
+/// The name of the request file for a save, in the requests directory.
 pub const SAVE_REQUEST: &str = "files";
-/// How long to wait. A first save of many files takes longer; it continues after that.
+/// Maximum wait. The first save of many files may take longer; it continues after the timeout.
 const TIMEOUT: Duration = Duration::from_secs(600);
 const POLL_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Why the files are not saved.
+/// Why a requested save did not succeed.
 #[derive(Debug, thiserror::Error)]
 pub enum SaveRequestError {
     #[error("{0}")]
@@ -28,14 +28,14 @@ pub enum SaveRequestError {
     File(#[from] FileError),
 }
 
-/// Requests a save, waits until everything written before is saved, and returns the status.
+/// Requests a save, waits until everything written before the request is saved, and returns the status.
 ///
 /// # Errors
 /// [`SaveRequestError`].
 pub async fn save_now(layout: &Layout) -> Result<FilesStatus, SaveRequestError> {
     let requested_at = clock::now_ms();
     fsx::write_atomic(&layout.request(SAVE_REQUEST), b"", 0o644)?;
-    let end = Instant::now() + TIMEOUT;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let status = FilesStatus::read(layout)?.unwrap_or_default();
         if status.saved_until.is_some_and(|at| at >= requested_at) {
@@ -45,7 +45,7 @@ pub async fn save_now(layout: &Layout) -> Result<FilesStatus, SaveRequestError> 
         if let Some(error) = status.error.filter(|_| has_failed) {
             return Err(SaveRequestError::Failed(error));
         }
-        if Instant::now() >= end {
+        if Instant::now() >= deadline {
             return Err(SaveRequestError::Timeout);
         }
         tokio::time::sleep(POLL_INTERVAL).await;

@@ -173,6 +173,11 @@ impl FileBackup {
             }
             // Everything written before this time is in the save.
             let looked_at = clock::now_ms();
+            if self.status.correct_future_times(looked_at) {
+                tracing::warn!("the clock was ahead; what it had recorded as saved is saved again");
+                self.schedule.request();
+                self.write_status();
+            }
             let sockets = self.settings.layout.watch_sockets();
             let reply = changes::request(&sockets, self.saved_token.clone()).await;
             let seen = changes::observe(&reply);

@@ -66,7 +66,22 @@ impl FilesStatus {
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.files_state().join(FILE))?;
         let status = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
-        Ok(status.filter(|status| status.version == FORMAT))
+        let mut status = status.filter(|status| status.version == FORMAT);
+        if let Some(status) = &mut status {
+            status.correct_future_times(clock::now_ms());
+        }
+        Ok(status)
+    }
+
+    /// Corrects times that were recorded while the clock was ahead. Without this, what is written now would count as
+    /// saved already. Returns whether there were any.
+    pub fn correct_future_times(&mut self, now: Timestamp) -> bool {
+        let before = (self.saved_until, self.changed_since, self.failing_since);
+        self.saved_until = self.saved_until.filter(|at| *at <= now);
+        for since in [&mut self.changed_since, &mut self.failing_since].into_iter().flatten() {
+            *since = (*since).min(now);
+        }
+        before != (self.saved_until, self.changed_since, self.failing_since)
     }
 
     /// Returns since when changes are not saved, if that is too long: the first change was seen long ago, or the service
@@ -93,8 +108,8 @@ impl FilesStatus {
             unstable: self.unstable,
             invalid_rules: self.invalid_rules.clone(),
             excluded: self.excluded_files.clone(),
-            verified_at: checks.verify.as_ref().and_then(|verify| verify.at).map(Into::into),
-            drilled_at: checks.drill.as_ref().and_then(|drill| drill.at).map(Into::into),
+            verified_at: checks.verified_at().map(Into::into),
+            drilled_at: checks.drilled_at().map(Into::into),
             damage: checks.find_problem(),
         }
     }
@@ -114,6 +129,24 @@ impl FilesStatus {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn nothing_counts_as_saved_in_the_future() {
+        let at = |minute: i64| Timestamp::from_second(minute * 60).unwrap();
+        let mut status = FilesStatus {
+            saved_until: Some(at(1440)),
+            changed_since: Some(at(1441)),
+            failing_since: Some(at(5)),
+            ..FilesStatus::default()
+        };
+        assert!(status.correct_future_times(at(10)));
+        assert_eq!(
+            (status.saved_until, status.changed_since, status.failing_since),
+            (None, Some(at(10)), Some(at(5)))
+        );
+        assert!(!status.correct_future_times(at(10)));
+        assert_eq!(status.find_unsaved_since(at(20)), Some(at(10)));
+    }
 
     #[test]
     fn changes_are_unsaved_for_long_only_after_the_limit() {

@@ -14,7 +14,7 @@ use svc_base::quantity::{format_bytes, pluralize};
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::FilesError;
 use svc_files::affected::{Affected, AffectedPath, find_affected};
-use svc_files::verify::{Share, verify};
+use svc_files::verify::{Share, verify, verify_index};
 use svc_store::StoreError;
 
 use super::access::{AccessError, FilesSettings};
@@ -67,13 +67,18 @@ pub async fn run(layout: Layout, all: bool) -> Result<(), Failure> {
     let mut result = VerifyResult { at: Some(now), ..VerifyResult::default() };
     let verified = verify_shares(&settings, &mut checks, &shares, &mut result).await;
     result.error = verified.as_ref().err().map(|error| format_chain(error));
-    checks.verify = Some(result.clone());
+    if let Err(CheckError::Files(error)) = &verified
+        && error.is_damage()
+    {
+        checks.unreadable = Some(format_chain(error));
+    }
+    checks.record_verification(result.clone(), now);
     checks.write(layout).or_exit(Exit::Internal)?;
     let mut error = result.error.clone();
     if verified.is_ok() && checks.is_drill_due(now) {
         let drill = drill(&settings, now).await;
         error = error.or_else(|| drill.error.clone());
-        checks.drill = Some(drill);
+        checks.record_drill(drill, now);
         checks.write(layout).or_exit(Exit::Internal)?;
     }
     if !checks.damaged.is_empty() {
@@ -105,6 +110,9 @@ async fn verify_shares(
     shares: &[Share],
     result: &mut VerifyResult,
 ) -> Result<(), CheckError> {
+    // The cache would hide damage to the index and to the snapshot.
+    let uncached = settings.open_uncached().await?.ok_or(CheckError::NothingSaved)?;
+    verify_index(&uncached, settings.read_latest().await?).await?;
     let repository = settings.open_with_stored_key().await?.ok_or(CheckError::NothingSaved)?;
     for share in shares {
         let verified = verify(&repository, *share).await?;
@@ -118,6 +126,8 @@ async fn verify_shares(
             tracing::warn!(pack = %damaged.pack, why = damaged.why, "a pack is damaged; other packs have its content");
         }
         checks.record_share(*share, &verified, clock::now_ms());
+        // Before the search for affected files, which can take long.
+        checks.write(&settings.layout).map_err(AccessError::File)?;
     }
     let blobs = checks.damaged_blobs();
     let affected =

@@ -35,7 +35,7 @@ pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
 /// Removes a torn last line. Returns the text to write before the next line: empty, or a missing newline.
 ///
 /// # Errors
-/// The file cannot be read or truncated.
+/// If the file cannot be read or truncated.
 pub fn repair_tail(file: &mut File) -> std::io::Result<&'static [u8]> {
     const MAX_LINE_BYTES: u64 = 1 << 20;
     let length = file.metadata()?.len();
@@ -49,7 +49,7 @@ pub fn repair_tail(file: &mut File) -> std::io::Result<&'static [u8]> {
         return Ok(b"");
     }
     if tail_start == 0 && start > 0 {
-        // The last line is overlong, so another program wrote it: only terminate it.
+        // The last line is overlong: only terminate it.
         return Ok(b"\n");
     }
     if serde_json::from_slice::<serde::de::IgnoredAny>(tail).is_ok() {

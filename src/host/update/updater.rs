@@ -57,11 +57,11 @@ pub struct Updater<S> {
     pub health_timeout: Duration,
     /// A machine without a database needs no snapshot.
     pub has_database: bool,
-    /// Timeout for the wait for a snapshot, counted from the last time a backup made progress.
+    /// Maximum wait for a snapshot since a backup last made progress.
     pub snapshot_timeout: Duration,
 }
 
-/// The failure of a step, which ends the update.
+/// Why a step failed.
 enum StepError {
     Refused(StepFailure),
     Failed(StepFailure),
@@ -96,7 +96,7 @@ fn classify_fetch_error(error: FetchError) -> StepError {
     }
 }
 
-/// Rejects the update if a policy forbids it. If the records on this machine cannot be read, the update has failed.
+/// Rejects the update if a policy forbids it. If the records on this machine cannot be read, the update fails.
 fn classify_policy_error(error: PolicyError) -> StepError {
     match &error {
         PolicyError::History(_) => failed(Stage::Preflight)(error),
@@ -128,7 +128,7 @@ impl<S: Services> Updater<S> {
         Journal::open(plan, Timestamp::now())
     }
 
-    /// Runs an update to its end.
+    /// Runs an update to completion.
     ///
     /// # Errors
     /// [`UpdateError`]; the journal keeps the state that was reached.
@@ -158,7 +158,7 @@ impl<S: Services> Updater<S> {
     }
 
     async fn run_step(&self, journal: &mut Journal) -> Event {
-        let end = match &journal.state {
+        let result = match &journal.state {
             State::Preparing => self.prepare(journal).await,
             State::TakingSnapshot => self.take_snapshot(journal).await,
             State::Switching => self.switch(journal),
@@ -167,7 +167,7 @@ impl<S: Services> Updater<S> {
             State::Restoring { .. } => self.restore(journal).await,
             State::Ended { .. } => Ok(()),
         };
-        match end {
+        match result {
             Ok(()) => Event::Done,
             Err(StepError::Refused(why)) => Event::Refused(why),
             Err(StepError::Failed(why)) => Event::Failed(why),
@@ -236,7 +236,8 @@ impl<S: Services> Updater<S> {
         fetch::ensure_release(&self.layout, &source, version, &expected).await.map_err(classify_fetch_error)
     }
 
-    /// Takes a snapshot, unless the machine has no database, or the update is a rollback or to the previous release.
+    /// Takes a snapshot, unless the machine has no database, or the update is a rollback or targets the previous
+    /// release.
     async fn take_snapshot(&self, journal: &mut Journal) -> Result<(), StepError> {
         let targets_previous = journal.plan.kind == UpdateKind::Rollback
             || history::find_previous(&self.layout)
@@ -276,7 +277,7 @@ impl<S: Services> Updater<S> {
         for name in &names {
             // The health check below decides whether this is a failure.
             if let Err(error) = self.services.restart(name).await {
-                tracing::warn!(error = %format_chain(&error), "could not restart a service; the health check decides");
+                tracing::warn!(error = %format_chain(&error), "could not restart a service; the health check shows whether the update failed");
             }
         }
         for name in OTHER_SERVICES.iter().filter(|name| !names.iter().any(|other| other == *name)) {

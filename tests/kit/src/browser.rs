@@ -1,5 +1,5 @@
-//! Browser tests: starts the demo services with a bundle of the built apps and the shell, and runs the Playwright tests
-//! from `tests/browser` in Chromium.
+//! Runs the browser tests: starts the demo services with a bundle of the built apps and the shell, and runs the
+//! Playwright tests from `tests/browser` in Chromium.
 //!
 //! Missing dependencies are fetched: Playwright by npm from its lock file, Chromium by apt-get, if permitted.
 
@@ -86,10 +86,10 @@ async fn run_tests(
     output.map(drop).context("run the tests in tests/browser")
 }
 
-/// Opens the owner's code-server through the router, types a command into a terminal, and returns once it has ended.
+/// Opens the owner's code-server through the router, types a command into a terminal, and waits for it to exit.
 ///
 /// # Errors
-/// Fails if Chromium is unavailable, the terminal does not open, or the command does not end.
+/// Fails if Chromium is unavailable, the terminal does not open, or the command does not exit.
 pub async fn run_in_terminal(stack: &Stack, command: &str) -> Result<()> {
     let out = fetch::target_dir().join("browser");
     fs::create_dir_all(&out)?;

@@ -1,14 +1,14 @@
 //! Child processes that cannot outlive the process that started them.
 //!
-//! `Drop` does not run when a test is killed, nor for a `static`. Therefore a small shell is started with the first
-//! child, and reads from a pipe which children and directories to clean up. When this process ends for any reason, the
-//! pipe closes, and the shell signals the remaining children and removes the registered directories.
+//! `Drop` does not run when a test is killed, nor for a `static`. The first registration therefore starts a small
+//! shell, which reads a list of children and directories from a pipe. When this process ends for any reason, the pipe
+//! closes, and the shell signals the remaining children and removes the registered directories.
 //!
 //! ```no_run
 //! # fn main() -> anyhow::Result<()> {
 //! use kit::child::OwnedChild;
 //! let server = OwnedChild::spawn(&mut std::process::Command::new("some-server"))?;
-//! // … later, or when this process ends:
+//! // … later; if this process ends first, the shell kills the server:
 //! drop(server);
 //! # Ok(()) }
 //! ```
@@ -96,11 +96,11 @@ pub fn wait_until(child: &mut std::process::Child, deadline: Instant) -> Option<
     }
 }
 
-/// Whether the process is running; a zombie is not.
+/// Returns whether the process is running; a zombie does not count.
 pub fn is_running(pid: u32) -> bool {
     // The state follows the program's name, which is in parentheses and may contain anything.
-    let state = |stat: String| stat.rsplit(')').next().map(|rest| rest.trim_start().starts_with('Z'));
-    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| state(stat) == Some(false))
+    let is_zombie = |stat: String| stat.rsplit(')').next().map(|rest| rest.trim_start().starts_with('Z'));
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| is_zombie(stat) == Some(false))
 }
 
 fn read_back(file: &mut File) -> Result<String> {

@@ -1,4 +1,4 @@
-// The key of the backup, which is secret: it is fetched only when the owner requests it, and removed on close.
+// The secret key of the backup, fetched only at the owner's request, and removed when it is hidden.
 
 import { el } from "../../../shared/ui";
 import { fetchKey, type RepositoryKey } from "./api";
@@ -67,7 +67,7 @@ export class BackupKey {
       await navigator.clipboard.writeText(value.textContent ?? "");
       this.copyStatus.textContent = `${name} copied.`;
     } catch {
-      // The browser does not permit it, for example without TLS.
+      // The browser denies access to the clipboard, for example without TLS.
       getSelection()?.selectAllChildren(value);
       this.copyStatus.textContent = `${name} selected: copy it with the keyboard.`;
     }

@@ -83,7 +83,7 @@ pub async fn list(
     let path = fields.finish(Some(path.unwrap_or_else(HomePath::files)))?;
     with_timeout(async {
         let history = History::open(open(&settings).await?).await.map_err(problem)?;
-        let found = find(&history, &path, time).await?;
+        let found = find(&settings, &history, &path, time).await?;
         let entries = history.list(&found.entry).await.map_err(problem)?;
         let next_cursor = cursor.checked_add(limit).filter(|next| *next < entries.len());
         Ok(Json(FileListing {
@@ -110,7 +110,7 @@ pub async fn download(
     let path = fields.finish(path)?;
     with_timeout(async {
         let history = History::open_with_contents(open(&settings).await?).await.map_err(problem)?;
-        let found = find(&history, &path, time).await?;
+        let found = find(&settings, &history, &path, time).await?;
         let format = match (found.entry.kind(), format) {
             (EntryKind::File, format) => format.unwrap_or_default(),
             (EntryKind::Directory, Some(DownloadFormat::Raw)) => {
@@ -165,8 +165,19 @@ struct Found {
     entry: Entry,
 }
 
-async fn find(history: &History, path: &HomePath, time: Option<Timestamp>) -> Result<Found, Problem> {
-    let (id, snapshot) = history.find_snapshot(time).cloned().ok_or_else(|| {
+async fn find(
+    settings: &FilesSettings,
+    history: &History,
+    path: &HomePath,
+    time: Option<Timestamp>,
+) -> Result<Found, Problem> {
+    let latest = match time {
+        Some(_) => None,
+        None => settings.read_latest().await.map_err(|error| problem(error.into()))?,
+    };
+    // A clock that was ahead may have dated an earlier snapshot later than the latest one.
+    let snapshot = latest.and_then(|id| history.find_by_id(id)).or_else(|| history.find_snapshot(time));
+    let (id, snapshot) = snapshot.cloned().ok_or_else(|| {
         let detail = match time {
             Some(time) => format!("There is no snapshot at or before {}.", rfc3339_ms(time)),
             None => "No files have been saved yet.".to_owned(),

@@ -30,13 +30,16 @@ pub struct RestoreRequest {
     pub into: Option<String>,
     /// Replace what is there. It is saved first, and stays under another name.
     pub replace: bool,
+    /// The number of runs that have started to restore it.
+    #[serde(default)]
+    pub attempts: u32,
 }
 
 impl RestoreRequest {
     /// Creates a request with a new id: that of the HTTP request is the client's, and may repeat.
     pub fn new(path: String, time: Option<Timestamp>, into: Option<String>, replace: bool) -> Self {
         let (request_id, requested_at) = (uuid::Uuid::now_v7().to_string(), clock::now_ms());
-        Self { request_id, requested_at, path, time, into, replace }
+        Self { request_id, requested_at, path, time, into, replace, attempts: 0 }
     }
 
     /// Derives the request's id from an idempotency key, so that a repeated request has the same id.
@@ -60,6 +63,13 @@ impl RestoreRequest {
     pub fn submit(&self, layout: &Layout) -> Result<bool, FileError> {
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::create_atomic(&layout.request(REQUEST), &text, 0o600)
+    }
+
+    /// Counts an attempt, durably: a run that is killed cannot.
+    pub(super) fn start_attempt(&mut self, layout: &Layout) -> Result<(), FileError> {
+        self.attempts += 1;
+        let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
+        fsx::write_atomic(&layout.request(REQUEST), &text, 0o600)
     }
 
     /// Reads the pending request. The inner error means that the file does not parse: a retry is pointless.

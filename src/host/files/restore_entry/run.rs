@@ -38,6 +38,8 @@ const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 /// The entry's name in the staging directory.
 const STAGED: &str = "entry";
 const MAX_KEEP_ATTEMPTS: u32 = 10;
+/// Maximum number of runs that start to restore the same entry: one that needs too much memory is killed each time.
+const MAX_ATTEMPTS: u32 = 5;
 const LOCK_FILE: &str = "entry-restore.lock";
 
 /// The capabilities of `svc-files-request.service`: to give the files to the owner's user, and to reach directories that
@@ -71,6 +73,11 @@ enum RestoreError {
     Unsaved(#[source] SaveRequestError),
     #[error("the platform has stopped this machine's writers for a final backup; nothing was restored")]
     Quiesced,
+    #[error(
+        "it was interrupted {MAX_ATTEMPTS} times, perhaps because the machine has too little memory for so many files; \
+         restore a part of the directory"
+    )]
+    Killed,
     #[error(transparent)]
     Access(#[from] AccessError),
     #[error(transparent)]
@@ -148,7 +155,7 @@ fn bytes_to_name(bytes: &[u8]) -> OsString {
 pub async fn serve(layout: Layout) -> Result<(), Failure> {
     let _lock = Lock::take(&layout.files_state().join(LOCK_FILE)).or_exit(Exit::TryAgain)?;
     let Some(request) = RestoreRequest::read(&layout).or_exit(Exit::Internal)? else { return Ok(()) };
-    let request = match request {
+    let mut request = match request {
         Ok(request) => request,
         Err(error) => {
             RestoreRequest::remove(&layout).or_exit(Exit::Internal)?;
@@ -173,7 +180,7 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
     let mut state = request.to_state();
     state.status = FileRestoreStatus::Running;
     write_progress(layout, &mut state);
-    let result = restore(&settings, &staging, &request, &mut state).await;
+    let result = restore(&settings, &staging, &mut request, &mut state).await;
     if matches!(find_exchanged(&staging), Ok(Some(_)))
         && let Err(error) = result
     {
@@ -244,7 +251,7 @@ fn describe(request: &RestoreRequest, state: &FileRestore) -> String {
 async fn restore(
     settings: &FilesSettings,
     staging: &Staging,
-    request: &RestoreRequest,
+    request: &mut RestoreRequest,
     state: &mut FileRestore,
 ) -> Result<(), RestoreError> {
     let complete = if staging.ensure_own()? { staging.read_complete::<Placement>()? } else { None };
@@ -254,6 +261,13 @@ async fn restore(
         Some(placement) => placement,
         None => {
             ensure_writable(&settings.layout)?;
+            if request.attempts >= MAX_ATTEMPTS {
+                return Err(RestoreError::Killed);
+            }
+            if let Err(error) = request.start_attempt(&settings.layout) {
+                // The disk may be full. The restore frees space if it fails.
+                tracing::warn!(error = %format_chain(&error), "cannot count an attempt to restore an entry");
+            }
             stage(settings, request, state, staging, owner).await?
         }
     };

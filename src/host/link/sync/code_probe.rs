@@ -9,7 +9,7 @@ use crate::system::layout::Layout;
 use svc_wire::host::ComponentStatus;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// `svc-code` gives code-server 90 s to start, and is restarted after that.
+/// `svc-code` allows code-server 90 s to start, and is restarted if that fails.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Checks code-server, and remembers when it stopped accepting connections.

@@ -119,10 +119,14 @@ fn unsaved_files_item(config: &SyncConfig) -> Option<Attention> {
     Some(attention_item("files_unsaved", detail))
 }
 
-/// Returns the item for damage to the file backup.
+/// Returns the item for damage to the file backup, or for checks that fail.
 fn damaged_files_item(config: &SyncConfig) -> Option<Attention> {
-    let problem = FileChecks::read(&config.layout).ok()?.find_problem()?;
-    Some(attention_item("files_damaged", format!("the file backup is damaged: {problem}")))
+    let checks = FileChecks::read(&config.layout).ok()?;
+    let detail = match checks.find_problem() {
+        Some(problem) => format!("the file backup is damaged: {problem}"),
+        None => format!("the file backup may be damaged: {}", checks.find_failure(Timestamp::now())?),
+    };
+    Some(attention_item("files_damaged", detail))
 }
 
 /// Reads the state of the file backup; `None` if it has not started.
@@ -139,8 +143,8 @@ pub fn read_files(config: &SyncConfig) -> Option<FilesReport> {
         bytes: status.bytes.min(MAX_SAFE_INTEGER),
         restored_as_of: outcome.and_then(|outcome| outcome.taken_at).map(Into::into),
         error: status.error,
-        verified_at: checks.verify.as_ref().and_then(|verify| verify.at).map(Into::into),
-        drilled_at: checks.drill.as_ref().and_then(|drill| drill.at).map(Into::into),
+        verified_at: checks.verified_at().map(Into::into),
+        drilled_at: checks.drilled_at().map(Into::into),
         damage: checks.find_problem(),
     })
 }

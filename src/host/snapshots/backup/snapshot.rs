@@ -1,7 +1,7 @@
 //! A consistent snapshot of the database, shared by the dump and the row counts.
 //!
-//! [`Snapshot`] owns the transaction that exports the snapshot. The tables are locked against DDL, as by `pg_dump`, so
-//! that the listed tables are also those that are dumped and counted.
+//! [`Snapshot`] owns the transaction that exports the snapshot. The tables are locked against DDL, as `pg_dump` does,
+//! so that exactly the listed tables are dumped and counted.
 
 use jiff::Timestamp;
 use tokio_postgres::error::SqlState;
@@ -26,7 +26,7 @@ pub struct Snapshot {
     client: Client,
     /// For `pg_dump --snapshot`.
     pub id: String,
-    /// A time just before the snapshot: everything committed until then is in the snapshot.
+    /// A time just before the snapshot: everything committed by then is in the snapshot.
     pub taken_at: Timestamp,
     pub pg_version: String,
     /// Size of the database on disk.
@@ -112,15 +112,15 @@ impl Snapshot {
     /// Counts the rows of every table.
     ///
     /// # Errors
-    /// Errors of the database.
+    /// If a query fails.
     pub async fn count_rows(&self) -> Result<Vec<TableCount>, Error> {
         row_counts::count_rows(&self.client, &self.tables).await
     }
 
-    /// Reads the roles that own objects or have privileges in this database, without the built-in ones.
+    /// Reads the roles that have objects, privileges or settings in this database, except built-in roles.
     ///
     /// # Errors
-    /// Errors of the database.
+    /// If a query fails.
     pub async fn read_roles(&self) -> Result<Vec<String>, Error> {
         let rows = self
             .client
@@ -143,7 +143,7 @@ impl Snapshot {
     /// Reads facts about the database itself that a dump of its content does not contain.
     ///
     /// # Errors
-    /// Errors of the database.
+    /// If a query fails.
     pub async fn read_facts(&self) -> Result<DatabaseFacts, Error> {
         let row = self
             .client

@@ -21,7 +21,7 @@ const LONG_KILLS: u64 = 200;
 /// Maximum consecutive kills before a complete run; fewer than the number after which an update is abandoned.
 const MAX_CONSECUTIVE_KILLS: usize = 3;
 
-/// Asserts that the next complete run has removed the temporary files left by killed writes.
+/// Asserts that the last complete run removed the temporary files left by killed runs.
 fn assert_no_temporary_file(dir: &Path) -> Result<()> {
     let names =
         std::fs::read_dir(dir)?.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
@@ -39,7 +39,7 @@ fn is_locked_out(result: &RunResult) -> bool {
 /// Kills runs at random moments, and counts the kills.
 struct Killer {
     rng: Rng,
-    /// Duration of an undisturbed run.
+    /// Moving average of the duration of an uninterrupted run.
     run_duration: Duration,
     kills: u64,
 }
