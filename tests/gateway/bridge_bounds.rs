@@ -114,7 +114,8 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
             host.query(&json!({ "action": "transaction", "app": app, "operations": operations })).await?;
         assert_eq!((status, &problem["operation"]), (StatusCode::BAD_REQUEST, &json!(1)), "{problem}");
         assert!(first_error(&problem).contains("send fewer operations"), "{problem}");
-        let growth = host.peak_memory()? - before;
+        // The kernel sums the counters of several processors, so that a later peak can be a little smaller.
+        let growth = host.peak_memory()?.saturating_sub(before);
         assert!(growth < 100 << 20, "peak memory grew by {growth} bytes");
     }
     // Its connection is replaced, and its other results are not read.

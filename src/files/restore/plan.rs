@@ -178,7 +178,7 @@ impl RestorePlan {
             location.content_length() > u64::from(location.length).saturating_mul(HOLE_RATIO)
         };
         let locations = self.pieces.iter().map(|piece| piece.location);
-        locations.filter(|location| !is_hole(location)).map(|location| location.content_length()).sum()
+        locations.filter(|location| !is_hole(location)).map(BlobLocation::content_length).sum()
     }
 
     /// Checks that the target's file system has enough free space, and a reserve for other programs.
