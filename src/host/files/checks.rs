@@ -16,7 +16,7 @@ const FILE: &str = "checks.json";
 const FORMAT: u32 = 1;
 /// A drill runs once a week, with a verification.
 const DRILL_INTERVAL: SignedDuration = SignedDuration::from_hours(7 * 24 - 12);
-/// How long checks may fail before an operator is told. They run daily.
+/// Checks that have failed for longer raise an attention item. They run daily.
 const MAX_FAILING: SignedDuration = SignedDuration::from_hours(36);
 /// Shares that one run verifies, to catch up after days without a run.
 const MAX_SHARES: usize = 3;

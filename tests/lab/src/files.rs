@@ -48,7 +48,7 @@ PYTHON
 "#;
 const HASH_PARTS: &str = "cd /home/svc/home/projects/lab/parts && sha256sum part-* | sha256sum";
 
-/// What was saved before the machine was lost.
+/// The files that were saved before the machine was lost.
 #[derive(Debug, Clone)]
 pub(super) struct SavedFiles {
     /// The repository's last commit.

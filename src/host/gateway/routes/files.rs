@@ -68,7 +68,7 @@ fn read_key(layout: &Layout) -> Result<ResticAccess, Problem> {
         unavailable("The key of the file backup cannot be read; see the machine's log.")
     })?;
     let access = access.ok_or_else(|| Problem::new(Code::NotFound, "No files have been saved yet."))?;
-    // What cannot be recorded is not shown.
+    // The key is shown only if the request is recorded.
     activity::append(layout, "the key of the file backup was shown").map_err(|error| {
         tracing::error!(error = %format_chain(&error), "cannot record that the key of the file backup was shown");
         unavailable("The request cannot be recorded in activity.log; see the machine's log.")
