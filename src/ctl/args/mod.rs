@@ -179,7 +179,7 @@ Example: svcctl discard 019a0000-0000-7000-8000-000000000001"
     /// Take, list, download and verify backups of a machine's slot
     #[command(subcommand, after_help = "Example: svcctl backup now ada --wait")]
     Backup(BackupCommand),
-    /// Show the key of a slot's file backups, and prune them
+    /// Show, restore, verify and prune backups of files
     #[command(subcommand, after_help = "Example: svcctl files key user_1")]
     Files(FilesCommand),
     /// Show or rebuild the pointer to a slot's latest snapshot
