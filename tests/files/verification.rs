@@ -4,6 +4,7 @@ use std::fs;
 
 use anyhow::{Context, Result, ensure};
 use futures_util::TryStreamExt;
+use kit::disk::SmallDisk;
 use serde_json::Value;
 
 use super::machine::{FilesPlatform, Host};
@@ -90,5 +91,30 @@ async fn damaged_index_is_found_despite_the_cache() -> Result<()> {
         store.write(BUCKET, &key, sound);
         host.machine.run(&verify)?.expect(0);
     }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn drill_waits_until_the_disk_has_space() -> Result<()> {
+    let store = store()?;
+    let platform = FilesPlatform::start().await?;
+    let host = Host::new(&store, &platform, 1)?;
+    for dir in ["var/lib/svc/requests", "home/svc/home/system/logs"] {
+        fs::create_dir_all(host.machine.path(dir))?;
+    }
+    host.write("home/projects/large", &"0123456789abcdef".repeat(1 << 17))?;
+    drop(host.start_and_save().await?);
+    let Some(disk) = SmallDisk::mount(host.machine.path("var/lib/svc/files"), 16)? else { return Ok(()) };
+    disk.fill(2 << 20)?;
+    let verify = ["svc-sync-agent", "verify"];
+    let postponed = host.machine.run(&verify)?.expect(0);
+    assert!(postponed.stderr.contains("too little free space to restore a sample"), "{}", postponed.stderr);
+    let checks = read_checks(&host)?;
+    assert!(checks["verifiedAt"].is_string(), "{checks}");
+    assert_eq!((&checks["drill"], &checks["failingSince"]), (&Value::Null, &Value::Null));
+
+    disk.delete_filler()?;
+    host.machine.run(&verify)?.expect(0);
+    assert_eq!(read_checks(&host)?["drill"]["compared"], 1);
     Ok(())
 }

@@ -10,7 +10,7 @@ mod plan;
 mod target;
 
 use std::ffi::OsStr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use svc_base::accounts::Accounts;
@@ -23,6 +23,10 @@ use crate::repository::Repository;
 use crate::snapshot::Snapshot;
 use metadata::Owners;
 use plan::Start;
+
+/// A restore leaves this share of the file system free, and at most `MAX_RESERVE_BYTES`: the database is on it, too.
+const RESERVE_SHARE: u64 = 20;
+const MAX_RESERVE_BYTES: u64 = 1 << 30;
 
 /// The fail points of a restore.
 pub const FAILPOINTS: &[&str] =
@@ -79,6 +83,17 @@ pub struct Restored {
     /// Entries whose owner, mode, times or attributes could not be set.
     pub incomplete: u64,
     pub first_incomplete: Option<String>,
+}
+
+/// Returns the space that a restore may take in a directory, in bytes: the free space without a reserve.
+///
+/// # Errors
+/// `Io` if the free space cannot be read.
+pub fn available_bytes(directory: &Path) -> Result<u64, FilesError> {
+    let stat = rustix::fs::statvfs(directory).map_err(FilesError::io("read the free space of", directory))?;
+    let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
+    let reserve = (bytes(stat.f_blocks) / RESERVE_SHARE).min(MAX_RESERVE_BYTES);
+    Ok(bytes(stat.f_bavail).saturating_sub(reserve))
 }
 
 /// Restores a snapshot. Every chunk's hash is checked before it is written.

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
+use super::available_bytes;
 use super::target::Target;
 use crate::error::FilesError;
 use crate::id::Id;
@@ -15,9 +16,6 @@ use crate::tree_reader::TreeReader;
 
 /// A chunk of zeros is this many times as long as its compressed form, or more.
 const HOLE_RATIO: u64 = 500;
-/// A restore leaves this share of the file system free, and at most `MAX_RESERVE_BYTES`: the database is on it, too.
-const RESERVE_SHARE: u64 = 20;
-const MAX_RESERVE_BYTES: u64 = 1 << 30;
 
 /// An entry to restore. Its node has no list of chunks, and a file's size is the sum of its chunks' sizes.
 #[derive(Debug)]
@@ -181,16 +179,12 @@ impl RestorePlan {
         locations.filter(|location| !is_hole(location)).map(BlobLocation::content_length).sum()
     }
 
-    /// Checks that the target's file system has enough free space, and a reserve for other programs.
+    /// Checks that the files fit.
     ///
     /// # Errors
     /// [`FilesError::NoSpace`].
     pub(super) fn check_space(&self, target: &Path) -> Result<(), FilesError> {
-        let stat = rustix::fs::statvfs(target).map_err(FilesError::io("read the free space of", target))?;
-        let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
-        let reserve = (bytes(stat.f_blocks) / RESERVE_SHARE).min(MAX_RESERVE_BYTES);
-        let available = bytes(stat.f_bavail).saturating_sub(reserve);
-        let needed = self.needed_bytes();
+        let (needed, available) = (self.needed_bytes(), available_bytes(target)?);
         if needed > available { Err(FilesError::NoSpace { needed, available }) } else { Ok(()) }
     }
 }

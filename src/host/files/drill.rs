@@ -11,7 +11,7 @@ use svc_base::chain::format_chain;
 use svc_base::fsx::FileError;
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::history::{Entry, EntryKind, History};
-use svc_files::restore::{RestoreOptions, RestoreProgress, restore_entries};
+use svc_files::restore::{RestoreOptions, RestoreProgress, available_bytes, restore_entries};
 use svc_files::{FilesError, Repository};
 use svc_store::StoreError;
 
@@ -41,27 +41,36 @@ enum DrillError {
     Store(#[from] StoreError),
     #[error("no files have been saved yet")]
     NothingSaved,
+    #[error("there is too little free space to restore a sample")]
+    NoSpace,
     #[error("a file was not restored completely: {0}")]
     Incomplete(String),
 }
 
 /// Restores a sample of the latest snapshot's files, and compares those that have not changed since with the present
-/// ones.
-pub(super) async fn drill(settings: &FilesSettings, now: Timestamp) -> DrillResult {
+/// ones. Returns `None` if the disk has no space for a sample: this is no damage, and the disk has its own alarm.
+pub(super) async fn drill(settings: &FilesSettings, now: Timestamp) -> Option<DrillResult> {
     let mut result = DrillResult { at: Some(now), ..DrillResult::default() };
     let staging = settings.layout.files_state().join(STAGING);
     let compared = match create_empty(&staging) {
         Ok(()) => compare_sample(settings, &staging, &mut result).await,
         Err(error) => Err(DrillError::from(error)),
     };
-    if let Err(error) = compared {
-        tracing::error!(error = %format_chain(&error), "the drill of the file backup failed");
-        result.error = Some(format_chain(&error));
-    }
     if let Err(error) = remove_all(&staging) {
         tracing::warn!(error = %format_chain(&error), "cannot remove the files of the drill");
     }
-    result
+    match compared {
+        Ok(()) => {}
+        Err(error @ (DrillError::NoSpace | DrillError::Files(FilesError::NoSpace { .. }))) => {
+            tracing::warn!(error = %format_chain(&error), "the drill of the file backup is postponed");
+            return None;
+        }
+        Err(error) => {
+            tracing::error!(error = %format_chain(&error), "the drill of the file backup failed");
+            result.error = Some(format_chain(&error));
+        }
+    }
+    Some(result)
 }
 
 /// Creates an empty directory that is closed to other users. Removes what a killed drill has left there.
@@ -90,8 +99,8 @@ async fn compare_sample(
     let root = history.find(snapshot, Path::new("")).await?.ok_or(DrillError::NothingSaved)?;
     let mut sample = draw_sample(&history, root).await?;
     drop(history);
-    let space = fs4::available_space(staging).map_err(FileError::wrap("read the free space of", staging));
-    let mut left = MAX_SAMPLE_BYTES.min(space? / 4);
+    let is_empty = sample.is_empty();
+    let mut left = MAX_SAMPLE_BYTES.min(available_bytes(staging)? / 4);
     sample.retain(|(_, entry)| match left.checked_sub(entry.size()) {
         Some(rest) => {
             left = rest;
@@ -99,6 +108,9 @@ async fn compare_sample(
         }
         None => false,
     });
+    if sample.is_empty() && !is_empty {
+        return Err(DrillError::NoSpace);
+    }
     let own = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
     let options = RestoreOptions {
         owner: Some(own),

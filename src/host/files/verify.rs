@@ -75,8 +75,10 @@ pub async fn run(layout: Layout, all: bool) -> Result<(), Failure> {
     checks.record_verification(result.clone(), now);
     checks.write(layout).or_exit(Exit::Internal)?;
     let mut error = result.error.clone();
-    if verified.is_ok() && checks.is_drill_due(now) {
-        let drill = drill(&settings, now).await;
+    if verified.is_ok()
+        && checks.is_drill_due(now)
+        && let Some(drill) = drill(&settings, now).await
+    {
         error = error.or_else(|| drill.error.clone());
         checks.record_drill(drill, now);
         checks.write(layout).or_exit(Exit::Internal)?;
