@@ -2,15 +2,15 @@
 
 use crate::applet::Applet;
 use crate::ctl::local::{LocalChecks, PlatformReport};
-use crate::{ctl, host, platform};
+use crate::{ctl, gateway, host, platform};
 
 /// All applets, in the order in which the help lists them.
 pub static APPLETS: &[Applet] = &[
     Applet {
         name: "svc-gateway",
         about: "the machine's HTTPS port: owner API, bridge, apps, shell and code",
-        command: host::gateway::command,
-        run: host::gateway::run,
+        command: gateway::command,
+        run: gateway::run,
     },
     Applet {
         name: "svc-restore",

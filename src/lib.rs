@@ -10,6 +10,7 @@ pub use svc_base::{
     partial_file, quantity, telemetry, untrusted_text, variable, vars,
 };
 pub use svc_ctl as ctl;
+pub use svc_gateway as gateway;
 pub use svc_host as host;
 pub use svc_http as http;
 pub use svc_machine as machine;

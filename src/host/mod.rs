@@ -4,7 +4,6 @@ pub mod agents;
 pub mod audit;
 pub mod doctor;
 pub mod files;
-pub mod gateway;
 pub mod launch;
 pub mod link;
 pub mod records;

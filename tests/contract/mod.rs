@@ -54,8 +54,8 @@ pub fn platform() -> &'static Contract {
 
 pub fn gateway() -> &'static Contract {
     static GATEWAY: LazyLock<Contract> = LazyLock::new(|| {
-        let operations = svc::host::gateway::endpoints().map(|endpoint| &endpoint.operation);
-        Contract::new(svc::host::gateway::description(), operations.collect())
+        let operations = svc::gateway::endpoints().map(|endpoint| &endpoint.operation);
+        Contract::new(svc::gateway::description(), operations.collect())
     });
     &GATEWAY
 }

@@ -10,7 +10,7 @@ use kit::idp::{Idp, MintOptions};
 use kit::pg::{PgBinaries, PgOptions, PgServer, test_database};
 use reqwest::{Method, RequestBuilder};
 use serde_json::{Value, json};
-use svc::host::gateway::{description, endpoints};
+use svc::gateway::{description, endpoints};
 use svc::http::openapi::Operation;
 use svc::http::proof::{Claims, Route};
 use svc::machine::id::MachineId;

@@ -43,11 +43,12 @@ const GATEWAY_STATE: [&str; 2] = ["gateway", "state"];
 const SHARED_UPDATE_MODULES: [&str; 2] = ["protocol", "trusted_keys"];
 
 /// The product's packages, each with the packages that it may depend on.
-const PACKAGES: [(&str, &[&str]); 11] = [
+const PACKAGES: [(&str, &[&str]); 12] = [
     ("base", &["machine"]),
     ("ctl", &["base", "http", "machine", "store", "verify", "wire"]),
     ("files", &["base", "machine", "store"]),
     ("host", &["base", "files", "http", "machine", "store", "wire"]),
+    ("host/gateway", &["base", "host", "http", "machine", "store", "wire"]),
     ("http", &["base", "machine"]),
     ("machine", &[]),
     ("platform", &["base", "files", "http", "machine", "provider", "store", "verify", "wire"]),
@@ -192,15 +193,15 @@ mod tests {
     #[test]
     fn forbidden_import_is_detected() {
         for (path, text) in [
-            ("src/host/snapshots/mod.rs", "use crate::gateway::state;"),
-            ("src/host/gateway/mod.rs", "use crate::snapshots::backup::dump;"),
-            ("src/host/gateway/apps/mod.rs", "use super::super::snapshots::restore::Gate;"),
+            ("src/host/snapshots/mod.rs", "use crate::agents::limits;"),
+            ("src/host/gateway/mod.rs", "use svc_host::snapshots::backup::dump;"),
+            ("src/host/gateway/apps/mod.rs", "use svc_host::{system, snapshots::restore::Gate};"),
             ("src/host/snapshots/backup/mod.rs", "use super::restore::gate;"),
             ("src/host/link/sync/mod.rs", "use crate::update::journal;"),
             ("src/host/link/sync/mod.rs", "use crate::{agents, system};"),
-            ("src/host/system/layout.rs", "fn f() { crate::gateway::state::new() }"),
+            ("src/host/system/layout.rs", "fn f() { crate::agents::runner::new() }"),
             ("src/host/new_module/mod.rs", "use crate::system::layout;"),
-            ("src/host/gateway/apps/list.rs", "use crate::gateway::state::Gateway;"),
+            ("src/host/gateway/apps/list.rs", "use crate::state::Gateway;"),
             ("src/host/gateway/writers.rs", "use super::state::Services;"),
         ] {
             assert!(is_broken(path, text), "{path}: {text}");
@@ -214,16 +215,16 @@ mod tests {
             ("src/platform/mod.rs", "use crate::api; use svc_http::server;"),
             (
                 "src/host/gateway/mod.rs",
-                "use super::system::layout::Layout; use crate::{agents::dispatch, gateway::auth};",
+                "use svc_host::{agents::dispatch, system::layout::Layout}; use crate::auth;",
             ),
             ("src/host/link/sync/mod.rs", "use crate::update::protocol::UpdateRequest;"),
             ("src/host/snapshots/mod.rs", "pub mod backup; pub use self::backup::job;"),
             ("src/host/snapshots/restore/mod.rs", "use super::staging::load;"),
             (
                 "src/host/snapshots/backup/mod.rs",
-                "// use crate::gateway;\nconst A: &str = \"crate::gateway\";",
+                "// use crate::agents;\nconst A: &str = \"crate::agents\";",
             ),
-            ("src/host/mod.rs", "pub mod snapshots; pub mod gateway;"),
+            ("src/host/mod.rs", "pub mod snapshots; pub mod update;"),
             ("src/host/gateway/mod.rs", "use self::state::Services;"),
             ("src/host/gateway/router.rs", "use super::state::Gateway;"),
         ] {
@@ -236,6 +237,7 @@ mod tests {
         let found = |path: &str, text: &str| forbidden_dependencies(&[File::sample(path, text)]).len();
         assert_eq!(found("src/host/Cargo.toml", "svc-platform.workspace = true"), 1);
         assert_eq!(found("src/platform/Cargo.toml", "svc-host = { path = \"../host\" }"), 1);
+        assert_eq!(found("src/host/Cargo.toml", "svc-gateway.workspace = true"), 1);
         assert_eq!(found("src/machine/Cargo.toml", "svc-base.workspace = true"), 1);
         assert_eq!(found("src/new/Cargo.toml", ""), 1);
         assert_eq!(found("src/host/Cargo.toml", "name = \"svc-host\"\nsvc-http.workspace = true"), 0);

@@ -209,7 +209,7 @@ pub struct NamedPath {
     pub line: usize,
 }
 
-/// Returns every path in a file that begins with `crate::` or `super::`, with `use` groups expanded.
+/// Returns every path in a file that begins with `crate::`, `super::` or `svc_host::`, with `use` groups expanded.
 pub fn named_paths(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
     let mut found = Vec::new();
     // The inline modules open at the current token, each with its brace depth.
@@ -227,12 +227,12 @@ pub fn named_paths(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
                 inline.pop_if(|(opened, _)| *opened == depth);
                 depth = depth.saturating_sub(1);
             }
-            "crate" | "super" if matches(tokens, at + 1, &["::"]) && !follows_path(tokens, at) => {
+            "crate" | "super" | "svc_host" if matches(tokens, at + 1, &["::"]) && !follows_path(tokens, at) => {
                 let here: Vec<String> =
                     module.iter().cloned().chain(inline.iter().map(|(_, name)| name.clone())).collect();
                 let mut prefix = match token.text.as_str() {
-                    // Each folder under `src` is a package, so `crate` means the first name of the module.
-                    "crate" => here.iter().take(1).cloned().collect(),
+                    "crate" => here.iter().take(package_depth(&here)).cloned().collect(),
+                    "svc_host" => vec!["host".to_owned()],
                     _ => parent(&here),
                 };
                 let mut next = at + 2;
@@ -246,6 +246,12 @@ pub fn named_paths(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
         }
     }
     found
+}
+
+/// Returns how many of a module's names are its package's folder: each folder under `src` is a package, and so is the
+/// gateway's in the host's.
+fn package_depth(module: &[String]) -> usize {
+    if module.starts_with(&["host".to_owned(), "gateway".to_owned()]) { 2 } else { 1 }
 }
 
 fn follows_path(tokens: &[Token], at: usize) -> bool {
@@ -323,6 +329,10 @@ mod tests {
         assert_eq!(
             paths(&["a"], "pub(crate) fn x() { $crate::b!(); let s = S { t: crate::u { v } }; }"),
             ["a::b", "a::u"]
+        );
+        assert_eq!(
+            paths(&["host", "gateway", "a"], "use crate::b::c; use svc_host::{d, e::f};"),
+            ["host::gateway::b::c", "host::d", "host::e::f"]
         );
     }
 

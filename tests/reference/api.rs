@@ -7,7 +7,7 @@ use super::{Part, table};
 pub fn parts() -> [Part; 2] {
     [
         Part::new("api platform", Document::new("Platform", svc::platform::openapi::document()).render()),
-        Part::new("api machine", Document::new("Machine", svc::host::gateway::description()).render()),
+        Part::new("api machine", Document::new("Machine", svc::gateway::description()).render()),
     ]
 }
 

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-use crate::agents::kernel::Kernel;
-use crate::system::disk_fill::{DiskFill, to_gib};
-use crate::system::layout::Layout;
+use svc_host::agents::kernel::Kernel;
+use svc_host::system::disk_fill::{DiskFill, to_gib};
+use svc_host::system::layout::Layout;
 
 const CHECK_INTERVAL: Duration = Duration::from_secs(60);
 

@@ -10,8 +10,8 @@ use axum::response::{Html, IntoResponse, Response};
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use tokio::net::UnixStream;
 
-use crate::files::history;
-use crate::system::layout::Layout;
+use svc_host::files::history;
+use svc_host::system::layout::Layout;
 use svc_http::files::percent_decode;
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_http::proof;

@@ -11,10 +11,10 @@ use super::config::Config;
 use super::database::Database;
 use super::proxy::Upstreams;
 use super::writers::Writers;
-use crate::agents::bridge_tokens::AgentTokens;
-use crate::agents::dispatch::Dispatcher;
-use crate::agents::kernel::Kernel;
-use crate::system::layout::Layout;
+use svc_host::agents::bridge_tokens::AgentTokens;
+use svc_host::agents::dispatch::Dispatcher;
+use svc_host::agents::kernel::Kernel;
+use svc_host::system::layout::Layout;
 use svc_http::server::ListenerLimits;
 
 /// The services of a running gateway.

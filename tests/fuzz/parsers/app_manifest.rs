@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
-use svc::host::gateway::bridge_fuzzing::read_manifest;
+use svc::gateway::bridge_fuzzing::read_manifest;
 
 use super::Target;
 

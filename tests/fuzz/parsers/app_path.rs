@@ -8,7 +8,7 @@ use std::sync::LazyLock;
 
 use proptest::prelude::*;
 use svc::beneath::Folder;
-use svc::host::gateway::bridge_fuzzing::path_in_app;
+use svc::gateway::bridge_fuzzing::path_in_app;
 
 use super::Target;
 

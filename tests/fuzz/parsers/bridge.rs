@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use svc::host::gateway::bridge_fuzzing::{
+use svc::gateway::bridge_fuzzing::{
     ORDERS, Statement, columns, read_cursor, read_filter, read_request, write_cursor,
 };
 

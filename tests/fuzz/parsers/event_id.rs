@@ -2,7 +2,7 @@
 //! app's position.
 
 use proptest::prelude::*;
-use svc::host::gateway::bridge_fuzzing::{read_event_id, write_event_id};
+use svc::gateway::bridge_fuzzing::{read_event_id, write_event_id};
 use svc::host::records::files::TailPosition;
 
 use super::Target;

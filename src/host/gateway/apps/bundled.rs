@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::gateway::name::Slug;
-use crate::system::layout::Layout;
+use crate::name::Slug;
+use svc_host::system::layout::Layout;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::fsx::{self, FileError};
 

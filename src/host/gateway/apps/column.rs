@@ -1,6 +1,6 @@
 //! Columns and their types: the eleven type names in manifests, and their PostgreSQL types.
 
-use crate::gateway::name::SqlIdentifier;
+use crate::name::SqlIdentifier;
 
 /// A column type in `svc.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

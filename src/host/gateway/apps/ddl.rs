@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 
 use super::column::{Column, ColumnOrigin, ColumnType};
 use super::manifest::Table;
-use crate::gateway::name::SqlIdentifier;
+use crate::name::SqlIdentifier;
 
 /// The existing contents of a schema: its tables with their columns' catalog types, and its index names.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -188,7 +188,7 @@ fn index_name(prefix: &str, table: &Table, columns: &[SqlIdentifier]) -> String 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::gateway::apps::Manifest;
+    use crate::apps::Manifest;
     use serde_json::json;
 
     fn tables(value: &serde_json::Value) -> Vec<Table> {

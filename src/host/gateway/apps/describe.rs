@@ -3,8 +3,8 @@
 use http::Method;
 use serde_json::Value;
 
-use crate::gateway::auth::{READERS, VIEWERS};
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use crate::auth::{READERS, VIEWERS};
+use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, count, nullable, object,
     one_of, schema_ref, text,

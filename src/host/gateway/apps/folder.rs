@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::manifest::Manifest;
-use crate::gateway::name::Slug;
+use crate::name::Slug;
 use svc_base::beneath::Folder;
 
 const MAX_MANIFEST_BYTES: u64 = 256 * 1024;

@@ -11,7 +11,7 @@ use super::foreign_origin::ForeignOrigin;
 use super::manifest::Manifest;
 use super::quota::Quotas;
 use super::registry::{AppsSnapshot, Registry};
-use crate::agents::kernel::Kernel;
+use svc_host::agents::kernel::Kernel;
 
 pub async fn list_apps(
     State(registry): State<Arc<Registry>>,

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::column::{Column, ColumnOrigin, ColumnType};
 use super::foreign_origin::ForeignOrigin;
-use crate::gateway::name::{Slug, SqlIdentifier};
+use crate::name::{Slug, SqlIdentifier};
 
 const MAX_TABLES: usize = 100;
 const MAX_COLUMNS: usize = 200;

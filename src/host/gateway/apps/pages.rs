@@ -17,7 +17,7 @@ use http::{HeaderValue, Uri, header};
 use super::foreign_origin::ForeignOrigin;
 use super::manifest::Runtime;
 use super::registry::Registry;
-use crate::gateway::auth::{Caller, Principal};
+use crate::auth::{Caller, Principal};
 use svc_base::beneath::Folder;
 use svc_http::files::{Caching, StaticFile, percent_decode, respond};
 use svc_http::path_params::PathParams;

@@ -15,12 +15,12 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::agents::owner_config::{Settings, StorageQuotas};
-use crate::gateway::auth::Principal;
-use crate::gateway::database::{Database, DatabaseError};
-use crate::system::app_sizes;
-use crate::system::app_sizes::AppSize;
-use crate::system::layout::Layout;
+use svc_host::agents::owner_config::{Settings, StorageQuotas};
+use crate::auth::Principal;
+use crate::database::{Database, DatabaseError};
+use svc_host::system::app_sizes;
+use svc_host::system::app_sizes::AppSize;
+use svc_host::system::layout::Layout;
 use svc_http::problem::{Code, Problem, format_chain};
 
 /// Interval between measurements while the database is written to.

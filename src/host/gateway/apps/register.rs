@@ -12,8 +12,8 @@ use tokio_postgres::{Client, Transaction};
 
 use super::ddl::{self, ExistingSchema, SchemaChange};
 use super::manifest::{Manifest, Table};
-use crate::gateway::database;
-use crate::gateway::name::{Slug, SqlIdentifier};
+use crate::database;
+use crate::name::{Slug, SqlIdentifier};
 
 /// The result of a registration.
 #[derive(Debug)]

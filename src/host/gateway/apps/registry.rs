@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use super::manifest::{Manifest, Table};
-use crate::gateway::database::Pool;
-use crate::gateway::name::SqlIdentifier;
+use crate::database::Pool;
+use crate::name::SqlIdentifier;
 
 /// An app registered in the database.
 #[derive(Debug)]

@@ -5,7 +5,7 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
 use super::{AuthFailure, Authentication, Principal};
-use crate::gateway::body;
+use crate::body;
 use svc_http::openapi::Credential;
 use svc_http::problem::{Code, Problem};
 

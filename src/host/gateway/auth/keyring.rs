@@ -7,8 +7,8 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::system::activity;
-use crate::system::layout::Layout;
+use svc_host::system::activity;
+use svc_host::system::layout::Layout;
 use svc_http::proof::ProofKeys;
 
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);

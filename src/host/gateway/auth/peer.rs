@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use nix::unistd::geteuid;
 
-use crate::system::unix_socket::PeerCredentials;
+use svc_host::system::unix_socket::PeerCredentials;
 
 /// The slice for the units that run agents (`systemd/system/svc-agent@.service`).
 const AGENTS_SLICE: &str = "svcagents.slice";

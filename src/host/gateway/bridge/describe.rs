@@ -5,8 +5,8 @@ use http::Method;
 use serde_json::{Value, json};
 
 use super::request::{ACTIONS, ActionShape, MAX_OPERATIONS};
-use crate::gateway::auth::ALL_EXCEPT_PLATFORM;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use crate::auth::ALL_EXCEPT_PLATFORM;
+use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, count,
     nul_free_text, nullable, object, one_of, schema_ref, text, text_matching,

@@ -10,7 +10,7 @@ use super::fields::{Fields, array_elements, is_null, is_object};
 use super::param::Param;
 use super::sql::Sql;
 use super::value::{bind, bind_range_operand};
-use crate::gateway::apps::{Column, ColumnType, Table};
+use crate::apps::{Column, ColumnType, Table};
 use svc_http::problem::FieldError;
 
 const MAX_DEPTH: usize = 5;

@@ -15,9 +15,9 @@ use super::order::Order;
 use super::plan::plan;
 use super::request::{Action, BridgeRequest};
 use super::sql::Sql;
-pub use crate::gateway::apps::path_in_app;
-use crate::gateway::apps::{ColumnType, Manifest, Table, registration_sql};
-use crate::gateway::name::SqlIdentifier;
+pub use crate::apps::path_in_app;
+use crate::apps::{ColumnType, Manifest, Table, registration_sql};
+use crate::name::SqlIdentifier;
 use svc_machine::epoch::Epoch;
 
 static TABLE: LazyLock<Table> = LazyLock::new(|| {

@@ -15,9 +15,9 @@ use super::request::{Action, BridgeRequest, TableCall};
 use super::response::{self, BridgeResponse};
 use super::service::Bridge;
 use super::{refusal, run, schemas};
-use crate::gateway::apps::{App, ChangedRows, InFlightWrite, WriteSize};
-use crate::gateway::auth::{Caller, Principal};
-use crate::gateway::body;
+use crate::apps::{App, ChangedRows, InFlightWrite, WriteSize};
+use crate::auth::{Caller, Principal};
+use crate::body;
 use svc_base::metrics::BRIDGE_ACTIONS;
 use svc_http::problem::{Code, Problem};
 

@@ -6,7 +6,7 @@ use serde_json::value::RawValue;
 
 use super::fields::{Fields, array_elements, string_value};
 use super::sql::Sql;
-use crate::gateway::apps::{Column, Table};
+use crate::apps::{Column, Table};
 use svc_http::problem::FieldError;
 
 const MAX_KEYS: usize = 8;

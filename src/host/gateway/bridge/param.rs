@@ -8,7 +8,7 @@ use std::fmt;
 use bytes::{BufMut, BytesMut};
 use tokio_postgres::types::{IsNull, ToSql, Type, to_sql_checked};
 
-use crate::gateway::apps::ColumnType;
+use crate::apps::ColumnType;
 
 #[derive(Clone, PartialEq)]
 pub enum Param {

@@ -13,8 +13,8 @@ use super::param::Param;
 use super::request::{CountMode, FindRequest, Operation, Returning};
 use super::sql::Sql;
 use super::value::bind;
-use crate::gateway::apps::{Column, ColumnType, Table};
-use crate::gateway::name::SqlIdentifier;
+use crate::apps::{Column, ColumnType, Table};
+use crate::name::SqlIdentifier;
 use svc_http::problem::FieldError;
 
 const DEFAULT_LIMIT: i64 = 100;

@@ -8,7 +8,7 @@ use tokio_postgres::error::{DbError, SqlState};
 
 use super::filter::escape_segment;
 use super::plan::Plan;
-use crate::gateway::database::PoolError;
+use crate::database::PoolError;
 use svc_base::metrics::{BRIDGE_SQLSTATES, intern_label};
 use svc_http::problem::{Code, FieldError, Problem};
 

@@ -17,8 +17,8 @@ use super::refusal::{self, ErrorContext};
 use super::request::Returning;
 use super::row::{self, RowError, RowFormat};
 use super::sql::Sql;
-use crate::gateway::apps::ChangedRows;
-use crate::gateway::database::Connection;
+use crate::apps::ChangedRows;
+use crate::database::Connection;
 use svc_http::problem::{Code, Problem};
 
 /// A page that reaches this size ends early, which bounds the memory of one response. A transaction's responses share

@@ -11,7 +11,7 @@ use tokio_postgres::types::{FromSql, Type};
 use uuid::Uuid;
 
 use super::sql::MAX_ROW_BYTES;
-use crate::gateway::apps::{Column, ColumnType};
+use crate::apps::{Column, ColumnType};
 
 /// Beyond this, a number loses digits in JavaScript.
 const MAX_SAFE_INTEGER: u64 = (1 << 53) - 1;

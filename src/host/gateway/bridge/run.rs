@@ -11,8 +11,8 @@ use futures_util::FutureExt;
 use super::plan::Plan;
 use super::refusal::{self, ErrorContext};
 use super::response::{BridgeResponse, ExecutionMode, PreparedPlan, ResponseBudget, execute};
-use crate::gateway::apps::ChangedRows;
-use crate::gateway::database::{Connection, Lease, Pool};
+use crate::apps::ChangedRows;
+use crate::database::{Connection, Lease, Pool};
 use svc_http::problem::{Code, Problem};
 
 /// Maximum number of a transaction's statements with possibly large results that are in flight.

@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::gateway::apps::{App, Column, ColumnOrigin, Table};
-use crate::gateway::name::SqlIdentifier;
+use crate::apps::{App, Column, ColumnOrigin, Table};
+use crate::name::SqlIdentifier;
 
 /// The schema of one app.
 pub fn schema_json(app: &App) -> Value {

@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use super::changes::{ChangeFeed, EventIdSecret};
 use super::refusal;
-use crate::agents::bridge_tokens::AgentTokens;
-use crate::agents::kernel::Kernel;
-use crate::gateway::apps::{App, Quotas, Registry};
-use crate::gateway::database::Database;
-use crate::gateway::writers::Writers;
+use svc_host::agents::bridge_tokens::AgentTokens;
+use svc_host::agents::kernel::Kernel;
+use crate::apps::{App, Quotas, Registry};
+use crate::database::Database;
+use crate::writers::Writers;
 use svc_http::problem::{Code, Problem};
 use svc_machine::epoch::Epoch;
 

@@ -3,8 +3,8 @@
 use std::fmt::Write;
 
 use super::param::Param;
-use crate::gateway::apps::{Column, ColumnType};
-use crate::gateway::name::SqlIdentifier;
+use crate::apps::{Column, ColumnType};
+use crate::name::SqlIdentifier;
 
 /// Maximum size of a row that is read, as JSON, and of the values of a row that a write returns.
 pub const MAX_ROW_BYTES: usize = 8 * 1024 * 1024;

@@ -7,7 +7,7 @@ use serde_json::value::RawValue;
 
 use super::fields::{is_null, string_value};
 use super::param::Param;
-use crate::gateway::apps::ColumnType;
+use crate::apps::ColumnType;
 
 /// Maximum digits in a number, before and after the decimal point. PostgreSQL allows 131,072, so a few bytes with an
 /// exponent could make every response with that number large.

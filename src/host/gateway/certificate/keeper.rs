@@ -14,9 +14,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::acme::CertificateIssuance;
 use super::schedule;
-use crate::system::certificate;
-use crate::system::layout::Layout;
-use crate::system::registration;
+use svc_host::system::certificate;
+use svc_host::system::layout::Layout;
+use svc_host::system::registration;
 use svc_base::chain;
 use svc_base::fsx;
 use svc_base::metrics::{CERTIFICATE_EXPIRY, CERTIFICATE_TRUSTED};

@@ -8,7 +8,7 @@ use tokio::sync::{Mutex, Notify};
 use tokio_postgres::config::Host;
 use tokio_postgres::{AsyncMessage, Client, NoTls, SimpleQueryMessage};
 
-use crate::gateway::config::Config;
+use crate::config::Config;
 use svc_http::resolve;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);

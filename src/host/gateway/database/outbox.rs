@@ -11,7 +11,7 @@ use tokio_postgres::{Client, GenericClient, Transaction};
 
 use super::connect::DatabaseError;
 use super::schema_lock;
-use crate::gateway::name::SqlIdentifier;
+use crate::name::SqlIdentifier;
 use svc_machine::epoch::Epoch;
 
 /// The notification channel for changes by other sessions.

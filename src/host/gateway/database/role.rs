@@ -8,7 +8,7 @@ use ring::rand::{SecureRandom, SystemRandom};
 use secrecy::{ExposeSecret, SecretString};
 use tokio_postgres::GenericClient;
 
-use crate::gateway::name::SqlIdentifier;
+use crate::name::SqlIdentifier;
 
 /// Generates a password.
 ///

@@ -8,10 +8,10 @@ use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, Method, StatusCode, header};
 use serde_json::{Value, json};
 
-use crate::gateway::apps::Registry;
-use crate::gateway::auth::Ingress;
-use crate::gateway::database::Database;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use crate::apps::Registry;
+use crate::auth::Ingress;
+use crate::database::Database;
+use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use svc_http::openapi::{Operation, object, one_of, text};
 use svc_http::problem::format_chain;
 

@@ -10,15 +10,15 @@ use http::header;
 use jiff::Timestamp;
 use serde::Deserialize;
 
-use crate::agents::kernel::Kernel;
-use crate::files::checks::FileChecks;
-use crate::files::status::FilesStatus;
-use crate::gateway::apps::Registry;
-use crate::gateway::bridge::ChangeFeed;
-use crate::records::files::RecordKind;
-use crate::records::page::{self, Verdict};
-use crate::snapshots::check_log::{CheckKind, CheckRecord, Status};
-use crate::system::layout::Layout;
+use svc_host::agents::kernel::Kernel;
+use svc_host::files::checks::FileChecks;
+use svc_host::files::status::FilesStatus;
+use crate::apps::Registry;
+use crate::bridge::ChangeFeed;
+use svc_host::records::files::RecordKind;
+use svc_host::records::page::{self, Verdict};
+use svc_host::snapshots::check_log::{CheckKind, CheckRecord, Status};
+use svc_host::system::layout::Layout;
 use svc_base::metrics::{
     APPS, BACKUP_OK, CHANGE_LISTENERS, FILES_CHECK_AT, FILES_CHECK_OK, FILES_PENDING_BYTES,
     FILES_PENDING_SINCE, FILES_SAVED_UNTIL, MEDIA_TYPE, MetricsHandle, POOL_CONNECTIONS, RECORDS_STUCK,

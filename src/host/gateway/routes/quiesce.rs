@@ -9,10 +9,10 @@ use axum::extract::State;
 use http::{HeaderMap, Method};
 use serde_json::{Value, json};
 
-use crate::gateway::auth::PLATFORM;
-use crate::gateway::body;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
-use crate::gateway::writers::{QuiesceProgress, Writers};
+use crate::auth::PLATFORM;
+use crate::body;
+use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use crate::writers::{QuiesceProgress, Writers};
 use svc_base::clock::rfc3339_ms;
 use svc_http::openapi::{Operation, count, nullable, object, request_object, time, uuid};
 use svc_http::problem::{Code, Problem};

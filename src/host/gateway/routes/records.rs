@@ -8,10 +8,10 @@ use std::sync::Arc;
 
 use super::record_lines;
 use super::record_lines::{DEFAULT_LIMIT, MAX_FILTER_CHARS, MAX_LIMIT, RecordView};
-use crate::agents::kernel::Kernel;
-use crate::gateway::auth::READERS;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
-use crate::records::files::RecordKind;
+use svc_host::agents::kernel::Kernel;
+use crate::auth::READERS;
+use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use svc_host::records::files::RecordKind;
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, count, nullable,
     number, object, one_of, schema_ref, text, text_matching, text_up_to, time,

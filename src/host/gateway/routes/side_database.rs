@@ -9,15 +9,15 @@ use axum::response::{IntoResponse, Response};
 use http::{HeaderMap, Method, StatusCode};
 use serde_json::{Value, json};
 
-use crate::gateway::auth::OWNER_OR_ADMIN;
-use crate::gateway::body;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
-use crate::snapshots::side_database;
-use crate::snapshots::side_database::{
+use crate::auth::OWNER_OR_ADMIN;
+use crate::body;
+use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use svc_host::snapshots::side_database;
+use svc_host::snapshots::side_database::{
     CopyMode, MAX_TABLES, SideAction, SideRequest, SideStatus, SnapshotChoice, TableCopy,
 };
-use crate::system::blocking::run_blocking;
-use crate::system::layout::Layout;
+use svc_host::system::blocking::run_blocking;
+use svc_host::system::layout::Layout;
 use svc_base::clock::rfc3339_ms;
 use svc_base::fsx::FileError;
 use svc_http::openapi::{

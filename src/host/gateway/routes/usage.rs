@@ -6,10 +6,10 @@ use axum::Json;
 use axum::extract::{RawQuery, State};
 use http::Method;
 
-use crate::agents::kernel::Kernel;
-use crate::gateway::auth::READERS_AND_PLATFORM;
-use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
-use crate::records::ledger::UsageQuery;
+use svc_host::agents::kernel::Kernel;
+use crate::auth::READERS_AND_PLATFORM;
+use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use svc_host::records::ledger::UsageQuery;
 use svc_http::fields::Fields;
 use svc_http::openapi::{Operation, schema_of};
 use svc_http::problem::{Code, Problem};

@@ -12,10 +12,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::read::{self, FeedHead};
 use super::shared_read::SharedReads;
-use crate::gateway::apps::Registry;
-use crate::gateway::database::outbox::{self, Retention};
-use crate::gateway::database::{Database, DatabaseError};
-use crate::gateway::name::SqlIdentifier;
+use crate::apps::Registry;
+use crate::database::outbox::{self, Retention};
+use crate::database::{Database, DatabaseError};
+use crate::name::SqlIdentifier;
 use svc_http::problem::format_chain;
 
 /// Poll interval for changes that no notification announces, such as those settled by the end of a long transaction.

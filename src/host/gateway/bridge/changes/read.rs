@@ -3,7 +3,7 @@
 use tokio_postgres::Client;
 
 use super::shared_read::ChangeBatch;
-use crate::gateway::database::DatabaseError;
+use crate::database::DatabaseError;
 
 /// Transactions read per query.
 const BATCH_SIZE: i64 = 20;

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::OnceCell;
 
 use super::read::ChangeEvent;
-use crate::gateway::database::DatabaseError;
+use crate::database::DatabaseError;
 
 /// The events to read: those after `position`, when the newest settled transaction was `newest`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! Tests for the filter grammar, the generated SQL and the limits.
 
 use super::*;
-use crate::gateway::apps::Manifest;
+use crate::apps::Manifest;
 use serde_json::json;
 
 pub(super) fn table() -> Table {

@@ -2,8 +2,8 @@
 //! value, and every quoted name in it is the planner's or the manifest's.
 
 use super::*;
-use crate::gateway::apps::Manifest;
-use crate::gateway::bridge::request::{Action, BridgeRequest};
+use crate::apps::Manifest;
+use crate::bridge::request::{Action, BridgeRequest};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 

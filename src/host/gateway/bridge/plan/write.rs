@@ -3,13 +3,13 @@
 use serde_json::value::RawValue;
 
 use super::{ChangePlan, ChangeTarget, FieldErrors, InsertGroup, Plan, RowQuery, TablePlanner, field_error};
-use crate::gateway::apps::{Column, ColumnOrigin};
-use crate::gateway::bridge::fields::{Fields, array_elements};
-use crate::gateway::bridge::filter::{Filter, escape_segment};
-use crate::gateway::bridge::param::Param;
-use crate::gateway::bridge::request::{ChangeRequest, Resolution, Returning, RowSelector};
-use crate::gateway::bridge::sql::Sql;
-use crate::gateway::bridge::value::{bind, expansion_bytes};
+use crate::apps::{Column, ColumnOrigin};
+use crate::bridge::fields::{Fields, array_elements};
+use crate::bridge::filter::{Filter, escape_segment};
+use crate::bridge::param::Param;
+use crate::bridge::request::{ChangeRequest, Resolution, Returning, RowSelector};
+use crate::bridge::sql::Sql;
+use crate::bridge::value::{bind, expansion_bytes};
 use svc_http::problem::FieldError;
 
 const MAX_INSERT_ROWS: usize = 1000;
