@@ -220,10 +220,7 @@ mod tests {
             ("src/host/link/sync/mod.rs", "use crate::update::protocol::UpdateRequest;"),
             ("src/host/snapshots/mod.rs", "pub mod backup; pub use self::backup::job;"),
             ("src/host/snapshots/restore/mod.rs", "use super::staging::load;"),
-            (
-                "src/host/snapshots/backup/mod.rs",
-                "// use crate::agents;\nconst A: &str = \"crate::agents\";",
-            ),
+            ("src/host/snapshots/backup/mod.rs", "// use crate::agents;\nconst A: &str = \"crate::agents\";"),
             ("src/host/mod.rs", "pub mod snapshots; pub mod update;"),
             ("src/host/gateway/mod.rs", "use self::state::Services;"),
             ("src/host/gateway/router.rs", "use super::state::Gateway;"),

@@ -227,7 +227,9 @@ pub fn named_paths(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
                 inline.pop_if(|(opened, _)| *opened == depth);
                 depth = depth.saturating_sub(1);
             }
-            "crate" | "super" | "svc_host" if matches(tokens, at + 1, &["::"]) && !follows_path(tokens, at) => {
+            "crate" | "super" | "svc_host"
+                if matches(tokens, at + 1, &["::"]) && !follows_path(tokens, at) =>
+            {
                 let here: Vec<String> =
                     module.iter().cloned().chain(inline.iter().map(|(_, name)| name.clone())).collect();
                 let mut prefix = match token.text.as_str() {

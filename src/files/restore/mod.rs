@@ -9,7 +9,6 @@ mod metadata;
 mod plan;
 mod target;
 
-use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -109,22 +108,7 @@ pub async fn restore(
     restore_from(repository, Start::Tree(snapshot.tree), options, progress).await
 }
 
-/// Restores one entry of a snapshot, with everything below it, to `name` in the target.
-///
-/// # Errors
-/// Those of [`restore`].
-pub async fn restore_entry(
-    repository: &Repository,
-    entry: &Entry,
-    name: &OsStr,
-    options: &RestoreOptions,
-    progress: &RestoreProgress,
-) -> Result<Restored, FilesError> {
-    let start = Start::Entries(vec![(entry.node.clone(), PathBuf::from(name))]);
-    restore_from(repository, start, options, progress).await
-}
-
-/// Restores entries of a snapshot, each with everything below it, to names in the target.
+/// Restores entries of a snapshot, each with everything below it, to these names in the target.
 ///
 /// # Errors
 /// Those of [`restore`].

@@ -5,7 +5,7 @@ use jiff::Timestamp;
 
 use super::*;
 use crate::history::{EntryKind, History, VersionPage, VersionQuery};
-use crate::restore::restore_entry;
+use crate::restore::restore_entries;
 
 const ALL: VersionQuery = VersionQuery { before: None, limit: 100, max_snapshots: 1000 };
 
@@ -136,8 +136,8 @@ async fn restored_entry_is_complete_and_can_have_another_owner() {
         let target = tempfile::tempdir().unwrap();
         let options = RestoreOptions { owner, ..RestoreOptions::new(target.path().to_owned(), "/".into()) };
         let progress = RestoreProgress::default();
-        let restored =
-            restore_entry(&repository, &entry, OsStr::new("again"), &options, &progress).await.unwrap();
+        let entries = [(&entry, "again".to_owned())];
+        let restored = restore_entries(&repository, entries, &options, &progress).await.unwrap();
         (target, restored)
     };
     let (target, restored) = restore_to(None).await;

@@ -10,7 +10,6 @@ mod restic;
 mod traps;
 
 use std::collections::BTreeMap;
-use std::ffi::OsStr;
 use std::fs::{self, File, Permissions};
 use std::io::Write;
 use std::os::unix::ffi::OsStrExt;

@@ -8,13 +8,13 @@ use std::time::Duration;
 use comfy_table::{CellAlignment, Table, presets};
 use jiff::civil::Date;
 
+use svc_base::applet::{Exit, Failure, OrExit};
 use svc_host::records::files::RecordKind;
 use svc_host::records::ledger::{GroupBy, Totals, UsageQuery};
 use svc_host::records::page::{self, PageError, Verdict};
 use svc_host::records::tail::Tail;
 use svc_host::records::usage_book;
 use svc_host::system::layout::Layout;
-use svc_base::applet::{Exit, Failure, OrExit};
 use svc_wire::usage::UsageReport;
 
 /// Poll interval for `logs --follow`.

@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
 
+use svc_base::config::{ConfigError, Env};
+use svc_base::variable::Variable;
 use svc_host::system::config::{DatabaseUrl, Identity, environment, read_initial_proof_keys};
 use svc_host::system::layout::Layout;
 use svc_host::system::vars;
-use svc_base::config::{ConfigError, Env};
-use svc_base::variable::Variable;
 use svc_http::jwt::TrustedIssuer;
 use svc_http::proof::ProofKeys;
 use svc_machine::epoch::Epoch;

@@ -43,11 +43,11 @@ use self::auth::Ingress;
 use self::certificate::{CertificateKeeper, KeeperConfig};
 use self::config::Config;
 use self::state::{Gateway, Services};
+use svc_base::applet::{self, Exit, Failure, OrExit};
+use svc_base::metrics;
 use svc_host::system::config::init_log;
 use svc_host::system::layout::{BRIDGE_SOCKET, Layout};
 use svc_host::system::{release, systemd, unix_socket};
-use svc_base::applet::{self, Exit, Failure, OrExit};
-use svc_base::metrics;
 use svc_http::server::{self, ListenerLimits};
 
 #[derive(Parser)]

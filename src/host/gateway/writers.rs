@@ -10,6 +10,9 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 use super::database::{Database, DatabaseError};
+use svc_base::chain::format_chain;
+use svc_base::clock;
+use svc_base::fsx::{self, FileError};
 use svc_host::agents::dispatch::Dispatcher;
 use svc_host::agents::kernel::Kernel;
 use svc_host::snapshots::side_database;
@@ -17,9 +20,6 @@ use svc_host::system::blocking::run_blocking;
 use svc_host::system::layout::Layout;
 use svc_host::system::quiesce;
 use svc_host::system::quiesce::Quiesce;
-use svc_base::chain::format_chain;
-use svc_base::clock;
-use svc_base::fsx::{self, FileError};
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::OperationId;
 

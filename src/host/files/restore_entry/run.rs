@@ -1,6 +1,6 @@
 //! Serves the pending request.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -17,7 +17,7 @@ use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::FileError;
 use svc_files::FilesError;
 use svc_files::history::{EntryKind, History};
-use svc_files::restore::{RestoreOptions, RestoreProgress, Restored, restore_entry};
+use svc_files::restore::{RestoreOptions, RestoreProgress, Restored, restore_entries};
 use svc_wire::files::{FileRestore, FileRestoreStatus};
 
 use super::put::Directory;
@@ -367,7 +367,7 @@ async fn restore_to_staging(
     staging.clear()?;
     let options =
         RestoreOptions { owner, ..RestoreOptions::new(staging.files(), settings.layout.root().to_owned()) };
-    let restored = restore_entry(&repository, &entry, OsStr::new(STAGED), &options, counts).await?;
+    let restored = restore_entries(&repository, [(&entry, STAGED.to_owned())], &options, counts).await?;
     if let Some(first) = &restored.first_incomplete {
         tracing::warn!(
             entries = restored.incomplete,

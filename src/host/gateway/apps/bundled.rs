@@ -13,9 +13,9 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::name::Slug;
-use svc_host::system::layout::Layout;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::fsx::{self, FileError};
+use svc_host::system::layout::Layout;
 
 /// The files of an app: relative path, and SHA-256 of the content or [`NOT_A_FILE`].
 type Tree = BTreeMap<String, String>;

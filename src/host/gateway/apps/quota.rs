@@ -15,9 +15,9 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use svc_host::agents::owner_config::{Settings, StorageQuotas};
 use crate::auth::Principal;
 use crate::database::{Database, DatabaseError};
+use svc_host::agents::owner_config::{Settings, StorageQuotas};
 use svc_host::system::app_sizes;
 use svc_host::system::app_sizes::AppSize;
 use svc_host::system::layout::Layout;

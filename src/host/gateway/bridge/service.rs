@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use super::changes::{ChangeFeed, EventIdSecret};
 use super::refusal;
-use svc_host::agents::bridge_tokens::AgentTokens;
-use svc_host::agents::kernel::Kernel;
 use crate::apps::{App, Quotas, Registry};
 use crate::database::Database;
 use crate::writers::Writers;
+use svc_host::agents::bridge_tokens::AgentTokens;
+use svc_host::agents::kernel::Kernel;
 use svc_http::problem::{Code, Problem};
 use svc_machine::epoch::Epoch;
 

@@ -20,8 +20,8 @@ use instant_acme::{
 use secrecy::ExposeSecret;
 use serde::{Deserialize, Serialize};
 
-use svc_host::system::layout::Layout;
 use svc_base::fsx;
+use svc_host::system::layout::Layout;
 use svc_http::body::read_response;
 use svc_http::certificate::{CertificateResolver, ChallengeGuard, create_signing_request};
 use svc_http::client::{self, Deadlines};

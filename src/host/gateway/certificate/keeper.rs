@@ -14,13 +14,13 @@ use tokio_util::sync::CancellationToken;
 
 use super::acme::CertificateIssuance;
 use super::schedule;
-use svc_host::system::certificate;
-use svc_host::system::layout::Layout;
-use svc_host::system::registration;
 use svc_base::chain;
 use svc_base::fsx;
 use svc_base::metrics::{CERTIFICATE_EXPIRY, CERTIFICATE_TRUSTED};
 use svc_base::untrusted_text;
+use svc_host::system::certificate;
+use svc_host::system::layout::Layout;
+use svc_host::system::registration;
 use svc_http::certificate::{CertificateResolver, Chain, ChainError, MAX_CHAIN_BYTES};
 use svc_http::tls::{ChainVerifier, Identity, SpkiPin};
 use svc_http::vars::SSL_CERT_FILE;

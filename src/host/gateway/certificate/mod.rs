@@ -12,10 +12,10 @@ pub use self::keeper::{CertificateKeeper, KeeperConfig};
 
 use anyhow::{Context, anyhow};
 
-use svc_host::system::certificate;
-use svc_host::system::layout::Layout;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::fsx;
+use svc_host::system::certificate;
+use svc_host::system::layout::Layout;
 use svc_http::certificate::create_signing_request;
 use svc_http::tls::{self, Identity};
 

@@ -7,15 +7,15 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use svc_host::files::status::FilesStatus;
 use crate::auth::PLATFORM;
 use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use svc_base::clock;
+use svc_base::fsx;
+use svc_host::files::status::FilesStatus;
 use svc_host::snapshots::backup_progress::BackupProgress;
 use svc_host::system::blocking::run_blocking;
 use svc_host::system::layout::Layout;
 use svc_host::system::lock::{Lock, LockError};
-use svc_base::clock;
-use svc_base::fsx;
 use svc_http::openapi::{Operation, boolean, count, object, one_of, text, time};
 use svc_http::problem::{Code, Problem};
 use svc_store::key;

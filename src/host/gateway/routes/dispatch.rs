@@ -14,6 +14,10 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use super::limits::default_sender_id;
+use crate::auth::{Caller, OWNER_OR_ADMIN, PrincipalResolver};
+use crate::body;
+use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use crate::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
 use svc_host::agents::adapters::settings::{MAX_AGENT_NAME_CHARS, MAX_DEADLINE_SECONDS};
 use svc_host::agents::dispatch::event_log::EventLog;
 use svc_host::agents::dispatch::request::{
@@ -23,10 +27,6 @@ use svc_host::agents::dispatch::request::{
 use svc_host::agents::dispatch::state::{Dispatch, Phase};
 use svc_host::agents::dispatch::{DispatchTarget, Dispatcher};
 use svc_host::agents::kernel::Kernel;
-use crate::auth::{Caller, OWNER_OR_ADMIN, PrincipalResolver};
-use crate::body;
-use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
-use crate::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, nullable, object,
     one_of, request_object, schema_ref, text, text_matching, text_up_to, time,

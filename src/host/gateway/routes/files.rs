@@ -15,21 +15,21 @@ use secrecy::ExposeSecret;
 use serde_json::{Value, json};
 use strum::VariantNames;
 
+use crate::auth::{OWNER_OR_ADMIN, READERS, READERS_AND_PLATFORM};
+use crate::body;
+use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use crate::proxy::{Upstreams, proxy_to_history};
+use svc_base::chain::format_chain;
+use svc_base::fsx::FileError;
 use svc_host::files::access::ResticAccess;
 use svc_host::files::checks::FileChecks;
 use svc_host::files::history::DownloadFormat;
 use svc_host::files::home_path::HomePath;
 use svc_host::files::restore_entry::{self, RestoreRequest};
 use svc_host::files::status::FilesStatus;
-use crate::auth::{OWNER_OR_ADMIN, READERS, READERS_AND_PLATFORM};
-use crate::body;
-use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
-use crate::proxy::{Upstreams, proxy_to_history};
 use svc_host::system::activity;
 use svc_host::system::blocking::run_blocking;
 use svc_host::system::layout::Layout;
-use svc_base::chain::format_chain;
-use svc_base::fsx::FileError;
 use svc_http::idempotency;
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, boolean, nullable, object, one_of,

@@ -8,15 +8,15 @@ use http::{HeaderMap, Method, StatusCode};
 use jiff::Timestamp;
 use serde_json::json;
 
-use svc_host::files::verify;
 use crate::auth::PLATFORM;
 use crate::body;
 use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use svc_base::clock::rfc3339_ms;
+use svc_base::fsx;
+use svc_host::files::verify;
 use svc_host::system::blocking::run_blocking;
 use svc_host::system::layout::Layout;
 use svc_host::update::protocol::UpdateRequest;
-use svc_base::clock::rfc3339_ms;
-use svc_base::fsx;
 use svc_http::openapi::{Operation, object, one_of, request_object, text_matching, time};
 use svc_http::problem::{Code, Problem};
 use svc_http::request_id;

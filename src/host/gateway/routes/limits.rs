@@ -9,12 +9,14 @@ use http::{HeaderMap, Method};
 use jiff::Timestamp;
 use serde_json::{Map, Value, json};
 
-use svc_host::agents::kernel::Kernel;
-use svc_host::agents::owner_config;
-use svc_host::agents::owner_config::Settings;
 use crate::auth::{Caller, OWNER_OR_ADMIN, Principal, PrincipalResolver, READERS};
 use crate::body;
 use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use svc_base::clock::{now_ms, rfc3339_ms};
+use svc_base::fsx::{self, FileError};
+use svc_host::agents::kernel::Kernel;
+use svc_host::agents::owner_config;
+use svc_host::agents::owner_config::Settings;
 use svc_host::records::calendar::Calendar;
 use svc_host::records::entry::{AuditEntry, Op};
 use svc_host::records::limits::{Period, Spending};
@@ -22,8 +24,6 @@ use svc_host::records::money::Dollars;
 use svc_host::records::writer::Record;
 use svc_host::system::blocking::run_blocking;
 use svc_host::system::layout::Layout;
-use svc_base::clock::{now_ms, rfc3339_ms};
-use svc_base::fsx::{self, FileError};
 use svc_http::fields::Fields;
 use svc_http::openapi::{
     Operation, Parameter, ParameterLocation, boolean, nullable, number, object, request_object, schema_ref,

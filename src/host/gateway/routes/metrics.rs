@@ -10,20 +10,20 @@ use http::header;
 use jiff::Timestamp;
 use serde::Deserialize;
 
-use svc_host::agents::kernel::Kernel;
-use svc_host::files::checks::FileChecks;
-use svc_host::files::status::FilesStatus;
 use crate::apps::Registry;
 use crate::bridge::ChangeFeed;
-use svc_host::records::files::RecordKind;
-use svc_host::records::page::{self, Verdict};
-use svc_host::snapshots::check_log::{CheckKind, CheckRecord, Status};
-use svc_host::system::layout::Layout;
 use svc_base::metrics::{
     APPS, BACKUP_OK, CHANGE_LISTENERS, FILES_CHECK_AT, FILES_CHECK_OK, FILES_PENDING_BYTES,
     FILES_PENDING_SINCE, FILES_SAVED_UNTIL, MEDIA_TYPE, MetricsHandle, POOL_CONNECTIONS, RECORDS_STUCK,
     SNAPSHOT_CHECK_AT, SNAPSHOT_CHECK_OK, SNAPSHOT_TAKEN_AT, UNWRITTEN_RECORD_BYTES,
 };
+use svc_host::agents::kernel::Kernel;
+use svc_host::files::checks::FileChecks;
+use svc_host::files::status::FilesStatus;
+use svc_host::records::files::RecordKind;
+use svc_host::records::page::{self, Verdict};
+use svc_host::snapshots::check_log::{CheckKind, CheckRecord, Status};
+use svc_host::system::layout::Layout;
 use svc_http::problem::Problem;
 use svc_store::key;
 

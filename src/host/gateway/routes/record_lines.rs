@@ -13,13 +13,13 @@ use serde_json::{Map, Value, json};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Duration, Instant};
 
-use svc_host::agents::kernel::Kernel;
 use crate::bridge;
 use crate::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
+use svc_base::chain::format_chain;
+use svc_host::agents::kernel::Kernel;
 use svc_host::records::files::{LinePosition, RecordKind, TailPosition};
 use svc_host::records::page::{self, PageError, Verdict};
 use svc_host::records::tail::Tail;
-use svc_base::chain::format_chain;
 use svc_http::fields::Fields;
 use svc_http::problem::{Code, Problem};
 

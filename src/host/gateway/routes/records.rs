@@ -8,9 +8,9 @@ use std::sync::Arc;
 
 use super::record_lines;
 use super::record_lines::{DEFAULT_LIMIT, MAX_FILTER_CHARS, MAX_LIMIT, RecordView};
-use svc_host::agents::kernel::Kernel;
 use crate::auth::READERS;
 use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use svc_host::agents::kernel::Kernel;
 use svc_host::records::files::RecordKind;
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, count, nullable,

@@ -12,14 +12,14 @@ use serde_json::{Value, json};
 use crate::auth::OWNER_OR_ADMIN;
 use crate::body;
 use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use svc_base::clock::rfc3339_ms;
+use svc_base::fsx::FileError;
 use svc_host::snapshots::side_database;
 use svc_host::snapshots::side_database::{
     CopyMode, MAX_TABLES, SideAction, SideRequest, SideStatus, SnapshotChoice, TableCopy,
 };
 use svc_host::system::blocking::run_blocking;
 use svc_host::system::layout::Layout;
-use svc_base::clock::rfc3339_ms;
-use svc_base::fsx::FileError;
 use svc_http::openapi::{
     Operation, array, boolean, count, nullable, object, one_of, request_object, schema_ref, text,
     text_matching, text_up_to, time,

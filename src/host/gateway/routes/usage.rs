@@ -6,9 +6,9 @@ use axum::Json;
 use axum::extract::{RawQuery, State};
 use http::Method;
 
-use svc_host::agents::kernel::Kernel;
 use crate::auth::READERS_AND_PLATFORM;
 use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use svc_host::agents::kernel::Kernel;
 use svc_host::records::ledger::UsageQuery;
 use svc_http::fields::Fields;
 use svc_http::openapi::{Operation, schema_of};
