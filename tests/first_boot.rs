@@ -13,7 +13,7 @@ use std::process::{Command, ExitStatus};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use crate::userdata::{UserDataInput, document};
+use crate::userdata::{UserDataInput, parse_user_data};
 
 const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
 /// Units are active once started, unless a file overrides the status.
@@ -78,9 +78,9 @@ impl Machine {
             bundle_sha256: bundle().sha256.clone(),
             platform: internal,
             public,
-            ..UserDataInput::usual()
+            ..UserDataInput::typical()
         };
-        for file in document(&parts.render().await)["write_files"].as_array().unwrap() {
+        for file in parse_user_data(&parts.render().await)["write_files"].as_array().unwrap() {
             let path = dir.path().join(file["path"].as_str().unwrap().trim_start_matches('/'));
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, file["content"].as_str().unwrap()).unwrap();

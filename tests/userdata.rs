@@ -45,7 +45,7 @@ pub struct UserDataInput {
 }
 
 impl UserDataInput {
-    pub fn usual() -> Self {
+    pub fn typical() -> Self {
         Self {
             user: "user_story".into(),
             handle: "ada".into(),
@@ -213,11 +213,11 @@ fn max_egress() -> String {
 }
 
 /// Parses the document as cloud-init does, without its first line.
-pub fn document(text: &str) -> Value {
+pub fn parse_user_data(text: &str) -> Value {
     serde_json::from_str(text.strip_prefix("#cloud-config\n").unwrap()).unwrap()
 }
 
-fn file<'a>(document: &'a Value, path: &str) -> &'a Value {
+fn find_file<'a>(document: &'a Value, path: &str) -> &'a Value {
     let files = document["write_files"].as_array().unwrap();
     files
         .iter()
@@ -228,22 +228,22 @@ fn file<'a>(document: &'a Value, path: &str) -> &'a Value {
 #[tokio::test]
 async fn user_data_with_maximum_lengths_fits() {
     let text = UserDataInput::with_maximum_lengths().render().await;
-    println!("{} bytes, usually {}", text.len(), UserDataInput::usual().render().await.len());
+    println!("{} bytes, typically {}", text.len(), UserDataInput::typical().render().await.len());
     assert!(text.len() < userdata::MAX_BYTES, "{}", text.len());
 }
 
 #[tokio::test]
-async fn secrets_are_only_in_files_of_mode_0600() {
-    let document = document(&UserDataInput::usual().render().await);
+async fn secrets_are_only_in_files_with_mode_0600() {
+    let document = parse_user_data(&UserDataInput::typical().render().await);
     for (name, secret) in [("host", "svcu_"), ("boot", "svcr_"), ("r2", &"s".repeat(128))] {
-        let file = file(&document, &format!("/opt/svc/env/{name}.env"));
+        let file = find_file(&document, &format!("/opt/svc/env/{name}.env"));
         assert!(file["content"].as_str().unwrap().contains(secret), "{name}");
         assert_eq!((&file["permissions"], &file["owner"]), (&json!("0600"), &json!("root:root")), "{name}");
         for run in ["runcmd", "bootcmd"] {
             assert!(!document[run].to_string().contains(secret), "{name} in {run}");
         }
     }
-    assert_eq!(file(&document, "/opt/svc/env/update.env")["permissions"], "0600");
+    assert_eq!(find_file(&document, "/opt/svc/env/update.env")["permissions"], "0600");
 }
 
 /// The platform's package must not import the host's declarations, so the names are compared here.
@@ -256,10 +256,10 @@ async fn user_data_sets_only_variables_that_hosts_declare() {
         .map(|variable| variable.name)
         .collect();
     let script = include_str!("../cloud-init/first-boot.sh");
-    let document = document(&UserDataInput::usual().render().await);
+    let document = parse_user_data(&UserDataInput::typical().render().await);
     let mut count = 0;
     for name in ["host", "r2", "boot", "update"] {
-        let env = file(&document, &format!("/opt/svc/env/{name}.env"))["content"].as_str().unwrap();
+        let env = find_file(&document, &format!("/opt/svc/env/{name}.env"))["content"].as_str().unwrap();
         for variable in env.lines().map(|line| line.split('=').next().unwrap()) {
             let is_read =
                 declared.contains(variable) || script.contains(&format!("$(read_value {name} {variable})"));
@@ -272,16 +272,16 @@ async fn user_data_sets_only_variables_that_hosts_declare() {
 
 #[tokio::test]
 async fn hosts_get_their_own_store_endpoint() {
-    let document = document(&UserDataInput::usual().render().await);
-    let env = file(&document, "/opt/svc/env/r2.env")["content"].as_str().unwrap();
+    let document = parse_user_data(&UserDataInput::typical().render().await);
+    let env = find_file(&document, "/opt/svc/env/r2.env")["content"].as_str().unwrap();
     assert!(env.contains("OBJECT_STORE_ENDPOINT=\"https://store.example/\"\n"), "{env}");
 }
 
-/// Power may fail after cloud-init has recorded that it wrote the files, but before all of them are written. Until all
-/// files exist, the script removes that record.
+/// Power may fail after cloud-init has recorded that it wrote the files, but before all of them are written. Until the
+/// first-boot script has confirmed that all files exist, the `bootcmd` command removes that record.
 #[tokio::test]
 async fn files_are_rewritten_until_the_script_confirms_them() {
-    let document = document(&UserDataInput::usual().render().await);
+    let document = parse_user_data(&UserDataInput::typical().render().await);
     let files = document["write_files"].as_array().unwrap();
     assert_eq!(files.last().unwrap()["path"], "/opt/svc/first-boot.sh", "the script is the last file");
     let root = tempfile::tempdir().unwrap();
@@ -311,8 +311,8 @@ async fn files_are_rewritten_until_the_script_confirms_them() {
 /// Checks the delivered script, which has no comments, with `sh -n`, and its source with shellcheck.
 #[tokio::test]
 async fn first_boot_script_is_posix_shell() {
-    let document = document(&UserDataInput::usual().render().await);
-    let script = file(&document, "/opt/svc/first-boot.sh")["content"].as_str().unwrap();
+    let document = parse_user_data(&UserDataInput::typical().render().await);
+    let script = find_file(&document, "/opt/svc/first-boot.sh")["content"].as_str().unwrap();
     assert!(script.starts_with("#!/bin/sh\nset -eu\n"), "{script}");
     let read = Command::new("sh").args(["-n", "-c", script]).output().unwrap();
     assert!(read.status.success(), "{}", String::from_utf8_lossy(&read.stderr));
@@ -335,8 +335,8 @@ fn check_with_cloud_init(text: &str) -> Result<(), String> {
 
 #[tokio::test]
 async fn cloud_init_accepts_user_data() {
-    for parts in [UserDataInput::usual(), UserDataInput::with_maximum_lengths()] {
-        check_with_cloud_init(&parts.render().await).unwrap();
+    for input in [UserDataInput::typical(), UserDataInput::with_maximum_lengths()] {
+        check_with_cloud_init(&input.render().await).unwrap();
     }
     let wrong =
         check_with_cloud_init("#cloud-config\n{\"write_files\": [{\"pat\": \"/a\"}], \"runcmd\": 3}\n")
@@ -358,9 +358,9 @@ async fn nft_accepts_the_firewall_rules() {
         "10.0.0.0/8,10.1.0.0/16,203.0.113.7,203.0.113.6,2001:db8::1,2001:db8::/64".to_owned(),
         max_egress(),
     ] {
-        let rendered = UserDataInput { egress: egress.clone(), ..UserDataInput::usual() }.render().await;
-        let document = document(&rendered);
-        let rules = file(&document, "/etc/nftables.conf")["content"].as_str().unwrap();
+        let rendered = UserDataInput { egress: egress.clone(), ..UserDataInput::typical() }.render().await;
+        let document = parse_user_data(&rendered);
+        let rules = find_file(&document, "/etc/nftables.conf")["content"].as_str().unwrap();
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("nftables.conf");
         std::fs::write(&path, rules).unwrap();
@@ -385,8 +385,8 @@ fn run_documented_commands(dir: &std::path::Path, admit: &str) -> Result<(bool, 
     let block = section.split("```sh\n").nth(1).unwrap().split("```").next().unwrap();
     let (_, commands) = block.split_once('\n').unwrap();
     let commands = commands.replace("/etc/", &format!("{}/", dir.display()));
-    let known = "nft() { :; }\nsystemctl() { :; }\nsvcctl() { :; }\n";
-    let script = format!("{known}admit='{admit}'\n{commands}");
+    let stubs = "nft() { :; }\nsystemctl() { :; }\nsvcctl() { :; }\n";
+    let script = format!("{stubs}admit='{admit}'\n{commands}");
     let ended = Command::new("/bin/sh").arg("-c").arg(script).output()?;
     Ok((ended.status.success(), String::from_utf8_lossy(&ended.stderr).into_owned()))
 }
@@ -396,9 +396,9 @@ async fn documented_commands_change_admitted_networks() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let conf = dir.path().join("nftables.conf");
     for egress in ["", "203.0.113.0/24", "203.0.113.0/24,2001:db8::/32"] {
-        let parts = UserDataInput { egress: egress.to_owned(), ..UserDataInput::usual() };
-        let document = document(&parts.render().await);
-        let rules_file = file(&document, "/etc/nftables.conf")["content"].as_str().unwrap();
+        let input = UserDataInput { egress: egress.to_owned(), ..UserDataInput::typical() };
+        let document = parse_user_data(&input.render().await);
+        let rules_file = find_file(&document, "/etc/nftables.conf")["content"].as_str().unwrap();
         std::fs::write(&conf, rules_file)?;
         for admit in [
             "ip saddr { 198.51.100.0/24 } tcp dport 443 accept",
@@ -419,9 +419,9 @@ async fn documented_commands_change_admitted_networks() -> Result<()> {
         }
     }
     std::fs::write(&conf, "table inet own { }\n")?;
-    let (is_done, printed) =
+    let (succeeded, stderr) =
         run_documented_commands(dir.path(), "ip saddr { 198.51.100.7 } tcp dport 443 accept")?;
-    assert!(!is_done && printed.contains("nothing was changed"), "{printed}");
+    assert!(!succeeded && stderr.contains("nothing was changed"), "{stderr}");
     assert_eq!(std::fs::read_to_string(&conf)?, "table inet own { }\n");
     Ok(())
 }

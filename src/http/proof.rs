@@ -1,5 +1,5 @@
-//! The platform's proof: a short-lived EdDSA JWT (RFC 7519, RFC 8037) in `x-svc-proof` with the user, route and machine
-//! for a forwarded request.
+//! The platform's proof: a short-lived EdDSA JWT (RFC 7519, RFC 8037) in the `x-svc-proof` header. It names the user,
+//! route and machine of a forwarded request.
 //!
 //! The platform signs it; the host verifies it with the keys from provisioning and heartbeats. The algorithm is fixed:
 //! a different `alg` in the header is rejected.
@@ -44,7 +44,7 @@ pub struct Claims {
     /// The app's slug; present only for the route `app`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub app: Option<String>,
-    /// The request's method. Like `path` and `jti`, a single-use id, it is present only for the route `internal`.
+    /// The request's method, present only for the route `internal`, as are `path` and `jti`. `jti` is a single-use id.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub method: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -1,4 +1,4 @@
-//! Prunes the repositories of file backups: each slot's repository once per `FILES_PRUNE_SECONDS`.
+//! Prunes the repositories of file backups: each slot's repository once per `FILES_PRUNE_SECONDS`, and on request.
 //!
 //! Only the platform deletes objects. Expired snapshots are removed by the retention policy of the slot's plan; packs
 //! that no snapshot needs are marked, and deleted after 72 hours. The snapshot that the pointer names is always
@@ -63,16 +63,18 @@ static REPORTS: Semaphore = Semaphore::const_new(1);
 /// Number of workers in each process.
 pub const WORKERS: usize = 2;
 /// Maximum duration of one pruning: far longer than that of a large repository, so that it ends only a hostile one.
-const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
+pub const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
+
+/// The interval without regular prunings. A requested pruning counts as last done in 1970, so it is still due.
+const NEVER: Duration = Duration::from_secs(20 * 365 * 24 * 3600);
 
 /// Prunes due repositories, one at a time, until the platform stops. Several workers may run.
 pub async fn run(platform: Arc<Platform>) {
-    let interval = platform.config.timing.files_prune;
-    if interval.is_zero() {
-        return platform.stop.cancelled().await;
-    }
+    let configured = platform.config.timing.files_prune;
+    let interval = if configured.is_zero() { NEVER } else { configured };
+    let retry_advance = configured.mul_f64(1.0 - RETRY_SHARE);
     loop {
-        let has_pruned = request_id::run_with_new_id(prune_next(&platform, interval)).await;
+        let has_pruned = request_id::run_with_new_id(prune_next(&platform, interval, retry_advance)).await;
         let pause = match has_pruned {
             Ok(true) => Duration::ZERO,
             Ok(false) => (interval / 10).min(MAX_PAUSE),
@@ -89,7 +91,11 @@ pub async fn run(platform: Arc<Platform>) {
 }
 
 /// Prunes the repository that is due, if there is one. Returns whether there was.
-async fn prune_next(platform: &Platform, interval: Duration) -> Result<bool, DbError> {
+async fn prune_next(
+    platform: &Platform,
+    interval: Duration,
+    retry_advance: Duration,
+) -> Result<bool, DbError> {
     let claimed = db::file_keys::claim_prune(&platform.db.session().await?, interval).await?;
     let Some((user, slot)) = claimed else { return Ok(false) };
     let result = match (user.parse::<IdpUserId>(), slot.parse::<Slot>()) {
@@ -101,18 +107,22 @@ async fn prune_next(platform: &Platform, interval: Duration) -> Result<bool, DbE
         },
         _ => return Ok(true),
     };
+    let session = platform.db.session().await?;
     let (error, advance) = match result {
         Ok(pruned) => {
             log_result(&user, &slot, &pruned);
             (None, Duration::ZERO)
         }
+        Err(PruneError::Stopped) => {
+            db::file_keys::advance_prune(&session, (&user, &slot), retry_advance).await?;
+            return Ok(true);
+        }
         Err(error) => {
             let text = format_chain(&error);
             tracing::warn!(user, slot, error = text, "cannot prune the file backups of a slot");
-            (Some(truncate_printable(&text)), interval.mul_f64(1.0 - RETRY_SHARE))
+            (Some(truncate_printable(&text)), retry_advance)
         }
     };
-    let session = platform.db.session().await?;
     db::file_keys::record_prune(&session, (&user, &slot), error.as_deref(), advance).await?;
     Ok(true)
 }

@@ -14,9 +14,10 @@ use super::host_trust::HostTrust;
 use super::operations::supported_steps;
 use super::{certificates, ended_machines, fleet};
 use svc_base::metrics::{
-    ALARMS, BACKUP_AGE, FLEET_READ_AT, MACHINES, MACHINES_BY_CERTIFICATE, MACHINES_BY_HEALTH,
-    MACHINES_NEEDING_ATTENTION, OPERATIONS_IN_PROGRESS, OPERATIONS_OVERDUE, OPERATIONS_UNSUPPORTED,
-    POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, SLOTS_WITHOUT_BACKUP, intern_label,
+    ALARMS, BACKUP_AGE, FILE_PRUNINGS_FAILED, FLEET_READ_AT, MACHINES, MACHINES_BY_CERTIFICATE,
+    MACHINES_BY_HEALTH, MACHINES_NEEDING_ATTENTION, OPERATIONS_IN_PROGRESS, OPERATIONS_OVERDUE,
+    OPERATIONS_UNSUPPORTED, POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, SLOTS_WITHOUT_BACKUP,
+    intern_label,
 };
 use svc_http::problem::format_chain;
 use svc_machine::operation::OperationKind;
@@ -77,6 +78,7 @@ async fn collect_fleet_metrics(db: &Db, token_rotation: Duration, trust: &HostTr
     BACKUP_AGE.set(["max"], seconds_or_nan(summary.backups.max_age_seconds));
     BACKUP_AGE.set(["p50"], seconds_or_nan(summary.backups.p50_age_seconds));
     SLOTS_WITHOUT_BACKUP.set([], summary.backups.never as f64);
+    FILE_PRUNINGS_FAILED.set([], db::file_keys::count_failed_prunings(&session).await? as f64);
     let in_progress = db::operations::count_running_by_kind(&session).await?;
     for kind in OperationKind::ALL {
         let found = in_progress.iter().find(|(name, _)| name == kind.as_str());

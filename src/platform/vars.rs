@@ -201,7 +201,7 @@ svc_base::variables! {
         PREDECESSOR_KEEP_SECONDS: "seconds" = "86400";
         /// How long a deleted machine's server is kept, powered off, for `undelete`.
         DELETE_GRACE_SECONDS: "seconds" = "86400";
-        /// How often each slot's file backups are pruned; 0 never prunes them.
+        /// How often each slot's file backups are pruned. With 0, they are pruned only on request.
         FILES_PRUNE_SECONDS: "seconds" = "86400";
         /// How long this installation keeps a server without a known machine after first seeing it. It is then deleted
         /// only if an operator has released it.

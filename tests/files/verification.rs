@@ -102,6 +102,7 @@ async fn drill_waits_until_the_disk_has_space() -> Result<()> {
     for dir in ["var/lib/svc/requests", "home/svc/home/system/logs"] {
         fs::create_dir_all(host.machine.path(dir))?;
     }
+    host.write("home/projects/empty", "")?;
     host.write("home/projects/large", &"0123456789abcdef".repeat(1 << 17))?;
     drop(host.start_and_save().await?);
     let Some(disk) = SmallDisk::mount(host.machine.path("var/lib/svc/files"), 16)? else { return Ok(()) };
@@ -115,6 +116,6 @@ async fn drill_waits_until_the_disk_has_space() -> Result<()> {
 
     disk.delete_filler()?;
     host.machine.run(&verify)?.expect(0);
-    assert_eq!(read_checks(&host)?["drill"]["compared"], 1);
+    assert_eq!(read_checks(&host)?["drill"]["compared"], 2);
     Ok(())
 }

@@ -14,7 +14,7 @@ use svc::config::parse_env_file;
 use svc::platform::userdata::MAX_BYTES;
 
 use super::Target;
-use crate::userdata::{UserDataInput, document};
+use crate::userdata::{UserDataInput, parse_user_data};
 
 pub fn user_data() -> Target {
     Target { name: "user-data", valid: parts().boxed(), check_any, check_valid, cases: 60 }
@@ -39,7 +39,7 @@ fn parts() -> impl Strategy<Value = Vec<u8>> {
                 issuer,
                 bundle_sha256: digest,
                 proof_keys: keys,
-                ..UserDataInput::usual()
+                ..UserDataInput::typical()
             };
             serde_json::to_vec(&parts).expect("plain fields serialize to JSON")
         },
@@ -81,12 +81,12 @@ fn check_document(parts: &UserDataInput, text: &str) -> Result<(), String> {
     if text.len() > MAX_BYTES {
         return Err(format!("{} bytes", text.len()));
     }
-    let ours = document(text);
+    let ours = parse_user_data(text);
     let read = parse_with_cloud_init(text);
     if read != json!({ "parsed": ours }) {
         return Err(format!("cloud-init reads {read}"));
     }
-    let usual = document(&render(&UserDataInput::usual())?);
+    let usual = parse_user_data(&render(&UserDataInput::typical())?);
     for key in ["bootcmd", "runcmd"] {
         if ours[key] != usual[key] {
             return Err(format!("{key} is {}", ours[key]));

@@ -142,25 +142,33 @@ pub fn forbidden_imports(files: &[File]) -> Vec<String> {
     found
 }
 
+/// A package's folder, and a module directly under it.
+type Module = (String, String);
+
+fn split_module(path: &[String]) -> Option<Module> {
+    let (package, inner) = path.split_at_checked(source::package_depth(path))?;
+    Some((package.join("/"), inner.first()?.clone()))
+}
+
 /// Returns imports that form a cycle of modules directly under a package; imports in tests are not counted.
 pub fn import_cycles(files: &[File]) -> Vec<String> {
     // The imports of each module: the imported module, and the first place that names it.
-    let mut imports: BTreeMap<[String; 2], BTreeMap<[String; 2], String>> = BTreeMap::new();
+    let mut imports: BTreeMap<Module, BTreeMap<Module, String>> = BTreeMap::new();
     let tests = source::test_modules(files);
     for file in files {
         let Some(module) = source::module_path(&file.path) else { continue };
-        let [package, name, ..] = module.as_slice() else { continue };
+        let Some((package, name)) = split_module(&module) else { continue };
         if tests.iter().any(|test| module.starts_with(test)) {
             continue;
         }
-        let from = imports.entry([package.clone(), name.clone()]).or_default();
+        let from = imports.entry((package.clone(), name.clone())).or_default();
         for named in source::named_paths(
             &module,
             &source::without_tests(&source::tokenize(&source::blank_literals(&file.text))).0,
         ) {
-            let [to_module, other, ..] = named.path.as_slice() else { continue };
-            if to_module == package && other != name {
-                from.entry([to_module.clone(), other.clone()])
+            let Some((to_package, other)) = split_module(&named.path) else { continue };
+            if to_package == package && other != name {
+                from.entry((to_package, other))
                     .or_insert_with(|| format_violation(&file.path, named.line, ""));
             }
         }
@@ -176,8 +184,8 @@ pub fn import_cycles(files: &[File]) -> Vec<String> {
             break;
         }
     }
-    let found = imports.iter().flat_map(|([_, from], others)| {
-        others.iter().map(move |([_, to], place)| format!("{place}{from} imports {to} in a cycle"))
+    let found = imports.iter().flat_map(|((_, from), others)| {
+        others.iter().map(move |((_, to), place)| format!("{place}{from} imports {to} in a cycle"))
     });
     found.collect()
 }

@@ -252,7 +252,7 @@ pub fn named_paths(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
 
 /// Returns how many of a module's names are its package's folder: each folder under `src` is a package, and so is the
 /// gateway's in the host's.
-fn package_depth(module: &[String]) -> usize {
+pub fn package_depth(module: &[String]) -> usize {
     if module.starts_with(&["host".to_owned(), "gateway".to_owned()]) { 2 } else { 1 }
 }
 

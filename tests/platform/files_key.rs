@@ -177,4 +177,9 @@ async fn platform_prunes_each_repository_and_reports_failures() {
         row.get::<_, Option<String>>(0).filter(|error| error.contains("cannot decrypt"))
     };
     stack.eventually("the failure is recorded", has_failed).await;
+    let findings = stack.run_doctor(&process, "file-pruning", []).await;
+    let start = "\"warning\": \"the file backups of user_1/";
+    assert!(findings.starts_with(start) && findings.contains("cannot decrypt"), "{findings}");
+    let metrics = stack.get(&process, "/metrics").await.text;
+    assert!(metrics.contains("\nsvc_files_prunings_failed 1\n"), "{metrics}");
 }

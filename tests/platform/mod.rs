@@ -14,6 +14,7 @@ mod create;
 mod credentials;
 mod deletion;
 mod deploy;
+mod doctor;
 mod empty_start;
 mod exercises;
 mod fail;

@@ -71,21 +71,7 @@ async fn assert_refused(stack: &Stack, current: u8, previous: Option<u8>) -> Str
 
 /// Runs the doctor and returns its findings about the keys.
 async fn run_doctor(stack: &Stack, process: &Process, current: u8, previous: Option<u8>) -> String {
-    let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_svc"));
-    command.args(["svcctl", "doctor", "platform", "--json"]).env_clear().envs(stack.settings());
-    command.envs(settings(current, previous));
-    // No request leaves this machine.
-    command
-        .envs([("PLATFORM_PUBLIC_URL", process.base.as_str()), ("IDP_JWKS_URL", "http://127.0.0.1:1/keys")]);
-    let output = command.kill_on_drop(true).output().await.unwrap();
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let report: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
-    let all = report["findings"].as_array().unwrap().iter();
-    let found: Vec<String> = all
-        .filter(|finding| finding["check"] == "platform-key")
-        .map(|finding| format!("{}: {}\n  {}", finding["level"], finding["what"], finding["next"]))
-        .collect();
-    found.join("\n")
+    stack.run_doctor(process, "platform-key", settings(current, previous)).await
 }
 
 async fn load_sealed_keys(client: &Client) -> BTreeMap<String, Vec<u8>> {

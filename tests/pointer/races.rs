@@ -19,7 +19,7 @@ use svc::store::{Bucket, parallel_probe, snapshot};
 use super::actors::{machine, sidecar};
 use super::schedule::{Choices, Seeded};
 
-/// The product's store configuration.
+/// The environment variables that configure svc's object store.
 type StoreSettings = Vec<(String, String)>;
 
 fn open_bucket(pairs: &StoreSettings) -> Result<Bucket> {
@@ -74,7 +74,7 @@ async fn race(bucket: &Bucket, slot: &SlotPrefix, choices: &mut Seeded) -> Resul
         pointer_io::fence(&platform_bucket, &platform_slot, &Fence::unsigned(Epoch(2), machine(2))).await?;
         pointer_io::advance(&platform_bucket, &platform_slot, &recorded).await
     });
-    // The fences at 1 and 2 are two writes; each task that succeeds adds one, for its backup.
+    // The fences for epochs 1 and 2 are two writes; each task that succeeds adds one, for its backup.
     let mut writes = 2;
     while let Some(end) = writers.join_next().await {
         match end? {
@@ -133,8 +133,8 @@ async fn seaweedfs() -> Result<Option<Seaweed>> {
     Ok(Some(seaweed))
 }
 
-/// The platform starts on this store because an object is created only once. Whether the probe detects that several
-/// writers can replace one version depends on timing, so that result is only printed.
+/// The platform accepts this store, because only one of several concurrent writers can create an object. Whether the
+/// probe detects that several writers can replace one version depends on timing, so that result is only printed.
 #[tokio::test(flavor = "multi_thread")]
 async fn probe_accepts_seaweedfs() -> Result<()> {
     let Some(seaweed) = seaweedfs().await? else { return Ok(()) };

@@ -100,6 +100,8 @@ families! {
         "Age of the last verified snapshot over all slots with data: maximum and median.";
     SLOTS_WITHOUT_BACKUP: Gauges<0> = "svc_backups_never", [], on Platform,
         "Slots with data and without a verified snapshot.";
+    FILE_PRUNINGS_FAILED: Gauges<0> = "svc_files_prunings_failed", [], on Platform,
+        "Slots whose file backups could not be pruned by the last attempt.";
     FLEET_READ_AT: Gauges<0> = "svc_fleet_read_timestamp_seconds", [], on Platform,
         "Unix time when the figures of the whole installation were last read from the database.";
     PROVIDER_CALLS: Counters<2> = "svc_provider_calls_total", ["call", "outcome"], on Platform,

@@ -1,4 +1,4 @@
-//! The weekly drill of `svc-sync-agent verify`: restores a sample of files and compares it with those on the machine.
+//! The weekly drill of `svc-sync-agent verify`: restores a sample of files and compares them with those on the machine.
 
 use std::fs::{File, Metadata};
 use std::io::{self, Read};
@@ -22,7 +22,7 @@ use super::owner::open_home;
 use crate::system::layout::Layout;
 
 /// Limits of the sample, which also takes at most a quarter of the free space.
-const SAMPLE_FILES: usize = 50;
+const MAX_SAMPLE_FILES: usize = 50;
 const MAX_SAMPLE_BYTES: u64 = 256 << 20;
 /// The directory for the restored files, in the state directory of the file backup.
 const STAGING: &str = "drill";
@@ -47,8 +47,8 @@ enum DrillError {
     Incomplete(String),
 }
 
-/// Restores a sample of the latest snapshot's files, and compares those that have not changed since with the present
-/// ones. Returns `None` if the disk has no space for a sample: this is no damage, and the disk has its own alarm.
+/// Restores a sample of the latest snapshot's files, and compares those that have not changed since with the files on
+/// the machine. Returns `None` if the disk has no space for a sample: that is not damage, and is reported separately.
 pub(super) async fn drill(settings: &FilesSettings, now: Timestamp) -> Option<DrillResult> {
     let mut result = DrillResult { at: Some(now), ..DrillResult::default() };
     let staging = settings.layout.files_state().join(STAGING);
@@ -57,23 +57,23 @@ pub(super) async fn drill(settings: &FilesSettings, now: Timestamp) -> Option<Dr
         Err(error) => Err(DrillError::from(error)),
     };
     if let Err(error) = remove_all(&staging) {
-        tracing::warn!(error = %format_chain(&error), "cannot remove the files of the drill");
+        tracing::warn!(error = %format_chain(&error), "cannot remove the files that the drill restored");
     }
     match compared {
         Ok(()) => {}
         Err(error @ (DrillError::NoSpace | DrillError::Files(FilesError::NoSpace { .. }))) => {
-            tracing::warn!(error = %format_chain(&error), "the drill of the file backup is postponed");
+            tracing::warn!(error = %format_chain(&error), "file backup drill postponed");
             return None;
         }
         Err(error) => {
-            tracing::error!(error = %format_chain(&error), "the drill of the file backup failed");
+            tracing::error!(error = %format_chain(&error), "file backup drill failed");
             result.error = Some(format_chain(&error));
         }
     }
     Some(result)
 }
 
-/// Creates an empty directory that is closed to other users. Removes what a killed drill has left there.
+/// Creates an empty directory that other users cannot access. Removes any files that a killed drill left there.
 fn create_empty(dir: &Path) -> Result<(), FileError> {
     remove_all(dir)?;
     std::fs::DirBuilder::new().mode(0o700).create(dir).map_err(FileError::wrap("create", dir))
@@ -99,8 +99,10 @@ async fn compare_sample(
     let root = history.find(snapshot, Path::new("")).await?.ok_or(DrillError::NothingSaved)?;
     let mut sample = draw_sample(&history, root).await?;
     drop(history);
-    let is_empty = sample.is_empty();
-    let mut left = MAX_SAMPLE_BYTES.min(available_bytes(staging)? / 4);
+    let has_content = |sample: &[(PathBuf, Entry)]| sample.iter().any(|(_, entry)| entry.size() > 0);
+    let had_content = has_content(&sample);
+    let available = available_bytes(staging)? / 4;
+    let mut left = MAX_SAMPLE_BYTES.min(available);
     sample.retain(|(_, entry)| match left.checked_sub(entry.size()) {
         Some(rest) => {
             left = rest;
@@ -108,7 +110,7 @@ async fn compare_sample(
         }
         None => false,
     });
-    if sample.is_empty() && !is_empty {
+    if had_content && !has_content(&sample) && available < MAX_SAMPLE_BYTES {
         return Err(DrillError::NoSpace);
     }
     let own = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
@@ -139,7 +141,7 @@ async fn compare_sample(
     Ok(())
 }
 
-/// Returns whether the restored file equals the present one; `None` if the present one has changed since it was saved,
+/// Returns whether the restored file equals the current one; `None` if the current one has changed since it was saved,
 /// or cannot be read.
 fn compare(layout: &Layout, path: &Path, entry: &Entry, restored: &Path) -> Option<bool> {
     let mut present = open_home(layout, &layout.user_home()).ok()?.open_file(path).ok()?;
@@ -156,7 +158,7 @@ fn compare(layout: &Layout, path: &Path, entry: &Entry, restored: &Path) -> Opti
     present.metadata().ok().filter(is_unchanged)?;
     let mut restored = match File::open(restored) {
         Ok(restored) => restored,
-        // Only the service's capability opens a file whose owner may not read it.
+        // A file that its owner may not read can be opened only with a capability, which the service has.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return None,
         Err(_) => return Some(false),
     };
@@ -172,7 +174,7 @@ fn to_nanoseconds(seconds: i64, nanoseconds: i64) -> i128 {
     i128::from(seconds) * 1_000_000_000 + i128::from(nanoseconds)
 }
 
-/// Hashes a file of this size. A program may extend it meanwhile, which must not take longer.
+/// Hashes a file of the given size. Reads at most one byte more, in case a program is still appending to the file.
 fn hash(file: &mut File, size: u64) -> Option<[u8; 32]> {
     let mut file = file.take(size.saturating_add(1));
     let mut hash = Sha256::new();
@@ -199,7 +201,7 @@ async fn draw_sample(history: &History, root: Entry) -> Result<Vec<(PathBuf, Ent
                     seen += 1;
                     // Reservoir sampling: the n-th file replaces one of the sample with probability size / n.
                     let drawn = uuid::Uuid::new_v4().as_u128() % seen;
-                    if sample.len() < SAMPLE_FILES {
+                    if sample.len() < MAX_SAMPLE_FILES {
                         sample.push((path, entry));
                     } else if let Some(place) = usize::try_from(drawn).ok().and_then(|at| sample.get_mut(at))
                     {

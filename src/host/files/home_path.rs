@@ -9,9 +9,9 @@ use svc_wire::files::MAX_PATH_CHARS;
 
 use super::staging::STAGING_NAMES;
 
-/// The path of the user's home directory as snapshots and answers show it, also in tests.
+/// The user's home directory as snapshots and responses show it, even in tests, where the actual directory differs.
 pub const SHOWN_HOME: &str = "/home/svc";
-/// The directory below it in which the owner's files are.
+/// The directory in the user's home directory that contains the owner's files.
 const FILES: &str = "home";
 /// The machine's records, which the owner reads but only the machine writes.
 const RECORDS: &str = "home/system";
@@ -20,7 +20,7 @@ const RECORDS: &str = "home/system";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HomePath(PathBuf);
 
-/// Why a text is not a valid path.
+/// The reason a string is not a valid path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum HomePathError {
     #[error("must be a path below {SHOWN_HOME}; a relative path is below {SHOWN_HOME}/{FILES}")]
@@ -32,8 +32,8 @@ pub enum HomePathError {
 }
 
 impl HomePath {
-    /// An ECMA 262 pattern that matches the texts of all paths up to [`MAX_PATH_CHARS`]: no name is `..`, and an absolute path
-    /// begins with [`SHOWN_HOME`].
+    /// An ECMA 262 pattern that matches every valid path, apart from the limit [`MAX_PATH_CHARS`]: no name is `..`, and
+    /// an absolute path begins with [`SHOWN_HOME`].
     pub const PATTERN: &str = r"^(/home/svc(/(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)?)*|(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)(/(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)?)*)$";
 
     /// The directory with the owner's files.
@@ -41,12 +41,12 @@ impl HomePath {
         Self(PathBuf::from(FILES))
     }
 
-    /// Creates a path from one below the home directory, which has no `..`.
+    /// Creates a path from one relative to the home directory. `path` must not contain `..`.
     pub fn from_relative(path: PathBuf) -> Self {
         Self(path)
     }
 
-    /// The path relative to the user's home directory, which is the root of a snapshot; empty for that directory.
+    /// The path relative to the user's home directory, which is the root of a snapshot. It is empty for that root.
     pub fn as_path(&self) -> &Path {
         &self.0
     }
@@ -56,8 +56,8 @@ impl HomePath {
         self.0.parent().zip(self.0.file_name())
     }
 
-    /// Whether only the machine may write there: its records, the directories that contain them, and those in which
-    /// restored files are collected.
+    /// Whether only the machine may write to this path. This is true for its records, the directories that contain the
+    /// records, and the staging directories of restores.
     pub fn is_reserved(&self) -> bool {
         let records = Path::new(RECORDS);
         self.0.starts_with(records)
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_are_below_the_home() {
+    fn parse_accepts_only_paths_below_user_home() {
         for (text, expected) in [
             ("notes.txt", "/home/svc/home/notes.txt"),
             ("a//b/./c/", "/home/svc/home/a/b/c"),
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn reserved_paths_are_those_of_the_machine() {
+    fn only_machine_paths_are_reserved() {
         for (text, expected) in [
             ("system", true),
             ("system/logs/usage.jsonl", true),

@@ -20,6 +20,7 @@ mod owner;
 mod place;
 pub mod restore_entry;
 mod rules;
+mod save_error;
 mod save_request;
 mod schedule;
 pub mod service;

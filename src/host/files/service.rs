@@ -11,7 +11,7 @@ use sd_notify::NotifyState;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::chain::format_chain;
 use svc_base::clock;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint;
 use svc_base::fsx;
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::save::{
@@ -30,6 +30,7 @@ use super::checks::FileChecks;
 use super::gate::RestoreOutcome;
 use super::home_path::{HomePath, SHOWN_HOME};
 use super::rules::{OwnerRules, read_rules, set_rules};
+use super::save_error::SaveError;
 use super::save_request::SAVE_REQUEST;
 use super::schedule::{Save, Schedule};
 use super::status::FilesStatus;
@@ -39,8 +40,11 @@ use crate::system::layout::Layout;
 use crate::system::quiesce::Quiesce;
 use crate::system::systemd;
 
-/// Interval of looks at the watcher's changes. Changes are settled if there are none between two looks.
+/// Interval of looks at the watcher's changes, and while there are changes. They are settled if there are none between
+/// two looks.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+const SETTLE_INTERVAL: Duration = Duration::from_millis(500);
+const REQUEST_POLL_INTERVAL: Duration = Duration::from_millis(250);
 /// After a save of at least this duration, the watcher is asked for moved files.
 const MIN_RECHECKED: Duration = Duration::from_secs(1);
 const KEY_OFFER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
@@ -53,37 +57,6 @@ const PENDING_MEASURE_INTERVAL: Duration = Duration::from_secs(60);
 const WARNING_INTERVAL: Duration = Duration::from_secs(600);
 /// The service's fail points.
 pub const FAILPOINTS: &[&str] = &["files.service.saved", "files.service.advanced"];
-
-/// Why a save failed.
-#[derive(Debug, thiserror::Error)]
-enum SaveError {
-    #[error(transparent)]
-    Access(#[from] AccessError),
-    #[error(transparent)]
-    Files(#[from] FilesError),
-    #[error("cannot move the pointer to the snapshot")]
-    Pointer(#[from] PointerError),
-    #[error("cannot read the pointer")]
-    Store(#[from] StoreError),
-    #[error(transparent)]
-    Injected(#[from] Injected),
-}
-
-impl SaveError {
-    /// Whether the platform has withdrawn this machine's credentials. A failed recovery may give them back.
-    fn is_withdrawn(&self) -> bool {
-        match self {
-            Self::Pointer(PointerError::Store(error)) | Self::Store(error) => is_withdrawn(error),
-            Self::Files(FilesError::Store(error))
-            | Self::Access(AccessError::Files(FilesError::Store(error))) => is_withdrawn(error),
-            _ => false,
-        }
-    }
-}
-
-fn is_withdrawn(error: &StoreError) -> bool {
-    matches!(error, StoreError::Withdrawn { .. })
-}
 
 /// Runs the service until it is stopped or this machine has been replaced.
 pub async fn run(layout: Layout) -> Result<(), Failure> {
@@ -161,57 +134,73 @@ impl FileBackup {
 
     /// Saves until this machine has been replaced.
     async fn run(&mut self) -> Result<(), Failure> {
-        let mut looks = tokio::time::interval(LOOK_INTERVAL);
-        looks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
-            looks.tick().await;
-            if self.settings.layout.superseded().exists() {
-                return Err(superseded());
-            }
-            if self.take_request() {
-                self.schedule.request();
-            }
-            // Everything written before this time is in the save.
-            let looked_at = clock::now_ms();
-            if self.status.correct_future_times(looked_at) {
-                tracing::warn!("the clock was ahead; what it had recorded as saved is saved again");
-                self.schedule.request();
-                self.write_status();
-            }
-            let sockets = self.settings.layout.watch_sockets();
-            let reply = changes::request(&sockets, self.saved_token.clone()).await;
-            let seen = changes::observe(&reply);
-            let save = self.schedule.decide(seen, Instant::now());
-            self.record_changed_since(looked_at);
-            self.measure_pending(reply.as_ref().ok()).await;
-            if save == Save::Nothing {
-                continue;
-            }
-            let began = Instant::now();
-            let rules = read_rules(&self.settings.layout);
-            // Other rules apply to unchanged directories, too.
-            let save = if self.rules.as_ref() == Some(&rules) { save } else { Save::Everything };
-            self.rules = Some(rules);
-            match self.save(save, reply.ok(), looked_at).await {
-                Ok(()) => {
-                    self.schedule.record_success(save, began.elapsed(), Instant::now());
-                    if save == Save::Everything {
-                        self.offer_key().await;
-                    }
-                }
-                // Another machine may have taken this one's place: then the heartbeat says so, or the platform gives the
-                // slot back.
-                Err(error) => {
-                    // The saver's view of the repository may be wrong, and new rules have not been applied.
-                    (self.saver, self.rules) = (None, None);
-                    if error.is_withdrawn() {
-                        self.settings = FilesSettings::read(self.settings.layout.clone())?;
-                    }
-                    self.schedule.record_failure(Instant::now());
-                    self.record_failure(&error);
-                }
+            self.look().await?;
+            self.wait_for_next_look().await;
+        }
+    }
+
+    async fn wait_for_next_look(&self) {
+        let has_changes = self.schedule.changed_since().is_some();
+        let end = Instant::now() + if has_changes { SETTLE_INTERVAL } else { LOOK_INTERVAL };
+        let request = self.settings.layout.request(SAVE_REQUEST);
+        loop {
+            tokio::time::sleep(REQUEST_POLL_INTERVAL).await;
+            if request.exists() || Instant::now() >= end {
+                return;
             }
         }
+    }
+
+    /// Asks the watcher what has changed, and saves it if it is time.
+    async fn look(&mut self) -> Result<(), Failure> {
+        if self.settings.layout.superseded().exists() {
+            return Err(superseded());
+        }
+        if self.take_request() {
+            self.schedule.request();
+        }
+        // Everything written before this time is in the save.
+        let looked_at = clock::now_ms();
+        if self.status.correct_future_times(looked_at) {
+            tracing::warn!("the clock was ahead; what it had recorded as saved is saved again");
+            self.schedule.request();
+            self.write_status();
+        }
+        let sockets = self.settings.layout.watch_sockets();
+        let reply = changes::request(&sockets, self.saved_token.clone()).await;
+        let seen = changes::observe(&reply);
+        let save = self.schedule.decide(seen, Instant::now());
+        self.record_changed_since(looked_at);
+        self.measure_pending(reply.as_ref().ok()).await;
+        if save == Save::Nothing {
+            return Ok(());
+        }
+        let began = Instant::now();
+        let rules = read_rules(&self.settings.layout);
+        // Other rules apply to unchanged directories, too.
+        let save = if self.rules.as_ref() == Some(&rules) { save } else { Save::Everything };
+        self.rules = Some(rules);
+        match self.save(save, reply.ok(), looked_at).await {
+            Ok(()) => {
+                self.schedule.record_success(save, began.elapsed(), Instant::now());
+                if save == Save::Everything {
+                    self.offer_key().await;
+                }
+            }
+            // Another machine may have taken this one's place: then the heartbeat says so, or the platform gives the
+            // slot back.
+            Err(error) => {
+                // The saver's view of the repository may be wrong, and new rules have not been applied.
+                (self.saver, self.rules) = (None, None);
+                if error.is_withdrawn() {
+                    self.settings = FilesSettings::read(self.settings.layout.clone())?;
+                }
+                self.schedule.record_failure(Instant::now());
+                self.record_failure(&error);
+            }
+        }
+        Ok(())
     }
 
     /// Returns whether a save was requested, or must happen soon because this machine's writers are stopped.

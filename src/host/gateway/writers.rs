@@ -44,7 +44,7 @@ pub struct Writers {
     kernel: Arc<Kernel>,
     database: Arc<Database>,
     state: Mutex<State>,
-    /// Serializes changes, so that a poll does not undo a request.
+    /// Serializes changes, so that `watch` does not undo a concurrent `quiesce`.
     change_lock: tokio::sync::Mutex<()>,
 }
 
@@ -53,7 +53,7 @@ struct State {
     in_flight: usize,
 }
 
-/// A permit to write; quiescing waits until it is dropped.
+/// A permit to write. Writers count as stopped only after every permit has been dropped.
 pub struct WritePermit(Arc<Writers>);
 
 impl Drop for WritePermit {
@@ -97,7 +97,7 @@ impl Writers {
         self.lock().quiesce.is_some()
     }
 
-    /// Admits a request to the bridge, which may write.
+    /// Admits a bridge request, which may write.
     ///
     /// # Errors
     /// 503 while writers are stopped.
@@ -160,7 +160,7 @@ impl Writers {
         let kernel = Arc::clone(&self.kernel);
         let is_flushed = tokio::task::spawn_blocking(move || kernel.flush(FLUSH_TIMEOUT)).await;
         if !is_flushed.unwrap_or_default() {
-            tracing::warn!("flushing the records of dispatches failed");
+            tracing::warn!("cannot flush dispatch records");
         }
         let layout = self.layout.clone();
         let side_state = run_blocking(move || side_database::SideState::read(&layout)).await;
@@ -187,7 +187,7 @@ impl Writers {
     /// Resumes writers.
     ///
     /// # Errors
-    /// 409 if they are stopped for another operation; the state cannot be read or removed.
+    /// 409 if they are stopped for another operation; 500 if the state cannot be read or removed.
     pub async fn resume(&self, operation: OperationId) -> Result<(), Problem> {
         let _guard = self.change_lock.lock().await;
         let resumed = quiesce::resume(&self.layout, operation).await;
@@ -215,8 +215,8 @@ impl Writers {
         self.dispatcher.resume();
     }
 
-    /// Polls the file until `stop` is cancelled: the sync agent removes it when the platform no longer names the
-    /// operation.
+    /// Polls `quiesce.json` until `stop` is cancelled. The sync agent removes that file once the platform no longer
+    /// names the operation.
     pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
         while stop.run_until_cancelled(tokio::time::sleep(POLL_INTERVAL)).await.is_some() {
             if !self.is_quiesced() {

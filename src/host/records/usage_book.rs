@@ -1,8 +1,8 @@
 //! The usage book: the [`Ledger`] in memory, and its files.
 //!
 //! The interactions are authoritative. `usage.jsonl` is written periodically; opening the book recounts each day whose
-//! interactions still exist, unless the day is sealed. Totals therefore equal the sum of the interactions after any
-//! crash; the totals for days whose files have expired come from `usage.jsonl` only.
+//! interactions still exist, unless the day is sealed. After any crash, totals therefore equal the sum of the recorded
+//! interactions. The totals for days whose files have expired come from `usage.jsonl` only.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -71,7 +71,7 @@ impl UsageBook {
         lock(&self.ledger)
     }
 
-    /// Records an ended dispatch and counts it for this day.
+    /// Records an ended dispatch and counts it towards `day`.
     ///
     /// # Errors
     /// [`QueueFull`]: the dispatch still counts, but only until this process ends.
@@ -189,8 +189,8 @@ impl UsageBook {
         Ok(written)
     }
 
-    /// Writes all usage and seals complete days. Days with dropped or concurrent interactions are recounted at the next
-    /// startup.
+    /// Writes all usage and seals complete days. Days with dropped interactions, or with interactions recorded during
+    /// this call, stay unsealed and are recounted at the next startup.
     pub fn seal(&self) {
         let mut line_count = lock(&self.line_count);
         if !self.write_lines(&mut line_count) || !self.records.flush(FLUSH_TIMEOUT) {
@@ -306,7 +306,7 @@ fn list_files_by_day(logs: &Path) -> Result<Vec<(Date, FileLengths)>, FileError>
     Ok(days.into_iter().collect())
 }
 
-/// Calls `handle` for each line, including gaps and invalid lines. Returns `false` if the file does not exist.
+/// Calls `handle` for each line, including gap lines and invalid lines. Returns `false` if the file does not exist.
 fn for_each_line(path: &Path, mut handle: impl FnMut(&[u8])) -> Result<bool, FileError> {
     let opened = files::open_regular(path).map_err(FileError::wrap("read", path))?;
     let Some((file, _)) = opened else { return Ok(false) };

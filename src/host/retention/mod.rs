@@ -104,7 +104,7 @@ async fn measure_storage(layout: &Layout, server: &PostgresServer, today: Date) 
         return Ok(());
     }
     let line = storage::measure(layout, server, today).await.map_err(|error| {
-        let exit = if error.is_unavailable() { Exit::Unavailable } else { Exit::Internal };
+        let exit = if error.is_database_error() { Exit::Unavailable } else { Exit::Internal };
         Failure::new(exit, error)
     })?;
     tracing::info!(home = line.files.home_bytes, database = line.database_bytes, "measured the storage");

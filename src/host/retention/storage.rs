@@ -27,7 +27,7 @@ const DATABASE_TIMEOUT: Duration = Duration::from_secs(60);
 const WALK_TIMEOUT: Duration = Duration::from_secs(600);
 /// Maximum number of apps per line; the largest apps are kept.
 const MAX_APPS: usize = 200;
-/// A line is about 300 bytes, plus 70 per app: this holds the last month's largest lines.
+/// A line is about 300 bytes, plus 70 per app, so this holds a month of lines of maximum size.
 const TAIL_BYTES: u64 = 512 << 10;
 
 /// The reason today's line could not be written.
@@ -44,7 +44,7 @@ pub enum StorageError {
 }
 
 impl StorageError {
-    pub fn is_unavailable(&self) -> bool {
+    pub fn is_database_error(&self) -> bool {
         !matches!(self, Self::File(_))
     }
 }

@@ -116,6 +116,53 @@ pub async fn find_pruning(
     Ok(row.map(|row| LastPruning { at: row.get(0), error: row.get(1) }))
 }
 
+/// The slots whose repositories are not pruned as they should be.
+#[derive(Debug, Clone, Default)]
+pub struct PruningProblems {
+    /// The number of slots with a key.
+    pub slots: u64,
+    /// The number of slots whose last pruning failed.
+    pub failed: u64,
+    /// The first of them, as `USER/SLOT`, with the error.
+    pub failures: Vec<(String, String)>,
+    /// The number of slots whose last pruning ended too long ago, or never.
+    pub overdue: u64,
+}
+
+/// Finds problems with prunings, and names at most `limit` failures.
+pub async fn find_pruning_problems(
+    client: &impl GenericClient,
+    max_age: Duration,
+    limit: i64,
+) -> Result<PruningProblems, DbError> {
+    let sql = "SELECT count(*), count(prune_error), \
+                      count(*) FILTER (WHERE prune_ended_at < clock_timestamp() - make_interval(secs => $1)) \
+               FROM file_keys";
+    let counts = query_opt(client, sql, &[&max_age.as_secs_f64()]).await?;
+    let count = |column| counts.as_ref().map_or(0, |row| row.get::<_, i64>(column)).unsigned_abs();
+    let sql = "SELECT idp_user_id || '/' || slot, prune_error FROM file_keys WHERE prune_error IS NOT NULL \
+               ORDER BY idp_user_id, slot LIMIT $1";
+    let failures = query(client, sql, &[&limit]).await?;
+    Ok(PruningProblems {
+        slots: count(0),
+        failed: count(1),
+        overdue: count(2),
+        failures: failures.iter().map(|row| (row.get(0), row.get(1))).collect(),
+    })
+}
+
+/// Counts the slots whose last pruning failed.
+pub async fn count_failed_prunings(client: &impl GenericClient) -> Result<u64, DbError> {
+    let row = query_opt(client, "SELECT count(prune_error) FROM file_keys", &[]).await?;
+    Ok(row.map_or(0, |row| row.get::<_, i64>(0)).unsigned_abs())
+}
+
+/// Returns whether the table exists: a database that an earlier release has migrated has none.
+pub async fn has_table(client: &impl GenericClient) -> Result<bool, DbError> {
+    let found = query_opt(client, "SELECT to_regclass('file_keys') IS NOT NULL", &[]).await?;
+    Ok(found.is_some_and(|row| row.get(0)))
+}
+
 /// Requests a pruning. Returns whether the slot has a key.
 pub async fn request_prune(client: &impl GenericClient, user: &str, slot: &str) -> Result<bool, DbError> {
     let sql = "UPDATE file_keys SET pruned_at = 'epoch' WHERE idp_user_id = $1 AND slot = $2";
@@ -129,9 +176,21 @@ pub async fn record_prune(
     error: Option<&str>,
     advance: Duration,
 ) -> Result<(), DbError> {
-    let sql = "UPDATE file_keys SET prune_error = $3, pruned_at = pruned_at - make_interval(secs => $4) \
+    let sql = "UPDATE file_keys SET prune_error = $3, pruned_at = pruned_at - make_interval(secs => $4), \
+                   prune_ended_at = clock_timestamp() \
                WHERE idp_user_id = $1 AND slot = $2";
     execute(client, sql, &[&user, &slot, &error, &advance.as_secs_f64()]).await.map(drop)
+}
+
+/// Makes the next pruning begin earlier by `advance`, because this one was interrupted.
+pub async fn advance_prune(
+    client: &impl GenericClient,
+    (user, slot): (&str, &str),
+    advance: Duration,
+) -> Result<(), DbError> {
+    let sql = "UPDATE file_keys SET pruned_at = pruned_at - make_interval(secs => $3) \
+               WHERE idp_user_id = $1 AND slot = $2";
+    execute(client, sql, &[&user, &slot, &advance.as_secs_f64()]).await.map(drop)
 }
 
 fn parse(row: &Row) -> SealedFileKey {

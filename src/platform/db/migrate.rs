@@ -46,6 +46,7 @@ const MIGRATIONS: &[(&str, &str)] = embed_migrations![
     "V28__reported_budget",
     "V29__file_keys",
     "V30__files_report",
+    "V31__file_prunings",
 ];
 
 /// The advisory lock's key: `svc_migr` in ASCII. No other code uses this key.

@@ -5,6 +5,7 @@
 
 mod bundle;
 mod database;
+mod file_pruning;
 mod identity;
 mod platform_key;
 mod provider;
@@ -55,6 +56,7 @@ pub async fn run_checks(file: Option<&Path>) -> DoctorReport {
                 "store",
                 "store-protection",
                 "host-credentials",
+                "file-pruning",
                 "bundle",
                 "provider",
                 "identity-provider",
@@ -73,6 +75,7 @@ pub async fn run_checks(file: Option<&Path>) -> DoctorReport {
         Check::new("store", CHECK_TIMEOUT, store::check(&config)),
         Check::new("store-protection", CHECK_TIMEOUT, store::check_protection(&config)),
         Check::new("host-credentials", CHECK_TIMEOUT, store::check_host_credentials(&config)),
+        Check::new("file-pruning", CHECK_TIMEOUT, file_pruning::check(&config)),
         Check::new("bundle", CHECK_TIMEOUT, bundle::check(&config)),
         Check::new("provider", CHECK_TIMEOUT, provider::check(&config)),
         Check::new("identity-provider", CHECK_TIMEOUT, identity::check(&config)),

@@ -1,7 +1,7 @@
 //! A platform with machines, and their owners' browser sessions, for the router and footprint benchmarks.
 //!
-//! The machines exist only as database rows. Behind one is nginx, behind the other a WebSocket echo server; the
-//! gateway's own work is measured by the bridge benchmark.
+//! The machines exist only as database rows. An nginx or a WebSocket echo server answers in place of a gateway, whose
+//! own work the bridge benchmark measures.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};

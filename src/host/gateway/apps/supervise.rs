@@ -153,7 +153,7 @@ impl Supervisor {
             self.load_apps(&mut client).await?;
         }
         for manifest in new_manifests {
-            // The load may already have registered the same manifest from the database.
+            // `load_apps` may already have registered the same manifest from the database.
             if !self.is_registered(&manifest) {
                 let (slug, version) = (manifest.slug.to_string(), manifest.version.clone());
                 self.register(&mut client, manifest).await?;

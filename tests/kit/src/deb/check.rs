@@ -17,7 +17,7 @@ use crate::child;
 use crate::net;
 use crate::story::{RouterTransport, Stack};
 
-/// Long, because the check may run at idle priority beside virtual machines.
+/// The check may run at idle priority alongside virtual machines.
 const START_TIMEOUT: Duration = Duration::from_secs(180);
 const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 const SERVICE_USER: &str = "svc-platform:svc-platform";
@@ -88,7 +88,7 @@ fn check_reproducible(options: &Options, first: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// Runs lintian and fails on unexpected errors; skipped if it is not installed.
+/// Runs lintian and fails on unexpected errors. Does nothing if lintian is not installed.
 fn lint(packages: &[PathBuf]) -> Result<()> {
     if !is_in_path("lintian") {
         println!("deb: lintian SKIPPED: it is not installed");

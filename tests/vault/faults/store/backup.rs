@@ -9,7 +9,9 @@ use kit::s3::{Fault, S3Server};
 use super::super::super::credentials::Platform;
 use super::super::super::machine::{self, BUCKET, Machine, USER};
 use super::super::snapshot_checker::SnapshotChecker;
-use super::{Disruption, FaultFixture, expire_without_renewal, revoke, rule, single_rule, supersede};
+use super::{
+    Disruption, FaultFixture, expire_without_renewal, revoke_sessions, rule, single_rule, supersede_machine,
+};
 
 /// A table larger than one upload part.
 const CONTENT: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
@@ -146,12 +148,12 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
         ),
         (
             "credentials revoked at the store",
-            Disruption::Action(revoke),
+            Disruption::Action(revoke_sessions),
             ExpectedRun { exit: 69, stage: "gate", expected_error: "the object store refused access" },
         ),
         (
             "credentials withdrawn by the platform",
-            Disruption::Action(supersede),
+            Disruption::Action(supersede_machine),
             ExpectedRun { exit: 77, stage: "gate", expected_error: "this machine has been replaced" },
         ),
     ]

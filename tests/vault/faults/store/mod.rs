@@ -69,11 +69,11 @@ fn expire_without_renewal(fixture: &FaultFixture) {
     fixture.store.expire_sessions();
 }
 
-fn supersede(fixture: &FaultFixture) {
+fn supersede_machine(fixture: &FaultFixture) {
     fixture.platform.set_response(CredentialResponse::Superseded);
     fixture.store.expire_sessions();
 }
 
-fn revoke(fixture: &FaultFixture) {
+fn revoke_sessions(fixture: &FaultFixture) {
     assert!(fixture.store.revoke_sessions("svc-host") > 0, "there was no session");
 }

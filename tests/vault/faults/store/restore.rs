@@ -9,7 +9,9 @@ use kit::s3::Fault;
 use super::super::super::credentials::Platform;
 use super::super::super::gate::{self, SHORT_DEADLINE, assert_untouched, is_restored};
 use super::super::snapshot_checker::SnapshotChecker;
-use super::{Disruption, FaultFixture, expire_without_renewal, revoke, rule, single_rule, supersede};
+use super::{
+    Disruption, FaultFixture, expire_without_renewal, revoke_sessions, rule, single_rule, supersede_machine,
+};
 
 /// The exit code and part of the message.
 type ExpectedRestore = (i32, &'static str);
@@ -57,12 +59,12 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
         ("credentials expired, without renewal", Disruption::Action(expire_without_renewal), (69, "")),
         (
             "credentials revoked at the store",
-            Disruption::Action(revoke),
+            Disruption::Action(revoke_sessions),
             (69, "the object store refused access"),
         ),
         (
             "credentials withdrawn by the platform",
-            Disruption::Action(supersede),
+            Disruption::Action(supersede_machine),
             (77, "this machine has been replaced"),
         ),
     ]

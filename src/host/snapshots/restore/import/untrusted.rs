@@ -1,9 +1,9 @@
 //! Loads an archive's dump into a new database as an unprivileged role.
 //!
 //! `pg_restore` sends SQL written by the author of the archive. It runs as the gateway's user, and connects with a role
-//! created for this import: not a superuser, not a member of any role, the owner of the new database and without access
-//! to any other. This program sets owners, privileges and extensions. The catalog is inspected before the superuser
-//! reads a row (`catalog.rs`).
+//! created for this import. The role is not a superuser and not a member of any role; it owns the new database and has
+//! no access to any other. This program sets owners, privileges and extensions. The catalog is inspected before the
+//! superuser reads a row (`catalog.rs`).
 
 use std::path::Path;
 use std::time::Duration;
@@ -113,7 +113,7 @@ pub async fn load(
     if let Err(error) = loaded {
         staging::drop_scratch(&admin, &scratch.name).await;
         if let Err(error) = drop_roles(&admin).await {
-            tracing::warn!(error = %format_chain(&error), "could not drop the role of the import");
+            tracing::warn!(error = %format_chain(&error), "could not drop the import role");
         }
         return Err(error);
     }
@@ -123,7 +123,7 @@ pub async fn load(
     Ok(scratch)
 }
 
-/// Lists a dump, in a process without a connection to the database.
+/// Lists a dump's contents, in a process without a connection to the database.
 async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, UntrustedError> {
     let mut child = tools.list(dump).spawn().map_err(UntrustedError::Tool)?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
@@ -159,7 +159,7 @@ async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, Untrusted
 
 /// Drops the roles of this and earlier imports. Their databases have been dropped, or have another owner.
 async fn drop_roles(admin: &Client) -> Result<(), UntrustedError> {
-    let failed = || query("drop the role of an import");
+    let failed = || query("drop an import role");
     let leftover_roles =
         format!("SELECT rolname::text FROM pg_roles WHERE rolname ~ '^{ROLE_PREFIX}[0-9]+$'");
     for row in admin.query(&leftover_roles, &[]).await.map_err(failed())? {
@@ -172,7 +172,7 @@ async fn drop_roles(admin: &Client) -> Result<(), UntrustedError> {
 
 /// Ends the role's sessions and prevents new ones.
 async fn end_sessions(admin: &Client, role: &str) -> Result<(), UntrustedError> {
-    let failed = || query("end the sessions of the import");
+    let failed = || query("end the sessions of the import role");
     admin.batch_execute(&format!("ALTER ROLE {} NOLOGIN", quote_ident(role))).await.map_err(failed())?;
     let sessions = "SELECT count(pg_terminate_backend(pid, 10000)) FROM pg_stat_activity WHERE usename = $1";
     admin.query_one(sessions, &[&role]).await.map_err(failed())?;
@@ -209,7 +209,7 @@ impl ImportRole {
              COMMIT",
             quote_literal(&verifier)
         );
-        admin.batch_execute(&sql).await.map_err(query("create the role of the import"))?;
+        admin.batch_execute(&sql).await.map_err(query("create the import role"))?;
         Ok(Self { name, password })
     }
 
@@ -273,6 +273,6 @@ fn warn_about_omissions(side: &Sidecar) {
     }
     let settings = side.database.as_ref().map_or(0, |facts| facts.settings.len());
     if settings > 0 {
-        tracing::warn!("not imported: {} of the database", pluralize(settings as u64, "setting"));
+        tracing::warn!("not imported: {}", pluralize(settings as u64, "database setting"));
     }
 }

@@ -1,0 +1,39 @@
+//! Why the service could not save.
+
+use svc_base::failpoint::Injected;
+use svc_files::FilesError;
+use svc_store::StoreError;
+use svc_store::pointer_io::PointerError;
+
+use super::access::AccessError;
+
+/// Why a save failed.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum SaveError {
+    #[error(transparent)]
+    Access(#[from] AccessError),
+    #[error(transparent)]
+    Files(#[from] FilesError),
+    #[error("cannot move the pointer to the snapshot")]
+    Pointer(#[from] PointerError),
+    #[error("cannot read the pointer")]
+    Store(#[from] StoreError),
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl SaveError {
+    /// Whether the platform has withdrawn this machine's credentials. A failed recovery may give them back.
+    pub(super) fn is_withdrawn(&self) -> bool {
+        match self {
+            Self::Pointer(PointerError::Store(error)) | Self::Store(error) => is_withdrawn(error),
+            Self::Files(FilesError::Store(error))
+            | Self::Access(AccessError::Files(FilesError::Store(error))) => is_withdrawn(error),
+            _ => false,
+        }
+    }
+}
+
+fn is_withdrawn(error: &StoreError) -> bool {
+    matches!(error, StoreError::Withdrawn { .. })
+}

@@ -1,0 +1,62 @@
+//! Checks that the repositories of file backups are pruned. Otherwise they grow, but nothing is lost.
+
+use crate::config::PlatformConfig;
+use crate::db::Db;
+use crate::db::file_keys::{self, PruningProblems};
+use crate::file_pruning::TIMEOUT;
+use svc_base::diagnosis::Findings;
+use svc_base::quantity::pluralize;
+
+/// Maximum number of failures that are named.
+const MAX_NAMED: i64 = 5;
+/// A repository is overdue if no pruning has ended for this many intervals and a pruning's maximum duration.
+const MAX_INTERVALS: u32 = 3;
+
+pub async fn check(config: &PlatformConfig) -> Findings {
+    let findings = Findings::new("file-pruning");
+    match find_problems(config).await {
+        Ok(Some(found)) => assess(findings, &found, !config.timing.files_prune.is_zero()),
+        Ok(None) => findings.skipped("this release of svc-platform has not started yet"),
+        Err(error) => findings.problem(format!("{error:#}"), "see the check `database`"),
+    }
+}
+
+async fn find_problems(config: &PlatformConfig) -> anyhow::Result<Option<PruningProblems>> {
+    let db = Db::new(&config.database, 1)?;
+    let session = db.session().await?;
+    if !file_keys::has_table(&session).await? {
+        return Ok(None);
+    }
+    let max_age = config.timing.files_prune * MAX_INTERVALS + TIMEOUT;
+    Ok(Some(file_keys::find_pruning_problems(&session, max_age, MAX_NAMED).await?))
+}
+
+fn assess(mut findings: Findings, found: &PruningProblems, is_regular: bool) -> Findings {
+    for (slot, error) in &found.failures {
+        findings = findings.warning(
+            format!("the file backups of {slot} could not be pruned: {error}"),
+            "the platform tries again; `svcctl files usage USER` shows their size and the last result",
+        );
+    }
+    let unnamed = found.failed.saturating_sub(found.failures.len() as u64);
+    if unnamed > 0 {
+        findings = findings.warning(
+            format!("the file backups of {} could not be pruned either", pluralize(unnamed, "other slot")),
+            "resolve the warnings above, then run this check again",
+        );
+    }
+    if !is_regular {
+        return findings.warning(
+            "FILES_PRUNE_SECONDS is 0: the repositories of file backups keep all snapshots, and grow",
+            "remove the setting, or request prunings with `svcctl files prune USER`",
+        );
+    }
+    if found.overdue > 0 {
+        findings = findings.warning(
+            format!("the file backups of {} are overdue for pruning", pluralize(found.overdue, "slot")),
+            "check in svc-platform's log that prunings end: one may need more memory, or too many may be due for \
+             its processes",
+        );
+    }
+    findings.or_ok(format!("the file backups of {} are pruned regularly", pluralize(found.slots, "slot")))
+}
