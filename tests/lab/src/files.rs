@@ -59,9 +59,14 @@ pub(super) struct SavedFiles {
     mib: u64,
 }
 
+/// The maximum time for a machine to process files of this size.
+pub(super) fn processing_timeout(mib: u64) -> Duration {
+    Duration::from_secs((mib << 20) / MIN_BYTES_PER_SECOND)
+}
+
 /// The timeout for a command that processes all parts.
 fn parts_timeout(mib: u64) -> Duration {
-    LONG_TIMEOUT + Duration::from_secs((mib << 20) / MIN_BYTES_PER_SECOND)
+    LONG_TIMEOUT + processing_timeout(mib)
 }
 
 /// Creates the files on a machine, and waits until they are saved.

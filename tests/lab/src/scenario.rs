@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use super::data::LIST_SIDE_DATABASES;
-use super::{invariants, release};
+use super::{files, invariants, release};
 use kit::bundle;
 use kit::pg::PgBinaries;
 use kit::s3::{Fault, Rule};
@@ -85,8 +85,16 @@ pub async fn lose_machine(stack: &Stack, machine: &MachineRecord) -> Result<((),
     Ok(((), "power cut, and no server at the provider".to_owned()))
 }
 
-pub async fn recover(stack: &Stack, first: &MachineRecord) -> Result<(MachineRecord, String)> {
-    let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=800"]).await?.success()?;
+/// Recovers the lost machine, which has this size of the owner's files.
+pub async fn recover(
+    stack: &Stack,
+    first: &MachineRecord,
+    files_mib: u64,
+) -> Result<(MachineRecord, String)> {
+    let ready = TIMEOUTS.ready + files::processing_timeout(files_mib);
+    let wait = format!("--wait={}", ready.as_secs());
+    let recover = ["--json", "recover", USER, "--yes", &wait];
+    let run = stack.svcctl_with_timeout(ready + Duration::from_secs(60), &recover).await?.success()?;
     let second = MachineRecord::read(&run.stdout)?;
     ensure!(second.status == "running" && second.id != first.id, "the new machine is {second:?}");
     ensure!(second.epoch > first.epoch, "its epoch is {}", second.epoch);

@@ -82,7 +82,7 @@ static STEPS: [LabStep; 35] = [
     full_step("corrupt-restore", |stack, _| Box::pin(scenario::refuse_corrupted_snapshot(stack))),
     quick_step("recover", |stack, machines| {
         Box::pin(async {
-            let (second, detail) = scenario::recover(stack, &machines.current).await?;
+            let (second, detail) = scenario::recover(stack, &machines.current, machines.files_mib).await?;
             machines.current = second;
             Ok(((), detail))
         })
