@@ -114,7 +114,8 @@ async fn prune_next(
             (None, Duration::ZERO)
         }
         Err(PruneError::Stopped) => {
-            db::file_keys::advance_prune(&session, (&user, &slot), retry_advance).await?;
+            // Also one that an operator has requested must not be forgotten.
+            db::file_keys::request_prune(&session, &user, &slot).await?;
             return Ok(true);
         }
         Err(error) => {

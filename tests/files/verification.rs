@@ -5,6 +5,7 @@ use std::fs;
 use anyhow::{Context, Result, ensure};
 use futures_util::TryStreamExt;
 use kit::disk::SmallDisk;
+use kit::s3::S3Server;
 use serde_json::Value;
 
 use super::machine::{FilesPlatform, Host};
@@ -14,14 +15,20 @@ fn read_checks(host: &Host) -> Result<Value> {
     Ok(serde_json::from_str(&fs::read_to_string(host.machine.path("var/lib/svc/files/checks.json"))?)?)
 }
 
+/// Creates a machine that can request verifications and record them.
+fn create_host(store: &S3Server, platform: &FilesPlatform) -> Result<Host> {
+    let host = Host::new(store, platform, 1)?;
+    for dir in ["var/lib/svc/requests", "home/svc/home/system/logs"] {
+        fs::create_dir_all(host.machine.path(dir))?;
+    }
+    Ok(host)
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn damage_is_named_and_repaired_from_the_machine() -> Result<()> {
     let store = store()?;
     let platform = FilesPlatform::start().await?;
-    let host = Host::new(&store, &platform, 1)?;
-    for dir in ["var/lib/svc/requests", "home/svc/home/system/logs"] {
-        fs::create_dir_all(host.machine.path(dir))?;
-    }
+    let host = create_host(&store, &platform)?;
     let content: String = (0..60_000_u32).map(|n| n.wrapping_mul(2_654_435_761).to_string()).collect();
     host.write("home/projects/large", &content)?;
     let _service = host.start_and_save().await?;
@@ -68,10 +75,7 @@ async fn damage_is_named_and_repaired_from_the_machine() -> Result<()> {
 async fn damaged_index_is_found_despite_the_cache() -> Result<()> {
     let store = store()?;
     let platform = FilesPlatform::start().await?;
-    let host = Host::new(&store, &platform, 1)?;
-    for dir in ["var/lib/svc/requests", "home/svc/home/system/logs"] {
-        fs::create_dir_all(host.machine.path(dir))?;
-    }
+    let host = create_host(&store, &platform)?;
     host.write("home/projects/plan.md", "version 1")?;
     drop(host.start_and_save().await?);
     let verify = ["svc-sync-agent", "verify"];
@@ -98,10 +102,7 @@ async fn damaged_index_is_found_despite_the_cache() -> Result<()> {
 async fn drill_waits_until_the_disk_has_space() -> Result<()> {
     let store = store()?;
     let platform = FilesPlatform::start().await?;
-    let host = Host::new(&store, &platform, 1)?;
-    for dir in ["var/lib/svc/requests", "home/svc/home/system/logs"] {
-        fs::create_dir_all(host.machine.path(dir))?;
-    }
+    let host = create_host(&store, &platform)?;
     host.write("home/projects/empty", "")?;
     host.write("home/projects/large", &"0123456789abcdef".repeat(1 << 17))?;
     drop(host.start_and_save().await?);

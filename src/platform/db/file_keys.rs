@@ -125,7 +125,7 @@ pub struct PruningProblems {
     pub failed: u64,
     /// The first of them, as `USER/SLOT`, with the error.
     pub failures: Vec<(String, String)>,
-    /// The number of slots whose last pruning ended too long ago, or never.
+    /// The number of slots for which no pruning has ended for too long.
     pub overdue: u64,
 }
 
@@ -157,10 +157,11 @@ pub async fn count_failed_prunings(client: &impl GenericClient) -> Result<u64, D
     Ok(row.map_or(0, |row| row.get::<_, i64>(0)).unsigned_abs())
 }
 
-/// Returns whether the table exists: a database that an earlier release has migrated has none.
-pub async fn has_table(client: &impl GenericClient) -> Result<bool, DbError> {
-    let found = query_opt(client, "SELECT to_regclass('file_keys') IS NOT NULL", &[]).await?;
-    Ok(found.is_some_and(|row| row.get(0)))
+/// Returns whether this release has migrated the database, so that it records when prunings end.
+pub async fn records_prunings(client: &impl GenericClient) -> Result<bool, DbError> {
+    let sql = "SELECT EXISTS (SELECT 1 FROM pg_attribute \
+               WHERE attrelid = to_regclass('file_keys') AND attname = 'prune_ended_at')";
+    Ok(query_opt(client, sql, &[]).await?.is_some_and(|row| row.get(0)))
 }
 
 /// Requests a pruning. Returns whether the slot has a key.
@@ -180,17 +181,6 @@ pub async fn record_prune(
                    prune_ended_at = clock_timestamp() \
                WHERE idp_user_id = $1 AND slot = $2";
     execute(client, sql, &[&user, &slot, &error, &advance.as_secs_f64()]).await.map(drop)
-}
-
-/// Makes the next pruning begin earlier by `advance`, because this one was interrupted.
-pub async fn advance_prune(
-    client: &impl GenericClient,
-    (user, slot): (&str, &str),
-    advance: Duration,
-) -> Result<(), DbError> {
-    let sql = "UPDATE file_keys SET pruned_at = pruned_at - make_interval(secs => $3) \
-               WHERE idp_user_id = $1 AND slot = $2";
-    execute(client, sql, &[&user, &slot, &advance.as_secs_f64()]).await.map(drop)
 }
 
 fn parse(row: &Row) -> SealedFileKey {

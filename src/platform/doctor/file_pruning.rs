@@ -24,7 +24,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
 async fn find_problems(config: &PlatformConfig) -> anyhow::Result<Option<PruningProblems>> {
     let db = Db::new(&config.database, 1)?;
     let session = db.session().await?;
-    if !file_keys::has_table(&session).await? {
+    if !file_keys::records_prunings(&session).await? {
         return Ok(None);
     }
     let max_age = config.timing.files_prune * MAX_INTERVALS + TIMEOUT;
