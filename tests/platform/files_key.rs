@@ -182,4 +182,8 @@ async fn platform_prunes_each_repository_and_reports_failures() {
     assert!(findings.starts_with(start) && findings.contains("cannot decrypt"), "{findings}");
     let metrics = stack.get(&process, "/metrics").await.text;
     assert!(metrics.contains("\nsvc_files_prunings_failed 1\n"), "{metrics}");
+
+    client.execute("ALTER TABLE file_keys DROP COLUMN prune_ended_at", &[]).await.unwrap();
+    let earlier_schema = stack.run_doctor(&process, "file-pruning", []).await;
+    assert!(earlier_schema.starts_with("\"skipped\""), "{earlier_schema}");
 }
