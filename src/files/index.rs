@@ -1,6 +1,5 @@
 //! The index: in which pack each blob is. The repository has many index files; their union is the index.
 
-use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 
 use jiff::Timestamp;
@@ -135,14 +134,46 @@ impl KnownBlobs {
     }
 }
 
-/// Where each blob is.
+/// Where each blob is. The locations are in sorted vectors, which take 48 bytes for each.
 #[derive(Debug, Default)]
 pub(crate) struct BlobLocations {
     packs: Vec<PackExtent>,
-    data: HashMap<Id, BlobLocation>,
-    trees: HashMap<Id, BlobLocation>,
+    data: LocationsOfType,
+    trees: LocationsOfType,
     /// The further locations of blobs that are in several packs.
     others: HashMap<(BlobType, Id), Vec<BlobLocation>>,
+}
+
+/// The locations of the blobs of one type.
+#[derive(Debug, Default)]
+struct LocationsOfType {
+    /// Sorted by id when all index files are loaded.
+    sorted: Vec<(Id, BlobLocation)>,
+    /// Those in packs that are marked for deletion; empty when all index files are loaded.
+    marked: Vec<(Id, BlobLocation)>,
+}
+
+impl LocationsOfType {
+    fn find(&self, id: Id) -> Option<BlobLocation> {
+        let at = self.sorted.binary_search_by_key(&id, |(id, _)| *id).ok()?;
+        Some(self.sorted[at].1)
+    }
+
+    /// Sorts the locations, and removes all but the first of each blob. Returns those.
+    fn finish_loading(&mut self) -> Vec<(Id, BlobLocation)> {
+        self.sorted.append(&mut self.marked);
+        // The sort is stable, so a location in a pack that is not marked for deletion comes first.
+        self.sorted.sort_by_key(|(id, _)| *id);
+        let mut others = Vec::new();
+        self.sorted.dedup_by(|next, first| {
+            let is_same = next.0 == first.0;
+            others.extend(is_same.then_some(*next));
+            is_same
+        });
+        self.sorted.shrink_to_fit();
+        self.marked = Vec::new();
+        others
+    }
 }
 
 /// A pack and the end of its last blob.
@@ -183,12 +214,13 @@ impl BlobLocation {
 
 impl BlobLocations {
     /// Adds the packs of an index file. Packs that are marked for deletion are used only for blobs that are in no other.
+    /// [`Self::finish_loading`] must follow.
     pub(crate) fn load(&mut self, file: IndexFile) {
-        self.add_packs(file.packs, true);
-        self.add_packs(file.packs_to_delete, false);
+        self.add_packs(file.packs, false);
+        self.add_packs(file.packs_to_delete, true);
     }
 
-    fn add_packs(&mut self, packs: Vec<IndexedPack>, is_preferred: bool) {
+    fn add_packs(&mut self, packs: Vec<IndexedPack>, is_marked: bool) {
         for pack in packs {
             // A repository cannot have 2^32 packs: each is an object with at least one blob.
             let Ok(number) = u32::try_from(self.packs.len()) else { return };
@@ -196,23 +228,24 @@ impl BlobLocations {
             self.packs.push(PackExtent { id: pack.id, end: end.unwrap_or(0) });
             for PackedBlob { id, blob_type, offset, length, uncompressed_length } in pack.blobs {
                 let location = BlobLocation { pack: number, offset, length, uncompressed_length };
-                let ids = match blob_type {
+                let locations = match blob_type {
                     BlobType::Data => &mut self.data,
                     BlobType::Tree => &mut self.trees,
                 };
-                let replaced = match ids.entry(id) {
-                    Entry::Vacant(entry) => {
-                        entry.insert(location);
-                        None
-                    }
-                    Entry::Occupied(mut entry) if is_preferred => Some(entry.insert(location)),
-                    Entry::Occupied(_) => Some(location),
-                };
-                if let Some(other) = replaced {
-                    self.others.entry((blob_type, id)).or_default().push(other);
-                }
+                let list = if is_marked { &mut locations.marked } else { &mut locations.sorted };
+                list.push((id, location));
             }
         }
+    }
+
+    /// Must follow the last [`Self::load`].
+    pub(crate) fn finish_loading(mut self) -> Self {
+        for (blob_type, locations) in [(BlobType::Data, &mut self.data), (BlobType::Tree, &mut self.trees)] {
+            for (id, location) in locations.finish_loading() {
+                self.others.entry((blob_type, id)).or_default().push(location);
+            }
+        }
+        self
     }
 
     /// Finds a blob's location.
@@ -220,12 +253,11 @@ impl BlobLocations {
     /// # Errors
     /// [`FilesError::Corrupt`] if the blob is in no index.
     pub(crate) fn find(&self, blob_type: BlobType, id: Id) -> Result<BlobLocation, FilesError> {
-        let (ids, name) = match blob_type {
+        let (locations, name) = match blob_type {
             BlobType::Data => (&self.data, "chunk"),
             BlobType::Tree => (&self.trees, "tree"),
         };
-        let found = ids.get(&id).copied();
-        found.ok_or_else(|| FilesError::corrupt(format!("{name} {id}"), &"it is in no index"))
+        locations.find(id).ok_or_else(|| FilesError::corrupt(format!("{name} {id}"), &"it is in no index"))
     }
 
     /// Returns the further locations of a blob, for when its first copy is damaged.
@@ -271,6 +303,25 @@ mod tests {
         assert!((0..count).all(|n| known.contains(BlobType::Data, id(n))));
         assert!(!known.contains(BlobType::Tree, id(0)), "the same bytes can be a chunk and a tree");
         assert!(known.insert(BlobType::Tree, id(0)));
+    }
+
+    #[test]
+    fn find_prefers_packs_that_are_not_marked() {
+        let pack = |n, blobs: &[u32]| {
+            let mut pack = index_file(blobs.iter().copied()).packs.remove(0);
+            pack.id = id(n);
+            pack
+        };
+        let mut locations = BlobLocations::default();
+        locations.load(IndexFile { packs: vec![], packs_to_delete: vec![pack(100, &[1, 2])] });
+        locations.load(IndexFile { packs: vec![pack(101, &[2, 3])], packs_to_delete: vec![] });
+        let locations = locations.finish_loading();
+        let pack_of = |location| locations.pack(location).id;
+        let find = |n| locations.find(BlobType::Data, id(n)).map(pack_of).ok();
+        assert_eq!([0, 1, 2, 3].map(find), [None, Some(id(100)), Some(id(101)), Some(id(101))]);
+        let others = locations.find_others(BlobType::Data, id(2)).iter().copied();
+        assert_eq!(others.map(pack_of).collect::<Vec<_>>(), [id(100)]);
+        assert!(locations.find(BlobType::Tree, id(2)).is_err());
     }
 
     #[test]

@@ -182,6 +182,7 @@ impl UsedBlobs {
         for (_, file) in index {
             locations.load(file.clone());
         }
+        let locations = locations.finish_loading();
         let mut used = HashSet::new();
         let mut trees = TreeReader::new(repository, &locations);
         let mut pending: Vec<Id> = snapshots.iter().map(|snapshot| snapshot.tree).collect();

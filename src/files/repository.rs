@@ -341,7 +341,7 @@ impl Repository {
 
     pub(crate) async fn load_locations(&self) -> Result<BlobLocations, FilesError> {
         let (locations, _) = self.read_index(|all: &mut BlobLocations, _, file| all.load(file)).await?;
-        Ok(locations)
+        Ok(locations.finish_loading())
     }
 
     /// Like [`Self::load_locations`], for trees only, which takes much less memory.
@@ -351,7 +351,7 @@ impl Repository {
             all.load(file);
         };
         let (locations, _) = self.read_index(add).await?;
-        Ok(locations)
+        Ok(locations.finish_loading())
     }
 
     pub(crate) fn open_blob(&self, blob: &PackedBlob, sealed: &[u8]) -> Result<Vec<u8>, FilesError> {

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, stream};
 
 use super::RestoreProgress;
-use super::plan::{ChunkPlacement, PlannedEntry, RestorePlan};
+use super::batch::{Batch, ChunkPlacement, PlannedEntry};
 use super::target::Target;
 use crate::blocking::run_blocking;
 use crate::error::FilesError;
@@ -33,15 +33,17 @@ struct RangeRead {
     pieces: Vec<ChunkPlacement>,
 }
 
+/// Writes the content of a batch's files, which must have been created. Returns the batch without its pieces.
 pub(super) async fn write_contents(
     repository: &Repository,
     locations: &BlobLocations,
-    mut plan: RestorePlan,
+    mut batch: Batch,
     target: &Path,
     progress: &RestoreProgress,
-) -> Result<RestorePlan, FilesError> {
-    let pieces = std::mem::take(&mut plan.pieces);
-    let files = Arc::new(std::mem::take(&mut plan.files));
+) -> Result<Batch, FilesError> {
+    let mut pieces = std::mem::take(&mut batch.pieces);
+    pieces.sort_unstable_by_key(|piece| (piece.location.pack, piece.location.offset));
+    let files = Arc::new(std::mem::take(&mut batch.files));
     let reads = plan_reads(locations, &pieces);
     drop(pieces);
     let read_one = |read: RangeRead| {
@@ -71,8 +73,8 @@ pub(super) async fn write_contents(
         .buffer_unordered(MAX_CONCURRENT_READS)
         .try_collect::<()>()
         .await?;
-    plan.files = Arc::into_inner(files).expect("all tasks have ended, so this is the only reference");
-    Ok(plan)
+    batch.files = Arc::into_inner(files).expect("all tasks have ended, so this is the only reference");
+    Ok(batch)
 }
 
 /// Writes a chunk from the first of its copies that is sound. `error` says why they could not be read together.

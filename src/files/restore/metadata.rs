@@ -1,20 +1,21 @@
-//! Hard links, owners, modes, times and extended attributes.
+//! Owners, modes, times and extended attributes.
 
 use std::fs::{File, Permissions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use jiff::Timestamp;
 use rustix::fs::{AtFlags, Gid, Timespec, Timestamps, Uid};
 
 use svc_base::accounts::AccountNames;
 use svc_base::untrusted_text::truncate_printable;
 
 use super::Restored;
-use super::plan::{PlannedEntry, RestorePlan};
+use super::batch::{Batch, PlannedEntry};
 use super::target::Target;
 use crate::error::FilesError;
-use crate::tree::{Node, NodeType};
+use crate::tree::{ExtendedAttribute, Node, NodeType};
 use crate::xattrs::write_xattrs;
 
 /// Who owns what is restored.
@@ -28,73 +29,103 @@ pub(super) enum Owners {
 }
 
 impl Owners {
-    fn resolve(&self, node: &Node) -> (u32, u32) {
-        match self {
+    fn resolve(&self, node: Node) -> Attributes {
+        let mode = match self {
+            // A file that runs with the rights of its owner must not do so for another owner.
+            Self::Fixed { .. } if node.node_type == NodeType::File => node.unix_mode() & 0o1777,
+            _ => node.unix_mode(),
+        };
+        let (uid, gid) = match self {
             Self::Saved(names) => {
                 (names.uid(&node.user).unwrap_or(node.uid), names.gid(&node.group).unwrap_or(node.gid))
             }
             Self::Fixed { uid, gid } => (*uid, *gid),
-        }
-    }
-
-    /// A file that runs with the rights of its owner must not do so for another owner.
-    fn resolve_mode(&self, node: &Node) -> u32 {
-        match self {
-            Self::Fixed { .. } if node.node_type == NodeType::File => node.unix_mode() & 0o1777,
-            _ => node.unix_mode(),
-        }
+        };
+        Attributes { uid, gid, mode, modified_at: node.mtime, extended: node.extended_attributes }
     }
 }
 
-/// Creates hard links, and sets owners, modes, times and attributes.
-///
-/// # Errors
-/// If a hard link cannot be created, or the files cannot be written to the disk. Other failures are counted.
-pub(super) fn apply(plan: &RestorePlan, path: &Path, owners: &Owners) -> Result<Restored, FilesError> {
-    let mut target = Target::open(path).map_err(FilesError::io("open", path))?;
-    let mut restored = Restored {
-        files: (plan.files.len() + plan.hard_links.len()) as u64,
-        directories: plan.directories.len() as u64,
-        bytes: plan.total_bytes,
-        ..Restored::default()
-    };
-    for (path, file) in &plan.hard_links {
-        let linked = target.create_hard_link(path, &plan.files[*file as usize].path);
-        linked.map_err(FilesError::io("create the hard link", path))?;
+/// The attributes that an entry gets.
+#[derive(Debug)]
+struct Attributes {
+    uid: u32,
+    gid: u32,
+    mode: u32,
+    modified_at: Timestamp,
+    extended: Vec<ExtendedAttribute>,
+}
+
+/// Sets the attributes of entries. Failures are counted, and do not prevent the next ones.
+pub(super) struct AttributeWriter {
+    owners: Owners,
+    /// A directory's times change when its entries do, and its mode may forbid their creation: it gets its attributes at
+    /// the end. Parents come before their subdirectories.
+    directories: Vec<(PathBuf, Attributes)>,
+    restored: Restored,
+}
+
+impl AttributeWriter {
+    pub(super) fn new(owners: Owners) -> Self {
+        Self { owners, directories: Vec::new(), restored: Restored::default() }
     }
-    let mut count = |entry: &PlannedEntry, result: io::Result<()>| {
+
+    /// Sets the attributes of the files and links of a batch.
+    ///
+    /// # Errors
+    /// [`FilesError::Io`] if the target cannot be opened.
+    pub(super) fn apply(&mut self, batch: Batch, target: &Path) -> Result<(), FilesError> {
+        let mut target = Target::open(target).map_err(FilesError::io("open", target))?;
+        self.restored.files += (batch.files.len() + batch.hard_links.len()) as u64;
+        self.restored.directories += batch.directories.len() as u64;
+        for PlannedEntry { path, node } in batch.links {
+            let result = apply_to_link(&mut target, &path, &self.owners.resolve(node));
+            self.count(&path, result);
+        }
+        for PlannedEntry { path, node } in batch.files {
+            self.restored.bytes += node.size;
+            let result = apply_to_open(&mut target, &path, &self.owners.resolve(node));
+            self.count(&path, result);
+        }
+        for PlannedEntry { path, node } in batch.directories {
+            let attributes = self.owners.resolve(node);
+            self.directories.push((path, attributes));
+        }
+        Ok(())
+    }
+
+    /// Sets the attributes of all directories, and writes everything to the disk.
+    ///
+    /// # Errors
+    /// [`FilesError::Io`] if the target cannot be opened or written to the disk.
+    pub(super) fn finish(mut self, path: &Path) -> Result<Restored, FilesError> {
+        let mut target = Target::open(path).map_err(FilesError::io("open", path))?;
+        for (path, attributes) in std::mem::take(&mut self.directories).into_iter().rev() {
+            let result = apply_to_open(&mut target, &path, &attributes);
+            self.count(&path, result);
+        }
+        let opened = File::open(path).map_err(FilesError::io("open", path))?;
+        nix::unistd::syncfs(&opened).map_err(FilesError::io("sync", path))?;
+        Ok(self.restored)
+    }
+
+    fn count(&mut self, path: &Path, result: io::Result<()>) {
         if let Err(error) = result {
-            restored.incomplete += 1;
-            let describe = || truncate_printable(&format!("{}: {error}", entry.path.display()));
-            restored.first_incomplete.get_or_insert_with(describe);
+            self.restored.incomplete += 1;
+            let describe = || truncate_printable(&format!("{}: {error}", path.display()));
+            self.restored.first_incomplete.get_or_insert_with(describe);
         }
-    };
-    for link in &plan.links {
-        count(link, apply_to_link(&mut target, link, owners));
     }
-    for file in &plan.files {
-        count(file, apply_to_open(&mut target, file, owners));
-    }
-    // A directory's times change when its entries do, so the deepest come first.
-    for directory in plan.directories.iter().rev() {
-        count(directory, apply_to_open(&mut target, directory, owners));
-    }
-    let opened = File::open(path).map_err(FilesError::io("open", path))?;
-    nix::unistd::syncfs(&opened).map_err(FilesError::io("sync", path))?;
-    Ok(restored)
 }
 
-fn apply_to_open(target: &mut Target, entry: &PlannedEntry, owners: &Owners) -> io::Result<()> {
-    let PlannedEntry { path, node } = entry;
+fn apply_to_open(target: &mut Target, path: &Path, attributes: &Attributes) -> io::Result<()> {
     let file = target.open_for_reading(path)?;
-    let (uid, gid) = owners.resolve(node);
     // Changing the owner clears the set-user-ID bit, so the mode follows; the mode may make attributes unwritable. A
     // failed step does not prevent the next ones.
-    let attributes = write_xattrs(&file, &node.extended_attributes);
-    let owner = change_owner(&file, uid, gid);
-    let mode = file.set_permissions(Permissions::from_mode(owners.resolve_mode(node)));
-    let times = rustix::fs::futimens(&file, &to_times(node));
-    attributes.and(owner).and(mode).and(times.map_err(io::Error::from))
+    let extended = write_xattrs(&file, &attributes.extended);
+    let owner = change_owner(&file, attributes.uid, attributes.gid);
+    let mode = file.set_permissions(Permissions::from_mode(attributes.mode));
+    let times = rustix::fs::futimens(&file, &to_times(attributes.modified_at));
+    extended.and(owner).and(mode).and(times.map_err(io::Error::from))
 }
 
 /// Changes the owner unless it is already the right one: a sandbox may forbid the system call.
@@ -103,18 +134,18 @@ fn change_owner(file: &File, uid: u32, gid: u32) -> io::Result<()> {
     if (meta.uid(), meta.gid()) == (uid, gid) { Ok(()) } else { fchown(file, Some(uid), Some(gid)) }
 }
 
-fn apply_to_link(target: &mut Target, link: &PlannedEntry, owners: &Owners) -> io::Result<()> {
-    let (uid, gid) = owners.resolve(&link.node);
-    let (parent, name) = target.locate(&link.path)?;
-    let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
+fn apply_to_link(target: &mut Target, path: &Path, attributes: &Attributes) -> io::Result<()> {
+    let (parent, name) = target.locate(path)?;
+    let (uid, gid) = (Uid::from_raw(attributes.uid), Gid::from_raw(attributes.gid));
     let owner = rustix::fs::chownat(parent, name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW);
-    let times = rustix::fs::utimensat(parent, name, &to_times(&link.node), AtFlags::SYMLINK_NOFOLLOW);
+    let times = to_times(attributes.modified_at);
+    let times = rustix::fs::utimensat(parent, name, &times, AtFlags::SYMLINK_NOFOLLOW);
     Ok(owner.and(times)?)
 }
 
-fn to_times(node: &Node) -> Timestamps {
+fn to_times(time: Timestamp) -> Timestamps {
     // The nanoseconds of a time before 1970 are negative in jiff, but count forward in a timespec.
-    let nanoseconds = node.mtime.as_nanosecond();
+    let nanoseconds = time.as_nanosecond();
     let seconds = nanoseconds.div_euclid(1_000_000_000);
     let time = Timespec {
         tv_sec: i64::try_from(seconds).unwrap_or(0),

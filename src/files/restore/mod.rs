@@ -1,13 +1,17 @@
 //! Restores a snapshot, or some of its entries, to an empty directory.
 //!
-//! First the trees are read. If the target has enough space, the directories, the links and the files (without content)
-//! are created; then the chunks are read pack by pack and written to their places; owners, modes and times come last.
-//! Names are checked when a tree is parsed: each entry stays in its directory.
+//! First all trees are read, to check that the target has enough space. Then the entries are restored in batches, so that
+//! the memory does not grow with their number: the directories, the links and the files (without content) are created,
+//! the chunks are read pack by pack and written to their places, and files and links get their owners, modes and times.
+//! Directories get theirs at the end. Names are checked when a tree is parsed: each entry stays in its directory.
 
+mod batch;
 mod content;
+mod hard_links;
 mod metadata;
-mod plan;
+mod survey;
 mod target;
+mod walk;
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,10 +22,14 @@ use svc_base::failpoint;
 use crate::blocking::run_blocking;
 use crate::error::FilesError;
 use crate::history::Entry;
+use crate::index::BlobLocations;
 use crate::repository::Repository;
 use crate::snapshot::Snapshot;
-use metadata::Owners;
-use plan::Start;
+use batch::Batch;
+use hard_links::FirstNames;
+use metadata::{AttributeWriter, Owners};
+use survey::Survey;
+use walk::{Start, Walk};
 
 /// A restore leaves this share of the file system free, and at most `MAX_RESERVE_BYTES`: the database is on it, too.
 const RESERVE_SHARE: u64 = 20;
@@ -118,7 +126,7 @@ pub async fn restore_entries(
     options: &RestoreOptions,
     progress: &RestoreProgress,
 ) -> Result<Restored, FilesError> {
-    let entries = entries.into_iter().map(|(entry, name)| (entry.node.clone(), PathBuf::from(name)));
+    let entries = entries.into_iter().map(|(entry, name)| (PathBuf::from(name), entry.node.clone()));
     restore_from(repository, Start::Entries(entries.collect()), options, progress).await
 }
 
@@ -129,23 +137,62 @@ async fn restore_from(
     progress: &RestoreProgress,
 ) -> Result<Restored, FilesError> {
     let locations = repository.load_locations().await?;
-    let plan = plan::RestorePlan::create(repository, &locations, start).await?;
-    plan.check_space(&options.target)?;
-    progress.total_bytes.store(plan.total_bytes, Ordering::Relaxed);
-    progress.total_files.store(plan.files.len() as u64, Ordering::Relaxed);
-    let target = options.target.clone();
-    let plan = run_blocking(move || plan.create_entries(&target).map(|()| plan)).await?;
-    failpoint::pass("files.restore.planned")?;
-    let needed = plan.needed_bytes();
-    let written = content::write_contents(repository, &locations, plan, &options.target, progress).await;
-    let plan = written.map_err(|error| error.or_no_space(needed))?;
-    failpoint::pass("files.restore.written")?;
+    let survey = Survey::create(Walk::new(repository, &locations, start.clone()), &locations).await?;
+    survey.check_space(&options.target)?;
+    progress.total_bytes.store(survey.bytes, Ordering::Relaxed);
+    progress.total_files.store(survey.files, Ordering::Relaxed);
     let owners = match options.owner {
         Some((uid, gid)) => Owners::Fixed { uid, gid },
         None => Owners::Saved(Accounts::load(&options.system_root).names()),
     };
-    let target = options.target.clone();
-    let restored = run_blocking(move || metadata::apply(&plan, &target, &owners)).await?;
+    let mut restore = Restore {
+        repository,
+        locations: &locations,
+        target: &options.target,
+        needed_bytes: survey.needed_bytes,
+        attributes: AttributeWriter::new(owners),
+        progress,
+    };
+    let mut walk = Walk::new(repository, &locations, start);
+    let (mut batch, mut first_names) = (Batch::default(), FirstNames::default());
+    while let Some(entries) = walk.next().await? {
+        for (path, node) in entries {
+            batch.add(path, node, &mut first_names, &locations)?;
+            if batch.is_full() {
+                restore = restore.add(std::mem::take(&mut batch)).await?;
+            }
+        }
+    }
+    restore = restore.add(batch).await?;
+    let (attributes, target) = (restore.attributes, options.target.clone());
+    let restored = run_blocking(move || attributes.finish(&target)).await?;
     failpoint::pass("files.restore.completed")?;
     Ok(restored)
+}
+
+/// A restore in progress.
+struct Restore<'a> {
+    repository: &'a Repository,
+    locations: &'a BlobLocations,
+    target: &'a Path,
+    /// The space that all files take, in bytes.
+    needed_bytes: u64,
+    attributes: AttributeWriter,
+    progress: &'a RestoreProgress,
+}
+
+impl Restore<'_> {
+    /// Restores the entries of a batch. The directories get their attributes later.
+    async fn add(mut self, batch: Batch) -> Result<Self, FilesError> {
+        let target = self.target.to_owned();
+        let batch = run_blocking(move || batch.create_entries(&target).map(|()| batch)).await?;
+        failpoint::pass("files.restore.planned")?;
+        let written =
+            content::write_contents(self.repository, self.locations, batch, self.target, self.progress).await;
+        let batch = written.map_err(|error| error.or_no_space(self.needed_bytes))?;
+        failpoint::pass("files.restore.written")?;
+        let (mut attributes, target) = (self.attributes, self.target.to_owned());
+        self.attributes = run_blocking(move || attributes.apply(batch, &target).map(|()| attributes)).await?;
+        Ok(self)
+    }
 }

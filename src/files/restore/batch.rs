@@ -1,0 +1,117 @@
+//! A part of a restore that fits in memory: entries, and the chunks of the files among them.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::hard_links::FirstNames;
+use super::target::Target;
+use crate::error::FilesError;
+use crate::id::Id;
+use crate::index::{BlobLocation, BlobLocations};
+use crate::pack::BlobType;
+use crate::tree::{Node, NodeType};
+
+/// Bounds the memory of a restore: 100 bytes to a kilobyte per entry, and 64 bytes per chunk. A single file may have
+/// more chunks. Tests use small batches, so that their restores have several.
+const MAX_ENTRIES: usize = if cfg!(test) { 5 } else { 20_000 };
+const MAX_PIECES: usize = if cfg!(test) { 8 } else { 200_000 };
+
+/// An entry to restore. Its node has no list of chunks, and a file's size is the sum of its chunks' sizes.
+#[derive(Debug)]
+pub(super) struct PlannedEntry {
+    /// Below the target.
+    pub(super) path: PathBuf,
+    pub(super) node: Node,
+}
+
+/// A chunk of a file.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ChunkPlacement {
+    pub(super) location: BlobLocation,
+    pub(super) id: Id,
+    /// The file's position in [`Batch::files`].
+    pub(super) file: u32,
+    /// The chunk's offset in the file, in bytes.
+    pub(super) file_offset: u64,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Batch {
+    /// Parents come before their subdirectories.
+    pub(super) directories: Vec<PlannedEntry>,
+    pub(super) files: Vec<PlannedEntry>,
+    pub(super) links: Vec<PlannedEntry>,
+    /// Further names of files, each with the first name, which may be in an earlier batch.
+    pub(super) hard_links: Vec<(PathBuf, Arc<Path>)>,
+    pub(super) pieces: Vec<ChunkPlacement>,
+}
+
+impl Batch {
+    pub(super) fn is_full(&self) -> bool {
+        let entries = self.directories.len() + self.files.len() + self.links.len() + self.hard_links.len();
+        entries >= MAX_ENTRIES || self.pieces.len() >= MAX_PIECES
+    }
+
+    /// Adds an entry.
+    ///
+    /// # Errors
+    /// [`FilesError::Corrupt`] if a chunk is in no index.
+    pub(super) fn add(
+        &mut self,
+        path: PathBuf,
+        mut node: Node,
+        first_names: &mut FirstNames,
+        locations: &BlobLocations,
+    ) -> Result<(), FilesError> {
+        match node.node_type {
+            NodeType::Dir => self.directories.push(PlannedEntry { path, node }),
+            NodeType::Symlink => self.links.push(PlannedEntry { path, node }),
+            NodeType::File => {
+                if let Some(first) = first_names.find_or_insert(&path, &node) {
+                    self.hard_links.push((path, first));
+                } else {
+                    let content = node.content.take().unwrap_or_default();
+                    node.size = self.add_pieces(content, locations)?;
+                    self.files.push(PlannedEntry { path, node });
+                }
+            }
+            NodeType::Special => {}
+        }
+        Ok(())
+    }
+
+    /// Lists the chunks of the next file, and returns its size.
+    fn add_pieces(&mut self, content: Vec<Id>, locations: &BlobLocations) -> Result<u64, FilesError> {
+        // A batch is full long before it has 2^32 files.
+        let file = u32::try_from(self.files.len()).unwrap_or(u32::MAX);
+        let mut size = 0;
+        for id in content {
+            let location = locations.find(BlobType::Data, id)?;
+            self.pieces.push(ChunkPlacement { location, id, file, file_offset: size });
+            size += location.content_length();
+        }
+        Ok(size)
+    }
+
+    /// Creates the directories, the symbolic links, each file in its full size, without content, and the hard links. No
+    /// entry may exist.
+    pub(super) fn create_entries(&self, target: &Path) -> Result<(), FilesError> {
+        let mut target = Target::open(target).map_err(FilesError::io("open", target))?;
+        for PlannedEntry { path, .. } in &self.directories {
+            target.create_directory(path).map_err(FilesError::io("create", path))?;
+        }
+        for PlannedEntry { path, node } in &self.links {
+            let link_target = node.link_target().unwrap_or_default();
+            target.create_symlink(path, &link_target).map_err(FilesError::io("create", path))?;
+        }
+        for PlannedEntry { path, node } in &self.files {
+            let file = target.create_file(path).map_err(FilesError::io("create", path))?;
+            file.set_len(node.size).map_err(FilesError::io("extend", path))?;
+        }
+        for (path, first) in &self.hard_links {
+            let linked = target.create_hard_link(path, first);
+            linked.map_err(FilesError::io("create the hard link", path))?;
+        }
+        Ok(())
+    }
+}

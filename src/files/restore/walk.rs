@@ -1,0 +1,68 @@
+//! Walks the entries to restore, one directory at a time.
+
+use std::path::PathBuf;
+
+use crate::error::FilesError;
+use crate::id::Id;
+use crate::index::BlobLocations;
+use crate::repository::Repository;
+use crate::tree::{Node, NodeType};
+use crate::tree_reader::TreeReader;
+
+/// The part of a snapshot to restore.
+#[derive(Debug, Clone)]
+pub(super) enum Start {
+    /// Everything in a tree.
+    Tree(Id),
+    /// These entries, each to a path below the target.
+    Entries(Vec<(PathBuf, Node)>),
+}
+
+pub(super) struct Walk<'a> {
+    trees: TreeReader<'a>,
+    /// The entries with which the walk starts.
+    first: Vec<(PathBuf, Node)>,
+    /// Directories whose entries were not returned.
+    pending: Vec<(PathBuf, Id)>,
+}
+
+impl<'a> Walk<'a> {
+    pub(super) fn new(repository: &'a Repository, locations: &'a BlobLocations, start: Start) -> Self {
+        let (first, pending) = match start {
+            Start::Tree(root) => (Vec::new(), vec![(PathBuf::new(), root)]),
+            Start::Entries(entries) => (entries, Vec::new()),
+        };
+        Self { trees: TreeReader::new(repository, locations), first, pending }
+    }
+
+    /// Returns the entries of the next directory, with their paths below the target. A directory is returned before its
+    /// entries. `None` at the end.
+    ///
+    /// # Errors
+    /// [`FilesError::Corrupt`] if a tree is damaged or an entry is incomplete; errors of the store.
+    pub(super) async fn next(&mut self) -> Result<Option<Vec<(PathBuf, Node)>>, FilesError> {
+        let mut entries = std::mem::take(&mut self.first);
+        if entries.is_empty() {
+            let Some((directory, tree)) = self.pending.pop() else { return Ok(None) };
+            let nodes = self.trees.read(tree).await?.nodes;
+            entries.reserve_exact(nodes.len());
+            for node in nodes {
+                let invalid = || FilesError::corrupt(format!("tree {tree}"), &"an entry has an invalid name");
+                let name = node.file_name().ok_or_else(invalid)?;
+                entries.push((directory.join(name), node));
+            }
+        }
+        for (path, node) in &entries {
+            let corrupt = |why: &str| FilesError::corrupt(format!("entry {}", path.display()), &why);
+            match node.node_type {
+                NodeType::Dir => {
+                    let tree = node.subtree.ok_or_else(|| corrupt("it has no tree"))?;
+                    self.pending.push((path.clone(), tree));
+                }
+                NodeType::Symlink if node.link_target().is_none() => return Err(corrupt("it has no target")),
+                NodeType::Symlink | NodeType::File | NodeType::Special => {}
+            }
+        }
+        Ok(Some(entries))
+    }
+}
