@@ -135,17 +135,17 @@ async fn restore_from(
     progress.total_files.store(plan.files.len() as u64, Ordering::Relaxed);
     let target = options.target.clone();
     let plan = run_blocking(move || plan.create_entries(&target).map(|()| plan)).await?;
-    failpoint::pass("files.restore.planned")?;
+    failpoint::trigger("files.restore.planned")?;
     let needed = plan.needed_bytes();
     let written = content::write_contents(repository, &locations, plan, &options.target, progress).await;
     let plan = written.map_err(|error| error.or_no_space(needed))?;
-    failpoint::pass("files.restore.written")?;
+    failpoint::trigger("files.restore.written")?;
     let owners = match options.owner {
         Some((uid, gid)) => Owners::Fixed { uid, gid },
         None => Owners::Saved(Accounts::load(&options.system_root).names()),
     };
     let target = options.target.clone();
     let restored = run_blocking(move || metadata::apply(&plan, &target, &owners)).await?;
-    failpoint::pass("files.restore.completed")?;
+    failpoint::trigger("files.restore.completed")?;
     Ok(restored)
 }
