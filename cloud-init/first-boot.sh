@@ -13,12 +13,12 @@ svc=$root/opt/svc
 say() { printf '%s\n' "$*" >&2; }
 
 # Prints the value of a variable in an env file, which quotes it as systemd does.
-read_value() { sed -n "s/^$2=\"\(.*\)\"\$/\1/p" "$svc/env/$1.env" | sed 's/\\\(.\)/\1/g' | tail -n 1; }
+read_env() { sed -n "s/^$2=\"\(.*\)\"\$/\1/p" "$svc/env/$1.env" | sed 's/\\\(.\)/\1/g' | tail -n 1; }
 # Root reads its settings from its own file, because svc-gateway owns the others after the bundle stage.
-machine=$(read_value update SVC_MACHINE_ID)
-platform=$(read_value update PLATFORM_INTERNAL_URL)
-registration=$(read_value boot REGISTRATION_TOKEN | tr -cd 'A-Za-z0-9_-')
-image=$(read_value update SVC_POSTGRES_IMAGE)
+machine=$(read_env update SVC_MACHINE_ID)
+platform=$(read_env update PLATFORM_INTERNAL_URL)
+registration=$(read_env boot REGISTRATION_TOKEN | tr -cd 'A-Za-z0-9_-')
+image=$(read_env update SVC_POSTGRES_IMAGE)
 image=${image:-docker.io/library/postgres:16}
 
 curl_as() {
@@ -122,13 +122,13 @@ retry pull &
 pulling=$!
 
 program=$svc/current/bin/svc
-url=$(read_value update SVC_HOST_BUNDLE_URL)
-sha256=$(read_value update SVC_BUNDLE_SHA256)
+url=$(read_env update SVC_HOST_BUNDLE_URL)
+sha256=$(read_env update SVC_BUNDLE_SHA256)
 mkdir -p "$svc/bootstrap"
 cd "$svc/bootstrap"
 if [ ! -x "$program" ]; then
   token=
-  [ -z "$(read_value update SVC_HOST_BUNDLE_WITH_TOKEN)" ] || token=$(read_value host UPGRADE_TOKEN | tr -cd 'A-Za-z0-9_-')
+  [ -z "$(read_env update SVC_HOST_BUNDLE_WITH_TOKEN)" ] || token=$(read_env host UPGRADE_TOKEN | tr -cd 'A-Za-z0-9_-')
   # The URL may contain a signature, so it is not an argument either.
   download() {
     status=0

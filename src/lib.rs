@@ -6,8 +6,8 @@
 pub mod applets;
 
 pub use svc_base::{
-    accounts, applet, beneath, chain, clock, config, diagnosis, failpoint, fsx, log_line, manual, metrics,
-    partial_file, quantity, telemetry, untrusted_text, variable, vars,
+    accounts, applet, beneath, clock, config, diagnosis, error_chain, failpoint, fsx, log_line, manual,
+    metrics, partial_file, quantity, telemetry, untrusted_text, variable, vars,
 };
 pub use svc_ctl as ctl;
 pub use svc_gateway as gateway;

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use kit::stores::StoreKind;
-use kit::story::{self, Checkpoint, Options, Stack};
+use kit::story::{self, Checkpoint, ScenarioOptions, Stack};
 use reqwest::Method;
 use serde_json::{Value, json};
 
@@ -24,9 +24,9 @@ const ROW_VALUE: &str = "canary-of-a-row-value";
 const REQUEST_ID: &str = "canary-request-from-the-router-1";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn story_leaks_no_secret() {
+async fn demo_leaks_no_secret() {
     let svc = Path::new(env!("CARGO_BIN_EXE_svc")).to_owned();
-    let options = Options { svc, breakage: None, store: StoreKind::Kit, keep: false, report: None };
+    let options = ScenarioOptions { svc, defect: None, store: StoreKind::Kit, keep: false, report: None };
     let variables = [
         ("RUST_LOG", "debug,tokio_postgres::query=debug,tokio_postgres::simple_query=debug"),
         ("ADMIN_TOKEN", ADMIN),

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use crate::userdata::{UserDataInput, parse_user_data};
 
 const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
-/// Units are active once started, unless a file overrides the status.
+/// A fake `systemctl`: a unit starts and is active unless the file `UNIT.fails` exists.
 const SYSTEMCTL: &str = r#"
 unit=; for word; do unit=$word; done
 case $1 in

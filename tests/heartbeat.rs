@@ -152,7 +152,7 @@ async fn record_with_different_owner_is_rotated() -> Result<()> {
             std::os::unix::fs::chown(machine.path(LOGS).join(name), Some(12_345), Some(12_345))?;
         }
     } else {
-        kit::skip::record("only root can give a record to another owner");
+        kit::skip::record("only root can change the owner of a record");
     }
     machine.run(&["svc-heartbeat"])?.expect(0);
     assert_rotated(&machine)?;
@@ -165,9 +165,9 @@ async fn record_with_different_owner_is_rotated() -> Result<()> {
     assert_rotated(&machine)
 }
 
-/// If the file is invalid, the gateway keeps the last valid values, so the owner's day does not change.
+/// If `config.json` is invalid, the time zone in the last valid settings still determines the owner's date.
 #[tokio::test]
-async fn invalid_config_does_not_change_the_day() -> Result<()> {
+async fn invalid_config_does_not_change_time_zone() -> Result<()> {
     let machine = Machine::in_use(&store()?, 1).await?;
     let zone = if Timestamp::now().to_zoned(jiff::tz::TimeZone::UTC).hour() < 12 {
         "Etc/GMT+12"

@@ -17,7 +17,7 @@ mod source;
 #[path = "house/specification.rs"]
 mod specification;
 
-use files::{File, files, format_violation, root};
+use files::{ProjectFile, files, format_violation, root};
 
 fn assert_none(broken: &[String]) {
     assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));

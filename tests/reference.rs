@@ -1,6 +1,6 @@
 //! The generated parts of the pages: tables of declarations from the code.
 //!
-//! A part is between `<!-- generated: NAME -->` and `<!-- end -->` in a page in `docs`; the text around it is
+//! A part is between `<!-- generated: NAME -->` and `<!-- end -->` on a page in `docs`; the text around it is
 //! written by hand. With [`REWRITE_VAR`], the test rewrites the pages; otherwise, it compares them.
 
 #[path = "reference/api.rs"]
@@ -23,7 +23,7 @@ mod variables;
 
 use std::fs;
 
-use files::{File, files, format_violation, root};
+use files::{ProjectFile, files, format_violation, root};
 
 /// Variable set by `cargo xtask docs`.
 const REWRITE_VAR: &str = "SVC_WRITE_DOCS";
@@ -70,7 +70,7 @@ pub fn table<R: AsRef<[String]>>(head: &[&str], rows: impl IntoIterator<Item = R
 ///
 /// # Errors
 /// Returns a message with the line of a marker that has no end or an unknown name.
-fn fill_page(page: &File, parts: &[Part]) -> Result<(String, Vec<String>), String> {
+fn fill_page(page: &ProjectFile, parts: &[Part]) -> Result<(String, Vec<String>), String> {
     let (mut text, mut placed) = (String::new(), Vec::new());
     let mut lines = page.text.lines().enumerate();
     while let Some((number, line)) = lines.next() {
@@ -92,11 +92,11 @@ fn fill_page(page: &File, parts: &[Part]) -> Result<(String, Vec<String>), Strin
     Ok((text, placed))
 }
 
-/// Finds pages whose generated parts differ from the code, and parts that are not in exactly one page.
+/// Finds pages whose generated parts differ from the code, and parts that are not on exactly one page.
 fn find_outdated(
-    pages: &[File],
+    pages: &[ProjectFile],
     parts: &[Part],
-    mut rewrite: impl FnMut(&File, &str) -> bool,
+    mut rewrite: impl FnMut(&ProjectFile, &str) -> bool,
 ) -> Vec<String> {
     let (mut found, mut placed) = (Vec::new(), Vec::new());
     for page in pages.iter().filter(|page| page.path.starts_with("docs/") && page.path.ends_with(".md")) {
@@ -114,7 +114,7 @@ fn find_outdated(
         let count = placed.iter().filter(|name| **name == part.name).count();
         if count != 1 {
             found.push(format!(
-                "`{BEGIN_PREFIX}{}{BEGIN_SUFFIX}` must be in one page, not in {count}",
+                "`{BEGIN_PREFIX}{}{BEGIN_SUFFIX}` must be on exactly one page, not on {count}",
                 part.name
             ));
         }
@@ -123,11 +123,11 @@ fn find_outdated(
 }
 
 /// Compares the pages with the parts, or writes them.
-fn assert_current(pages: &[File], parts: &[Part]) {
+fn assert_current(pages: &[ProjectFile], parts: &[Part]) {
     let is_rewriting = std::env::var_os(REWRITE_VAR).is_some();
-    let rewrite = |page: &File, text: &str| {
+    let rewrite = |page: &ProjectFile, text: &str| {
         if is_rewriting {
-            fs::write(root().join(&page.path), text).expect("write a page");
+            fs::write(root().join(&page.path), text).expect("the page must be writable");
             println!("wrote {}", page.path);
         }
         is_rewriting
@@ -148,7 +148,8 @@ fn generated_parts_of_pages_are_current() {
 fn stores_table_is_current() {
     let Some(table) = stores::probe_all() else { return };
     let pages = files();
-    let page = pages.iter().find(|page| page.path == "docs/operating/stores.md").expect("the stores page");
+    let page =
+        pages.iter().find(|page| page.path == "docs/operating/stores.md").expect("the page must exist");
     assert_current(std::slice::from_ref(page), &[table]);
 }
 
@@ -156,12 +157,12 @@ fn stores_table_is_current() {
 fn outdated_page_is_detected() {
     let part = || Part::new("a", "new\n".to_owned());
     let found = |text: &str, parts: &[Part]| {
-        find_outdated(&[File::sample("docs/p.md", text)], parts, |_, _| false).concat()
+        find_outdated(&[ProjectFile::sample("docs/p.md", text)], parts, |_, _| false).concat()
     };
     let current = "# P\n<!-- generated: a -->\n\nnew\n\n<!-- end -->\nafter\n";
     assert_eq!(found(current, &[part()]), "");
     assert!(found(&current.replace("new", "old"), &[part()]).contains("docs/p.md is out of date"));
     assert!(found(current, &[]).contains("docs/p.md:2: nothing generates a"));
     assert!(found(&current.replace(END_MARKER, ""), &[part()]).contains("docs/p.md:2: no <!-- end -->"));
-    assert!(found("# P\n", &[part()]).contains("must be in one page, not in 0"));
+    assert!(found("# P\n", &[part()]).contains("must be on exactly one page, not on 0"));
 }

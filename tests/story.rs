@@ -3,40 +3,41 @@
 use std::path::Path;
 
 use kit::stores::StoreKind;
-use kit::story::{self, Breakage, Options};
+use kit::story::{self, InjectedDefect, ScenarioOptions};
 
-async fn assert_fails_at_its_step(breakage: Breakage) {
+async fn assert_fails_at_its_step(defect: InjectedDefect) {
     let svc = Path::new(env!("CARGO_BIN_EXE_svc")).to_owned();
-    let options = Options { svc, breakage: Some(breakage), store: StoreKind::Kit, keep: false, report: None };
+    let options =
+        ScenarioOptions { svc, defect: Some(defect), store: StoreKind::Kit, keep: false, report: None };
     let report = story::run(options).await.unwrap();
     let failed = report.failed().map(|step| step.name.as_str());
     assert!(!report.ok);
-    assert_eq!(failed, Some(breakage.fails_at()), "{:#?}", report.steps);
+    assert_eq!(failed, Some(defect.fails_at()), "{:#?}", report.steps);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn store_that_refuses_snapshots_fails_backup() {
-    assert_fails_at_its_step(Breakage::Backup).await;
+    assert_fails_at_its_step(InjectedDefect::Backup).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn store_that_corrupts_snapshots_fails_recovery() {
-    assert_fails_at_its_step(Breakage::Restore).await;
+    assert_fails_at_its_step(InjectedDefect::Restore).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn host_with_unregistered_key_is_not_used() {
-    assert_fails_at_its_step(Breakage::Pin).await;
+    assert_fails_at_its_step(InjectedDefect::Pin).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn removed_fence_is_detected() {
-    assert_fails_at_its_step(Breakage::Fence).await;
+    assert_fails_at_its_step(InjectedDefect::Fence).await;
 }
 
 async fn assert_passes_on(store: StoreKind) {
     let svc = Path::new(env!("CARGO_BIN_EXE_svc")).to_owned();
-    let options = Options { svc, breakage: None, store, keep: false, report: None };
+    let options = ScenarioOptions { svc, defect: None, store, keep: false, report: None };
     let report = story::run(options).await.unwrap();
     assert!(report.ok, "{:#?}", report.steps);
 }

@@ -32,7 +32,7 @@ const EXPOSURE_LIMITS: [(&str, u32); 24] = [
     ("svc-shell", 20),
     ("svc-sync-agent", 20),
     ("svc-watch", 20),
-    // Runs as root: it replaces units and the release.
+    // Runs as root, because it replaces units and the release.
     ("svc-update", 30),
     // The owner's terminals, agents and JavaScript, which need compilers and sandboxes.
     ("svc-code", 35),
@@ -183,7 +183,11 @@ fn service_exposure_is_within_its_limit() {
         let limit = limits[service.name.trim_end_matches(".service")];
         let score = exposure_score(&service.path);
         println!("{}: {score} of {limit}", service.name);
-        assert!(score <= limit, "{} has {score}, but its limit is {limit}", service.name);
+        assert!(
+            score <= limit,
+            "{} has an exposure score of {score}, but its limit is {limit}",
+            service.name
+        );
     }
 }
 
@@ -348,7 +352,7 @@ fn services_have_limits_and_no_secret_in_environment() {
     {
         assert!(
             score(essential) < 0 && score("svc-code.service") > 0,
-            "the OOM killer must spare {essential} before the owner's programs"
+            "the OOM killer must choose the owner's programs before {essential}"
         );
     }
 }

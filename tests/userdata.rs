@@ -262,7 +262,7 @@ async fn user_data_sets_only_variables_that_hosts_declare() {
         let env = find_file(&document, &format!("/opt/svc/env/{name}.env"))["content"].as_str().unwrap();
         for variable in env.lines().map(|line| line.split('=').next().unwrap()) {
             let is_read =
-                declared.contains(variable) || script.contains(&format!("$(read_value {name} {variable})"));
+                declared.contains(variable) || script.contains(&format!("$(read_env {name} {variable})"));
             assert!(is_read, "no program on a machine reads {variable} in {name}.env");
             count += 1;
         }
@@ -283,7 +283,7 @@ async fn hosts_get_their_own_store_endpoint() {
 async fn files_are_rewritten_until_the_script_confirms_them() {
     let document = parse_user_data(&UserDataInput::typical().render().await);
     let files = document["write_files"].as_array().unwrap();
-    assert_eq!(files.last().unwrap()["path"], "/opt/svc/first-boot.sh", "the script is the last file");
+    assert_eq!(files.last().unwrap()["path"], "/opt/svc/first-boot.sh", "the script must be the last file");
     let root = tempfile::tempdir().unwrap();
     let below_root = |path: &str| root.path().join(path.trim_start_matches('/'));
     let (sem, opt) = (below_root("/var/lib/cloud/instance/sem"), below_root("/opt/svc"));

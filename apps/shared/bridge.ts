@@ -1,7 +1,8 @@
 // The bridge client: sends requests for this app with the page's token, and follows the change stream.
 //
 // The page has an opaque origin, and therefore no storage and no cookies. Its token is in its URL, and the parent
-// page sends a fresh one before it expires. This module never reloads the page by itself: it may hold unsaved text.
+// page sends a fresh one before the token expires. This module never reloads the page on its own, because the page may
+// hold unsaved text.
 
 export interface Row {
   id: string;

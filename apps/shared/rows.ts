@@ -38,7 +38,7 @@ export async function readRows<T extends Row>({ table, sortBy, pageSize, maxRows
   return rows;
 }
 
-/** Returns the ids of the table's changed rows, or `null` if they are unknown or too many, so reload the table. */
+/** Returns the ids of the table's changed rows; `null` if the table must be reloaded (ids unknown or too many). */
 export function collectChangedIds(table: string, changes: Change[]): string[] | null {
   const tableChanges = changes.filter((change) => change.table === table);
   if (tableChanges.some((change) => change.ids === null)) return null;

@@ -25,7 +25,7 @@ impl Accounts {
         Self { passwd: read("etc/passwd"), group: read("etc/group") }
     }
 
-    /// Returns all names, for looking up many files' owners.
+    /// Returns all names, for looking up the owners of many files.
     pub fn names(&self) -> AccountNames {
         AccountNames { users: NameTable::parse(&self.passwd), groups: NameTable::parse(&self.group) }
     }
@@ -63,7 +63,7 @@ struct NameTable {
 }
 
 impl NameTable {
-    /// Parses lines of `<name>:<password>:<id>:…`. The first name of a number counts, and the first number of a name.
+    /// Parses lines of `<name>:<password>:<id>:…`. If a name or an id occurs on several lines, the first one counts.
     fn parse(text: &str) -> Self {
         let mut table = Self::default();
         for line in text.lines() {

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{ExitCode, ExitStatus};
 use std::sync::OnceLock;
 
-use crate::chain::format_chain;
+use crate::error_chain::format_chain;
 use crate::manual;
 
 /// The program's version and commit. Only the binary crate embeds the commit, so that a new commit recompiles little.
@@ -56,7 +56,7 @@ macro_rules! exit_codes {
         impl Exit {
             pub const ALL: &[Self] = &[$(Self::$name),+];
 
-            /// For `docs/reference/exit-codes.md`.
+            /// The meaning, as listed in `docs/reference/exit-codes.md`.
             pub fn meaning(self) -> &'static str {
                 match self { $(Self::$name => $meaning),+ }
             }
@@ -74,7 +74,7 @@ exit_codes! {
     Internal = 70, "A bug in svc.";
     TryAgain = 75,
         "Try again later; or an operation that the command waited for needs an operator's decision.";
-    Permission = 77, "Permission denied. On a host also: this machine has been replaced.";
+    Permission = 77, "Permission denied, or, on a host, this machine has been replaced.";
     Config = 78, "The configuration is invalid. All errors are reported at once.";
 }
 

@@ -21,13 +21,13 @@ const LINK_REFUSED: &str = "symbolic links are not followed";
 
 /// An open directory.
 #[derive(Debug)]
-pub struct Folder {
+pub struct DirFd {
     fd: OwnedFd,
     /// The directory's owner. Another user's file is opened only for reading, and only if everyone can read it.
     owner: u32,
 }
 
-impl Folder {
+impl DirFd {
     /// Opens a directory by its path. Every component of the path must be changeable only by users that this process
     /// trusts.
     ///
@@ -38,16 +38,17 @@ impl Folder {
         Self::new(open(path, flags, Mode::empty())?)
     }
 
-    /// Accepts this user's files, for a directory of root in which that user writes.
+    /// Expects files to belong to this user instead of the directory's owner, for a root-owned directory that this user
+    /// writes to.
     pub fn with_owner(self, owner: u32) -> Self {
         Self { owner, ..self }
     }
 
-    /// Opens a directory below this one, whose files are checked against that directory's own owner.
+    /// Opens a directory below this one, whose files are checked against the owner of that directory.
     ///
     /// # Errors
     /// `NotFound`; `NotADirectory`; `InvalidInput` if a component is a link; other file system errors.
-    pub fn open_folder(&self, path: &Path) -> io::Result<Self> {
+    pub fn open_dir(&self, path: &Path) -> io::Result<Self> {
         Self::new(self.resolve(path, OFlag::O_DIRECTORY)?)
     }
 
@@ -198,14 +199,14 @@ mod tests {
 
     use super::*;
 
-    fn home() -> (tempfile::TempDir, Folder) {
+    fn home() -> (tempfile::TempDir, DirFd) {
         let dir = tempfile::tempdir().unwrap();
         let home = dir.path().join("home");
         fs::create_dir_all(home.join("app/dist")).unwrap();
         fs::write(dir.path().join("secret"), "secret").unwrap();
         fs::write(home.join("app/dist/page"), "page").unwrap();
-        let folder = Folder::open(&home).unwrap();
-        (dir, folder)
+        let directory = DirFd::open(&home).unwrap();
+        (dir, directory)
     }
 
     fn kind(result: io::Result<impl std::fmt::Debug>) -> io::ErrorKind {
@@ -214,60 +215,60 @@ mod tests {
 
     #[test]
     fn open_file_refuses_links_in_every_component() {
-        let (dir, folder) = home();
+        let (dir, directory) = home();
         let home = dir.path().join("home");
         symlink("/", home.join("root")).unwrap();
         symlink("app/dist", home.join("inside")).unwrap();
         symlink(dir.path().join("secret"), home.join("app/secret")).unwrap();
         for path in ["root/etc/passwd", "inside/page", "app/secret", "inside"] {
-            let refusal = folder.open_file(Path::new(path)).expect_err("must be refused");
+            let refusal = directory.open_file(Path::new(path)).expect_err("must be refused");
             assert_eq!(refusal.to_string(), LINK_REFUSED, "{path}");
         }
-        assert_eq!(kind(folder.open_folder(Path::new("inside"))), io::ErrorKind::InvalidInput);
-        assert_eq!(folder.read(Path::new("app/dist/page"), 4).unwrap(), b"page");
-        assert!(Folder::open(&home.join("inside")).is_err(), "a link to the directory itself is refused");
+        assert_eq!(kind(directory.open_dir(Path::new("inside"))), io::ErrorKind::InvalidInput);
+        assert_eq!(directory.read(Path::new("app/dist/page"), 4).unwrap(), b"page");
+        assert!(DirFd::open(&home.join("inside")).is_err(), "a link to the directory itself is refused");
     }
 
     #[test]
     fn open_file_refuses_paths_outside_directory() {
-        let (_dir, folder) = home();
+        let (_dir, directory) = home();
         for path in ["../secret", "app/../../secret", "/etc/passwd"] {
-            assert!(folder.open_file(Path::new(path)).is_err(), "{path}");
+            assert!(directory.open_file(Path::new(path)).is_err(), "{path}");
         }
-        let app = folder.open_folder(Path::new("app")).unwrap();
+        let app = directory.open_dir(Path::new("app")).unwrap();
         assert!(app.open_file(Path::new("../app/dist/page")).is_err());
         assert_eq!(app.read(Path::new("dist/page"), 9).unwrap(), b"page");
     }
 
     #[test]
     fn open_file_refuses_fifos_and_directories() {
-        let (dir, folder) = home();
+        let (dir, directory) = home();
         mkfifo(&dir.path().join("home/fifo"), Mode::S_IRWXU).unwrap();
-        assert_eq!(kind(folder.open_file(Path::new("fifo"))), io::ErrorKind::InvalidInput);
-        assert_eq!(kind(folder.open_file(Path::new("app"))), io::ErrorKind::InvalidInput);
+        assert_eq!(kind(directory.open_file(Path::new("fifo"))), io::ErrorKind::InvalidInput);
+        assert_eq!(kind(directory.open_file(Path::new("app"))), io::ErrorKind::InvalidInput);
         let _socket = std::os::unix::net::UnixListener::bind(dir.path().join("home/socket")).unwrap();
-        assert!(folder.open_file(Path::new("socket")).is_err());
+        assert!(directory.open_file(Path::new("socket")).is_err());
     }
 
     #[test]
     fn read_refuses_larger_file() {
-        let (_dir, folder) = home();
-        assert_eq!(kind(folder.read(Path::new("app/dist/page"), 3)), io::ErrorKind::FileTooLarge);
+        let (_dir, directory) = home();
+        assert_eq!(kind(directory.read(Path::new("app/dist/page"), 3)), io::ErrorKind::FileTooLarge);
     }
 
     #[test]
     fn entry_names_are_sorted() {
-        let (dir, folder) = home();
+        let (dir, directory) = home();
         fs::write(dir.path().join("home/.hidden"), "").unwrap();
         for _ in 0..2 {
-            assert_eq!(folder.entry_names().unwrap(), [".hidden", "app"]);
+            assert_eq!(directory.entry_names().unwrap(), [".hidden", "app"]);
         }
     }
 
     /// Needs root, to give a file to another user.
     #[test]
     fn open_file_refuses_hard_link_to_foreign_secret() {
-        let (dir, folder) = home();
+        let (dir, directory) = home();
         let (secret, link) = (dir.path().join("secret"), dir.path().join("home/link"));
         fs::set_permissions(&secret, fs::Permissions::from_mode(0o600)).unwrap();
         fs::hard_link(&secret, &link).unwrap();
@@ -275,8 +276,8 @@ mod tests {
             eprintln!("skipped: only root can give a file to another user");
             return;
         }
-        assert_eq!(kind(folder.open_file(Path::new("link"))), io::ErrorKind::PermissionDenied);
+        assert_eq!(kind(directory.open_file(Path::new("link"))), io::ErrorKind::PermissionDenied);
         fs::set_permissions(&secret, fs::Permissions::from_mode(0o644)).unwrap();
-        assert!(folder.open_file(Path::new("link")).is_ok(), "a file that everyone can read is opened");
+        assert!(directory.open_file(Path::new("link")).is_ok(), "a file that everyone can read is opened");
     }
 }

@@ -1,8 +1,7 @@
 //! Configuration from environment variables and env files. All errors are collected and reported together.
 //!
-//! A reader takes the values of declared [`Variable`]s from an [`Env`], then calls [`Env::finish`]. An invalid value
-//! is `None` until then, so one run reports every error. Values never appear in an error, because they may be
-//! secrets.
+//! A caller reads declared [`Variable`]s from an [`Env`], then calls [`Env::finish`]. Until then, an invalid value is
+//! `None`, so one run reports every error. Values never appear in an error, because they may be secrets.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -146,7 +145,7 @@ impl Env {
     /// Records an error if a variable is not set.
     pub fn require(&mut self, variable: &Variable) {
         if !self.is_set(variable) {
-            self.add_error(variable, "is required and not set");
+            self.add_error(variable, "is required but not set");
         }
     }
 
@@ -208,7 +207,7 @@ pub fn parse_env_file(text: &str) -> Result<Vec<(String, String)>, usize> {
             return Err(number);
         }
         if line.starts_with(['#', ';']) {
-            // Before v254, systemd treats the line after such a comment as part of it.
+            // systemd before v254 treats the line after such a comment as part of it.
             if ends_escaped(line) {
                 return Err(number);
             }
@@ -234,7 +233,7 @@ fn is_blank(c: char) -> bool {
     matches!(c, ' ' | '\t')
 }
 
-/// `None` if the value ends within a quote or after a backslash.
+/// `None` if the value ends inside a quote or after a backslash.
 fn unquote(value: &str) -> Option<String> {
     let mut out = String::new();
     let mut chars = value.chars();
@@ -301,16 +300,16 @@ pub fn set_env_lines(text: &str, pairs: &[(&str, &str)]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::variable::Preset;
+    use crate::variable::DefaultValue;
     use proptest::prelude::*;
 
-    const fn variable(name: &'static str, default: Preset) -> Variable {
-        Variable { name, form: "text", default, meaning: "", source: None, readers: None }
+    const fn variable(name: &'static str, default: DefaultValue) -> Variable {
+        Variable { name, format: "text", default, meaning: "", source: None, readers: None }
     }
 
-    const PORT: Variable = variable("PORT", Preset::Required);
-    const ABSENT: Variable = variable("ABSENT", Preset::Required);
-    const FLAG: Variable = variable("FLAG", Preset::Value("false"));
+    const PORT: Variable = variable("PORT", DefaultValue::Required);
+    const ABSENT: Variable = variable("ABSENT", DefaultValue::Required);
+    const FLAG: Variable = variable("FLAG", DefaultValue::Value("false"));
 
     #[test]
     fn finish_reports_all_errors_without_values() {
@@ -331,9 +330,9 @@ mod tests {
         let file = dir.path().join("host.env");
         std::fs::write(&file, "A=file\nB=\"two words\"\n# C=no\n").unwrap();
         let env = Env::from_pairs([("A", "process")]).with_file(&file);
-        assert_eq!(env.text(&variable("A", Preset::Unset)).as_deref(), Some("process"));
-        assert_eq!(env.text(&variable("B", Preset::Unset)).as_deref(), Some("two words"));
-        assert!(!env.is_set(&variable("C", Preset::Unset)));
+        assert_eq!(env.text(&variable("A", DefaultValue::Unset)).as_deref(), Some("process"));
+        assert_eq!(env.text(&variable("B", DefaultValue::Unset)).as_deref(), Some("two words"));
+        assert!(!env.is_set(&variable("C", DefaultValue::Unset)));
     }
 
     #[test]

@@ -19,7 +19,7 @@ pub fn arm() {
 ///
 /// # Errors
 /// [`Injected`] if the test requested an error here.
-pub fn pass(name: &str) -> Result<(), Injected> {
+pub fn trigger(name: &str) -> Result<(), Injected> {
     #[cfg(feature = "failpoints")]
     if let Some(injected) = fail::eval(name, |action| match action.as_deref() {
         Some("kill") => {

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 /// A failed file operation, with its path.
 #[derive(Debug, thiserror::Error)]
-#[error("{action} {}", .path.display())]
+#[error("cannot {action} {}", .path.display())]
 pub struct FileError {
     pub action: &'static str,
     pub path: PathBuf,
@@ -37,7 +37,7 @@ pub fn write_atomic(path: &Path, content: &[u8], mode: u32) -> Result<(), FileEr
 }
 
 /// Like [`write_atomic`], but overwrites the file in place if there is no space for a second one. A reader may then see
-/// partial content, and a crash may leave it.
+/// partial content, and a crash may leave the file incomplete.
 pub fn write_atomic_or_in_place(path: &Path, content: &[u8], mode: u32) -> Result<(), FileError> {
     match write_atomic(path, content, mode) {
         Err(error) if error.source.kind() == io::ErrorKind::StorageFull => {
@@ -47,7 +47,8 @@ pub fn write_atomic_or_in_place(path: &Path, content: &[u8], mode: u32) -> Resul
     }
 }
 
-/// Overwrites a file in place. Fails if the content needs more blocks than the file has, because there may be none.
+/// Overwrites a file in place. Fails if the content needs more blocks than the file has, because there may be no free
+/// blocks.
 fn overwrite(path: &Path, content: &[u8]) -> io::Result<()> {
     let mut file = OpenOptions::new().write(true).open(path)?;
     if file.metadata()?.blocks() * 512 < content.len() as u64 {
@@ -124,7 +125,7 @@ fn temp_file_target(temp: &str) -> Option<&str> {
     is_uuid.then_some(name)
 }
 
-/// Points `link` at `target` with one rename, durably: the link exists at all times.
+/// Durably points `link` at `target` with one rename, so that the link exists at all times.
 pub fn symlink_atomic(target: &Path, link: &Path) -> Result<(), FileError> {
     let dir = parent(link);
     fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;

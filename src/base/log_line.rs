@@ -73,14 +73,14 @@ fn write_level(writer: &mut Writer<'_>, level: Level) -> fmt::Result {
     if !writer.has_ansi_escapes() {
         return write!(writer, "{level:>5}");
     }
-    let colour = match level {
+    let color = match level {
         Level::ERROR => 31,
         Level::WARN => 33,
         Level::INFO => 32,
         Level::DEBUG => 34,
         Level::TRACE => 35,
     };
-    write!(writer, "\x1b[{colour}m{level:>5}\x1b[0m")
+    write!(writer, "\x1b[{color}m{level:>5}\x1b[0m")
 }
 
 #[cfg(test)]
@@ -105,12 +105,12 @@ mod tests {
         }
     }
 
-    fn render_line(time_format: TimeFormat, colour: bool) -> String {
+    fn render_line(time_format: TimeFormat, color: bool) -> String {
         let buffer = Buffer::default();
         let output = buffer.clone();
         let layer = tracing_subscriber::fmt::layer()
             .with_writer(move || buffer.clone())
-            .with_ansi(colour)
+            .with_ansi(color)
             .event_format(LogFormat { applet: "svc-x", time_format });
         tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), || {
             let outer = tracing::info_span!("operation", kind = "resize");
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn colour_is_used_only_for_terminals() {
+    fn color_is_used_only_for_terminals() {
         assert!(!render_line(TimeFormat::Full, false).contains('\x1b'));
         assert!(render_line(TimeFormat::Short, true).contains("\x1b[33m WARN\x1b[0m"));
     }

@@ -4,10 +4,10 @@
 pub mod accounts;
 pub mod applet;
 pub mod beneath;
-pub mod chain;
 pub mod clock;
 pub mod config;
 pub mod diagnosis;
+pub mod error_chain;
 pub mod failpoint;
 pub mod fsx;
 pub mod log_line;

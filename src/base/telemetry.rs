@@ -22,7 +22,7 @@ pub fn init(applet: &'static str) {
     start(applet, None);
 }
 
-/// Like [`init`], for an applet on this machine.
+/// Like [`init`], but lines in the journal have this machine's id in the field `SVC_MACHINE_ID`.
 pub fn init_on_machine(applet: &'static str, machine: Option<MachineId>) {
     start(applet, machine);
 }

@@ -8,7 +8,7 @@ use serde_json::Value;
 /// Maximum length of a reported text; the rest is cut off.
 pub const MAX_CHARS: usize = 2000;
 
-/// Replaces each character that could move the cursor, change colours or reorder text with U+FFFD.
+/// Replaces each character that could move the cursor, change colors or reorder text with U+FFFD.
 pub fn replace_unprintable(text: &str) -> Cow<'_, str> {
     if text.contains(is_unsafe) { text.replace(is_unsafe, "\u{FFFD}").into() } else { text.into() }
 }

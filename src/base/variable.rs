@@ -10,19 +10,19 @@ use std::str::FromStr;
 pub struct Variable {
     pub name: &'static str,
     /// The value's format: its type, unit or choices.
-    pub form: &'static str,
-    pub default: Preset,
+    pub format: &'static str,
+    pub default: DefaultValue,
     /// The declaration's doc comment.
     pub meaning: &'static str,
-    /// Where it is set, if not where the rest of its section is.
+    /// Where it is set, if different from its section.
     pub source: Option<&'static str>,
-    /// The programs that read it, if not those of its section.
+    /// The programs that read it, if different from its section.
     pub readers: Option<&'static [&'static str]>,
 }
 
-/// A program's behaviour if a variable is not set.
+/// A program's behavior if a variable is not set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Preset {
+pub enum DefaultValue {
     /// The program does not start.
     Required,
     /// The program runs without a value.
@@ -39,7 +39,9 @@ impl Variable {
     /// # Panics
     /// If the declaration has no default of this type, which is a bug in the program.
     pub fn default_value<T: FromStr<Err: Display>>(&self) -> T {
-        let Preset::Value(text) = self.default else { panic!("{} is declared without a default", self.name) };
+        let DefaultValue::Value(text) = self.default else {
+            panic!("{} is declared without a default", self.name)
+        };
         text.parse().unwrap_or_else(|why| panic!("invalid default of {}: {why}", self.name))
     }
 
@@ -82,7 +84,7 @@ macro_rules! variables {
     ($($id:literal, in $source:literal, by [$($reader:literal),*] {
         $(
             $(#[doc = $line:literal])+
-            $name:ident: $form:literal = $default:tt $($text:literal)?
+            $name:ident: $format:literal = $default:tt $($text:literal)?
                 $(, in $own_source:literal)? $(, by [$($own_reader:literal),*])?;
         )+
     })+) => {
@@ -90,8 +92,8 @@ macro_rules! variables {
             $(#[doc = $line])+
             pub const $name: $crate::variable::Variable = $crate::variable::Variable {
                 name: stringify!($name),
-                form: $form,
-                default: $crate::variables!(@preset $default $($text)?),
+                format: $format,
+                default: $crate::variables!(@default $default $($text)?),
                 meaning: concat!($($line, "\n"),+),
                 source: $crate::variables!(@optional $($own_source)?),
                 readers: $crate::variables!(@optional $(&[$($own_reader),*])?),
@@ -106,10 +108,10 @@ macro_rules! variables {
             variables: &[$($name),+],
         }),+];
     };
-    (@preset required) => { $crate::variable::Preset::Required };
-    (@preset unset) => { $crate::variable::Preset::Unset };
-    (@preset derived $text:literal) => { $crate::variable::Preset::Derived($text) };
-    (@preset $value:literal) => { $crate::variable::Preset::Value($value) };
+    (@default required) => { $crate::variable::DefaultValue::Required };
+    (@default unset) => { $crate::variable::DefaultValue::Unset };
+    (@default derived $text:literal) => { $crate::variable::DefaultValue::Derived($text) };
+    (@default $value:literal) => { $crate::variable::DefaultValue::Value($value) };
     (@optional) => { None };
     (@optional $value:expr) => { Some($value) };
 }

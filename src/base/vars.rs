@@ -4,7 +4,7 @@ crate::variables! {
     "all", in "process environment", by [] {
         /// Log filter, in the format of [tracing](https://docs.rs/tracing-subscriber).
         RUST_LOG: "filter" = "info";
-        /// Disables colours on a terminal.
+        /// Disables colors on a terminal.
         NO_COLOR: "any text" = unset;
         /// For tests only: fail points at which the process is killed, fails or waits. A build without the feature
         /// `failpoints` ignores the variable.

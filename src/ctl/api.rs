@@ -81,7 +81,7 @@ impl ApiClient {
     /// Like [`Self::get`], for a caller that polls and reports what it is waiting for.
     ///
     /// # Errors
-    /// As [`Self::get`].
+    /// Those of [`Self::get`].
     pub async fn poll(&self, path: &[&str], query: &[(&str, String)]) -> Result<ApiResponse, CallError> {
         self.call_with_retries(&Method::GET, &self.url_with(path, query), None, RetryMessages::Hidden).await
     }

@@ -35,7 +35,7 @@ const CHUNK_BYTES: usize = 256 * 1024;
 
 #[derive(Debug, thiserror::Error)]
 pub enum PublishError {
-    #[error("read {}", .path.display())]
+    #[error("cannot read {}", .path.display())]
     Read {
         path: PathBuf,
         #[source]
@@ -60,7 +60,7 @@ pub enum PublishError {
     #[error(
         "{version} was published concurrently by another process\n  next: publish again, or under a new version"
     )]
-    Raced { version: ImageVersion },
+    PublishedConcurrently { version: ImageVersion },
     #[error(
         "another manifest or signature is published for {version}, and this one does not renew it: {why}\n  \
          next: nothing if hosts can update to it; otherwise sign the same archive for longer (--valid-days)"
@@ -81,7 +81,7 @@ impl From<PublishError> for Failure {
         let exit = match &error {
             PublishError::Store(StoreError::Denied { .. }) => Exit::Permission,
             PublishError::Store(error) if error.is_transient() => Exit::Unavailable,
-            PublishError::Raced { .. } => Exit::TryAgain,
+            PublishError::PublishedConcurrently { .. } => Exit::TryAgain,
             _ => Exit::Refused,
         };
         Self::new(exit, error)
@@ -95,14 +95,14 @@ pub struct PublishResult {
     sha256: String,
     size_bytes: u64,
     outcome: PublishOutcome,
-    updates: Updates,
+    updates: UpdateSupport,
     /// The manifest's keys, which hosts trust once they are healthy on this release.
     key_set: Option<KeySet>,
 }
 
 /// Whether hosts that are running a different release can update to this one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Updates {
+enum UpdateSupport {
     Possible,
     /// With the reason.
     Impossible(String),
@@ -122,7 +122,7 @@ impl PublishResult {
             "sha256": self.sha256,
             "sizeBytes": self.size_bytes,
             "alreadyPublished": self.outcome == PublishOutcome::AlreadyPublished,
-            "updatable": self.updates == Updates::Possible,
+            "updatable": self.updates == UpdateSupport::Possible,
             "trustedKeys": self.key_set.as_ref().map(|set| json!({"sequence": set.sequence, "ids": set.keys.ids()})),
         })
     }
@@ -136,7 +136,7 @@ impl fmt::Display for PublishResult {
         };
         let key = key::bundle(&self.version, "");
         write!(f, "{outcome} {key}\n{}, sha256 {}", format_bytes(self.size_bytes), self.sha256)?;
-        if let Updates::Impossible(why) = &self.updates {
+        if let UpdateSupport::Impossible(why) = &self.updates {
             return write!(f, "\nnew machines can use it; hosts cannot update to it: {why}");
         }
         match &self.key_set {
@@ -289,7 +289,7 @@ async fn publish_digest(bucket: &Bucket, stated: &str, version: &ImageVersion) -
         // Either another publisher won, or the response to our own write was lost.
         Err(StoreError::Precondition { .. }) => match read_digest(bucket, version).await? {
             Some(stored) if stored == stated => Ok(()),
-            _ => Err(PublishError::Raced { version: version.clone() }),
+            _ => Err(PublishError::PublishedConcurrently { version: version.clone() }),
         },
         Err(error) => Err(error.into()),
     }
@@ -449,20 +449,21 @@ mod tests {
             let verified = bundle::verify(&signed, &keys, &version, Timestamp::now()).unwrap();
             verified.manifest().expires_at.to_string()
         };
-        assert!(publish().await.unwrap().updates != Updates::Possible);
+        assert!(publish().await.unwrap().updates != UpdateSupport::Possible);
         write_manifest(&dir, b"one", "2125-01-01T00:00:00.000Z", None);
         let unsigned = publish().await.unwrap();
         assert_eq!(unsigned.outcome, PublishOutcome::AlreadyPublished);
-        assert_eq!(unsigned.updates, Updates::Impossible("its manifest is not signed".to_owned()));
+        assert_eq!(unsigned.updates, UpdateSupport::Impossible("its manifest is not signed".to_owned()));
         write_manifest(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
         let signed = publish().await.unwrap();
-        assert_eq!((signed.outcome, signed.updates), (PublishOutcome::AlreadyPublished, Updates::Possible));
+        assert_eq!(signed.outcome, PublishOutcome::AlreadyPublished);
+        assert_eq!(signed.updates, UpdateSupport::Possible);
         assert_eq!(read_expiry().await, "2125-01-01T00:00:00Z");
 
         write_manifest(&dir, b"one", "2126-01-01T00:00:00.000Z", Some(&key()));
         let keyless = publish_with_keys(&bucket, dir.path(), &version, None).await.unwrap_err();
         assert!(keyless.to_string().contains("BUNDLE_PUBLIC_KEYS"), "{keyless}");
-        assert_eq!(publish().await.unwrap().updates, Updates::Possible);
+        assert_eq!(publish().await.unwrap().updates, UpdateSupport::Possible);
         assert_eq!(read_expiry().await, "2126-01-01T00:00:00Z");
         write_manifest(&dir, b"one", "2125-06-01T00:00:00.000Z", Some(&key()));
         let shorter = publish().await.unwrap_err();
@@ -475,7 +476,7 @@ mod tests {
         write_manifest(&dir, b"one", "2127-01-01T00:00:00.000Z", Some(&key()));
         publish().await.unwrap();
         bucket.put(&key::bundle(&version, ".json.sig"), old).await.unwrap();
-        assert_eq!(publish().await.unwrap().updates, Updates::Possible);
+        assert_eq!(publish().await.unwrap().updates, UpdateSupport::Possible);
         assert_eq!(read_expiry().await, "2127-01-01T00:00:00Z");
     }
 
@@ -489,7 +490,8 @@ mod tests {
         // A build without a manifest is published again.
         let bare = build(b"one");
         let again = publish_with_keys(&bucket, bare.path(), &version, Some(&keys)).await.unwrap();
-        assert_eq!((again.outcome, again.updates), (PublishOutcome::AlreadyPublished, Updates::Possible));
+        assert_eq!(again.outcome, PublishOutcome::AlreadyPublished);
+        assert_eq!(again.updates, UpdateSupport::Possible);
         let others: TrustedKeys = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=".parse().unwrap();
         let untrusted = publish_with_keys(&bucket, bare.path(), &version, Some(&others)).await.unwrap();
         assert!(untrusted.to_string().contains("not signed by a key that is trusted"), "{untrusted}");

@@ -49,7 +49,7 @@ pub fn connect(global: &GlobalOptions) -> Result<ApiClient, Failure> {
     Ok(ApiClient::new(base, &secret, Duration::from_secs(global.timeout))?)
 }
 
-/// Reads the secret in a file. An unreadable or empty file is recorded as an error.
+/// Reads a secret from a file. An unreadable or empty file is recorded as an error.
 pub fn read_secret(env: &mut Env, flag: &str, file: &Path) -> Option<SecretString> {
     match std::fs::read_to_string(file) {
         Ok(text) if !text.trim().is_empty() => Some(SecretString::from(text.trim())),

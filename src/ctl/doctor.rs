@@ -107,7 +107,7 @@ async fn check_readiness(api: &ApiClient) -> Findings {
     }
 }
 
-/// Checks to which operator the credential belongs.
+/// Checks which operator the credential belongs to.
 async fn check_operator(api: &ApiClient) -> Findings {
     let findings = Findings::new("operator");
     let result = api.get(&["operators", "whoami"], &[]).await.and_then(|response| response.parse::<WhoAmI>());

@@ -35,7 +35,7 @@ pub fn print(text: &str) -> Result<(), Failure> {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            Err(anyhow::Error::from(error).context("write to standard output").into())
+            Err(anyhow::Error::from(error).context("cannot write to standard output").into())
         }
         _ => Ok(()),
     }

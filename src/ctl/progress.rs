@@ -24,8 +24,11 @@ impl Progress {
             spinner.enable_steady_tick(Duration::from_millis(120));
             spinner
         });
-        let view =
-            View { colours: terminal && View::for_stdout().colours, now: Timestamp::now(), width: None };
+        let view = View {
+            has_colors: terminal && View::for_stdout().has_colors,
+            now: Timestamp::now(),
+            width: None,
+        };
         Self { spinner, view }
     }
 

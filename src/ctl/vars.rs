@@ -7,16 +7,16 @@ svc_base::variables! {
         /// `PLATFORM_SECRET` of the platform, or an operator's token, unless `--secret-file` names a file
         /// with it.
         PLATFORM_SECRET: "text" = required;
-        /// Keys that `bundle publish` expects hosts to trust: those of the platform's variable of this name.
+        /// Keys that `bundle publish` expects hosts to trust: the value of the platform's variable with the same name.
         BUNDLE_PUBLIC_KEYS: "comma-separated list" = unset;
-        /// Number of that key set.
+        /// Sequence number of that key set.
         BUNDLE_KEYS_SEQUENCE: "number" = "0";
         /// The owner's session for `verify-rollout --app-url`, a JWT of the identity provider or a browser's
         /// `svc_session`, unless `--session-file` names a file with it.
         SVC_SESSION_TOKEN: "text" = derived "**required** with `--app-url`";
         /// If set, `doctor` checks the platform of this machine, unless an argument says what to check.
         PLATFORM_DATABASE_URL: "text" = unset;
-        /// If `dumb`, there are no colours and no progress bars on a terminal.
+        /// If `dumb`, there are no colors and no progress bars on a terminal.
         TERM: "text" = unset;
     }
 }

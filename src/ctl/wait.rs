@@ -127,7 +127,7 @@ fn timeout_error(machine_id: &str, operation_id: Option<&str>, timeout: Duration
 
 fn is_settled(machine: &MachineDetail, operation: Option<&Operation>) -> bool {
     let has_ended = operation.is_none_or(|operation| operation.state != "running");
-    let is_transitional = matches!(machine.state_word(), "provisioning" | "recovering" | "resizing");
+    let is_transitional = matches!(machine.display_state(), "provisioning" | "recovering" | "resizing");
     // A failed operation may leave a transitional status permanently.
     has_ended && (!is_transitional || operation.is_some_and(|operation| operation.state != "succeeded"))
 }
@@ -136,7 +136,7 @@ fn is_settled(machine: &MachineDetail, operation: Option<&Operation>) -> bool {
 fn activity(machine: &MachineDetail, operation: Option<&Operation>) -> String {
     let in_progress = operation.filter(|operation| operation.is_in_progress());
     let is_being_reinstated = machine.failure.as_ref().is_some_and(failure::is_reinstating)
-        && machine.state_word() == "failed"
+        && machine.display_state() == "failed"
         && operation.is_none_or(Operation::is_in_progress);
     match in_progress.map(|operation| operation.kind.as_str()) {
         Some("power_off") => "is being powered off".to_owned(),
@@ -155,7 +155,7 @@ fn decision_error(operation: &Operation) -> anyhow::Error {
     let question = operation.question().map(|question| one_line(&question.detail)).unwrap_or_default();
     let answers = operation::answers(operation).join("\n        or ");
     anyhow!(
-        "the {} waits for your decision: {question}\n  next: either {answers}",
+        "the {} is waiting for your decision: {question}\n  next: either {answers}",
         operation::kind_noun(&operation.kind)
     )
 }
@@ -167,7 +167,7 @@ async fn check_result(
 ) -> Result<(), Failure> {
     let kind = operation.map_or("", |operation| operation.kind.as_str());
     let failed = operation.filter(|operation| operation.state != "succeeded");
-    let outcome = match (failed, machine.state_word()) {
+    let outcome = match (failed, machine.display_state()) {
         (None, "running") => return Ok(()),
         (None, _) if matches!(kind, "power_on" | "power_off" | "reboot") => return Ok(()),
         (None, "deleted") if kind == "delete" => return Ok(()),
@@ -176,7 +176,7 @@ async fn check_result(
             let code = operation.error_code.as_deref().map(|code| format!(" ({code})")).unwrap_or_default();
             format!(
                 "is {}: its {} {}{code}",
-                machine.state_word(),
+                machine.display_state(),
                 operation::kind_noun(&operation.kind),
                 outcome_phrase(operation)
             )
@@ -220,7 +220,7 @@ impl SlotHolder {
 
     fn line(&self) -> String {
         let id = &self.0.machine_id;
-        match (self.0.state_word(), self.0.failure.as_ref()) {
+        match (self.0.display_state(), self.0.failure.as_ref()) {
             ("running", _) => format!("machine {id} is now serving the slot"),
             (_, Some(failure)) if failure::is_reinstating(failure) => {
                 format!("machine {id} has the slot; its server is being powered on")
@@ -244,7 +244,7 @@ struct ProgressReporter {
     last_entry: u64,
     printed_stages: usize,
     /// The last printed boot progress, in tens of percent.
-    tens: u64,
+    printed_tens: u64,
     has_reported_error: bool,
 }
 
@@ -255,7 +255,7 @@ impl ProgressReporter {
             state: String::new(),
             last_entry: 0,
             printed_stages: 0,
-            tens: 0,
+            printed_tens: 0,
             has_reported_error: false,
         }
     }
@@ -284,7 +284,7 @@ impl ProgressReporter {
             lines.push((&stage.at, format!("{at}  boot: {}", stage.stage)));
         }
         self.printed_stages = stages.len();
-        // The times have one format, so their strings sort by time.
+        // All times have the same format, so their strings sort by time.
         lines.sort_by_key(|(at, _)| *at);
         let is_first = self.state.is_empty();
         let state = format!("machine {} {}", machine.machine_id, activity(machine, operation));
@@ -303,7 +303,7 @@ impl ProgressReporter {
         };
         let progress = machine.boot_progress.as_ref().filter(is_current);
         let tens = progress.and_then(boot::percent).unwrap_or_default() / 10;
-        if let Some(progress) = progress.filter(|_| tens > self.tens) {
+        if let Some(progress) = progress.filter(|_| tens > self.printed_tens) {
             self.progress.print_line(&format!(
                 "{:>9}  boot: {} {}",
                 "",
@@ -311,8 +311,8 @@ impl ProgressReporter {
                 boot::progress_line(progress)
             ));
         }
-        self.tens = tens;
-        let step = operation.map_or(machine.state_word(), |operation| &operation.step);
+        self.printed_tens = tens;
+        let step = operation.map_or(machine.display_state(), |operation| &operation.step);
         let boot = machine.boot.as_ref().filter(|_| step == "await_registration");
         let progress =
             progress.map(|progress| format!(" {}", boot::progress_line(progress))).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Finds the files that need damaged blobs, and the moments at which they did.
+//! Finds the files that need damaged blobs, with the first and the last snapshot in which each of them does.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -13,13 +13,13 @@ use crate::index::BlobLocations;
 use crate::repository::Repository;
 use crate::tree_reader::TreeReader;
 
-/// Maximum number of paths that are named.
+/// Maximum number of paths in the result.
 const MAX_PATHS: usize = 20;
 
-/// What damaged blobs affect.
+/// The files and snapshots that damaged blobs affect.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Affected {
-    /// The first of the affected files, and of the directories whose entries are unknown.
+    /// Affected files, and directories whose entries are unknown; at most `MAX_PATHS`.
     pub paths: Vec<AffectedPath>,
     /// The number of snapshots that need a damaged blob.
     pub snapshots: u64,
@@ -63,27 +63,27 @@ struct Search<'a> {
     damaged: &'a HashSet<Id>,
     trees: TreeReader<'a>,
     /// The affected paths below each tree.
-    known: HashMap<Id, Paths>,
-    none: Paths,
+    paths_by_tree: HashMap<Id, SharedPaths>,
+    none: SharedPaths,
 }
 
-type Paths = Arc<[PathBuf]>;
-type Found<'s> = Pin<Box<dyn Future<Output = Result<Paths, FilesError>> + Send + 's>>;
+type SharedPaths = Arc<[PathBuf]>;
+type SharedPathsFuture<'s> = Pin<Box<dyn Future<Output = Result<SharedPaths, FilesError>> + Send + 's>>;
 
 impl<'a> Search<'a> {
     fn new(repository: &'a Repository, locations: &'a BlobLocations, damaged: &'a HashSet<Id>) -> Self {
         let trees = TreeReader::without_caching(repository, locations);
-        Self { damaged, trees, known: HashMap::new(), none: Arc::from([]) }
+        Self { damaged, trees, paths_by_tree: HashMap::new(), none: Arc::from([]) }
     }
 
-    /// Returns the first of the affected paths below a tree; the empty path if the tree itself is damaged.
-    fn find_below(&mut self, id: Id) -> Found<'_> {
+    /// Returns at most [`MAX_PATHS`] affected paths below a tree, or only the empty path if the tree itself is damaged.
+    fn find_below(&mut self, id: Id) -> SharedPathsFuture<'_> {
         Box::pin(async move {
-            if let Some(known) = self.known.get(&id) {
-                return Ok(Arc::clone(known));
+            if let Some(paths) = self.paths_by_tree.get(&id) {
+                return Ok(Arc::clone(paths));
             }
             let read = if self.damaged.contains(&id) {
-                // The cache can have it, but no other machine does.
+                // This machine's cache may still have the tree, but other machines cannot read it.
                 Err(FilesError::corrupt(format!("tree {id}"), &"its pack is damaged"))
             } else {
                 self.trees.read(id).await
@@ -112,13 +112,13 @@ impl<'a> Search<'a> {
                 Err(error) => return Err(error),
             };
             let paths = if paths.is_empty() { Arc::clone(&self.none) } else { Arc::from(paths) };
-            self.known.insert(id, Arc::clone(&paths));
+            self.paths_by_tree.insert(id, Arc::clone(&paths));
             Ok(paths)
         })
     }
 }
 
-/// A damaged directory's own path has no further name.
+/// Joins a name with a path below it, which is empty if the named directory itself is damaged.
 fn join(name: &std::ffi::OsStr, below: &Path) -> PathBuf {
     if below.as_os_str().is_empty() { PathBuf::from(name) } else { Path::new(name).join(below) }
 }

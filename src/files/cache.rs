@@ -24,7 +24,7 @@ pub struct Cache {
 #[derive(Debug, Default)]
 struct UnwrittenFiles {
     files: HashMap<(String, Id), Vec<u8>>,
-    /// The files' keys, the oldest first. The newest tree of a directory is the one that the next save reads.
+    /// The files' keys, oldest first. The next save reads the newest tree of each directory.
     order: VecDeque<(String, Id)>,
     bytes: usize,
 }
@@ -70,7 +70,7 @@ impl Cache {
         self.unwritten.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads a file whose hash is its id; `None` if it is not there or is damaged.
+    /// Reads a file whose hash is its id; `None` if it is missing or damaged.
     pub(crate) fn read(&self, kind: &str, id: Id) -> Option<Vec<u8>> {
         self.read_unverified(kind, id).filter(|bytes| Id::of(bytes) == id)
     }
@@ -99,7 +99,7 @@ impl Cache {
         for file in entries(&dir.join(kind)).flat_map(|folder| entries(&folder.path())) {
             let id = file.file_name().to_str().and_then(|name| name.parse::<Id>().ok());
             if !id.is_some_and(&is_used) {
-                // A failure is harmless; the next call tries it again.
+                // A failure is harmless; the next call retries it.
                 let _ = std::fs::remove_file(file.path());
             }
         }
@@ -122,7 +122,7 @@ mod tests {
     #[test]
     fn newest_copies_are_kept_in_memory() {
         let root = tempfile::tempdir().unwrap();
-        // A file in the directory's place lets every write fail.
+        // A file in place of the directory makes every write fail.
         std::fs::write(root.path().join("cache"), "").unwrap();
         let cache = Cache::new(root.path().join("cache"));
         let content = vec![1; MAX_UNWRITTEN_BYTES / 4];

@@ -21,8 +21,8 @@ pub(crate) const MAX_CHUNK_BYTES: usize = 8 << 20;
 const SPLIT_MASK: u64 = (1 << 20) - 1;
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// Returns a random irreducible polynomial. A polynomial of its own keeps those who see a repository's chunk sizes from
-/// recognizing known files.
+/// Returns a random irreducible polynomial. Each repository has a different polynomial, so its chunk sizes do not
+/// reveal which known files it contains.
 ///
 /// # Errors
 /// If the system provides no random bytes.
@@ -69,7 +69,7 @@ fn greatest_common_divisor(mut a: Polynomial, mut b: Polynomial) -> Polynomial {
     a
 }
 
-/// The polynomial in a repository's configuration: hexadecimal digits.
+/// Serializes the polynomial in a repository's configuration as hexadecimal digits.
 pub(crate) mod hex_polynomial {
     use serde::{Deserialize, Deserializer, Serializer, de};
 
@@ -112,7 +112,7 @@ impl Chunker {
     /// Returns the next chunk; `None` at the end of the file.
     ///
     /// # Errors
-    /// Errors of the reader.
+    /// If the reader fails.
     pub(crate) fn next_chunk(&mut self, reader: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
         let mut chunk = self.buffer[self.unread.clone()].to_vec();
         self.unread = 0..0;
@@ -121,7 +121,7 @@ impl Chunker {
         if read < missing {
             return Ok(Some(chunk).filter(|chunk| !chunk.is_empty()));
         }
-        // The buffer is smaller than a chunk's minimum, so that the chunk now has exactly its minimum.
+        // The buffer is smaller than the minimum chunk size, so the chunk now has exactly the minimum size.
         let window = &chunk[chunk.len() - WINDOW_BYTES..];
         self.rabin.reset();
         for byte in window {
@@ -168,7 +168,7 @@ mod tests {
 
     use super::*;
 
-    /// `restic`'s own example of an irreducible polynomial.
+    /// `restic`'s example of an irreducible polynomial.
     const POLYNOMIAL: Polynomial = 0x003D_A335_8B4D_C173;
 
     fn pseudo_random(length: usize, seed: u64) -> Vec<u8> {
@@ -182,10 +182,10 @@ mod tests {
         (0..length).map(|_| next()).collect()
     }
 
-    /// Returns at most `step` bytes for each read.
-    struct Slow<'a>(&'a [u8], usize);
+    /// A reader that returns at most this number of bytes per read.
+    struct SlowReader<'a>(&'a [u8], usize);
 
-    impl Read for Slow<'_> {
+    impl Read for SlowReader<'_> {
         fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
             let length = buffer.len().min(self.1);
             self.0.read(&mut buffer[..length])
@@ -193,7 +193,7 @@ mod tests {
     }
 
     fn split(content: &[u8], step: usize) -> Vec<Vec<u8>> {
-        let (mut chunker, mut reader) = (Chunker::new(POLYNOMIAL), Slow(content, step));
+        let (mut chunker, mut reader) = (Chunker::new(POLYNOMIAL), SlowReader(content, step));
         std::iter::from_fn(|| chunker.next_chunk(&mut reader).unwrap()).collect()
     }
 

@@ -1,4 +1,4 @@
-//! Why a backup could not be made, read or restored.
+//! Errors from making, reading and restoring backups.
 
 use std::path::PathBuf;
 
@@ -9,7 +9,7 @@ use svc_store::StoreError;
 pub enum FilesError {
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// An object or blob is not what its name or its index says.
+    /// An object or blob does not match its name or the index.
     #[error("the repository's {what} is damaged: {why}")]
     Corrupt { what: String, why: String },
     #[error(
@@ -18,7 +18,7 @@ pub enum FilesError {
     WrongKey,
     #[error("the repository has format version {0}; only version 2 is supported")]
     UnsupportedVersion(u32),
-    #[error("the repository's index is being replaced")]
+    #[error("the repository's index changed during every attempt to read it; try again later")]
     IndexChanging,
     #[error("the system provides no random bytes")]
     NoRandomness,
@@ -59,12 +59,12 @@ impl FilesError {
         move |source| Self::Io { action, path: path.into(), source: source.into() }
     }
 
-    /// Whether an object is missing or damaged, so that another copy may help.
+    /// Whether an object is missing or damaged, in which case another copy may be intact.
     pub fn is_damage(&self) -> bool {
         matches!(self, Self::Corrupt { .. } | Self::Store(StoreError::NotFound { .. }))
     }
 
-    /// Returns `NoSpace` if a write failed because the disk is full: other programs have filled it meanwhile.
+    /// Converts the error to `NoSpace` if a write failed because other programs have filled the disk in the meantime.
     pub(crate) fn or_no_space(self, needed: u64) -> Self {
         match self {
             Self::Io { source, .. } if source.kind() == std::io::ErrorKind::StorageFull => {

@@ -26,7 +26,7 @@ fn push_byte(escaped: &mut String, byte: u8) {
     escaped.push_str(&hex::encode([byte]));
 }
 
-/// Reverses [`escape_name`], and reads every other escape sequence of Go; `None` if one is not valid.
+/// Reverses [`escape_name`]. Also accepts Go's other escape sequences; `None` if a sequence is invalid.
 pub(crate) fn unescape_name(escaped: &str) -> Option<OsString> {
     let mut bytes = Vec::with_capacity(escaped.len());
     let mut rest = escaped;

@@ -1,4 +1,4 @@
-//! Single files and directories as they were at earlier moments: their versions, and their content.
+//! Earlier versions of single files and directories, and their content.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{OsStr, OsString};
@@ -20,12 +20,12 @@ use crate::repository::Repository;
 use crate::snapshot::Snapshot;
 use crate::tree::{Node, NodeType, Tree};
 
-/// Snapshots that are searched at the same time.
+/// Maximum number of snapshots searched concurrently.
 const MAX_CONCURRENT_SEARCHES: usize = 16;
-/// Directories that are in memory at the same time, and the size up to which they are cached on the disk.
+/// Maximum number of directories in memory at the same time, and maximum size of a directory that is cached on disk.
 const MAX_CONCURRENT_TREES: usize = 4;
 const MAX_CACHED_TREE_BYTES: usize = 16 << 10;
-/// Chunks of a file that are read at the same time.
+/// Maximum number of chunks of a file read concurrently.
 const MAX_CONCURRENT_READS: usize = 4;
 
 /// The kind of an entry.
@@ -34,7 +34,7 @@ pub enum EntryKind {
     File,
     Directory,
     Link,
-    /// A device, FIFO or socket, of which nothing is saved.
+    /// A device, FIFO or socket, which is not saved.
     Special,
 }
 
@@ -116,7 +116,7 @@ impl Entry {
     }
 }
 
-/// An entry at one or more consecutive moments between which it did not change.
+/// A version of an entry: its state in one or more consecutive snapshots between which it did not change.
 #[derive(Debug, Clone)]
 pub struct Version {
     /// The entry; `None` if it did not exist.
@@ -128,14 +128,14 @@ pub struct Version {
     pub snapshot: Id,
 }
 
-/// A page of versions, the newest first.
+/// A page of versions, newest first.
 #[derive(Debug, Clone, Default)]
 pub struct VersionPage {
     pub versions: Vec<Version>,
-    /// The moment before which the next page begins; `None` on the last page. The last version of a page may have begun
-    /// earlier than the page shows.
+    /// The [`VersionQuery::before`] for the next page; `None` on the last page. The last version on a page may have
+    /// begun earlier than the page shows.
     pub next_before: Option<Timestamp>,
-    /// Snapshots that are damaged, or have a damaged directory on the way to the entry.
+    /// The number of snapshots that are damaged, or in which a directory above the entry is damaged.
     pub damaged_snapshots: u64,
 }
 
@@ -153,47 +153,49 @@ pub struct VersionQuery {
 /// Reads earlier states from a repository.
 pub struct History {
     repository: Repository,
-    /// All sound snapshots, the newest first. They were listed before the index was read, so that it has their blobs.
+    /// All sound snapshots, newest first. They were listed before the index was read, so the index contains their
+    /// blobs.
     snapshots: Vec<(Id, Snapshot)>,
     damaged_snapshots: u64,
     locations: BlobLocations,
-    /// Whether entries have their lists of chunks. Otherwise, a hash replaces them, which takes less memory.
+    /// Whether entries keep their lists of chunks. Otherwise, a hash replaces each list, which takes less memory.
     has_contents: bool,
     tree_reads: Semaphore,
-    /// What a name was in a tree: snapshots share most of their trees.
+    /// The results of looking up names in trees. They are cached because snapshots share most of their trees.
     found: Mutex<HashMap<(Id, OsString), Option<Node>>>,
-    /// The packs that were read last, if whole packs are read; the most recently used one is the last.
+    /// A cache of whole packs, if whole packs are read; the most recently used pack is last.
     packs: Option<tokio::sync::Mutex<VecDeque<(u32, Bytes)>>>,
 }
 
-/// Larger packs, of other programs, are read by ranges.
+/// Larger packs, written by other programs, are read in ranges.
 const MAX_WHOLE_PACK_BYTES: u64 = 32 << 20;
-/// Packs that are kept in memory: files that were saved together are together.
+/// Maximum number of packs kept in memory. Files that were saved together are in the same packs.
 const MAX_CACHED_PACKS: usize = 3;
 
 impl History {
     /// Reads the index of directories, which is enough to list and compare entries.
     ///
     /// # Errors
-    /// The errors of the store; [`FilesError::Corrupt`]; [`FilesError::IndexChanging`].
+    /// If the store fails; [`FilesError::Corrupt`] if an object is damaged; [`FilesError::IndexChanging`] if the index
+    /// changed during every attempt to read it.
     pub async fn open(repository: Repository) -> Result<Self, FilesError> {
         let listed = repository.list_sound_snapshots().await?;
         let locations = repository.load_tree_locations().await?;
         Ok(Self::new(repository, listed, locations, false))
     }
 
-    /// Like [`Self::open`], for entries that are then restored.
+    /// Like [`Self::open`], but returns entries that can be restored.
     ///
     /// # Errors
-    /// Those of [`Self::open`].
+    /// See [`Self::open`].
     pub async fn open_for_restore(repository: Repository) -> Result<Self, FilesError> {
         Ok(Self { has_contents: true, ..Self::open(repository).await? })
     }
 
-    /// Reads the whole index, so that contents can be read, too.
+    /// Reads the whole index, so that file contents can be read as well.
     ///
     /// # Errors
-    /// Those of [`Self::open`].
+    /// See [`Self::open`].
     pub async fn open_with_contents(repository: Repository) -> Result<Self, FilesError> {
         let listed = repository.list_sound_snapshots().await?;
         let locations = repository.load_locations().await?;
@@ -218,14 +220,14 @@ impl History {
         }
     }
 
-    /// Reads whole packs from now on, which is faster for many small files.
+    /// Makes reads fetch whole packs, which is faster for many small files.
     #[must_use]
     pub fn with_whole_packs(self) -> Self {
         Self { packs: Some(tokio::sync::Mutex::default()), ..self }
     }
 
-    /// Returns the last snapshot at or before `time`; the last one of all for `None`. Times are compared by milliseconds,
-    /// in which they are shown. Damaged snapshots are skipped.
+    /// Returns the last snapshot at or before `time`, or the latest one for `None`. Times are compared in milliseconds,
+    /// the precision in which they are shown. Damaged snapshots are skipped.
     pub fn find_snapshot(&self, time: Option<Timestamp>) -> Option<&(Id, Snapshot)> {
         let is_wanted = |at: Timestamp| time.is_none_or(|time| at.as_millisecond() <= time.as_millisecond());
         self.snapshots.iter().find(|(_, snapshot)| is_wanted(snapshot.time))
@@ -236,10 +238,11 @@ impl History {
         self.snapshots.iter().find(|(other, _)| *other == id)
     }
 
-    /// Finds an entry; `None` if it did not exist. `path` is relative to the snapshot's root; the empty path is the root.
+    /// Finds an entry; `None` if it did not exist. `path` is relative to the snapshot's root; the empty path is the
+    /// root.
     ///
     /// # Errors
-    /// The errors of the store; [`FilesError::Corrupt`].
+    /// If the store fails; [`FilesError::Corrupt`] if an object is damaged.
     pub async fn find(&self, snapshot: &Snapshot, path: &Path) -> Result<Option<Entry>, FilesError> {
         let mut entry = Entry::root(snapshot);
         for component in path.components() {
@@ -258,7 +261,7 @@ impl History {
         if let Some(found) = lock().get(&key) {
             return Ok(found.clone());
         }
-        // Large directories take much memory, and many searches want the same one.
+        // Large directories take a lot of memory, and concurrent searches often need the same one.
         let _permit = self.tree_reads.acquire().await;
         if let Some(found) = lock().get(&key) {
             return Ok(found.clone());
@@ -274,10 +277,10 @@ impl History {
         Ok(found)
     }
 
-    /// Lists a directory, by name; empty for an entry of another kind.
+    /// Lists a directory, sorted by name; empty for an entry of another kind.
     ///
     /// # Errors
-    /// The errors of the store; [`FilesError::Corrupt`].
+    /// If the store fails; [`FilesError::Corrupt`] if an object is damaged.
     pub async fn list(&self, directory: &Entry) -> Result<Vec<Entry>, FilesError> {
         let Some(tree) = directory.node.subtree else { return Ok(Vec::new()) };
         let mut entries: Vec<Entry> =
@@ -286,12 +289,12 @@ impl History {
         Ok(entries)
     }
 
-    /// Returns the versions of an entry, the newest first.
+    /// Returns the versions of an entry, newest first.
     ///
     /// # Errors
-    /// The errors of the store. Damaged snapshots are counted in the page.
+    /// If the store fails. Damaged snapshots are not an error: the page contains their number.
     pub async fn list_versions(&self, path: &Path, query: VersionQuery) -> Result<VersionPage, FilesError> {
-        // A loop, because the compiler cannot show that a borrowing iterator over a filter is `Send`.
+        // A loop, because the compiler cannot prove that a borrowing iterator over a filter is `Send`.
         let mut wanted = Vec::new();
         for listed in &self.snapshots {
             let at = listed.1.time.as_millisecond();
@@ -304,7 +307,7 @@ impl History {
         let mut searched = 0;
         while pending.peek().is_some() {
             let batch: Vec<_> = pending.by_ref().take(MAX_CONCURRENT_SEARCHES).collect();
-            // A loop, because the compiler cannot show that futures of a borrowing closure are `Send`.
+            // A loop, because the compiler cannot prove that futures of a borrowing closure are `Send`.
             let mut searches = Vec::with_capacity(batch.len());
             for (_, snapshot) in &batch {
                 searches.push(self.find(snapshot, path));
@@ -315,7 +318,7 @@ impl History {
                 let (snapshot, time) = (*snapshot, *time);
                 let entry = match entry {
                     Ok(entry) => entry,
-                    // Other snapshots can be intact.
+                    // Other snapshots may be intact.
                     Err(error) if error.is_damage() => {
                         page.damaged_snapshots += 1;
                         continue;
@@ -337,7 +340,7 @@ impl History {
                 return Ok(page);
             }
         }
-        // Before its first version, an entry did not exist: that says nothing.
+        // The absence of the entry before its first version is not a version.
         if page.versions.last().is_some_and(|last| last.entry.is_none()) {
             page.versions.pop();
         }
@@ -353,7 +356,7 @@ impl History {
     /// Checks that all chunks of a file are in the index, before any of them is sent to a client.
     ///
     /// # Errors
-    /// [`FilesError::Corrupt`].
+    /// [`FilesError::Corrupt`] if a chunk is not in the index.
     pub fn check_content(&self, file: &Entry) -> Result<(), FilesError> {
         let mut chunks = file.node.content.iter().flatten();
         chunks.try_for_each(|chunk| self.locations.find(BlobType::Data, *chunk).map(drop))
@@ -387,7 +390,7 @@ impl History {
                 result => return result,
             }
         }
-        Err(damage.unwrap_or_else(|| FilesError::corrupt(format!("blob {id}"), &"it is in no index")))
+        Err(damage.unwrap_or_else(|| FilesError::corrupt(format!("blob {id}"), &"it is not in the index")))
     }
 }
 
@@ -403,7 +406,7 @@ impl History {
         let bytes = match packs.iter().position(|(number, _)| *number == location.pack) {
             Some(at) => packs.remove(at).map(|(_, bytes)| bytes).unwrap_or_default(),
             None => match self.repository.read_pack(pack.id, 0..pack.end).await {
-                // The pack may only be truncated.
+                // The pack may be truncated after this blob.
                 Err(error) if error.is_damage() => {
                     return self.repository.read_pack(pack.id, location.range()).await;
                 }

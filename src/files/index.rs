@@ -1,4 +1,4 @@
-//! The index: in which pack each blob is. The repository has many index files; their union is the index.
+//! The index records which pack each blob is in. It is the union of all index files in the repository.
 
 use std::collections::{HashMap, HashSet};
 
@@ -49,7 +49,7 @@ impl From<FinishedPack> for IndexedPack {
     }
 }
 
-/// The blobs that the repository has. Loaded ids are in a sorted vector, which takes 32 bytes for each.
+/// The blobs that the repository has. Loaded ids are in a sorted vector, which takes 32 bytes per id.
 #[derive(Debug, Default)]
 pub(crate) struct KnownBlobs {
     data: KnownIds,
@@ -62,8 +62,8 @@ struct KnownIds {
     added: HashSet<Id>,
 }
 
-/// Minimum number of added ids before they are merged into the sorted ones. For a large index, the threshold is an eighth
-/// of it.
+/// Minimum number of added ids before they are merged into the sorted ones. For a large index, the threshold is an
+/// eighth of its size.
 const MIN_MERGED_IDS: usize = 1 << 16;
 
 impl KnownIds {
@@ -100,16 +100,16 @@ impl KnownBlobs {
         }
     }
 
-    /// Forgets blobs that are damaged, so that they are written again.
-    pub(crate) fn forget(&mut self, damaged: &HashSet<Id>) {
+    /// Removes blobs that are damaged, so that they are written again.
+    pub(crate) fn remove(&mut self, damaged: &HashSet<Id>) {
         for ids in [&mut self.data, &mut self.trees] {
             ids.sorted.retain(|id| !damaged.contains(id));
             ids.added.retain(|id| !damaged.contains(id));
         }
     }
 
-    /// Forgets all trees, so that they are written again.
-    pub(crate) fn forget_trees(&mut self) {
+    /// Removes all trees, so that they are written again.
+    pub(crate) fn remove_trees(&mut self) {
         self.trees = KnownIds::default();
     }
 
@@ -134,13 +134,13 @@ impl KnownBlobs {
     }
 }
 
-/// Where each blob is. The locations are in sorted vectors, which take 48 bytes for each.
+/// The location of each blob. The locations are in sorted vectors, which take 48 bytes for each.
 #[derive(Debug, Default)]
 pub(crate) struct BlobLocations {
     packs: Vec<PackExtent>,
     data: LocationsOfType,
     trees: LocationsOfType,
-    /// The further locations of blobs that are in several packs.
+    /// The other locations of blobs that are in several packs.
     others: HashMap<(BlobType, Id), Vec<BlobLocation>>,
 }
 
@@ -213,7 +213,7 @@ impl BlobLocation {
 }
 
 impl BlobLocations {
-    /// Adds the packs of an index file. Packs that are marked for deletion are used only for blobs that are in no other.
+    /// Adds the packs of an index file. Packs that are marked for deletion are used only for blobs that no other pack has.
     /// [`Self::finish_loading`] must follow.
     pub(crate) fn load(&mut self, file: IndexFile) {
         self.add_packs(file.packs, false);
@@ -251,16 +251,18 @@ impl BlobLocations {
     /// Finds a blob's location.
     ///
     /// # Errors
-    /// [`FilesError::Corrupt`] if the blob is in no index.
+    /// [`FilesError::Corrupt`] if the blob is not in the index.
     pub(crate) fn find(&self, blob_type: BlobType, id: Id) -> Result<BlobLocation, FilesError> {
         let (locations, name) = match blob_type {
             BlobType::Data => (&self.data, "chunk"),
             BlobType::Tree => (&self.trees, "tree"),
         };
-        locations.find(id).ok_or_else(|| FilesError::corrupt(format!("{name} {id}"), &"it is in no index"))
+        locations
+            .find(id)
+            .ok_or_else(|| FilesError::corrupt(format!("{name} {id}"), &"it is not in the index"))
     }
 
-    /// Returns the further locations of a blob, for when its first copy is damaged.
+    /// Returns the other locations of a blob, for use if its first copy is damaged.
     pub(crate) fn find_others(&self, blob_type: BlobType, id: Id) -> &[BlobLocation] {
         self.others.get(&(blob_type, id)).map_or(&[], Vec::as_slice)
     }

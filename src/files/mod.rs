@@ -1,12 +1,12 @@
 //! Backups of an owner's files in the object store, in the restic repository format, version 2
 //! (<https://restic.readthedocs.io/en/v0.14.0/100_references.html>). Stock `restic` lists, checks and restores them.
 //!
-//! A directory's state is a tree of hashes, so that unchanged directories and chunks are stored once. Chunks and
-//! trees are encrypted blobs in packs, and the index says in which pack a blob is. Objects are named by their
-//! hash and never change, except the configuration; a snapshot refers to the tree of the home directory at a moment.
+//! A directory's state is a tree of hashes, so unchanged directories and chunks are stored only once. Chunks and trees
+//! are encrypted blobs in packs, and the index records which pack each blob is in. Objects are named by their hash and
+//! never change, except the configuration. A snapshot refers to the tree of the home directory at a point in time.
 //!
-//! [`save`], [`restore`], [`history`] and [`verify`] run on the host. [`prune`] deletes objects, so it runs only on the platform.
-//! `svc_store::files_pointer` names the latest snapshot.
+//! [`save`], [`restore`], [`history`] and [`verify`] run on the host. [`prune`] deletes objects, so it runs only on the
+//! platform. `svc_store::files_pointer` names the latest snapshot.
 
 pub mod affected;
 mod blocking;

@@ -1,5 +1,5 @@
-//! Packs: objects of encrypted blobs. The encrypted header with each blob's type, length and id is at the end, and the
-//! header's length, 4 bytes, comes last.
+//! Packs: objects that consist of encrypted blobs. After the blobs, a pack has an encrypted header with each blob's
+//! type, length and id. Its last 4 bytes are the header's length.
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -8,7 +8,7 @@ use crate::error::FilesError;
 use crate::id::Id;
 use crate::key::{MasterKey, OVERHEAD_BYTES};
 
-/// A pack is finished when it reaches this size. `restic` writes 16 MiB; smaller packs take less memory.
+/// A pack is finished when it reaches this size. `restic` writes packs of 16 MiB; smaller packs take less memory.
 const TARGET_PACK_BYTES: usize = 8 << 20;
 /// Maximum number of blobs in a pack, so that its header stays small.
 const MAX_BLOBS: usize = 8192;
@@ -26,7 +26,7 @@ pub(crate) enum BlobType {
     Tree,
 }
 
-/// Where a blob is in its pack.
+/// A blob's location in its pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PackedBlob {
     pub id: Id,
@@ -45,7 +45,7 @@ fn is_zero(value: &u32) -> bool {
     *value == 0
 }
 
-/// A pack that is ready for its upload.
+/// A pack that is ready to be uploaded.
 #[derive(Debug, Clone)]
 pub(crate) struct FinishedPack {
     pub id: Id,
@@ -94,7 +94,7 @@ impl PackWriter {
         self.finish_if_full()
     }
 
-    /// Adds a blob as it is in another pack, and returns the pack if it is now full.
+    /// Adds a blob in its encrypted form from another pack, and returns the pack if it is now full.
     ///
     /// # Errors
     /// If the header cannot be encrypted.
@@ -158,7 +158,7 @@ fn encode_header(blobs: &[PackedBlob]) -> Vec<u8> {
 /// Decrypts, decompresses and verifies a blob.
 ///
 /// # Errors
-/// [`FilesError::Corrupt`] if the result is not the blob of this id.
+/// [`FilesError::Corrupt`] if the blob cannot be decrypted or decompressed, or does not match its id.
 pub(crate) fn open_blob(key: &MasterKey, blob: &PackedBlob, sealed: &[u8]) -> Result<Vec<u8>, FilesError> {
     let corrupt = |why: &str| FilesError::corrupt(format!("blob {}", blob.id), &why);
     let stored = key.decrypt(sealed).ok_or_else(|| corrupt("decryption failed"))?;
@@ -176,7 +176,7 @@ pub(crate) fn open_blob(key: &MasterKey, blob: &PackedBlob, sealed: &[u8]) -> Re
 /// Parses the header of a whole pack, and checks that it describes the pack's bytes.
 ///
 /// # Errors
-/// [`FilesError::Corrupt`].
+/// [`FilesError::Corrupt`] if the header is invalid or does not describe all of the pack's bytes.
 pub(crate) fn parse_header(key: &MasterKey, pack: Id, bytes: &[u8]) -> Result<Vec<PackedBlob>, FilesError> {
     let corrupt = |why: &str| FilesError::corrupt(format!("pack {pack}"), &why);
     let (rest, length) = bytes.split_last_chunk::<4>().ok_or_else(|| corrupt("it is too short"))?;
@@ -187,8 +187,7 @@ pub(crate) fn parse_header(key: &MasterKey, pack: Id, bytes: &[u8]) -> Result<Ve
     let header = key.decrypt(sealed).ok_or_else(|| corrupt("its header cannot be decrypted"))?;
     let (mut blobs, mut offset, mut entries) = (Vec::new(), 0_u32, &header[..]);
     while !entries.is_empty() {
-        let (blob, rest) =
-            parse_entry(entries, offset).ok_or_else(|| corrupt("its header is not readable"))?;
+        let (blob, rest) = parse_entry(entries, offset).ok_or_else(|| corrupt("its header is invalid"))?;
         offset = offset.checked_add(blob.length).ok_or_else(|| corrupt("its blobs are too long"))?;
         blobs.push(blob);
         entries = rest;

@@ -1,8 +1,9 @@
 //! Removes expired snapshots, and the packs that no snapshot needs.
 //!
-//! A machine may save at the same time, and rely on blobs that are in the index. So a pack is deleted in two phases: it
-//! is first marked in the index, which keeps later saves from relying on it, and deleted only after a grace period, if
-//! still no snapshot needs it. Packs younger than the grace period are not marked: a save may be about to refer to them.
+//! A machine may save concurrently and rely on blobs that are in the index. Therefore, a pack is deleted in two phases:
+//! it is first marked in the index, so that later saves do not rely on it, and is deleted after a grace period if no
+//! snapshot needs it by then. Packs younger than the grace period are not marked, because a save may be about to refer
+//! to them.
 //!
 //! Invariant: a crash between any two requests leaves a repository in which every remaining snapshot can be restored.
 //! An index file is deleted only after its replacement has been written, and a pack only after no index file lists it.
@@ -26,14 +27,14 @@ use crate::tree_reader::TreeReader;
 pub const FAILPOINTS: &[&str] =
     &["files.prune.snapshot", "files.prune.repacked", "files.prune.indexed", "files.prune.replaced"];
 
-/// Maximum difference between a snapshot's time and that of its upload: a save lasts some time, and clocks differ.
+/// Maximum difference between a snapshot's time and that of its upload: a save takes some time, and clocks differ.
 const MAX_TIME_DIFFERENCE: SignedDuration = SignedDuration::from_hours(12);
-/// Maximum number of packs that one run deletes, and rewrites.
+/// Maximum numbers of packs that one run deletes and rewrites.
 const MAX_DELETIONS: usize = 5_000;
 const MAX_REWRITES: usize = 1_000;
 /// A pack is rewritten without its unused blobs if more than this percentage of its bytes is unused.
 const MAX_UNUSED_PERCENT: u64 = 50;
-/// Index files with fewer blobs are merged, if there are more than [`MAX_SMALL_INDEX_FILES`].
+/// Index files with fewer blobs are merged if there are more than [`MAX_SMALL_INDEX_FILES`] of them.
 const MIN_INDEX_BLOBS: usize = 10_000;
 const MAX_SMALL_INDEX_FILES: usize = 16;
 /// A merged index file is written once it has this many blobs.
@@ -51,9 +52,9 @@ pub struct PruneOptions {
     pub is_dry_run: bool,
 }
 
-/// The result of a run; of a dry run, the changes that it would make.
+/// The changes that a run made, or that a dry run would make.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Pruned {
+pub struct PruneReport {
     pub kept_snapshots: u64,
     pub removed_snapshots: u64,
     /// Packs that were marked for deletion, including rewritten ones.
@@ -70,10 +71,11 @@ pub struct Pruned {
 /// Prunes a repository.
 ///
 /// # Errors
-/// [`FilesError`]; `Corrupt` if a snapshot needs a blob that no index file lists: then nothing is removed. `Corrupt` also
-/// if a pack to rewrite is missing: then expired snapshots are removed, but no pack.
-pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pruned, FilesError> {
-    // Snapshots come first: all blobs of these are in the index that is read afterwards.
+/// `Corrupt` if a snapshot needs a blob that no index file lists; nothing is removed in that case. `Corrupt` if a pack
+/// to rewrite is missing; expired snapshots are removed in that case, but no packs. Other [`FilesError`]s if the store
+/// fails.
+pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<PruneReport, FilesError> {
+    // Snapshots are listed first, so that the index, which is read later, contains all of their blobs.
     let snapshots = repository.list_uploaded_snapshots().await?;
     let index = repository.load_index().await?;
     let times: Vec<_> = snapshots
@@ -89,7 +91,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     let uploads: HashMap<Id, Timestamp> = repository.list_packs().await?.into_iter().collect();
     let mut plan = PrunePlan::create(&index, &used, &uploads, options);
     plan.limit_deletions();
-    let pruned = Pruned {
+    let pruned = PruneReport {
         kept_snapshots: kept.len() as u64,
         removed_snapshots: expired.len() as u64,
         marked_packs: plan.marked.len() as u64,
@@ -101,25 +103,26 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     if options.is_dry_run {
         return Ok(pruned);
     }
-    failpoint::pass("files.prune.snapshot")?;
+    failpoint::trigger("files.prune.snapshot")?;
     repository.delete_all(expired.iter().map(|id| repository.path(Kind::Snapshot, *id)).collect()).await?;
     keep_needed_packs(repository, &index, &used, &mut plan).await?;
     let new_packs = rewrite_packs(repository, &index, &mut plan, &used).await?;
-    failpoint::pass("files.prune.repacked")?;
+    failpoint::trigger("files.prune.repacked")?;
     replace_index(repository, index, &plan, new_packs, options.now).await?;
-    failpoint::pass("files.prune.replaced")?;
+    failpoint::trigger("files.prune.replaced")?;
     repository.delete_all(plan.deleted.iter().map(|id| repository.pack_path(*id)).collect()).await?;
     Ok(pruned)
 }
 
-/// Whether a snapshot's time is about that of its upload. Otherwise it is kept, and displaces no other snapshot: a stolen
-/// key could date snapshots so that earlier ones expire, and copied objects all have the time of the copy.
+/// Whether a snapshot's time is close to that of its upload. If not, the snapshot is kept and does not cause others to
+/// expire: someone with a stolen key could choose times that make earlier snapshots expire, and copied objects all have
+/// the time of the copy.
 fn has_plausible_time(snapshot: &Snapshot, uploaded: Timestamp) -> bool {
     snapshot.time.duration_since(uploaded).abs() <= MAX_TIME_DIFFERENCE
 }
 
-/// Drops the marks of packs that hold the only sound copy of a blob that a snapshot needs. The index says that another
-/// pack has it, but machines write the index: before the first copy is deleted, the other one is read.
+/// Unmarks packs that have the only sound copy of a blob that a snapshot needs. The index lists the blob in another
+/// pack as well, but machines write the index, so the other copy is read before this one is deleted.
 async fn keep_needed_packs(
     repository: &Repository,
     index: &[(Id, IndexFile)],
@@ -162,7 +165,7 @@ async fn keep_needed_packs(
         }
     }
     for pack in needed.into_values().flatten() {
-        tracing::error!(%pack, "the index names no sound copy of a needed blob; its pack is kept");
+        tracing::error!(%pack, "no other pack has a sound copy of a needed blob; keeping the marked pack");
         plan.deleted.remove(&pack);
         plan.unmarked.insert(pack);
     }
@@ -212,13 +215,14 @@ struct PrunePlan {
     marked: HashSet<Id>,
     reclaimable_bytes: u64,
     unmarked: HashSet<Id>,
-    /// Packs that are marked in one index file, but not in another: an earlier run was interrupted. The mark is dropped.
+    /// Packs that are marked in one index file but not in another, because an earlier run was interrupted. They are
+    /// unmarked.
     half_marked: HashSet<Id>,
     /// Packs whose used blobs are written to new packs. They are marked as well.
     rewritten: HashSet<Id>,
-    /// Packs that leave the index, and packs that are in none.
+    /// Marked packs, which are removed from the index as well, and orphans.
     deleted: HashSet<Id>,
-    /// The pack that provides a blob, for the blobs that several packs have.
+    /// The pack that provides the blob, for each blob that several packs have.
     providers: HashMap<(BlobType, Id), Id>,
 }
 
@@ -236,7 +240,7 @@ impl PrunePlan {
         let marked: HashMap<Id, &IndexedPack> =
             index.iter().flat_map(|(_, file)| &file.packs_to_delete).map(|pack| (pack.id, pack)).collect();
         plan.find_providers(active.values().copied(), uploads);
-        // A blob counts as used in one pack only.
+        // A blob counts as used in only one pack.
         let mut counted = HashSet::new();
         // A pack that is not in the store provides no blob.
         let mut packs: Vec<&IndexedPack> =
@@ -278,8 +282,8 @@ impl PrunePlan {
         plan
     }
 
-    /// Selects one of the packs of each blob that several packs have: the newest, because a damaged blob is written again;
-    /// of packs of the same time, the one with the most blobs, so that small packs become unused.
+    /// Selects a pack for each blob that several packs have: the newest one, because a damaged blob is written again.
+    /// Among packs of the same age, selects the one with the most blobs, so that small packs become unused.
     fn find_providers<'a>(
         &mut self,
         packs: impl Iterator<Item = &'a IndexedPack> + Clone,
@@ -307,7 +311,7 @@ impl PrunePlan {
         self.providers.get(&(blob.blob_type, blob.id)).is_none_or(|provider| *provider == pack)
     }
 
-    /// Leaves further packs to the next run, so that each run ends. They stay marked.
+    /// Bounds the duration of a run: leaves the remaining deletions and rewrites to later runs.
     fn limit_deletions(&mut self) {
         if self.deleted.len() > MAX_DELETIONS {
             self.deleted = self.deleted.drain().take(MAX_DELETIONS).collect();
@@ -321,13 +325,13 @@ impl PrunePlan {
         }
     }
 
-    /// Whether a marked pack's mark is dropped.
-    fn unmarks(&self, pack: Id) -> bool {
+    /// Whether the plan unmarks this pack.
+    fn should_unmark(&self, pack: Id) -> bool {
         self.unmarked.contains(&pack) || self.half_marked.contains(&pack)
     }
 }
 
-/// Writes the used blobs of packs to new ones.
+/// Copies the used blobs of the packs to rewrite to new packs.
 async fn rewrite_packs(
     repository: &Repository,
     index: &[(Id, IndexFile)],
@@ -357,9 +361,10 @@ async fn rewrite_packs(
             }
             let range = blob.offset as usize..(blob.offset as usize).saturating_add(blob.length as usize);
             let sealed = bytes.get(range).unwrap_or_default();
-            // A damaged blob must not be copied to a pack whose hash then says that it is sound: its pack stays.
+            // A damaged blob must not be copied: the new pack would match its hash and seem sound. The old pack is
+            // kept.
             if let Err(error) = repository.open_blob(blob, sealed) {
-                tracing::error!(pack = %pack.id, %error, "a pack is damaged, and is not rewritten");
+                tracing::error!(pack = %pack.id, %error, "a pack is damaged and is not rewritten");
                 plan.rewritten.remove(&pack.id);
                 plan.marked.remove(&pack.id);
                 break;
@@ -387,7 +392,7 @@ async fn upload(
     Ok(())
 }
 
-/// Replaces the index files that the plan changes, and merges small ones: each save adds one.
+/// Replaces the index files that the plan changes. Merges small ones, because each save adds one.
 async fn replace_index(
     repository: &Repository,
     index: Vec<(Id, IndexFile)>,
@@ -396,7 +401,7 @@ async fn replace_index(
     now: Timestamp,
 ) -> Result<(), FilesError> {
     let is_changed = |file: &IndexFile| {
-        let is_unlisted = |pack: &IndexedPack| plan.unmarks(pack.id) || plan.deleted.contains(&pack.id);
+        let is_unlisted = |pack: &IndexedPack| plan.should_unmark(pack.id) || plan.deleted.contains(&pack.id);
         file.packs.iter().any(|pack| plan.marked.contains(&pack.id))
             || file.packs_to_delete.iter().any(is_unlisted)
     };
@@ -420,7 +425,7 @@ async fn replace_index(
         for pack in file.packs_to_delete {
             if plan.unmarked.contains(&pack.id) {
                 new.packs.push(IndexedPack { time: None, ..pack });
-            } else if !plan.unmarks(pack.id) && !plan.deleted.contains(&pack.id) {
+            } else if !plan.should_unmark(pack.id) && !plan.deleted.contains(&pack.id) {
                 new.packs_to_delete.push(pack);
             }
         }
@@ -431,7 +436,7 @@ async fn replace_index(
     if !new.packs.is_empty() || !new.packs_to_delete.is_empty() {
         repository.write_json(Kind::Index, &new).await?;
     }
-    failpoint::pass("files.prune.indexed")?;
+    failpoint::trigger("files.prune.indexed")?;
     repository.delete_all(replaced.into_iter().map(|id| repository.path(Kind::Index, id)).collect()).await?;
     Ok(())
 }

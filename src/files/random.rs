@@ -5,7 +5,7 @@ use ring::rand::{SecureRandom, SystemRandom};
 use crate::error::FilesError;
 
 /// # Errors
-/// [`FilesError::NoRandomness`].
+/// [`FilesError::NoRandomness`] if the system provides no random bytes.
 pub(crate) fn fill_random(bytes: &mut [u8]) -> Result<(), FilesError> {
     SystemRandom::new().fill(bytes).map_err(|_| FilesError::NoRandomness)
 }

@@ -25,9 +25,9 @@ use crate::random::fill_random;
 use crate::snapshot::Snapshot;
 use crate::tree::Tree;
 
-/// The format's version: version 2 has compression.
+/// The format version. Version 2 supports compression.
 const VERSION: u32 = 2;
-/// Maximum size of a pack, and of another object. Machines write them, and the platform reads them.
+/// Maximum sizes of packs and of other objects. Machines write them, and the platform reads them.
 const MAX_PACK_BYTES: u64 = 256 << 20;
 const MAX_OBJECT_BYTES: u64 = 64 << 20;
 /// The first byte of compressed JSON.
@@ -36,11 +36,11 @@ const COMPRESSED: u8 = 2;
 const MAX_JSON_BYTES: usize = 128 << 20;
 /// Maximum number of blobs in the index: enough for several million files.
 const MAX_BLOBS: usize = 5_000_000;
-/// Requests for small objects at the same time.
+/// Maximum number of concurrent requests for small objects.
 const MAX_CONCURRENT_REQUESTS: usize = 16;
-/// Index files that are read at the same time.
+/// Maximum number of index files read concurrently.
 const MAX_CONCURRENT_READS: usize = 4;
-/// Maximum number of attempts to read an index that pruning changes, and the longest pause between two.
+/// Maximum number of attempts to read an index that pruning changes, and maximum pause between two attempts.
 const MAX_INDEX_READS: u32 = 12;
 const MAX_INDEX_PAUSE: Duration = Duration::from_secs(5);
 /// Timeout for one ranged read, one deletion, and the next entry of a listing.
@@ -54,7 +54,7 @@ struct Config {
     polynomial: Polynomial,
 }
 
-/// The kinds of objects with encrypted JSON.
+/// The kinds of objects that contain encrypted JSON.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Index,
@@ -115,7 +115,7 @@ impl Repository {
     /// the same one.
     ///
     /// # Errors
-    /// Those of [`Self::open`]; `NoRandomness`.
+    /// See [`Self::open`]; also `NoRandomness`.
     pub async fn open_or_create(
         bucket: Bucket,
         root: Path,
@@ -125,7 +125,7 @@ impl Repository {
         if let Some(opened) = Self::open(bucket.clone(), root.clone(), key, cache.clone()).await? {
             return Ok(opened);
         }
-        // The key file comes first, so that a repository with a configuration can always be opened with `restic`.
+        // The key file is written first, so that a repository with a configuration can always be opened with `restic`.
         let key_file = key.key_file(Timestamp::now())?;
         let key_path = root.clone().join("keys").join(Id::of(&key_file).to_string());
         bucket.put_if(&key_path, key_file, Condition::Absent).await?;
@@ -137,7 +137,7 @@ impl Repository {
         let json = serde_json::to_vec(&config).map_err(|error| FilesError::encode("config", &error))?;
         let sealed = master.encrypt(&json)?;
         match bucket.put_if(&root.clone().join("config"), sealed, Condition::Absent).await {
-            // The object may be our own, if the response to the first attempt was lost.
+            // Another process created the object, or this one did and the response was lost.
             Ok(()) | Err(StoreError::Precondition { .. }) => {}
             Err(error) => return Err(error.into()),
         }
@@ -158,7 +158,7 @@ impl Repository {
     pub(crate) async fn list(&self, kind: Kind) -> Result<Vec<Id>, FilesError> {
         let folder = self.root.clone().join(kind.folder());
         let objects = list_objects(&self.bucket, &folder).await?;
-        // Other names are not objects of the repository, such as temporary files of a directory store.
+        // Ignore other names, such as those of a directory store's temporary files.
         Ok(objects.iter().filter_map(|meta| meta.location.filename()?.parse().ok()).collect())
     }
 
@@ -206,10 +206,10 @@ impl Repository {
         self.create(&self.pack_path(pack.id), pack.bytes.clone()).await
     }
 
-    /// Writes an object that is named by its content's hash. Hosts may not overwrite such objects.
+    /// Writes an object that is named by the hash of its content. Hosts are not permitted to overwrite such objects.
     async fn create(&self, path: &Path, content: impl Into<Bytes>) -> Result<(), FilesError> {
         match self.bucket.put_if(path, content.into(), Condition::Absent).await {
-            // The response to an earlier attempt was lost.
+            // The object exists: the response to an earlier attempt was lost.
             Ok(()) | Err(StoreError::Precondition { .. }) => Ok(()),
             Err(error) => Err(error.into()),
         }
@@ -220,7 +220,7 @@ impl Repository {
         let path = self.pack_path(id);
         let expected = range.end.saturating_sub(range.start);
         if expected > MAX_PACK_BYTES {
-            return Err(FilesError::corrupt(format!("pack {id}"), &"its index says that it is too large"));
+            return Err(FilesError::corrupt(format!("pack {id}"), &"its size in the index is implausible"));
         }
         let end = range.end;
         let read = async {
@@ -231,7 +231,7 @@ impl Repository {
             Ok(bytes) => bytes,
             Err(error @ StoreError::NotFound { .. }) => return Err(error.into()),
             Err(error) => {
-                // A range beyond the end is an error of the request, which a retry does not help.
+                // A range beyond the end of the pack is an error of the request; a retry would fail as well.
                 let head = async {
                     let meta = self.bucket.raw().head(&path).await;
                     meta.map_err(|error| StoreError::classify(&path, error))
@@ -240,14 +240,14 @@ impl Repository {
                 if meta.is_ok_and(|meta| meta.size < end) {
                     return Err(FilesError::corrupt(
                         format!("pack {id}"),
-                        &"it is shorter than its index says",
+                        &"it is shorter than the index says",
                     ));
                 }
                 return Err(error.into());
             }
         };
         if bytes.len() as u64 != expected {
-            return Err(FilesError::corrupt(format!("pack {id}"), &"it is shorter than its index says"));
+            return Err(FilesError::corrupt(format!("pack {id}"), &"it is shorter than the index says"));
         }
         Ok(bytes)
     }
@@ -260,7 +260,7 @@ impl Repository {
 
     /// Reads the index, and returns the ids of its files.
     ///
-    /// Pruning may replace files meanwhile: then it is read again.
+    /// If pruning replaces files in the meantime, the index is read again.
     async fn read_index<T: Default>(
         &self,
         add: impl Fn(&mut T, Id, IndexFile),
@@ -271,7 +271,7 @@ impl Repository {
             match self.read_index_files(&files, &add).await {
                 Ok(index) => {
                     let present: HashSet<Id> = self.list(Kind::Index).await?.into_iter().collect();
-                    // Additional files are those of a concurrent save, which the caller need not know.
+                    // Additional files are from a concurrent save; the caller does not need them.
                     if files.iter().all(|id| present.contains(id)) {
                         return Ok((index, files));
                     }
@@ -294,7 +294,7 @@ impl Repository {
     ) -> Result<T, FilesError> {
         let mut index = T::default();
         let mut blobs = 0;
-        // Owned values, because the compiler cannot show that futures of borrowing closures are `Send`.
+        // Owned values, because the compiler cannot prove that futures of borrowing closures are `Send`.
         let read = |id: Id| {
             let repository = self.clone();
             async move { repository.read_json::<IndexFile>(Kind::Index, id).await.map(|file| (id, file)) }
@@ -317,7 +317,7 @@ impl Repository {
         Ok((known, files))
     }
 
-    /// Lists all packs with the times of their uploads, by the store's clock.
+    /// Lists all packs with their upload times, by the store's clock.
     pub(crate) async fn list_packs(&self) -> Result<Vec<(Id, Timestamp)>, FilesError> {
         self.list_uploads(&self.root.clone().join("data")).await
     }
@@ -328,7 +328,7 @@ impl Repository {
         Ok(files)
     }
 
-    /// Deletes an object, which need not exist. Only the platform's credentials permit it.
+    /// Deletes an object if it exists. Only the platform's credentials permit deletions.
     pub(crate) async fn delete(&self, path: &Path) -> Result<(), FilesError> {
         let deletion = async {
             match self.bucket.raw().delete(path).await {
@@ -344,7 +344,7 @@ impl Repository {
         Ok(locations.finish_loading())
     }
 
-    /// Like [`Self::load_locations`], for trees only, which takes much less memory.
+    /// Like [`Self::load_locations`], but only for trees, which takes much less memory.
     pub(crate) async fn load_tree_locations(&self) -> Result<BlobLocations, FilesError> {
         let add = |all: &mut BlobLocations, _, mut file: IndexFile| {
             file.retain_blobs(BlobType::Tree);
@@ -361,7 +361,7 @@ impl Repository {
     /// Reads a tree from the cache.
     ///
     /// # Errors
-    /// [`FilesError::Corrupt`] if it is no tree.
+    /// [`FilesError::Corrupt`] if the cached object is not a valid tree.
     pub(crate) fn cached_tree(&self, id: Id) -> Result<Option<Tree>, FilesError> {
         let Some(compressed) = self.cache.read_unverified("trees", id) else { return Ok(None) };
         let json = decompress(&compressed).ok().filter(|json| Id::of(json) == id);
@@ -374,28 +374,28 @@ impl Repository {
         }
     }
 
-    /// Removes the trees from the cache that are not in `used`.
+    /// Removes the trees that are not in `used` from the cache.
     pub(crate) fn retain_cached_trees(&self, used: &HashSet<Id>) {
         self.cache.retain("trees", |id| used.contains(&id));
     }
 
-    /// Removes index files from the cache that the repository no longer has.
-    pub(crate) fn retain_cached_index(&self, files: &HashSet<Id>) {
+    /// Removes the index files that the repository no longer has from the cache.
+    pub(crate) fn retain_cached_index_files(&self, files: &HashSet<Id>) {
         self.cache.retain(Kind::Index.folder(), |id| files.contains(&id));
     }
 
     /// Reads a snapshot.
     ///
     /// # Errors
-    /// The errors of the store; [`FilesError::Corrupt`].
+    /// If the store fails; [`FilesError::Corrupt`] if an object is damaged.
     pub async fn read_snapshot(&self, id: Id) -> Result<Snapshot, FilesError> {
         self.read_json(Kind::Snapshot, id).await
     }
 
-    /// Reads all snapshots, the newest first.
+    /// Reads all snapshots, newest first.
     ///
     /// # Errors
-    /// The errors of the store; [`FilesError::Corrupt`].
+    /// If the store fails; [`FilesError::Corrupt`] if an object is damaged.
     pub async fn list_snapshots(&self) -> Result<Vec<(Id, Snapshot)>, FilesError> {
         let snapshots = self.list_uploaded_snapshots().await?;
         Ok(snapshots.into_iter().map(|(id, snapshot, _)| (id, snapshot)).collect())
@@ -415,7 +415,7 @@ impl Repository {
         while let Some((id, snapshot)) = reads.next().await {
             match snapshot {
                 Ok(snapshot) => snapshots.push((id, snapshot)),
-                // Pruning has removed it meanwhile.
+                // Pruning has removed it since the listing.
                 Err(FilesError::Store(StoreError::NotFound { .. })) => {}
                 Err(error @ FilesError::Corrupt { .. }) => {
                     tracing::warn!(%error, "a snapshot of the owner's files is damaged");
@@ -428,7 +428,7 @@ impl Repository {
         Ok((snapshots, damaged))
     }
 
-    /// Like [`Self::list_snapshots`], with the times of their uploads by the store's clock.
+    /// Like [`Self::list_snapshots`], but also returns their upload times, by the store's clock.
     pub(crate) async fn list_uploaded_snapshots(&self) -> Result<Vec<(Id, Snapshot, Timestamp)>, FilesError> {
         let folder = self.root.clone().join(Kind::Snapshot.folder());
         let uploads = self.list_uploads(&folder).await?;
@@ -445,7 +445,7 @@ impl Repository {
         Ok(snapshots)
     }
 
-    /// Lists the objects of a folder with the times of their uploads, by the store's clock.
+    /// Lists the objects of a folder with their upload times, by the store's clock.
     async fn list_uploads(&self, folder: &Path) -> Result<Vec<(Id, Timestamp)>, FilesError> {
         let mut uploads = Vec::new();
         for meta in list_objects(&self.bucket, folder).await? {
@@ -457,7 +457,7 @@ impl Repository {
         Ok(uploads)
     }
 
-    /// Deletes objects, several at a time.
+    /// Deletes objects concurrently.
     pub(crate) async fn delete_all(&self, paths: Vec<Path>) -> Result<(), FilesError> {
         let delete = |path: Path| {
             let repository = self.clone();

@@ -1,4 +1,4 @@
-//! Which snapshots are kept: all for a day, then one for each hour, day and month.
+//! Which snapshots are kept: all for a day, then one per hour, day and month.
 
 use jiff::{SignedDuration, Timestamp, tz::TimeZone};
 
@@ -14,9 +14,9 @@ pub struct RetentionPolicy {
     pub hourly: SignedDuration,
     /// How long the last snapshot of each day is kept.
     pub daily: SignedDuration,
-    /// How long the last snapshot of each month is kept; `None` for ever.
+    /// How long the last snapshot of each month is kept; `None` for no limit.
     pub monthly: Option<SignedDuration>,
-    /// How many of the newest snapshots are kept, however old they are.
+    /// How many of the newest snapshots are kept, regardless of their age.
     pub newest: usize,
 }
 
@@ -42,7 +42,7 @@ enum Period {
 }
 
 impl RetentionPolicy {
-    /// Returns the snapshots to remove. Snapshots from the future, by a wrong clock, are kept.
+    /// Returns the snapshots to remove. Snapshots with times in the future, due to a wrong clock, are kept.
     pub fn select_expired(&self, snapshots: &[(Id, Timestamp)], now: Timestamp) -> Vec<Id> {
         let mut newest_first: Vec<_> = snapshots.to_vec();
         newest_first.sort_unstable_by(|a, b| b.1.cmp(&a.1).then(b.0.cmp(&a.0)));
@@ -61,7 +61,7 @@ impl RetentionPolicy {
         expired
     }
 
-    /// Returns the period of a snapshot; `None` if no rule keeps one so old.
+    /// Returns the period of a snapshot; `None` if no rule keeps a snapshot of this age.
     fn period(&self, time: Timestamp, now: Timestamp) -> Option<Period> {
         let age = now.duration_since(time);
         let date = || time.to_zoned(TimeZone::UTC).date();

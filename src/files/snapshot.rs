@@ -1,4 +1,4 @@
-//! Snapshots: the state of the home directory at a moment.
+//! Snapshots: the state of the home directory at a point in time.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -24,7 +24,7 @@ pub struct Snapshot {
     pub tags: Vec<String>,
 }
 
-/// Which machine made a snapshot; tags, because `restic` shows them.
+/// The machine that made a snapshot. It is stored in tags, because `restic` shows them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SnapshotOrigin {
     pub machine: MachineId,

@@ -12,7 +12,7 @@ use crate::error::FilesError;
 use crate::escape::{escape_name, unescape_name};
 use crate::id::Id;
 
-/// Go's bits of a file mode, in which `restic` stores it. The lowest nine bits are those of Unix.
+/// The bits of Go's file modes, which `restic` stores. The lowest nine bits are the same as in Unix.
 mod go_mode {
     pub(super) const DIR: u32 = 1 << 31;
     pub(super) const SYMLINK: u32 = 1 << 27;
@@ -38,7 +38,7 @@ pub enum NodeType {
     File,
     Dir,
     Symlink,
-    /// A device, FIFO or socket, which is never written and not restored.
+    /// A device, FIFO or socket, which is neither saved nor restored.
     #[serde(rename = "socket", alias = "fifo", alias = "dev", alias = "chardev", alias = "irregular")]
     Special,
 }
@@ -50,11 +50,11 @@ pub struct Node {
     name: String,
     #[serde(rename = "type")]
     pub node_type: NodeType,
-    /// In Go's format; [`Node::unix_mode`] returns Unix's.
+    /// In Go's format; [`Node::unix_mode`] returns the Unix mode.
     #[serde(default)]
     mode: u32,
     pub mtime: Timestamp,
-    /// `restic` restores it, so it is always written; it is the modification time.
+    /// Set to the modification time. It is always written, because `restic` restores it.
     #[serde(default)]
     atime: Timestamp,
     #[serde(default)]
@@ -149,7 +149,7 @@ impl Node {
         (self.mtime, self.atime, self.ctime) = (mtime, mtime, ctime);
     }
 
-    /// The name; `None` if its escapes are not valid, or if it is not a name of one entry, such as `..` or `a/b`.
+    /// The name; `None` if its escapes are invalid, or if it cannot name an entry, like `..` or `a/b`.
     pub fn file_name(&self) -> Option<OsString> {
         let name = unescape_name(&self.name)?;
         let bytes = name.as_bytes();
@@ -171,7 +171,7 @@ impl Node {
         self.linktarget_raw = target.to_str().is_none().then(|| BASE64_STANDARD.encode(target.as_bytes()));
     }
 
-    /// The target of a symbolic link; `None` if it is not valid base64 or is empty.
+    /// The target of a symbolic link; `None` if it is empty, contains a NUL or is invalid base64.
     pub fn link_target(&self) -> Option<OsString> {
         let target = match &self.linktarget_raw {
             Some(raw) => OsString::from_vec(BASE64_STANDARD.decode(raw).ok()?),
@@ -203,10 +203,10 @@ impl Tree {
         Ok(json)
     }
 
-    /// Parses a tree, and checks that every entry has a name of its own that stays in the directory.
+    /// Parses a tree, and checks that the names of its entries are unique and do not lead out of the directory.
     ///
     /// # Errors
-    /// [`FilesError::Corrupt`].
+    /// [`FilesError::Corrupt`] if the JSON or a name is invalid.
     pub(crate) fn parse(id: Id, json: &[u8]) -> Result<Self, FilesError> {
         let corrupt = |why: &dyn std::fmt::Display| FilesError::corrupt(format!("tree {id}"), &why);
         let tree: Self = serde_json::from_slice(json).map_err(|error| corrupt(&error))?;

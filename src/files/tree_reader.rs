@@ -1,4 +1,4 @@
-//! Reads trees from the store, by whole packs: the trees of one save are together.
+//! Reads trees from the store in whole packs, because the trees of one save are in the same packs.
 
 use std::collections::VecDeque;
 
@@ -11,13 +11,13 @@ use crate::pack::BlobType;
 use crate::repository::Repository;
 use crate::tree::Tree;
 
-/// Packs of trees that are kept in memory: the trees of one save are in few packs, but not in the order of the walk.
+/// Maximum number of packs kept in memory. The trees of one save are in few packs, but not in the order of the walk.
 const MAX_CACHED_PACKS: usize = 4;
 
 pub(crate) struct TreeReader<'a> {
     repository: &'a Repository,
     locations: &'a BlobLocations,
-    /// The most recently used pack is the last.
+    /// The most recently used pack is last.
     packs: VecDeque<(u32, Bytes)>,
     /// Whether trees are written to the cache. Those of earlier snapshots would fill it.
     is_caching: bool,
@@ -36,7 +36,7 @@ impl<'a> TreeReader<'a> {
     /// Reads a tree, from the cache if it is there.
     ///
     /// # Errors
-    /// [`FilesError::Corrupt`] if it is in no index, or damaged; errors of the store.
+    /// If the store fails; [`FilesError::Corrupt`] if the tree is damaged or not in the index.
     pub(crate) async fn read(&mut self, id: Id) -> Result<Tree, FilesError> {
         if let Some(tree) = self.repository.cached_tree(id)? {
             return Ok(tree);
@@ -61,7 +61,8 @@ impl<'a> TreeReader<'a> {
         Tree::parse(id, &json)
     }
 
-    /// Reads an encrypted tree. Those in the sound part of a truncated pack are read alone.
+    /// Reads an encrypted tree. If the whole pack cannot be read, reads only the tree: it may be in the sound part of a
+    /// truncated pack.
     async fn read_sealed(&mut self, location: BlobLocation) -> Result<Bytes, FilesError> {
         let pack = match self.read_pack(location).await {
             Err(error) if error.is_damage() => {

@@ -1,4 +1,4 @@
-//! What a repository takes in the store.
+//! The space that a repository takes in the store.
 
 use jiff::Timestamp;
 use object_store::path::Path;
@@ -7,7 +7,7 @@ use svc_store::Bucket;
 use crate::error::FilesError;
 use crate::repository::list_objects;
 
-/// The sizes and counts of a repository's objects. Times are those of the uploads, by the store's clock.
+/// The sizes and counts of a repository's objects. Times are upload times, by the store's clock.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StoreUsage {
     pub snapshots: u64,
@@ -15,14 +15,14 @@ pub struct StoreUsage {
     pub newest_snapshot: Option<Timestamp>,
     pub packs: u64,
     pub pack_bytes: u64,
-    /// All objects, with the index, the snapshots and the pointer.
+    /// The size of all objects, including the index, the snapshots and the pointer.
     pub total_bytes: u64,
 }
 
 /// Lists the objects of the repository below `root`. The key is not needed.
 ///
 /// # Errors
-/// The errors of the store.
+/// If the store fails.
 pub async fn measure(bucket: &Bucket, root: &Path) -> Result<StoreUsage, FilesError> {
     let mut usage = StoreUsage::default();
     for object in list_objects(bucket, root).await? {

@@ -1,7 +1,7 @@
 //! Checks the content of packs against the index. Packs that are marked for deletion are skipped.
 //!
-//! A blob that is damaged in one pack is not lost if another pack has it. What is lost is named by [`crate::affected`],
-//! and written again by a save, if the machine still has the content.
+//! A blob that is damaged in one pack is not lost if another pack has it. [`crate::affected`] names the files of lost
+//! blobs, and a save writes these blobs again if the machine still has the content.
 
 use std::collections::{HashMap, HashSet};
 
@@ -16,30 +16,31 @@ use crate::repository::Repository;
 
 const MAX_CONCURRENT_READS: usize = 2;
 
-/// The packs whose id, modulo `of`, is `part`. Runs with each `part` below `of` verify all packs.
+/// The packs whose ids begin with a 16-bit number that is `index` modulo `count`. Runs with each `index` below `count`
+/// verify all packs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Share {
-    pub part: u16,
-    pub of: u16,
+pub struct PackShare {
+    pub index: u16,
+    pub count: u16,
 }
 
-impl Share {
-    pub const ALL: Self = Self { part: 0, of: 1 };
+impl PackShare {
+    pub const ALL: Self = Self { index: 0, count: 1 };
 
     pub fn contains(self, pack: Id) -> bool {
         let [first, second, ..] = pack.as_bytes();
-        u16::from_be_bytes([*first, *second]) % self.of.max(1) == self.part
+        u16::from_be_bytes([*first, *second]) % self.count.max(1) == self.index
     }
 }
 
 /// The result of a verification.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Verified {
+pub struct VerifyReport {
     pub packs: u64,
     pub bytes: u64,
-    /// Packs with blobs that no sound pack has.
+    /// Packs with damaged blobs of which no other pack has a sound copy.
     pub damaged: Vec<DamagedPack>,
-    /// Damaged packs whose blobs other packs have, too.
+    /// Damaged packs whose damaged blobs all have sound copies in other packs.
     pub replaced: Vec<DamagedPack>,
 }
 
@@ -47,14 +48,14 @@ pub struct Verified {
 pub struct DamagedPack {
     pub pack: Id,
     pub why: String,
-    /// The blobs that cannot be read, neither here nor in another pack: all, if the pack is missing.
+    /// The blobs of which neither this pack nor another one has a sound copy.
     pub blobs: Vec<Id>,
 }
 
 /// Reads the index, and the latest snapshot, from a repository that was opened without a cache.
 ///
 /// # Errors
-/// The errors of the store; [`FilesError::Corrupt`].
+/// If the store fails; [`FilesError::Corrupt`] if an object is damaged.
 pub async fn verify_index(repository: &Repository, latest: Option<Id>) -> Result<(), FilesError> {
     if let Some(latest) = latest {
         repository.read_snapshot(latest).await?;
@@ -65,8 +66,8 @@ pub async fn verify_index(repository: &Repository, latest: Option<Id>) -> Result
 /// Verifies a share of the packs, and reports the damaged ones.
 ///
 /// # Errors
-/// The errors of the store, except a pack's absence; damage to an index file.
-pub async fn verify(repository: &Repository, share: Share) -> Result<Verified, FilesError> {
+/// If the store fails, or an index file is damaged. A missing pack is not an error, but counts as damaged.
+pub async fn verify(repository: &Repository, share: PackShare) -> Result<VerifyReport, FilesError> {
     let index = repository.load_index().await?;
     let packs: Vec<IndexedPack> = index
         .iter()
@@ -76,7 +77,7 @@ pub async fn verify(repository: &Repository, share: Share) -> Result<Verified, F
         .collect();
     let checks = packs.into_iter().map(|pack| verify_pack(repository, pack));
     let mut checks = stream::iter(checks).buffer_unordered(MAX_CONCURRENT_READS);
-    let mut verified = Verified::default();
+    let mut verified = VerifyReport::default();
     let mut found = Vec::new();
     while let Some(check) = checks.next().await {
         let (bytes, damage) = check?;
@@ -89,7 +90,7 @@ pub async fn verify(repository: &Repository, share: Share) -> Result<Verified, F
     for Damage { pack, why, blobs } in found {
         let mut lost = Vec::new();
         for blob in blobs {
-            if !copies.has_sound(repository, pack, &blob).await? {
+            if !copies.has_sound_copy(repository, pack, &blob).await? {
                 lost.push(blob.id);
             }
         }
@@ -107,7 +108,7 @@ struct Damage {
     blobs: Vec<PackedBlob>,
 }
 
-/// All packs of the damaged blobs.
+/// All copies of the damaged blobs, with their packs.
 struct Copies(HashMap<(BlobType, Id), Vec<(Id, PackedBlob)>>);
 
 impl Copies {
@@ -124,8 +125,8 @@ impl Copies {
         Self(copies)
     }
 
-    /// Whether a pack other than `damaged` has the blob.
-    async fn has_sound(
+    /// Whether a pack other than `damaged` has a sound copy of the blob.
+    async fn has_sound_copy(
         &self,
         repository: &Repository,
         damaged: Id,

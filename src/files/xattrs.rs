@@ -14,10 +14,10 @@ const NAMESPACES: [&str; 2] = ["user.", "system.posix_acl_"];
 /// The kernel's limit for a file's list of attribute names, and for one value.
 const MAX_XATTR_BYTES: usize = 65_536;
 
-/// Maximum size of a file's values together. Some file systems permit hundreds of MB.
+/// Maximum total size of a file's values. Some file systems permit hundreds of MB.
 const MAX_TOTAL_BYTES: usize = 1 << 20;
 
-/// Reads the attributes. A file system without attributes has none.
+/// Reads the attributes; none on a file system that does not support them.
 pub(crate) fn read_xattrs(file: &impl AsFd) -> io::Result<Vec<ExtendedAttribute>> {
     // Most files have none.
     let size = match rustix::fs::flistxattr_query(file) {
@@ -66,7 +66,7 @@ fn read_value(file: &impl AsFd, name: &str) -> io::Result<Option<Vec<u8>>> {
 /// Sets the attributes of a restored file.
 ///
 /// # Errors
-/// Errors of the file system, such as one without attributes; a name or value that is not valid.
+/// If the file system fails or does not support attributes, or if a name or value is invalid.
 pub(crate) fn write_xattrs(file: &impl AsFd, attributes: &[ExtendedAttribute]) -> io::Result<()> {
     for attribute in attributes.iter().filter(|attribute| is_saved(&attribute.name)) {
         let invalid = || {

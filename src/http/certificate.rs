@@ -23,7 +23,7 @@ pub const ACME_ALPN: &[u8] = b"acme-tls/1";
 /// Maximum size of a PEM certificate chain.
 pub const MAX_CHAIN_BYTES: usize = 64 << 10;
 
-/// The reason a certificate chain cannot be used. Each message continues "the certificate chain …".
+/// The reason a certificate chain cannot be used. Each message completes the sentence "the certificate chain …".
 #[derive(Debug, thiserror::Error)]
 pub enum ChainError {
     #[error("is larger than {MAX_CHAIN_BYTES} bytes")]
@@ -85,7 +85,7 @@ impl Chain {
     /// Checks that a server with this key may present the chain for this name now.
     ///
     /// # Errors
-    /// The [`ChainError`]s about the key, the name or the validity.
+    /// A [`ChainError`] about the key, the name or the validity period.
     pub fn check(&self, pin: SpkiPin, name: &str, now: Timestamp) -> Result<(), ChainError> {
         self.check_key(pin)?;
         if !self.is_valid_for(name) {
@@ -145,10 +145,10 @@ impl CertificateResolver {
         // The PEM error could quote the key, so it is dropped.
         let key = PrivateKeyDer::from_pem_slice(identity.key_pem.as_bytes())
             .map_err(|_| anyhow::anyhow!("the private key is not PEM"))?;
-        let key = any_supported_type(&key).context("read the private key")?;
-        let chain = Chain::from_pem(identity.cert_pem.as_bytes()).context("read the certificate")?;
+        let key = any_supported_type(&key).context("cannot read the private key")?;
+        let chain = Chain::from_pem(identity.cert_pem.as_bytes()).context("cannot read the certificate")?;
         let current = CertifiedKey::new(chain.certificates, Arc::clone(&key));
-        current.keys_match().context("compare the certificate and the key")?;
+        current.keys_match().context("cannot confirm that the certificate is for the key")?;
         let current = RwLock::new(Arc::new(current));
         Ok(Arc::new(Self { key, current, challenge: RwLock::default() }))
     }

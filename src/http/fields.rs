@@ -162,13 +162,13 @@ impl Fields {
     }
 
     /// Parses text from a host: it is truncated and made printable instead of being rejected.
-    pub fn reported_text(&mut self, name: &str) -> Option<String> {
+    pub fn host_text(&mut self, name: &str) -> Option<String> {
         let value = self.take_value(name)?;
         self.truncate_text(name, &value)
     }
 
-    /// Like [`Self::reported_text`], for a required, non-empty field.
-    pub fn required_reported_text(&mut self, name: &str) -> Option<String> {
+    /// Like [`Self::host_text`], for a required, non-empty field.
+    pub fn required_host_text(&mut self, name: &str) -> Option<String> {
         let value = self.required_value(name)?;
         let text = self.truncate_text(name, &value)?;
         self.check_length(name, text, untrusted_text::MAX_CHARS)

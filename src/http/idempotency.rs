@@ -1,4 +1,4 @@
-//! The header `Idempotency-Key`: a repeated request with the same key is performed once.
+//! The `Idempotency-Key` header: a request that is repeated with the same key is performed only once.
 
 use http::HeaderMap;
 use serde_json::Value;

@@ -46,7 +46,7 @@ pub async fn layer(State(listener): State<Listener>, request: Request, next: Nex
     observe(listener, request, |request| next.run(request)).await
 }
 
-/// Takes a well-formed inbound request id or generates one, and adds it to the request, the span and the response.
+/// Uses the inbound request id if it is well formed, or generates one; adds it to the request, span and response.
 pub async fn observe<F: Future<Output = Response>>(
     listener: Listener,
     mut request: Request,
@@ -104,7 +104,7 @@ fn status_class(status: u16) -> &'static str {
     }
 }
 
-/// Returns the route's template or, for a proxied request, the site's section.
+/// Returns the route's template or, for a request without a matching route, a fixed label.
 fn route_label(listener: Listener, request: &Request) -> &'static str {
     if let Some(matched) = request.extensions().get::<MatchedPath>() {
         return intern_label(matched.as_str());

@@ -17,12 +17,12 @@ use super::address_limit;
 use super::certificate::ACME_ALPN;
 use super::rate_limit::RateLimit;
 
-/// Maximum size of a validation's ClientHello. A larger one is not a CA's.
+/// Maximum size of a validation's ClientHello. A larger one is not from a CA.
 const MAX_HELLO_BYTES: usize = 8 << 10;
 const RECORD_HEADER_BYTES: usize = 5;
 const HANDSHAKE_RECORD: u8 = 22;
-/// Interval between peeks at an incomplete ClientHello, because `peek` does not wait for more data. It doubles while no
-/// data arrives.
+/// Initial interval between peeks at an incomplete ClientHello, which is polled because `peek` does not wait for more
+/// data. The interval doubles while no data arrives.
 const MIN_PEEK_INTERVAL: Duration = Duration::from_millis(1);
 const MAX_PEEK_INTERVAL: Duration = Duration::from_millis(50);
 /// A validation's ClientHello fits in one or two packets. A slower client is served without being inspected.
@@ -33,8 +33,8 @@ const FORWARD_TIMEOUT: Duration = Duration::from_secs(8);
 /// Maximum number of bytes in each direction: a handshake with one small certificate.
 const MAX_FORWARDED_BYTES: u64 = 64 << 10;
 const MAX_FORWARDED_CONNECTIONS: usize = 256;
-/// A machine that keeps its connections open must not use up other machines' connections. A CA validates from only a
-/// few networks.
+/// Keeps a machine that leaves its connections open from using up [`MAX_FORWARDED_CONNECTIONS`]. A few connections
+/// suffice, because a CA validates from only a few networks.
 const MAX_CONNECTIONS_PER_NAME: usize = 16;
 const PERMIT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Burst per name and client network, so that other networks cannot use up the CA's allowance. A CA repeats the
@@ -172,7 +172,7 @@ async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
     let started = Instant::now();
     while started.elapsed() < PEEK_TIMEOUT {
         let peeked = stream.peek(&mut hello).await.ok()?;
-        // 0 bytes mean that the client has closed its side, so no more data can follow.
+        // A peek returns 0 bytes if the client has closed its side, so no more data can follow.
         if peeked == 0 || *hello.first()? != HANDSHAKE_RECORD {
             return None;
         }

@@ -7,7 +7,7 @@ use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-pub use svc_base::chain::format_chain;
+pub use svc_base::error_chain::format_chain;
 
 /// Declares the codes with their status, title and remedy, so that no list can omit one.
 macro_rules! codes {
@@ -43,7 +43,7 @@ codes! {
         "A host's token has expired, was used before, or belongs to another machine: check `svcctl status \
          MACHINE`, then recover or provision again."
     Superseded FORBIDDEN "superseded" "This machine has been replaced"
-        "Nothing: the machine was replaced and stops automatically."
+        "No action is needed: the machine was replaced and stops automatically."
     SubscriptionRequired PAYMENT_REQUIRED "subscription_required" "The slot has no active subscription"
         "Run `svcctl slot set` for this slot."
     ServerTypeNotAllowed FORBIDDEN "server_type_not_allowed" "The slot's plan does not include this server type"
@@ -55,25 +55,25 @@ codes! {
     NotFound NOT_FOUND "not_found" "Not found"
         "Check the path and the names in it."
     Gone GONE "gone" "No longer available"
-        "Changes of the bridge: read the tables, then subscribe without `Last-Event-ID`. Records: start \
-         again without the cursor or id."
+        "For changes from the bridge: read the tables, then subscribe without `Last-Event-ID`. For records: \
+         start again without the cursor or id."
     MethodNotAllowed METHOD_NOT_ALLOWED "method_not_allowed" "Method not allowed"
         "Use one of the methods in `Allow`."
     RequestTooLarge PAYLOAD_TOO_LARGE "request_too_large" "Request too large"
-        "Send a smaller body: at most 64 KiB, to the bridge 1 MiB, to `/api/dispatch` 2 MiB."
+        "Send a smaller body: at most 1 MiB to the bridge, 2 MiB to `/api/dispatch`, and 64 KiB to other routes."
     UnsupportedMediaType UNSUPPORTED_MEDIA_TYPE "unsupported_media_type" "The body must be application/json"
         "Send the body as JSON, with `Content-Type: application/json`."
     RangeNotSatisfiable RANGE_NOT_SATISFIABLE "range_not_satisfiable" "Range not satisfiable"
         "Start from the beginning."
     InvalidState CONFLICT "invalid_state" "The machine's state does not allow this"
-        "`machineStatus` is the state of the machine, `allowed` lists the states that the request needs: \
+        "`machineStatus` is the machine's state, and `allowed` lists the states that the request requires: \
          wait for the operation, or recover. See also [Members of \
          `invalid_state`](#members-of-invalid_state)."
     HandleTaken CONFLICT "handle_taken" "The handle belongs to another user"
         "Choose another handle."
     DiskWouldShrink CONFLICT "disk_would_shrink" "The disk would shrink"
         "Choose a type whose disk is at least as large as the server's current one."
-    DiskTooSmall CONFLICT "disk_too_small" "The snapshot does not fit the server's disk"
+    DiskTooSmall CONFLICT "disk_too_small" "The snapshot does not fit on the server's disk"
         "Choose a `--server-type` with a larger disk."
     SnapshotUnusable CONFLICT "snapshot_unusable" "There is no usable snapshot"
         "There is no complete, verified snapshot, or none with that key. See [No usable \
@@ -88,20 +88,21 @@ codes! {
     Conflict CONFLICT "conflict" "Conflict with the stored state"
         "Check the stored state, then send the request again; if `retryable` is set, send it again \
          without a check."
-    IdempotencyMismatch UNPROCESSABLE_ENTITY "idempotency_mismatch" "The idempotency key was used with another request"
-        "Use a new `Idempotency-Key` for another body."
+    IdempotencyMismatch UNPROCESSABLE_ENTITY "idempotency_mismatch" "The idempotency key was used for a different request"
+        "Use a new `Idempotency-Key` for a different request."
     PreviewLimitReached TOO_MANY_REQUESTS "preview_limit_reached" "Preview limit reached"
         "Delete a preview machine."
     RateLimited TOO_MANY_REQUESTS "rate_limited" "Too many requests"
-        "Retry after `Retry-After`."
+        "Retry after the time in `Retry-After`."
     CostLimitReached TOO_MANY_REQUESTS "cost_limit_reached" "Cost limit reached"
-        "Retry after `Retry-After`, or raise the limit."
+        "Retry after the time in `Retry-After`, or raise the limit."
     ProvisioningError BAD_GATEWAY "provisioning_error" "Provider error"
         "The provider failed; its response is only in the log. Check quota, location and type."
     HostUnreachable BAD_GATEWAY "host_unreachable" "Host unreachable"
         "Check the machine's heartbeat and logs, then recover."
     HostRefused BAD_GATEWAY "host_refused" "The host refused the platform's request"
-        "`detail` has the reason: its release is too old (`svcctl deploy start`), or its clock is wrong."
+        "`detail` has the reason: the host's release is too old (update it with `svcctl deploy start`), or its \
+         clock is wrong."
     HostAnswerInvalid BAD_GATEWAY "host_answer_invalid" "Invalid response from the host"
         "`detail` has the reason: request fewer days, or check the platform's log."
     UpstreamUnavailable BAD_GATEWAY "upstream_unavailable" "The machine did not respond"
@@ -113,10 +114,10 @@ codes! {
     DatabaseUnavailable SERVICE_UNAVAILABLE "database_unavailable" "Database unavailable"
         "Retry when it is available again; the change that `detail` describes may have been made."
     Unavailable SERVICE_UNAVAILABLE "unavailable" "Service unavailable"
-        "From the router: the user has no running machine, see `svcctl list --user`. From other \
-         services: overloaded or starting, retry after `Retry-After`."
+        "From the router: the user has no running machine; see `svcctl list --user`. From other services: the \
+         service is overloaded or starting; retry after the time in `Retry-After`."
     StorageQuotaReached INSUFFICIENT_STORAGE "storage_quota_reached" "The app's storage quota is reached"
-        "Delete rows, or the owner raises `storage` in `system/config.json`."
+        "Delete rows, or have the owner raise `storage` in `system/config.json`."
     DeadlineExceeded GATEWAY_TIMEOUT "deadline_exceeded" "Deadline exceeded"
         "Retry in a moment, with less work in one request."
     Internal INTERNAL_SERVER_ERROR "internal" "Internal error"

@@ -11,7 +11,7 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A failed DNS lookup.
 #[derive(Debug, thiserror::Error)]
-#[error("resolve {name}: {why}")]
+#[error("cannot resolve {name}: {why}")]
 pub struct ResolveError {
     name: String,
     why: String,

@@ -76,7 +76,9 @@ fn load_roots_with(file: Option<PathBuf>) -> anyhow::Result<RootCertStore> {
     if let Some(path) = file {
         let certs = CertificateDer::pem_file_iter(&path)
             .and_then(Iterator::collect::<Result<Vec<_>, _>>)
-            .with_context(|| format!("read the root certificates in SSL_CERT_FILE, {}", path.display()))?;
+            .with_context(|| {
+                format!("cannot read the root certificates in {} (SSL_CERT_FILE)", path.display())
+            })?;
         roots.add_parsable_certificates(certs);
     }
     Ok(roots)
@@ -228,8 +230,8 @@ impl Identity {
     /// # Errors
     /// If the PEM contains no certificate.
     pub fn pin(&self) -> anyhow::Result<SpkiPin> {
-        let cert =
-            CertificateDer::from_pem_slice(self.cert_pem.as_bytes()).context("read the certificate")?;
+        let cert = CertificateDer::from_pem_slice(self.cert_pem.as_bytes())
+            .context("cannot read the certificate")?;
         Ok(SpkiPin::of_certificate(&cert)?)
     }
 
@@ -240,7 +242,7 @@ impl Identity {
     pub fn server_config(&self) -> anyhow::Result<ServerConfig> {
         let chain = CertificateDer::pem_slice_iter(self.cert_pem.as_bytes())
             .collect::<Result<Vec<_>, _>>()
-            .context("read the certificate chain")?;
+            .context("cannot read the certificate chain")?;
         // The PEM error could quote the key, so it is dropped.
         let key = PrivateKeyDer::from_pem_slice(self.key_pem.as_bytes())
             .map_err(|_| anyhow::anyhow!("the private key is not PEM"))?;

@@ -29,7 +29,7 @@ pub enum GroupBy {
 }
 
 impl GroupBy {
-    pub const WORDS: &'static [&'static str] = <Self as VariantNames>::VARIANTS;
+    pub const NAMES: &'static [&'static str] = <Self as VariantNames>::VARIANTS;
 
     pub fn as_str(self) -> &'static str {
         self.into()
@@ -37,7 +37,7 @@ impl GroupBy {
 }
 
 fn unknown_group(_: &str) -> String {
-    must_be_one_of(GroupBy::WORDS)
+    must_be_one_of(GroupBy::NAMES)
 }
 
 /// Selects the usage that a report covers, and its grouping.
@@ -112,7 +112,7 @@ pub const END_DATE: Parameter = Parameter {
 pub const GROUP_BY: Parameter = Parameter {
     name: "groupBy",
     location: ParameterLocation::Query,
-    schema: || one_of(GroupBy::WORDS),
+    schema: || one_of(GroupBy::NAMES),
     description: "Grouping of the entries; default: day.",
 };
 
@@ -140,8 +140,8 @@ mod tests {
             let text = Serializer::new(String::new()).extend_pairs(query.pairs()).finish();
             assert_eq!(read(&text), Ok(query));
         }
-        for &word in GroupBy::WORDS {
-            assert_eq!(word.parse::<GroupBy>().unwrap().as_str(), word);
+        for &name in GroupBy::NAMES {
+            assert_eq!(name.parse::<GroupBy>().unwrap().as_str(), name);
         }
     }
 

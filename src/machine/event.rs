@@ -96,7 +96,7 @@ pub enum Event {
     ResizeSucceeded,
     /// The resize failed; the server is running and still has its old type.
     ResizeReverted,
-    /// The server did not come back after a resize.
+    /// The server did not return to service after a resize.
     ResizeFailed,
     /// The current operation exceeded its time limit.
     OperationHung,

@@ -389,15 +389,16 @@ fn provision_replaces_only_failed_machine() {
 }
 
 #[test]
-fn heartbeat_heals_only_own_epoch() {
+fn heartbeat_clears_failure_only_for_current_epoch() {
     let beat = |epoch| Event::HealthyHeartbeat { epoch, server_type: large() };
-    let healed = State::Running { server_type: large() };
-    let heals = |state: &State| matches!(state, State::Failed { cause } if cause.is_cleared_by_heartbeat());
-    for state in every_state().into_iter().filter(heals) {
-        assert_moves(&state, &beat(EPOCH), &healed, &[]);
+    let cleared = State::Running { server_type: large() };
+    let is_clearable =
+        |state: &State| matches!(state, State::Failed { cause } if cause.is_cleared_by_heartbeat());
+    for state in every_state().into_iter().filter(is_clearable) {
+        assert_moves(&state, &beat(EPOCH), &cleared, &[]);
         assert_unchanged(&state, &beat(Epoch(6)));
     }
-    for state in every_state().into_iter().filter(|state| !heals(state)) {
+    for state in every_state().into_iter().filter(|state| !is_clearable(state)) {
         assert_unchanged(&state, &beat(EPOCH));
     }
 }

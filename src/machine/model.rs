@@ -39,9 +39,9 @@ pub struct Rules {
     /// Whether a slot returns to an older machine only if no snapshot has the last machine's data.
     pub respects_snapshots: bool,
     /// Whether the previous server is kept if its successor's server is lost.
-    pub distrusts_lost_successors: bool,
+    pub ignores_lost_successors: bool,
     /// Whether a missing server is looked up again before it is deleted.
-    pub searches_lost_servers: bool,
+    pub rechecks_missing_servers: bool,
 }
 
 /// An owner's acknowledged rows, by number.
@@ -58,7 +58,7 @@ pub struct MachineRow {
     pub registered: bool,
     /// Whether its host has sent a healthy heartbeat since it registered.
     pub proven: bool,
-    /// Whether its host has ever run. If so, its disk may be started again anywhere.
+    /// Whether its host has ever run. If so, a server may be started from its disk at any later time.
     pub booted: bool,
     /// The data on its disk.
     pub data: Data,

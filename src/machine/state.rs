@@ -39,8 +39,8 @@ fn unknown_status(_: &str) -> String {
     must_be_one_of(Status::NAMES)
 }
 
-/// The reason a machine is `failed`. [`FailureCause::is_cleared_by_heartbeat`] tells which causes a healthy heartbeat
-/// clears.
+/// The reason a machine is `failed`. A healthy heartbeat clears some causes: see
+/// [`FailureCause::is_cleared_by_heartbeat`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[derive(strum::EnumString, strum::IntoStaticStr, strum::VariantArray)]

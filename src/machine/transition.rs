@@ -82,7 +82,7 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
         },
         Event::OperationHung => Ok(match machine.state {
             State::Provisioning | State::Recovering => failed_boot(FailureCause::OperationHung),
-            // The server has its disk and may come back without intervention.
+            // The server still has its disk and may return to service without intervention.
             State::Resizing { .. } => failed_resize(),
             _ => Outcome::Unchanged,
         }),

@@ -112,15 +112,17 @@ impl Alarm {
                  the servers listed now, with their disks, each ORPHAN_GRACE_SECONDS after it was first seen"
             }
             Self::ProviderUnauthorized => {
-                "the provider does not accept PROVIDER_API_TOKEN: set a valid one with write access; operations resume"
+                "the provider does not accept PROVIDER_API_TOKEN: set a valid one with write access; operations then resume"
             }
             Self::ProviderLimit => {
-                "raise the project's limit at the provider, or delete unused resources; operations resume"
+                "raise the project's limit at the provider, or delete unused resources; operations then resume"
             }
             Self::ProviderCapacity => {
                 "the provider has no capacity for this type in this location; operations are retried until it has"
             }
-            Self::UnknownOperations => "run a release that supports them on at least one platform process",
+            Self::UnknownOperations => {
+                "run a release that supports these operations on at least one platform process"
+            }
             Self::DatabaseBehindStore => {
                 "the platform's database was restored from an older copy: outdated recoveries and deletions stop automatically. \
                  See \"The platform's database was restored from an older copy\" in docs/operating/recovery.md"

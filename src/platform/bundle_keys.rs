@@ -8,7 +8,7 @@ use super::db::fleet::FleetRow;
 use svc_machine::name::Handle;
 use svc_store::bundle::{MAX_KEYS, TrustedKeys};
 use svc_wire::fleet::{BundleKey, BundleKeys};
-use svc_wire::text::Text;
+use svc_wire::text::WireString;
 
 /// Maximum number of handles listed per key; the totals count all machines.
 const MAX_HANDLES: usize = 20;
@@ -51,8 +51,8 @@ pub fn summarize(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> 
     }
 }
 
-fn listed_handles<'a>(handles: impl Iterator<Item = &'a &'a str>) -> Vec<Text<Handle>> {
-    handles.take(MAX_HANDLES).map(|handle| Text::from_stored(*handle)).collect()
+fn listed_handles<'a>(handles: impl Iterator<Item = &'a &'a str>) -> Vec<WireString<Handle>> {
+    handles.take(MAX_HANDLES).map(|handle| WireString::from_stored(*handle)).collect()
 }
 
 /// Returns the keys that get an entry. They are limited to [`MAX_LISTED_KEYS`] because each entry scans every row.

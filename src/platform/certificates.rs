@@ -7,11 +7,12 @@ use super::db::fleet::{FleetRow, ReportedCertificate};
 use super::host_trust::HostTrust;
 use svc_machine::name::Handle;
 use svc_wire::fleet::Certificates;
-use svc_wire::text::Text;
+use svc_wire::text::WireString;
 
 /// A certificate counts as expiring this long before it expires.
 const EXPIRING_WITHIN_SECONDS: f64 = 14.0 * 86_400.0;
-/// For short-lived certificates, the remaining fraction of the lifetime: half of the fraction at which renewal is due.
+/// A short-lived certificate counts as expiring when this fraction of its lifetime remains: half of the fraction at
+/// which renewal is due.
 const EXPIRING_FRACTION: f64 = 1.0 / 6.0;
 /// Maximum number of handles listed; the totals count all machines.
 const MAX_HANDLES: usize = 20;
@@ -78,8 +79,8 @@ pub fn summarize(rows: &[FleetRow], trust: &HostTrust) -> Option<Certificates> {
     let of_state = |state: CertificateState| {
         rows.iter().filter(move |row| is_expected(row) && certificate_state(row, trust) == state)
     };
-    let handles = |state: CertificateState| -> Vec<Text<Handle>> {
-        of_state(state).take(MAX_HANDLES).map(|row| Text::from_stored(&row.handle)).collect()
+    let handles = |state: CertificateState| -> Vec<WireString<Handle>> {
+        of_state(state).take(MAX_HANDLES).map(|row| WireString::from_stored(&row.handle)).collect()
     };
     let count = |state: CertificateState| of_state(state).count() as u64;
     let is_exempt = |row: &&FleetRow| trust.chain.as_ref().is_some_and(|rule| rule.is_exempt(row.machine));

@@ -1,5 +1,5 @@
 //! The existing copies of a slot's data: the serving server, the kept servers with their retention, and the newest
-//! snapshot; and how much data losing the serving machine now would destroy.
+//! snapshot; and how much data would be lost with the serving machine.
 //!
 //! The newest snapshot is the one that the store's pointer names. Reports from hosts are used only if the store is
 //! unavailable.

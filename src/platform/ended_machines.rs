@@ -3,7 +3,7 @@
 use super::db::ended_machines::EndedMachineRow;
 use super::fleet::{FleetSummary, MAX_LISTED_MACHINES};
 use svc_wire::fleet::{EndReason, MachineNeedingAttention};
-use svc_wire::text::Text;
+use svc_wire::text::WireString;
 
 /// Puts the former machines before the active ones in the attention list, because each of them holds unsaved data, is
 /// waiting for a decision, or has an abandoned removal.
@@ -26,10 +26,10 @@ fn attention_entry(row: &EndedMachineRow) -> MachineNeedingAttention {
     let ended = if row.is_deleted { EndReason::Deleted } else { EndReason::Replaced };
     MachineNeedingAttention {
         machine_id: row.machine.into(),
-        idp_user_id: Text::from_stored(&row.user),
-        slot: Text::from_stored(&row.slot),
-        handle: Text::from_stored(&row.handle),
-        status: Text::from_stored(&row.status),
+        idp_user_id: WireString::from_stored(&row.user),
+        slot: WireString::from_stored(&row.slot),
+        handle: WireString::from_stored(&row.handle),
+        status: WireString::from_stored(&row.status),
         reasons,
         ended: Some(ended.into()),
         operation_id: row.waiting_operation.map(Into::into),

@@ -1,11 +1,11 @@
 //! The keys of file backups: one for each slot, sealed with the platform key.
 //!
-//! The platform creates a slot's key when a host of the slot first asks for it, and keeps it for ever. A host sends the
-//! key that it has, so that a key that the platform's database has lost comes back.
+//! The platform creates a slot's key when a host of the slot first requests it, and never deletes it. Each host sends
+//! the key that it has, so that the platform can recover a key that its database has lost.
 
 use deadpool_postgres::GenericClient;
 use secrecy::ExposeSecret;
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_files::{Cache, FilesError, Repository, RepositoryKey};
 use svc_machine::name::{IdpUserId, Slot};
 use svc_store::key::SlotPrefix;
@@ -18,12 +18,12 @@ use super::keys::{KeyError, Seal};
 /// Maximum number of keys that one call reseals.
 const BATCH_SIZE: i64 = 100;
 
-/// The name that binds a sealed key to its slot.
+/// Returns the name that binds a sealed key to its slot.
 fn seal_name(user: &str, slot: &str) -> String {
     format!("files:{user}/{slot}")
 }
 
-/// Why a slot's key cannot be given to a host.
+/// The reason a slot's key cannot be sent to a host.
 #[derive(Debug, thiserror::Error)]
 pub enum FileKeyError {
     #[error(transparent)]
@@ -36,7 +36,7 @@ pub enum FileKeyError {
     },
     #[error(
         "slot {0} has a repository, but the platform has no key that opens it: its database is older than the key, or the \
-         repository's configuration was replaced. A machine that still has the key sends it within a day, and at once after \
+         repository's configuration was replaced. A machine that still has the key sends it within a day, or immediately after \
          `systemctl restart svc-files`; otherwise restore a newer copy of the database or of the configuration"
     )]
     Lost(String),
@@ -48,9 +48,10 @@ impl From<DbError> for FileKeyError {
     }
 }
 
-/// Returns the slot's key, and creates it for a slot without a repository.
+/// Returns the slot's key. Creates one if the slot has neither a key nor a repository.
 ///
-/// If the platform's database is older than the key, the host's key is taken, if it opens the repository.
+/// If the platform's database has no key, for example because it is older than the key, the key that the host offers is
+/// stored, unless the slot has a repository that this key does not open.
 ///
 /// # Errors
 /// [`FileKeyError`]; `Lost` if no known key opens the repository.
@@ -79,12 +80,13 @@ pub async fn load_or_create(
                 }
             };
             if let Some(stored) = stored {
-                // The stored key is never replaced: a host can replace the configuration that only its key opens.
+                // The stored key is never replaced: a host could have replaced the repository's configuration with one
+                // that only the offered key opens.
                 return test(stored).await?.map(|(key, _)| key).ok_or_else(|| FileKeyError::Lost(name()));
             }
             let key = match offered {
                 Some(offered) => test(offered).await?.map(|(key, _)| key),
-                // Without a repository, any key opens it.
+                // A new key passes the test only if the slot has no repository.
                 None => test(generate()?).await?.map(|(key, _)| key),
             };
             let key = key.ok_or_else(|| FileKeyError::Lost(name()))?;
@@ -97,7 +99,7 @@ fn generate() -> Result<RepositoryKey, KeyError> {
     RepositoryKey::generate().map_err(|_| KeyError::Randomness)
 }
 
-/// Stores a key, and returns the one that is then stored: a concurrent request may have been first.
+/// Stores a key unless the slot has one, and returns the stored key: a concurrent request may have stored another.
 async fn store(
     platform: &Platform,
     (user, slot): (&IdpUserId, &Slot),
@@ -114,7 +116,7 @@ async fn store(
     Ok(stored.ok_or(KeyError::Damaged { kid: name })?)
 }
 
-/// Returns the slot's key; `None` if no host has asked for it yet.
+/// Returns the slot's key; `None` if no host has requested it yet.
 ///
 /// # Errors
 /// [`KeyError`]; `Sealed` for a key that neither platform key opens.
@@ -130,10 +132,11 @@ pub async fn find(
     key.map(Some).ok_or(KeyError::Damaged { kid })
 }
 
-/// Reseals a batch of the keys that were sealed with the previous platform key. Returns whether that was the last one.
+/// Reseals a batch of the keys that were sealed with the previous platform key. Returns whether that was the last
+/// batch.
 ///
 /// # Errors
-/// [`KeyError`] of the database, or if there are no random numbers.
+/// [`KeyError`] if the database or the random number generator fails.
 pub async fn reseal_batch(client: &impl GenericClient, seal: &Seal) -> Result<bool, KeyError> {
     let Some(previous) = seal.previous_id() else { return Ok(true) };
     let keys = file_keys::list_sealed_with(client, previous, BATCH_SIZE).await?;
@@ -147,7 +150,7 @@ pub async fn reseal_batch(client: &impl GenericClient, seal: &Seal) -> Result<bo
             }
             // A damaged key must not stop the rotation of the others. It still counts as needing the previous key.
             Err(error) => {
-                tracing::error!(error = %format_chain(&error), "cannot reseal the key of a file backup");
+                tracing::error!(error = %format_chain(&error), "cannot reseal the key of a slot's file backups");
             }
         }
     }

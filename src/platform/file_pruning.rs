@@ -1,17 +1,17 @@
 //! Prunes the repositories of file backups: each slot's repository once per `FILES_PRUNE_SECONDS`, and on request.
 //!
-//! Only the platform deletes objects. Expired snapshots are removed by the retention policy of the slot's plan; packs
-//! that no snapshot needs are marked, and deleted after 72 hours. The snapshot that the pointer names is always
+//! Only the platform deletes objects. The retention policy of the slot's plan determines which snapshots have expired.
+//! Packs that no snapshot needs are marked, and deleted after 72 hours. The snapshot that the pointer names is always
 //! kept.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_base::failpoint::Injected;
 use svc_base::untrusted_text::truncate_printable;
-use svc_files::prune::{PruneOptions, Pruned, prune};
+use svc_files::prune::{PruneOptions, PruneReport, prune};
 use svc_files::retention::RetentionPolicy;
 use svc_files::{Cache, FilesError, Repository};
 use svc_http::request_id;
@@ -27,16 +27,16 @@ use crate::db::{self, DbError};
 use crate::file_keys;
 use crate::keys::KeyError;
 
-/// How long a pack stays after the last snapshot that needs it: longer than any save and any restore.
+/// How long a pack that no snapshot needs is kept after it is marked: longer than any save or restore.
 const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(72);
-/// The number of entries that stay in the pointer's log.
+/// Number of entries kept in the pointer log.
 const KEPT_LOG_ENTRIES: u64 = 1000;
-/// Maximum pause between two looks for a due slot.
-const MAX_PAUSE: Duration = Duration::from_secs(60);
-/// After a failure, the slot is pruned again after this share of the interval.
-const RETRY_SHARE: f64 = 0.1;
+/// Maximum interval between polls for a due slot.
+const MAX_POLL_INTERVAL: Duration = Duration::from_secs(60);
+/// A failed pruning is retried after this fraction of the interval.
+const RETRY_FRACTION: f64 = 0.1;
 
-/// Why a repository was not pruned.
+/// The reason a repository was not pruned.
 #[derive(Debug, thiserror::Error)]
 pub enum PruneError {
     #[error(transparent)]
@@ -49,7 +49,7 @@ pub enum PruneError {
     Files(#[from] FilesError),
     #[error("the pointer names an invalid snapshot")]
     InvalidPointer,
-    #[error("it did not finish within {} s", TIMEOUT.as_secs())]
+    #[error("the pruning did not finish within {} s", TIMEOUT.as_secs())]
     Timeout,
     #[error("the platform stopped; the next pruning continues")]
     Stopped,
@@ -57,40 +57,41 @@ pub enum PruneError {
     Injected(#[from] Injected),
 }
 
-/// Prunings, and reports, that run at the same time in this process: each loads an index into memory.
+/// Limits the prunings and the reports that run at the same time in this process: each loads an index into memory.
 static PRUNINGS: Semaphore = Semaphore::const_new(WORKERS);
 static REPORTS: Semaphore = Semaphore::const_new(1);
 /// Number of workers in each process.
 pub const WORKERS: usize = 2;
-/// Maximum duration of one pruning: far longer than that of a large repository, so that it ends only a hostile one.
+/// Maximum duration of one pruning: far longer than a large repository takes, so that only a hostile one reaches it.
 pub const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
 
-/// The interval without regular prunings. A requested pruning counts as last done in 1970, so it is still due.
-const NEVER: Duration = Duration::from_secs(20 * 365 * 24 * 3600);
+/// The interval if regular prunings are disabled. A request sets the slot's last pruning to 1970, so the slot is still
+/// due.
+const DISABLED_PRUNE_INTERVAL: Duration = Duration::from_secs(20 * 365 * 24 * 3600);
 
 /// Prunes due repositories, one at a time, until the platform stops. Several workers may run.
 pub async fn run(platform: Arc<Platform>) {
     let configured = platform.config.timing.files_prune;
-    let interval = if configured.is_zero() { NEVER } else { configured };
-    let retry_advance = configured.mul_f64(1.0 - RETRY_SHARE);
+    let interval = if configured.is_zero() { DISABLED_PRUNE_INTERVAL } else { configured };
+    let retry_advance = configured.mul_f64(1.0 - RETRY_FRACTION);
     loop {
         let has_pruned = request_id::run_with_new_id(prune_next(&platform, interval, retry_advance)).await;
-        let pause = match has_pruned {
+        let delay = match has_pruned {
             Ok(true) => Duration::ZERO,
-            Ok(false) => (interval / 10).min(MAX_PAUSE),
+            Ok(false) => (interval / 10).min(MAX_POLL_INTERVAL),
             Err(error) => {
-                tracing::warn!(error = %format_chain(&error), "cannot look for file backups to prune");
-                MAX_PAUSE
+                tracing::warn!(error = %format_chain(&error), "database error while pruning file backups; retrying");
+                MAX_POLL_INTERVAL
             }
         };
         tokio::select! {
             () = platform.stop.cancelled() => return,
-            () = tokio::time::sleep(pause) => {}
+            () = tokio::time::sleep(delay) => {}
         }
     }
 }
 
-/// Prunes the repository that is due, if there is one. Returns whether there was.
+/// Prunes one due repository. Returns whether any was due.
 async fn prune_next(
     platform: &Platform,
     interval: Duration,
@@ -99,7 +100,8 @@ async fn prune_next(
     let claimed = db::file_keys::claim_prune(&platform.db.session().await?, interval).await?;
     let Some((user, slot)) = claimed else { return Ok(false) };
     let result = match (user.parse::<IdpUserId>(), slot.parse::<Slot>()) {
-        // A stopping platform drops the future. The next run continues: see the invariant of `svc_files::prune`.
+        // When the platform stops, the future is dropped. The next run continues: see the invariant of
+        // `svc_files::prune`.
         (Ok(parsed_user), Ok(parsed_slot)) => tokio::select! {
             () = platform.stop.cancelled() => Err(PruneError::Stopped),
             result = prune_slot(platform, &parsed_user, &parsed_slot, false) => result,
@@ -114,7 +116,7 @@ async fn prune_next(
             (None, Duration::ZERO)
         }
         Err(PruneError::Stopped) => {
-            // Also one that an operator has requested must not be forgotten.
+            // The slot stays due, so that a pruning that an operator has requested is not lost.
             db::file_keys::request_prune(&session, &user, &slot).await?;
             return Ok(true);
         }
@@ -128,7 +130,7 @@ async fn prune_next(
     Ok(true)
 }
 
-fn log_result(user: &str, slot: &str, pruned: &Pruned) {
+fn log_result(user: &str, slot: &str, pruned: &PruneReport) {
     if pruned.removed_snapshots + pruned.marked_packs + pruned.deleted_packs > 0 {
         tracing::info!(
             user,
@@ -142,16 +144,16 @@ fn log_result(user: &str, slot: &str, pruned: &Pruned) {
     }
 }
 
-/// Prunes a slot's repository, or with `is_dry_run` reports what would be done.
+/// Prunes a slot's repository or, with `is_dry_run`, reports what pruning would do.
 ///
 /// # Errors
-/// [`PruneError`]. What was done is kept; the next run continues.
+/// [`PruneError`]. Completed work is kept; the next run continues.
 pub async fn prune_slot(
     platform: &Platform,
     user: &IdpUserId,
     slot: &Slot,
     is_dry_run: bool,
-) -> Result<Pruned, PruneError> {
+) -> Result<PruneReport, PruneError> {
     // Reports must not wait for the workers.
     let permits = if is_dry_run { &REPORTS } else { &PRUNINGS };
     let _permit = permits.acquire().await;
@@ -159,10 +161,10 @@ pub async fn prune_slot(
     let key = file_keys::find(&session, &platform.seal, (user, slot)).await?;
     let subscription = db::slots::find_subscription(&session, user, slot).await?;
     drop(session);
-    let Some(key) = key else { return Ok(Pruned::default()) };
+    let Some(key) = key else { return Ok(PruneReport::default()) };
     let prefix = SlotPrefix::new(user, slot);
     let repository = Repository::open(platform.bucket.clone(), prefix.files(), &key, Cache::none()).await?;
-    let Some(repository) = repository else { return Ok(Pruned::default()) };
+    let Some(repository) = repository else { return Ok(PruneReport::default()) };
     let pointer = files_pointer::read(&platform.bucket, &prefix).await?;
     let latest = pointer.and_then(|pointer| pointer.value.snapshot);
     let protected = match latest.map(|snapshot| snapshot.id.parse()) {
@@ -184,7 +186,7 @@ pub async fn prune_slot(
     Ok(pruned)
 }
 
-/// Returns how long a plan keeps snapshots. Without a subscription, nothing expires earlier than with the smallest plan.
+/// Returns a plan's retention policy. Without a subscription, it is that of the smallest plan.
 fn retention_policy(plan: Option<Plan>) -> RetentionPolicy {
     let all = RetentionPolicy::default();
     match plan {

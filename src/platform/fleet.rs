@@ -11,7 +11,7 @@ use super::host_trust::HostTrust;
 use svc_machine::state::Status;
 use svc_store::bucket::is_unusable_pointer;
 use svc_wire::fleet::{BackupAges, MachineNeedingAttention, Totals};
-use svc_wire::text::Text;
+use svc_wire::text::WireString;
 
 /// A host that has sent no heartbeat for this long counts as silent. Hosts send one every 30 s.
 const SILENT_SECONDS: f64 = 120.0;
@@ -99,10 +99,10 @@ pub fn summarize(rows: &[FleetRow], token_rotation: Duration, trust: &HostTrust)
         if !reasons.is_empty() {
             attention.push(MachineNeedingAttention {
                 machine_id: row.machine.into(),
-                idp_user_id: Text::from_stored(&row.user),
-                slot: Text::from_stored(&row.slot),
-                handle: Text::from_stored(&row.handle),
-                status: Text::from_stored(&row.status),
+                idp_user_id: WireString::from_stored(&row.user),
+                slot: WireString::from_stored(&row.slot),
+                handle: WireString::from_stored(&row.handle),
+                status: WireString::from_stored(&row.status),
                 reasons,
                 ended: None,
                 operation_id: row.waiting_operation.map(Into::into),
@@ -138,7 +138,7 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
     let failing = |part: Option<&str>| is_reporting && part == Some("failing");
     let since_backup = row.backup_age.unwrap_or(row.age);
     let is_waiting = row.waiting_operation.is_some();
-    // A problem with the provider's account blocks many machines: it has an alarm of its own, and is not a reason here.
+    // A problem with the provider's account blocks many machines: it raises an alarm and is not a reason here.
     let is_stuck = !is_waiting
         && !row.is_operation_waiting_for_account
         && (row.operation_age.is_some_and(|age| age > OPERATION_STUCK_SECONDS)

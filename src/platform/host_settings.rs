@@ -37,7 +37,7 @@ pub struct HostSettings {
     pub bundle_public_keys: Option<String>,
     /// The sequence number of the bundle key set.
     pub bundle_keys_sequence: u32,
-    /// Networks from which the platform connects to hosts. If empty, hosts accept connections to :443 from every address.
+    /// Networks from which the platform connects to hosts. If empty, hosts accept connections to :443 from any address.
     pub egress: Networks,
     /// The container image of the hosts' database, if it is not the default.
     pub postgres_image: Option<String>,

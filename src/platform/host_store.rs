@@ -13,9 +13,9 @@ use url::Url;
 
 use super::db::machine_row::MachineRow;
 use crate::vars;
-use svc_base::chain::format_chain;
 use svc_base::clock::rfc3339_ms;
 use svc_base::config::{Env, Flag, format_env_line};
+use svc_base::error_chain::format_chain;
 use svc_base::variable::Variable;
 use svc_machine::epoch::Epoch;
 use svc_machine::name::Slot;
@@ -92,8 +92,8 @@ impl HostCredentials {
             return None;
         };
         let writes = match env.flag(&vars::STORE_WRITE_ONCE) {
-            Flag::On => SnapshotWrites::Once,
-            Flag::Off => SnapshotWrites::Any,
+            Flag::On => SnapshotWrites::CreateOnly,
+            Flag::Off => SnapshotWrites::Overwritable,
         };
         let endpoint = read_sts_endpoint(env, s3);
         Some(Self::Sts(StsConfig { endpoint: endpoint?, role_arn: role_arn?, outage_ttl, writes }))
@@ -208,7 +208,7 @@ impl HostStore {
         let sts = match (store, credentials) {
             (StoreConfig::S3(s3), HostCredentials::Sts(config)) => {
                 let role = config.role_arn.clone();
-                // AWS's separate clouds have their own partition names, such as `aws-cn`, which the role's ARN contains.
+                // AWS partitions other than `aws` have names such as `aws-cn`; the role's ARN contains the name.
                 let partition =
                     role.split(':').nth(1).filter(|name| name.starts_with("aws")).unwrap_or("aws");
                 let partition = partition.to_owned();

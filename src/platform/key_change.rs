@@ -1,9 +1,9 @@
 //! The rotation of `PLATFORM_KEY` while two keys are active: secrets made with the previous key are replaced until
 //! nothing needs that key.
 //!
-//! Signing keys and file keys are resealed and fences re-signed here; host tokens rotate through heartbeats. None of this starts
-//! before every running process is using the current key: processes with different current keys would undo each other's
-//! work.
+//! This module reseals signing keys and file keys, and re-signs fences; host tokens rotate through heartbeats. None of
+//! this starts before every running process is using the current key: processes with different current keys would undo
+//! each other's work.
 //!
 //! Invariant: at any time, each running process can read what every other process has written. A process that would
 //! violate this is rejected at startup ([`admission`]). The object store names the current key as well ([`mark`]),
@@ -150,9 +150,9 @@ async fn reseal_keys(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeEr
             db::keys::reseal(&tx, &key.kid, &resealed).await?;
         }
     }
-    failpoint::pass("platform-key-before-reseal")?;
+    failpoint::trigger("platform-key-before-reseal")?;
     db::commit(tx).await?;
-    failpoint::pass("platform-key-after-reseal")?;
+    failpoint::trigger("platform-key-after-reseal")?;
     tracing::info!(keys = sealed.len(), "resealed signing keys with the current platform key");
     Ok(())
 }
@@ -197,9 +197,9 @@ async fn finish_change(platform: &Platform, seal: &Seal) -> Result<(), KeyChange
         return Ok(());
     }
     platform_keys::record_sole(&tx, &own.ids).await?;
-    failpoint::pass("platform-key-before-sole")?;
+    failpoint::trigger("platform-key-before-sole")?;
     db::commit(tx).await?;
-    failpoint::pass("platform-key-after-sole")?;
+    failpoint::trigger("platform-key-after-sole")?;
     tracing::info!(key = %own.ids.current, "PLATFORM_KEY_PREVIOUS is no longer needed: remove it");
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! The platform's signing keys, and the seal of all keys in the database. Signing keys are created in the database under a lock, sealed with a key derived from
-//! `PLATFORM_KEY`, and shared by all platform processes.
+//! The platform's signing keys, and the seal of all keys in the database. Signing keys are created in the database
+//! under a lock, sealed with a key derived from `PLATFORM_KEY`, and shared by all platform processes.
 //!
 //! Invariant: a private key leaves the process only when sealed and bound to its `kid`.
 
@@ -27,8 +27,8 @@ pub struct SigningSet {
     pub current: Arc<Signer>,
     /// The proof key that signs for hosts that have acknowledged it.
     pub next: Option<Arc<Signer>>,
-    /// Retired proof keys, newest first. They sign for hosts that were unreachable during the rotation and have no other
-    /// key.
+    /// Retired proof keys, newest first. They sign for hosts that were unreachable during the rotation and have no
+    /// other key.
     pub retired: Vec<Arc<Signer>>,
     pub public: ProofKeys,
     pub app: AppKeys,

@@ -1,8 +1,8 @@
 //! Changes machine states. All changes go through this module: it applies the pure transition, then writes the new
 //! state and the effects in one transaction.
 //!
-//! This module decides nothing itself. Invariant: the row is written only if it has not changed since it was read, and
-//! it is written together with all effects or not at all.
+//! This module makes no decisions itself. Invariant: the row is written only if it has not changed since it was read,
+//! and it is written together with all effects or not at all.
 
 use std::time::Duration;
 
@@ -205,7 +205,7 @@ async fn apply_effect(
         Effect::ChangeType { .. } => {
             return Ok(Some(create_operation(tx, before.id, OperationKind::Resize, context.options).await?));
         }
-        // An operator wants the server off.
+        // An operator has powered the server off, so it stays off.
         Effect::PowerOn if before.powered_off_at.is_some() => {}
         Effect::PowerOn => {
             return Ok(Some(

@@ -88,7 +88,7 @@ use svc_http::shards::Shards;
 use svc_http::tls::Identity;
 use svc_provider::hetzner::Hetzner;
 use svc_store::{Bucket, parallel_probe};
-use svc_wire::text::Text;
+use svc_wire::text::WireString;
 
 /// How long running steps have to finish after the stop signal; the next process resumes unfinished steps.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(25);
@@ -251,7 +251,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         ended = tasks.join_next() => {
             stop.cancel();
             let why = ended.and_then(Result::err).map_or_else(|| "it returned".to_owned(), |error| error.to_string());
-            let error = anyhow::anyhow!("a task of the platform ended unexpectedly: {why}");
+            let error = anyhow::anyhow!("a platform task ended unexpectedly: {why}");
             return Err(Failure::new(Exit::Internal, error));
         }
     }
@@ -297,7 +297,7 @@ fn check_mark(result: Result<(), MarkError>) -> Result<bool, Failure> {
     match result {
         Err(error) if error.is_refusal() => Err(Failure::new(Exit::Config, error)),
         Err(error) => {
-            tracing::warn!(error = %svc_base::chain::format_chain(&error), "cannot check whether PLATFORM_KEY is the current key");
+            tracing::warn!(error = %svc_base::error_chain::format_chain(&error), "cannot check whether PLATFORM_KEY is the current key");
             Ok(false)
         }
         Ok(()) => Ok(true),
@@ -315,7 +315,7 @@ async fn warn_about_missing_certificates(db: &Db, trust: &HostTrust) {
         Ok(rows) => {
             let summary = certificates::summarize(&rows, trust);
             if let Some(summary) = summary.filter(|summary| summary.missing > summary.exempt) {
-                let handles: Vec<_> = summary.missing_handles.iter().map(Text::as_str).collect();
+                let handles: Vec<_> = summary.missing_handles.iter().map(WireString::as_str).collect();
                 let (machines, exempt) = (summary.missing, summary.exempt);
                 tracing::warn!(
                     machines,
@@ -327,7 +327,7 @@ async fn warn_about_missing_certificates(db: &Db, trust: &HostTrust) {
             }
         }
         Err(error) => {
-            tracing::warn!(error = %svc_base::chain::format_chain(&error), "cannot check the certificates of machines");
+            tracing::warn!(error = %svc_base::error_chain::format_chain(&error), "cannot check the certificates of machines");
         }
     }
 }
@@ -343,7 +343,7 @@ fn log_start(process: &ProcessKeys, api: &str) {
 async fn delete_process_row(platform: &Platform) {
     let deleted = async { platform.process.delete(&platform.db.session().await?).await };
     if let Err(error) = deleted.await {
-        tracing::debug!(error = %svc_base::chain::format_chain(&error), "cannot delete this process's row; it will expire");
+        tracing::debug!(error = %svc_base::error_chain::format_chain(&error), "cannot delete this process's row; it will expire");
     }
 }
 
@@ -359,7 +359,7 @@ async fn refuse_unsafe_store(bucket: &Bucket) -> Result<(), Failure> {
             }
         }
         Err(error) => {
-            tracing::warn!(error = %svc_base::chain::format_chain(&error), "cannot test the object store with parallel writers");
+            tracing::warn!(error = %svc_base::error_chain::format_chain(&error), "cannot test the object store with parallel writers");
         }
     }
     Ok(())
@@ -378,14 +378,16 @@ struct BoundListener {
 async fn bind(listen: &ListenerConfig) -> anyhow::Result<BoundListener> {
     let tls = match &listen.tls {
         Some(files) => {
-            let identity = Identity::read(&files.cert, &files.key)
-                .with_context(|| format!("read {} and {}", files.cert.display(), files.key.display()))?;
+            let identity = Identity::read(&files.cert, &files.key).with_context(|| {
+                format!("cannot read {} and {}", files.cert.display(), files.key.display())
+            })?;
             Some(Arc::new(identity.server_config()?))
         }
         None => None,
     };
-    let listener =
-        TcpListener::bind(listen.address).await.with_context(|| format!("listen on {}", listen.address))?;
+    let listener = TcpListener::bind(listen.address)
+        .await
+        .with_context(|| format!("cannot listen on {}", listen.address))?;
     let scheme = if tls.is_some() { "https" } else { "http" };
     let url = format!("{scheme}://{}", server::local_addr(&listener)?);
     Ok(BoundListener { listener, tls, url })

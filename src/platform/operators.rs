@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use svc_machine::name::OperatorName;
 use svc_wire::operator::Scope;
-use svc_wire::text::Text;
+use svc_wire::text::WireString;
 
 /// The name in the audit log for callers with `PLATFORM_SECRET`. No operator can have this name.
 pub const PLATFORM_SECRET_ACTOR: &str = "operator";
@@ -26,7 +26,7 @@ impl Scopes {
     }
 
     /// Returns the scopes in the form that the API returns.
-    pub fn to_wire(&self) -> Vec<Text<Scope>> {
+    pub fn to_wire(&self) -> Vec<WireString<Scope>> {
         self.0.iter().map(Into::into).collect()
     }
 

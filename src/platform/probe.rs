@@ -29,8 +29,8 @@ pub async fn run(mut env: Env) -> Result<(), Failure> {
     Err(Failure::new(Exit::Unavailable, anyhow!("the platform is not ready: {detail}")))
 }
 
-/// Builds a client and returns it with the URL scheme. With TLS, the certificate names the public host, which differs from
-/// the probed address, so the client verifies the key instead of the name.
+/// Builds a client and returns it with the URL scheme. With TLS, the certificate names the public host, which differs
+/// from the probed address, so the client verifies the key instead of the name.
 fn build_client(listener: &ListenerConfig) -> anyhow::Result<(reqwest::Client, &'static str)> {
     let Some(files) = &listener.tls else { return Ok((client::build(Deadlines::CALL)?, "http")) };
     let pin = Identity::read(&files.cert, &files.key)?.pin()?;

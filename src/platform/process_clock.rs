@@ -36,7 +36,7 @@ impl ProcessClock {
     }
 
     /// Returns whether the clocks agree or have not been compared yet.
-    pub fn is_ok(&self) -> bool {
+    pub fn is_within_tolerance(&self) -> bool {
         self.skew_ms().is_none_or(|skew| self.is_within(skew))
     }
 
@@ -61,7 +61,7 @@ impl ProcessClock {
     }
 
     fn record(&self, skew_ms: i64) {
-        let was_ok = self.is_ok();
+        let was_within_tolerance = self.is_within_tolerance();
         self.skew_ms.store(skew_ms, Ordering::Relaxed);
         CLOCK_SKEW.set([], skew_ms as f64 / 1000.0);
         let max_ms = self.max_skew.as_millis();
@@ -71,7 +71,7 @@ impl ProcessClock {
                 max_ms,
                 "this process's clock differs from the database's: check time synchronization"
             );
-        } else if !was_ok {
+        } else if !was_within_tolerance {
             tracing::info!(skew_ms, "this process's clock agrees with the database's again");
         }
     }
@@ -108,10 +108,10 @@ mod tests {
         assert_eq!(compute_skew_ms(at(10_000), round_trip, at(13_400)), -3000);
         assert_eq!(compute_skew_ms(at(10_000), round_trip, at(7_000)), 3000);
         let clock = ProcessClock::new(Duration::from_secs(2));
-        assert!(clock.is_ok(), "not compared yet");
+        assert!(clock.is_within_tolerance(), "not compared yet");
         clock.record(-3000);
-        assert!(!clock.is_ok());
+        assert!(!clock.is_within_tolerance());
         clock.record(1999);
-        assert!(clock.is_ok());
+        assert!(clock.is_within_tolerance());
     }
 }

@@ -1,5 +1,5 @@
-//! Caches the provider data that price quotes read, in this process. A client can request any number of quotes, but they
-//! share the provider's rate limit with operations and with all other processes. Provisioning does not use the cache.
+//! An in-process cache of the provider data for price quotes. A client can request any number of quotes, but they share
+//! the provider's rate limit with operations and with all other processes. Provisioning does not use the cache.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -79,10 +79,10 @@ impl QuoteCache {
 /// Caches the last read of each key. Simultaneous requests for a key share one read.
 struct CachedReads<K, V> {
     ttl: Duration,
-    cells: Mutex<HashMap<K, Cell<V>>>,
+    entries: Mutex<HashMap<K, CacheEntry<V>>>,
 }
 
-type Cell<V> = Arc<tokio::sync::Mutex<Option<FinishedRead<V>>>>;
+type CacheEntry<V> = Arc<tokio::sync::Mutex<Option<FinishedRead<V>>>>;
 
 struct FinishedRead<V> {
     at: Instant,
@@ -91,15 +91,15 @@ struct FinishedRead<V> {
 
 impl<K: Clone + Eq + Hash, V: Clone> CachedReads<K, V> {
     fn new(ttl: Duration) -> Self {
-        Self { ttl, cells: Mutex::default() }
+        Self { ttl, entries: Mutex::default() }
     }
 
     /// Returns the last value or, if it is too old, the result of `read`. A failure is not cached: it is returned only
     /// to the requests that waited for it.
     async fn get(&self, key: &K, read: impl Future<Output = Result<V, Problem>>) -> Result<V, Problem> {
         let requested_at = Instant::now();
-        let cell = self.cell(key);
-        let mut last = cell.lock().await;
+        let entry = self.entry(key);
+        let mut last = entry.lock().await;
         let is_current = |last: &&FinishedRead<V>| {
             last.at >= requested_at || last.outcome.is_ok() && last.at.elapsed() < self.ttl
         };
@@ -112,19 +112,19 @@ impl<K: Clone + Eq + Hash, V: Clone> CachedReads<K, V> {
     }
 
     fn record(&self, key: &K, value: &V) {
-        // If the cell is locked, a read is running, and its value will be as new as this one.
-        if let Ok(mut last) = self.cell(key).try_lock() {
+        // If the entry is locked, a read is running, and its value will be as new as this one.
+        if let Ok(mut last) = self.entry(key).try_lock() {
             *last = Some(FinishedRead { at: Instant::now(), outcome: Ok(value.clone()) });
         }
     }
 
-    fn cell(&self, key: &K) -> Cell<V> {
-        let mut cells = self.cells.lock().unwrap_or_else(PoisonError::into_inner);
-        if cells.len() >= MAX_KEYS && !cells.contains_key(key) {
-            // Cells in use are kept: there is at most one for each running request.
-            cells.retain(|_, cell| Arc::strong_count(cell) > 1);
+    fn entry(&self, key: &K) -> CacheEntry<V> {
+        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        if entries.len() >= MAX_KEYS && !entries.contains_key(key) {
+            // Entries in use are kept: there is at most one for each running request.
+            entries.retain(|_, entry| Arc::strong_count(entry) > 1);
         }
-        Arc::clone(cells.entry(key.clone()).or_default())
+        Arc::clone(entries.entry(key.clone()).or_default())
     }
 }
 
@@ -205,7 +205,7 @@ mod tests {
         let reads = CachedReads::new(Duration::MAX);
         for key in 0..MAX_KEYS * 3 {
             reads.get(&key, async { Ok(()) }).await.unwrap();
-            assert!(reads.cells.lock().unwrap().len() <= MAX_KEYS);
+            assert!(reads.entries.lock().unwrap().len() <= MAX_KEYS);
         }
     }
 }

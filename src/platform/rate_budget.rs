@@ -36,7 +36,7 @@ impl SharedBudget {
 
     async fn try_close(&self, wait: Duration) -> Result<(), DbError> {
         let session = self.db.session().await?;
-        db::budget::close(&session, &self.account, wait).await
+        db::budget::suspend_calls(&session, &self.account, wait).await
     }
 }
 

@@ -20,8 +20,8 @@ use svc_http::rate_limit::RateLimit;
 use svc_machine::id::MachineId;
 
 const HOST_BURST_SECONDS: u32 = 20;
-/// Average interval between a host's requests for credentials. Each costs calls to STS, and a host needs new credentials
-/// only a few times an hour.
+/// Average interval between a host's requests for credentials. Each costs calls to STS, and a host needs new
+/// credentials only a few times an hour.
 const CREDENTIALS_INTERVAL: Duration = Duration::from_secs(10);
 const CREDENTIALS_BURST: u32 = 20;
 const BURST_SECONDS: u32 = 10;
@@ -30,8 +30,8 @@ const BURST_SECONDS: u32 = 10;
 const REFUSAL_REPORT_INTERVAL: Duration = Duration::from_secs(5);
 const REFUSAL_REPORT_BURST: u32 = 20;
 const ACCEPTED_TOKEN_TTL: Duration = Duration::from_secs(600);
-/// Maximum number of remembered tokens. If all are recent, they are forgotten, and each counts against
-/// the limit once more.
+/// Maximum number of remembered tokens. If all of them are recent, they are forgotten, and each counts against the
+/// limit once more.
 const MAX_ACCEPTED_TOKENS: usize = 32_768;
 
 /// Settings for [`ApiRateLimits`].
@@ -104,7 +104,7 @@ impl ApiRateLimits {
         }
         self.addresses
             .check(&client_network(address))
-            .map_err(|wait| rate_limited("Too many unverified tokens came from this address.", wait))
+            .map_err(|wait| rate_limited("This address is sending too many unverified tokens.", wait))
     }
 
     /// Remembers a token that was found valid.
@@ -146,7 +146,7 @@ impl ApiRateLimits {
     /// # Errors
     /// `rate_limited`.
     pub fn admit_credentials(&self, machine: MachineId) -> Result<(), Problem> {
-        let cause = "This host requests credentials too often.";
+        let cause = "This host is requesting credentials too often.";
         self.credentials.check(&machine).map_err(|wait| rate_limited(cause, wait))
     }
 

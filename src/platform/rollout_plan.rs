@@ -25,7 +25,7 @@ pub struct Member {
     pub is_updated: bool,
     /// Why the update failed, as reported by the host since the request.
     pub failure: Option<String>,
-    /// Whether a timeout has passed: the host has been silent, or updating, for too long.
+    /// Whether a timeout has expired: the host has been silent, or updating, for too long.
     pub is_overdue: bool,
 }
 
@@ -41,7 +41,7 @@ pub enum RolloutPace {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum VerificationState {
     /// Not required, or passed.
-    Settled,
+    Satisfied,
     Due,
     /// A process is running it.
     Running,
@@ -108,7 +108,7 @@ pub fn next_effects(
         return effects;
     }
     let has_release = states.iter().any(|(_, state)| *state == MemberState::Updated);
-    if has_release && verification != VerificationState::Settled {
+    if has_release && verification != VerificationState::Satisfied {
         effects.extend((verification == VerificationState::Due).then_some(RolloutEffect::Verify));
         return effects;
     }
@@ -119,7 +119,7 @@ pub fn next_effects(
         return effects;
     };
     // The canary may have ended without the release, for instance because it was powered off.
-    let needs_canary = limits.canary > 0 && verification != VerificationState::Settled && !has_release;
+    let needs_canary = limits.canary > 0 && verification != VerificationState::Satisfied && !has_release;
     let mut remaining = if needs_canary { limits.canary } else { usize::MAX };
     let is_next = |member: &&Member| member.batch == next_batch && member.state == MemberState::Waiting;
     for member in members.iter().filter(is_next) {
@@ -233,14 +233,14 @@ mod tests {
                 .map(|(batch, host)| member(batch, *host))
                 .collect();
             let mut ended = None;
-            let mut verification = if requires_verification { VerificationState::Due } else { VerificationState::Settled };
+            let mut verification = if requires_verification { VerificationState::Due } else { VerificationState::Satisfied };
             let mut verifications = 0;
             for (choice, paused) in order.iter().zip(pauses) {
                 let pace = if paused { RolloutPace::Halted } else { RolloutPace::Running };
                 let before = members.clone();
                 // A verification takes one step.
                 if verification == VerificationState::Running {
-                    verification = VerificationState::Settled;
+                    verification = VerificationState::Satisfied;
                 }
                 for effect in next_effects(pace, RolloutLimits { canary, max_failures }, verification, &members) {
                     let index_of = |id: MachineId| before.iter().position(|member| member.machine == id).unwrap();
@@ -257,7 +257,7 @@ mod tests {
                             let index = index_of(machine);
                             prop_assert_eq!(before[index].state, MemberState::Waiting);
                             let has_release = before.iter().any(|member| member.state == MemberState::Updated);
-                            prop_assert!(!has_release || verification == VerificationState::Settled);
+                            prop_assert!(!has_release || verification == VerificationState::Satisfied);
                             members[index].state = MemberState::Requested;
                         }
                         RolloutEffect::Verify => {
@@ -275,7 +275,7 @@ mod tests {
                 let requested: Vec<_> = members.iter().filter(|member| member.state == MemberState::Requested).collect();
                 let batches: BTreeSet<i32> = requested.iter().map(|member| member.batch).collect();
                 let has_release = members.iter().any(|member| member.state == MemberState::Updated);
-                if canary > 0 && verification != VerificationState::Settled && !has_release {
+                if canary > 0 && verification != VerificationState::Satisfied && !has_release {
                     prop_assert!(requested.len() <= canary, "a whole batch was requested before any machine had the release");
                 }
                 prop_assert!(batches.len() <= 1 && requested.len() <= size.max(canary));
@@ -323,7 +323,7 @@ mod tests {
         assert_eq!(requests(1, VerificationState::Due), 1);
         assert_eq!(requests(2, VerificationState::Due), 2);
         assert_eq!(requests(0, VerificationState::Due), 3, "without a canary, the whole batch is requested");
-        assert_eq!(requests(1, VerificationState::Settled), 3, "no verification is required");
+        assert_eq!(requests(1, VerificationState::Satisfied), 3, "no verification is required");
         let first = members[1].machine;
         let effects = next_effects(RolloutPace::Running, limits(1), VerificationState::Due, &members);
         assert_eq!(effects, [RolloutEffect::RequestUpdate { machine: first }]);
@@ -335,7 +335,7 @@ mod tests {
             let mut members = vec![member(1, Host::RollsBack); max_failures];
             members.iter_mut().for_each(|member| member.state = MemberState::Failed);
             let limits = RolloutLimits { canary: 0, max_failures };
-            let effects = next_effects(RolloutPace::Running, limits, VerificationState::Settled, &members);
+            let effects = next_effects(RolloutPace::Running, limits, VerificationState::Satisfied, &members);
             assert_eq!(effects, [RolloutEffect::Stop { why: why.to_owned() }]);
         }
     }

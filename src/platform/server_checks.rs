@@ -23,8 +23,8 @@ impl ServerChecks {
         Self { interval, last: Mutex::default() }
     }
 
-    /// Claims a lookup of this machine's server, and returns whether the claim succeeded. The next claim for the machine
-    /// succeeds only after the interval.
+    /// Claims a lookup of this machine's server, and returns whether the claim succeeded. The next claim for the
+    /// machine succeeds only after the interval.
     pub fn claim_lookup(&self, machine: MachineId) -> bool {
         self.claim_lookup_at(machine, Instant::now())
     }

@@ -33,7 +33,8 @@ pub struct ServerLocations<'a> {
 /// Reads the current cost of a server.
 ///
 /// # Errors
-/// `invalid_request` if the provider does not sell the type in the location, `unavailable` if its prices cannot be read.
+/// `invalid_request` if the provider does not sell the type in the location, `unavailable` if its prices cannot be
+/// read.
 pub async fn read_cost(
     platform: &Platform,
     server_type: &ServerType,

@@ -85,7 +85,7 @@ impl UpgradeToken {
         {
             return TokenStatus::Previous;
         }
-        if claim.generation > self.generation && mint.has_made(token, claim, Purpose::Upgrade) {
+        if claim.generation > self.generation && mint.is_genuine(token, claim, Purpose::Upgrade) {
             return TokenStatus::Later(claim.generation);
         }
         TokenStatus::Refused
@@ -103,7 +103,8 @@ impl UpgradeToken {
         Self { hash, generation: to, rotated_at: now, requested_at: None, previous }
     }
 
-    /// Returns the token to offer to a host that presented a token with this status; `None` if the host keeps its token.
+    /// Returns the token to offer to a host that presented a token with this status; `None` if the host keeps its
+    /// token.
     pub fn next_offer(
         &self,
         machine: MachineId,
@@ -162,13 +163,13 @@ mod tests {
         Wait(i64),
         Request,
         /// A heartbeat whose response the host stores or loses.
-        Heartbeat(Loss),
+        Heartbeat(HeartbeatLoss),
         /// The sync agent is killed, and another process reads the file.
         Restart,
         CopyDatabase,
         RestoreDatabase,
-        /// The operator restarts the first of the platform's processes with a new key. The other processes still use the
-        /// current key, which becomes their previous key when they restart.
+        /// The operator restarts the first of the platform's processes with a new key. The other processes still use
+        /// the current key, which becomes their previous key when they restart.
         BeginKeyChange,
         /// The other processes restart.
         EndKeyChange,
@@ -177,7 +178,7 @@ mod tests {
     }
 
     #[derive(Debug, Clone, Copy)]
-    enum Loss {
+    enum HeartbeatLoss {
         Nothing,
         Response,
         /// The agent is killed while writing the file, which keeps its old content.
@@ -188,9 +189,9 @@ mod tests {
         prop_oneof![
             3 => (1_i64..1500).prop_map(Event::Wait),
             2 => Just(Event::Request),
-            6 => Just(Event::Heartbeat(Loss::Nothing)),
-            2 => Just(Event::Heartbeat(Loss::Response)),
-            2 => Just(Event::Heartbeat(Loss::Write)),
+            6 => Just(Event::Heartbeat(HeartbeatLoss::Nothing)),
+            2 => Just(Event::Heartbeat(HeartbeatLoss::Response)),
+            2 => Just(Event::Heartbeat(HeartbeatLoss::Write)),
             1 => Just(Event::Restart),
             1 => Just(Event::CopyDatabase),
             1 => Just(Event::RestoreDatabase),
@@ -251,7 +252,7 @@ mod tests {
             }
         }
 
-        fn send_heartbeat(&mut self, loss: Loss) {
+        fn send_heartbeat(&mut self, loss: HeartbeatLoss) {
             self.switch_process();
             let status = self.check_token(&self.file);
             assert_ne!(status, TokenStatus::Refused, "the host is locked out");
@@ -272,7 +273,7 @@ mod tests {
                 }
                 Some(TokenOffer::Next(_)) | None => None,
             };
-            if let (Some(next), Loss::Nothing) = (next, loss) {
+            if let (Some(next), HeartbeatLoss::Nothing) = (next, loss) {
                 self.copied.push(std::mem::replace(&mut self.file, next));
             }
         }
@@ -314,7 +315,7 @@ mod tests {
         fn settle(&mut self) {
             self.apply(&Event::EndKeyChange);
             for _ in 0..4 {
-                self.send_heartbeat(Loss::Nothing);
+                self.send_heartbeat(HeartbeatLoss::Nothing);
             }
             self.now = self.now.saturating_add(SignedDuration::from_secs(101)).unwrap();
         }
@@ -344,20 +345,20 @@ mod tests {
     fn requested_token_replaces_previous_one() {
         let mut model = RotationModel::new();
         let first = model.file.clone();
-        model.send_heartbeat(Loss::Nothing);
+        model.send_heartbeat(HeartbeatLoss::Nothing);
         assert_eq!(model.row.generation, Generation(1), "nothing is due");
         model.apply(&Event::Request);
-        model.send_heartbeat(Loss::Response);
-        model.send_heartbeat(Loss::Nothing);
+        model.send_heartbeat(HeartbeatLoss::Response);
+        model.send_heartbeat(HeartbeatLoss::Nothing);
         assert_eq!(model.check_token(&first), TokenStatus::Current, "no heartbeat with the new token yet");
-        model.send_heartbeat(Loss::Nothing);
+        model.send_heartbeat(HeartbeatLoss::Nothing);
         assert_eq!((model.row.generation, model.row.requested_at), (Generation(2), None));
         assert_eq!(model.check_token(&first), TokenStatus::Previous);
         model.apply(&Event::Wait(100));
         assert_eq!(model.check_token(&first), TokenStatus::Refused);
         model.apply(&Event::Wait(900));
-        model.send_heartbeat(Loss::Nothing);
-        model.send_heartbeat(Loss::Nothing);
+        model.send_heartbeat(HeartbeatLoss::Nothing);
+        model.send_heartbeat(HeartbeatLoss::Nothing);
         assert_eq!(model.row.generation, Generation(3), "an old token rotates automatically");
     }
 

@@ -2,8 +2,8 @@
 //! signatures.
 //!
 //! A host token is an HMAC-SHA256 of machine, purpose and generation with `PLATFORM_KEY`, so that user-data can be
-//! rendered again after a crash. An operator's token is an HMAC-SHA256 of the token's id, so that a repeated request gets
-//! the same token. The database stores only SHA-256 hashes, which are compared in constant time.
+//! rendered again after a crash. An operator's token is an HMAC-SHA256 of the token's id, so that a repeated request
+//! gets the same token. The database stores only SHA-256 hashes, which are compared in constant time.
 
 use ring::hmac;
 use secrecy::{ExposeSecret, SecretSlice, SecretString};
@@ -64,8 +64,8 @@ impl TokenMint {
         Self { previous: platform_key.map(mac_key), ..self }
     }
 
-    /// Makes a token: `svcr_<machine>_<mac>`, `svcu_<machine>_<mac>`, or `svcu_<machine>_<generation>_<mac>` for a later
-    /// generation.
+    /// Makes a token: `svcr_<machine>_<mac>`, `svcu_<machine>_<mac>`, or `svcu_<machine>_<generation>_<mac>` for a
+    /// later generation.
     pub fn token(&self, machine: MachineId, purpose: Purpose, generation: Generation) -> SecretString {
         token(&self.key, machine, purpose, generation)
     }
@@ -91,7 +91,7 @@ impl TokenMint {
     }
 
     /// Whether the platform made this token.
-    pub fn has_made(&self, token: &str, claim: TokenClaim, purpose: Purpose) -> bool {
+    pub fn is_genuine(&self, token: &str, claim: TokenClaim, purpose: Purpose) -> bool {
         let Some((_, mac)) = token.rsplit_once('_') else { return false };
         let Ok(mac) = hex::decode(mac) else { return false };
         let subject = token_subject(claim.machine, purpose, claim.generation);
@@ -245,17 +245,17 @@ mod tests {
     }
 
     #[test]
-    fn has_made_rejects_changed_generation_and_other_key() {
+    fn is_genuine_rejects_changed_generation_and_other_key() {
         let machine = MachineId::new();
         let token = mint(1).token(machine, Purpose::Upgrade, Generation(7));
         let token = token.expose_secret();
         let claimed = parse_claim(token, Purpose::Upgrade).unwrap();
         assert_eq!(claimed, TokenClaim { machine, generation: Generation(7) });
-        assert!(mint(1).has_made(token, claimed, Purpose::Upgrade));
-        assert!(!mint(2).has_made(token, claimed, Purpose::Upgrade));
+        assert!(mint(1).is_genuine(token, claimed, Purpose::Upgrade));
+        assert!(!mint(2).is_genuine(token, claimed, Purpose::Upgrade));
         let raised = token.replace("_7_", "_8_");
         let claimed = parse_claim(&raised, Purpose::Upgrade).unwrap();
-        assert!(!mint(1).has_made(&raised, claimed, Purpose::Upgrade), "the MAC covers the generation");
+        assert!(!mint(1).is_genuine(&raised, claimed, Purpose::Upgrade), "the MAC covers the generation");
         for other in ["_07_", "_+7_", "_1_", "_0_", "_4294967296_", "__"] {
             assert_eq!(parse_claim(&token.replace("_7_", other), Purpose::Upgrade), None, "{other}");
         }
@@ -267,7 +267,7 @@ mod tests {
         let both = mint(2).with_previous(Some(&vec![1; 32].into()));
         let old = mint(1).token(machine, Purpose::Upgrade, Generation(3));
         let claimed = parse_claim(old.expose_secret(), Purpose::Upgrade).unwrap();
-        assert!(both.has_made(old.expose_secret(), claimed, Purpose::Upgrade));
+        assert!(both.is_genuine(old.expose_secret(), claimed, Purpose::Upgrade));
         let made = both.token(machine, Purpose::Upgrade, Generation(4));
         assert_eq!(
             made.expose_secret(),

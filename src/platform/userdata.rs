@@ -34,9 +34,9 @@ const FIXED_FILES: [(&str, &str, &str); 5] = [
     ("/opt/svc/first-boot.sh", "0755", include_str!("../../cloud-init/first-boot.sh")),
 ];
 
-/// Repeats an interrupted first boot: cloud-init marks a module as done before it runs it, and a power cut may happen in
-/// between. `bootcmd` runs at every boot. Until all files have been written, it makes cloud-init write them again; after
-/// that, it starts the first-boot script again.
+/// Repeats an interrupted first boot: cloud-init marks a module as done before it runs it, and a power cut may happen
+/// in between. `bootcmd` runs at every boot. Until all files have been written, it makes cloud-init write them again;
+/// after that, it starts the first-boot script again.
 const RESUME_COMMAND: &str = "sem=/var/lib/cloud/instance/sem/config_; if test ! -e /opt/svc/user-data-written; then \
     rm -f ${sem}write_files ${sem}runcmd ${sem}scripts_user; elif test ! -e /opt/svc/first-boot-complete; then \
     systemctl enable --now --no-block svc-first-boot.service; fi";

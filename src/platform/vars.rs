@@ -51,7 +51,8 @@ svc_base::variables! {
     }
 
     "platform.keys", in "process environment or the platform's env file", by ["svc-platform"] {
-        /// The key that makes the tokens of hosts and operators, signs fences and seals the signing keys.
+        /// The key with which the platform makes tokens for hosts and operators, signs fences and encrypts the signing
+        /// keys.
         PLATFORM_KEY: "32 bytes, in hexadecimal or base64" = required;
         /// A second active key. It is only used to verify and to decrypt, never to make anything new. See [Rotate
         /// PLATFORM_KEY](../operating/keys.md#rotate-platform_key).

@@ -79,7 +79,7 @@ pub enum ServerStatus {
     Deleting,
     Migrating,
     Rebuilding,
-    /// The provider reports the status as unknown, or one that this release does not support.
+    /// The provider reports the status as unknown, or reports one that this release does not support.
     Unknown,
 }
 

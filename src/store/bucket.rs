@@ -1,4 +1,4 @@
-//! Reads, writes and conditionally writes a bucket's objects, with errors that callers can act on.
+//! Reads a bucket's objects, writes them with or without a condition, and classifies the errors for callers.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -41,7 +41,7 @@ pub enum StoreError {
     /// Signatures contain the time, and a store tolerates only a few minutes of skew. Transient: the clock may be
     /// corrected.
     #[error(
-        "the object store refused {key} because of this machine's clock, which is wrong by several minutes; see `timedatectl status`"
+        "the object store refused access to {key} because of this machine's clock, which is wrong by several minutes; see `timedatectl status`"
     )]
     Clock {
         key: String,
@@ -51,7 +51,7 @@ pub enum StoreError {
     /// Permanent: another machine has replaced this one, and only that machine has access.
     #[error("this machine has been replaced and may no longer use the object store ({key})")]
     Withdrawn { key: String },
-    #[error("the object store failed at {key}")]
+    #[error("the object store request for {key} failed")]
     Unavailable {
         key: String,
         #[source]
@@ -399,16 +399,16 @@ mod tests {
     fn is_unusable_pointer_recognizes_only_pointer_errors() {
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         let corrupt = |key: &Path| StoreError::corrupt(key, &"expected value").to_string();
-        let side = slot.sidecar("system/db/snapshots/x.dump").unwrap();
-        let fenced = Fenced { fence: Epoch(3), holder: None, mine: Epoch(2) };
-        let implausible = Fenced { fence: Epoch(100_000), ..fenced };
+        let sidecar = slot.sidecar("system/db/snapshots/x.dump").unwrap();
+        let fenced = Fenced { fence_epoch: Epoch(3), holder: None, writer_epoch: Epoch(2) };
+        let implausible = Fenced { fence_epoch: Epoch(100_000), ..fenced };
         for (error, expected) in [
             (corrupt(&slot.pointer()), true),
             (format!("the pointer was not moved: {}", corrupt(&slot.pointer_entry(7))), true),
             (implausible.to_string(), true),
             (fenced.to_string(), false),
-            (corrupt(&side), false),
-            ("the object store failed at user_1/primary/system/db/latest".to_owned(), false),
+            (corrupt(&sidecar), false),
+            ("the object store request for user_1/primary/system/db/latest failed".to_owned(), false),
         ] {
             assert_eq!(is_unusable_pointer(&error), expected, "{error}");
         }

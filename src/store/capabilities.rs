@@ -18,24 +18,24 @@ use super::bucket::{Bucket, StoreError};
 use super::config::StoreConfig;
 use super::parallel_probe::{self, Atomicity, RUN_PREFIX};
 use super::protection::{self, Setting};
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 
 /// How much svc depends on a capability.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Need {
+pub enum CapabilityNeed {
     /// Without it, data can be lost: the store must not be used.
     Required,
-    /// It is a second safeguard, or makes work faster.
+    /// It is an additional safeguard, or improves performance.
     Recommended,
     /// svc does not use it; it is reported because other tools may use it on the bucket.
     Unused,
 }
 
-/// Something that a store can or cannot do.
+/// A feature that a store may or may not support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capability {
     pub name: &'static str,
-    pub need: Need,
+    pub need: CapabilityNeed,
     /// The consequence of its absence: a sentence for operators.
     pub without: &'static str,
 }
@@ -51,7 +51,7 @@ impl Capability {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Support {
     Yes,
-    /// The store's actual behaviour.
+    /// The store's actual behavior.
     No(String),
     /// The reason the probe was inconclusive.
     Unknown(String),
@@ -72,67 +72,67 @@ impl ProbeResult {
 
 pub const CREATE_ONCE: Capability = Capability {
     name: "a put creates an object only if there is none (`If-None-Match: *`)",
-    need: Need::Required,
+    need: CapabilityNeed::Required,
     without: "A replaced host could move the snapshot pointer, and a new machine could start from old data.",
 };
 pub const REPLACE_READ_VERSION: Capability = Capability {
     name: "a put replaces only the version that was read (`If-Match`)",
-    need: Need::Required,
+    need: CapabilityNeed::Required,
     without: "A late writer could replace what a newer one wrote.",
 };
 pub const CREATE_ONCE_IN_PARALLEL: Capability = Capability {
     name: "of several concurrent writers, only one creates the object",
-    need: Need::Required,
+    need: CapabilityNeed::Required,
     without: "Two hosts could both move the snapshot pointer; `svc-platform` refuses to start.",
 };
 pub const REPLACE_IN_PARALLEL: Capability = Capability {
     name: "of several concurrent writers, only one replaces a version",
-    need: Need::Recommended,
+    need: CapabilityNeed::Recommended,
     without: "The snapshot pointer is safe, because its log only creates objects; releases without that log are not.",
 };
 pub const CURRENT_READS: Capability = Capability {
     name: "a read immediately returns the last write",
-    need: Need::Required,
+    need: CapabilityNeed::Required,
     without: "A host could restore a snapshot that is not the latest.",
 };
 pub const CURRENT_LISTS: Capability = Capability {
     name: "a list immediately shows new objects, and no deleted ones",
-    need: Need::Recommended,
+    need: CapabilityNeed::Recommended,
     without: "`svcctl backup list` can miss the newest snapshot, and a check after a backup can fail.",
 };
 pub const RANGES: Capability = Capability {
     name: "a range of one version can be read (`Range` with `If-Match`)",
-    need: Need::Recommended,
+    need: CapabilityNeed::Recommended,
     without: "A download that was interrupted cannot resume, or could mix two versions.",
 };
 pub const UPLOADS: Capability = Capability {
     name: "a multipart upload is visible only when it is completed",
-    need: Need::Required,
+    need: CapabilityNeed::Required,
     without: "No snapshot can be stored, or a broken one becomes an object.",
 };
 pub const UPLOAD_ONCE: Capability = Capability {
     name: "a multipart upload creates an object only if there is none",
-    need: Need::Recommended,
+    need: CapabilityNeed::Recommended,
     without: "Stolen credentials of a host can overwrite a snapshot; hosts themselves never do.",
 };
 pub const CHECKSUMS: Capability = Capability {
     name: "a body that does not match its SHA-256 is refused",
-    need: Need::Recommended,
+    need: CapabilityNeed::Recommended,
     without: "A snapshot that was damaged in transit is stored; the host detects it only when it reads the snapshot back.",
 };
 pub const SIGNATURES: Capability = Capability {
     name: "a request with a wrong secret key is refused",
-    need: Need::Required,
+    need: CapabilityNeed::Required,
     without: "Anyone who can reach the endpoint can read and delete every snapshot.",
 };
 pub const VERSIONING: Capability = Capability {
     name: "the bucket can keep overwritten and deleted objects (versioning)",
-    need: Need::Recommended,
+    need: CapabilityNeed::Recommended,
     without: "An object that is overwritten or deleted is lost.",
 };
 pub const CONDITIONAL_COPY: Capability = Capability {
     name: "a copy can require the version that was read",
-    need: Need::Unused,
+    need: CapabilityNeed::Unused,
     without: "Nothing: svc copies no objects inside the store.",
 };
 
@@ -219,7 +219,7 @@ fn atomicity_support(atomicity: Atomicity) -> Support {
     }
 }
 
-/// `None` if the store has the capability; otherwise, the store's actual behaviour.
+/// `None` if the store has the capability; otherwise, the store's actual behavior.
 type Outcome = Result<Option<String>, StoreError>;
 
 fn to_support(deviation: Option<String>) -> Support {
@@ -230,7 +230,7 @@ async fn determine_support(probe: impl Future<Output = Outcome>) -> Support {
     probe.await.map_or_else(|error| Support::Unknown(format_chain(&error)), to_support)
 }
 
-/// Returns the key of a temporary object, in a folder of its own.
+/// Returns the key of a temporary object, in a unique folder.
 fn temporary_key(name: &str) -> Path {
     Path::from(format!("{}/{}/{name}", *RUN_PREFIX, uuid::Uuid::new_v4()))
 }

@@ -14,7 +14,7 @@ use super::bucket::Bucket;
 use super::credentials::{CredentialSource, SourceAdapter};
 use super::list_counter::ListCounter;
 use super::local::LocalStore;
-use super::re_signer::ReSigner;
+use super::retrying_signer::RetryingSigner;
 use super::write_once::WriteOnce;
 use crate::vars;
 use svc_base::config::Env;
@@ -75,7 +75,7 @@ impl StoreConfig {
         }))
     }
 
-    /// Returns the location of a repository as `restic` takes it, such as
+    /// Returns the location of a repository in the format that `restic` expects, such as
     /// `s3:https://s3.eu-central-1.amazonaws.com/bucket/user_1/primary/files`.
     pub fn restic_location(&self, repository: &object_store::path::Path) -> String {
         match self {
@@ -128,8 +128,8 @@ impl S3Config {
             None => (Arc::new(StaticCredentialProvider::new(self.credential())), client),
             Some(source) => {
                 let region = self.region.clone();
-                let re_signer = ReSigner { inner: client, source: Arc::clone(&source), region };
-                (Arc::new(SourceAdapter(source)), HttpClient::new(re_signer))
+                let signer = RetryingSigner { inner: client, source: Arc::clone(&source), region };
+                (Arc::new(SourceAdapter(source)), HttpClient::new(signer))
             }
         };
         let client = HttpClient::new(ListCounter { inner: HttpClient::new(WriteOnce { inner: client }) });

@@ -1,6 +1,6 @@
 //! Temporary credentials for the store.
 //!
-//! A [`CredentialSource`] provides them: to object_store before each request, and to `re_signer` when the store
+//! A [`CredentialSource`] provides them: to object_store before each request, and to `retrying_signer` when the store
 //! rejects a request's credentials as expired.
 
 use std::error::Error;

@@ -19,9 +19,9 @@ const FLOOR_TIMEOUT: Duration = Duration::from_secs(10);
 /// Implausible epochs in metadata and keys are ignored, and so is an implausible fence, because the platform's fence
 /// replaces it.
 ///
-/// # Errors [`StoreError`]; `Corrupt` if the pointer is unreadable and its fence therefore unknown, or if its
-/// snapshot's epoch is implausible. Unreadable metadata is ignored, because a machine's fence is written before its
-/// metadata.
+/// # Errors
+/// [`StoreError`]; `Corrupt` if the pointer is unreadable and its fence therefore unknown, or if its snapshot's epoch
+/// is implausible. Unreadable metadata is ignored, because a machine's fence is written before its metadata.
 pub async fn read_floor(bucket: &Bucket, slot: &SlotPrefix, known: Epoch) -> Result<Epoch, StoreError> {
     let bound = known.max_plausible();
     let read = async {

@@ -74,8 +74,8 @@ pub async fn advance(
         .await
 }
 
-/// Replaces the fence with one for the slot's current machine, even if the present fence has a higher epoch. Only the platform calls this, after it has fenced the
-/// database's pointer for the same machine.
+/// Replaces the fence with one for the slot's current machine, even if the present fence has a higher epoch. Only the
+/// platform calls this, after it has fenced the database's pointer for the same machine.
 ///
 /// # Errors
 /// [`PointerError`], but not `Fenced`.
@@ -95,11 +95,11 @@ pub async fn set_fence(
 /// Maximum number of log entries that [`trim_log`] deletes at once.
 const MAX_TRIMMED: usize = 20_000;
 
-/// Deletes all but the last `kept` entries below the pointer's own from its log. Only the platform calls this: hosts may
-/// not delete. Returns the number of deleted entries.
+/// Deletes the log entries below the pointer's own `seq`, except the last `kept` of them. Only the platform calls this,
+/// because hosts may not delete objects. Returns the number of deleted entries.
 ///
 /// # Errors
-/// [`StoreError`]. What was deleted stays deleted; no reader needs it.
+/// [`StoreError`]. Some entries may already have been deleted; no reader needs them.
 pub async fn trim_log(bucket: &Bucket, slot: &SlotPrefix, kept: u64) -> Result<u64, StoreError> {
     let paths = slot.files_pointer_paths();
     let Some(pointer) = read(bucket, slot).await? else { return Ok(0) };

@@ -1,5 +1,5 @@
 //! An HTTP layer below object_store: counts each request that lists keys. A listing of many keys needs several
-//! requests, and the store bills each.
+//! requests, and the store bills each request.
 
 use std::time::Instant;
 

@@ -133,8 +133,9 @@ mod tests {
             .map(|n| {
                 let (bucket, slot) = (open(), slot.clone());
                 tokio::spawn(async move {
-                    let side = sidecar(&snapshot(n, Epoch(1)));
-                    let recorded = crate::snapshot::write_sidecar(&bucket, &slot, &side, None).await.unwrap();
+                    let sidecar = sidecar(&snapshot(n, Epoch(1)));
+                    let recorded =
+                        crate::snapshot::write_sidecar(&bucket, &slot, &sidecar, None).await.unwrap();
                     pointer_io::advance(&bucket, &slot, &recorded).await
                 })
             })

@@ -40,7 +40,7 @@ pub struct VpsMeta {
 
 /// The reason the metadata was not written.
 #[derive(Debug, thiserror::Error)]
-pub enum MetaError {
+pub enum VpsMetaError {
     #[error(transparent)]
     Fenced(#[from] Fenced),
     #[error(transparent)]
@@ -51,8 +51,8 @@ pub enum MetaError {
 /// with the pointer, a write whose response was lost is resolved by reading the object back.
 ///
 /// # Errors
-/// [`MetaError`]; `Fenced` if a machine with a higher epoch, or another machine with the same epoch, has written it.
-pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result<(), MetaError> {
+/// [`VpsMetaError`]; `Fenced` if a machine with a higher epoch, or another machine with the same epoch, has written it.
+pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result<(), VpsMetaError> {
     let key = slot.vps_meta();
     let mut ambiguous_error = None;
     for _ in 0..MAX_ATTEMPTS {
@@ -73,11 +73,13 @@ pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result
             None => Condition::Absent,
             Some(read) if read.value == *meta => return Ok(()),
             Some(read) if read.value.epoch > meta.epoch => {
-                return Err(Fenced { fence: read.value.epoch, holder: None, mine: meta.epoch }.into());
+                return Err(
+                    Fenced { fence_epoch: read.value.epoch, holder: None, writer_epoch: meta.epoch }.into()
+                );
             }
             Some(read) if read.value.epoch == meta.epoch && read.value.machine_id != meta.machine_id => {
                 let holder = Some(read.value.machine_id);
-                return Err(Fenced { fence: read.value.epoch, holder, mine: meta.epoch }.into());
+                return Err(Fenced { fence_epoch: read.value.epoch, holder, writer_epoch: meta.epoch }.into());
             }
             Some(read) => Condition::Unchanged(read.version),
         };

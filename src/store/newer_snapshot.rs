@@ -1,5 +1,5 @@
-//! Finds a machine's complete snapshot that is newer than the pointer's: the host stored it while the platform was
-//! unreachable, or holds it back because the database has shrunk.
+//! Finds a machine's complete snapshot that is newer than the pointer's. There is one if the host stored it while the
+//! platform was unreachable, or holds it back because the database has shrunk.
 
 use std::collections::VecDeque;
 
@@ -14,12 +14,12 @@ use svc_machine::id::MachineId;
 
 /// Maximum number of names to list after the pointer's snapshot.
 const MAX_NAMES: usize = 2000;
-/// Maximum number of records to read, beginning with the newest.
+/// Maximum number of sidecars to read, beginning with the newest.
 const MAX_RECORDS: usize = 8;
 
 /// Finds the newest complete snapshot of this machine and epoch after the pointer's snapshot. Snapshots of other
-/// machines are ignored, because a replaced machine's credentials can still add some. Lists the keys after the
-/// pointer's; usually there are none.
+/// machines are ignored, because a replaced machine's credentials can still add some. Lists only the keys after the
+/// pointer's snapshot; usually there are none.
 ///
 /// # Errors
 /// [`StoreError`]: it is unknown whether there is such a snapshot.
@@ -44,7 +44,7 @@ pub async fn find(
     }
     for key in newer {
         match snapshot::load(bucket, slot, &key).await {
-            Ok(side) if side.machine_id == machine => return Ok(Some(side)),
+            Ok(sidecar) if sidecar.machine_id == machine => return Ok(Some(sidecar)),
             Ok(_) | Err(SnapshotUnusable::Absent | SnapshotUnusable::Damaged { .. }) => {}
             Err(SnapshotUnusable::Store(error)) => return Err(error),
         }

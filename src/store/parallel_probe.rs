@@ -1,5 +1,5 @@
-//! Probes whether the store honours the conditions of concurrent writers. A store may reject a second writer that comes
-//! later, but accept two concurrent writers.
+//! Probes whether the store honors the conditions of concurrent writers. A store may reject the second of two
+//! sequential writers, but accept two concurrent writers.
 
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
@@ -55,7 +55,7 @@ impl ProbeFindings {
         let Atomicity::Violated { winners } = self.create else { return None };
         Some(format!(
             "the object store allowed {winners} of {WRITERS} concurrent writers to create the same object (If-None-Match): \
-             two hosts could both move the snapshot pointer; use a store that honours this condition"
+             two hosts could both move the snapshot pointer; use a store that honors this condition"
         ))
     }
 

@@ -1,5 +1,5 @@
-//! The pointers `system/db/latest` and `files/latest`, and their changes by a fence or a new snapshot. All functions are
-//! pure; `pointer_io` reads and writes the pointers.
+//! The pointers `system/db/latest` and `files/latest`, and their changes by a fence or a new snapshot. All functions
+//! are pure; `pointer_io` reads and writes the pointers.
 //!
 //! Invariants: `seq` and `fenceEpoch` only increase, except that an implausible fence is replaced; a machine below the
 //! fence, or another machine with the fence's epoch, never moves the pointer; nothing depends on the hosts' clocks.
@@ -85,7 +85,7 @@ impl PointerTarget for SnapshotRef {
     }
 }
 
-/// Whether an error message means that a snapshot pointer is not sound. Hosts report errors only as messages.
+/// Whether an error message says that a snapshot pointer is not sound. Hosts report errors only as messages.
 pub fn is_unsound(error: &str) -> bool {
     error.contains(UNSOUND)
 }
@@ -112,27 +112,27 @@ impl Fence {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{}", self.message())]
 pub struct Fenced {
-    pub fence: Epoch,
+    pub fence_epoch: Epoch,
     /// The fence's machine, if the epochs are equal.
     pub holder: Option<MachineId>,
-    /// The writer's epoch.
-    pub mine: Epoch,
+    pub writer_epoch: Epoch,
 }
 
 impl Fenced {
     /// Whether no machine in the slot can have had the fence's epoch.
     pub fn is_implausible(&self) -> bool {
-        self.fence > self.mine.max_plausible()
+        self.fence_epoch > self.writer_epoch.max_plausible()
     }
 
     fn message(&self) -> String {
-        let Self { fence, holder, mine } = self;
+        let Self { fence_epoch, holder, writer_epoch } = self;
         if self.is_implausible() {
-            return format!("{UNSOUND}: no machine of the slot can have had its fence's epoch {fence}");
+            return format!("{UNSOUND}: no machine of the slot can have had its fence's epoch {fence_epoch}");
         }
         let by = holder.map(|machine| format!(" by machine {machine}")).unwrap_or_default();
         format!(
-            "the slot is fenced at epoch {fence}{by}; this machine, with epoch {mine}, may no longer move the pointer"
+            "the slot is fenced at epoch {fence_epoch}{by}; this machine, with epoch {writer_epoch}, may no \
+             longer move the pointer"
         )
     }
 }
@@ -156,12 +156,12 @@ impl<S: PointerTarget> Pointer<S> {
     /// # Errors
     /// [`Fenced`] if the fence is above `epoch`, or at `epoch` for another machine.
     pub fn admit(&self, epoch: Epoch, machine: MachineId) -> Result<(), Fenced> {
-        let fence = self.fence_epoch;
-        if fence > epoch {
-            return Err(Fenced { fence, holder: None, mine: epoch });
+        let fence_epoch = self.fence_epoch;
+        if fence_epoch > epoch {
+            return Err(Fenced { fence_epoch, holder: None, writer_epoch: epoch });
         }
-        match self.fence_holder().filter(|holder| fence == epoch && *holder != machine) {
-            Some(holder) => Err(Fenced { fence, holder: Some(holder), mine: epoch }),
+        match self.fence_holder().filter(|holder| fence_epoch == epoch && *holder != machine) {
+            Some(holder) => Err(Fenced { fence_epoch, holder: Some(holder), writer_epoch: epoch }),
             None => Ok(()),
         }
     }
@@ -317,7 +317,7 @@ pub(crate) mod tests {
         assert_eq!(first.snapshot, None);
         let second = fence(Some(&first), &Fence::unsigned(Epoch(2), machine(2))).unwrap().unwrap();
         let refused = advance(Some(&second), &snapshot_by(1, Epoch(1), machine(1))).unwrap_err();
-        assert_eq!(refused, Fenced { fence: Epoch(2), holder: None, mine: Epoch(1) });
+        assert_eq!(refused, Fenced { fence_epoch: Epoch(2), holder: None, writer_epoch: Epoch(1) });
     }
 
     #[test]
@@ -332,7 +332,7 @@ pub(crate) mod tests {
     #[test]
     fn equal_epoch_of_another_machine_is_fenced() {
         let fenced = fence::<SnapshotRef>(None, &Fence::unsigned(Epoch(2), machine(1))).unwrap().unwrap();
-        let refusal = Fenced { fence: Epoch(2), holder: Some(machine(1)), mine: Epoch(2) };
+        let refusal = Fenced { fence_epoch: Epoch(2), holder: Some(machine(1)), writer_epoch: Epoch(2) };
         assert_eq!(fence(Some(&fenced), &Fence::unsigned(Epoch(2), machine(2))), Err(refusal));
         assert_eq!(advance(Some(&fenced), &snapshot_by(1, Epoch(2), machine(2))), Err(refusal));
         assert!(refusal.to_string().contains(&machine(1).to_string()), "{refusal}");

@@ -1,9 +1,9 @@
 //! Reads and writes a pointer. A write claims the next `seq` in the log, then updates `system/db/latest`.
 //!
-//! Each `seq` is claimed by creating the object `pointer-log/<seq>.json`, which contains the whole pointer and must
-//! not already exist. `latest` is written after it. So two writers never both succeed, even on a store whose
-//! `If-Match` is not atomic: it is enough that the store creates an object at most once. The highest entry is
-//! authoritative; the next writer repairs a stale `latest`.
+//! Each `seq` is claimed by creating the object `pointer-log/<seq>.json`, which contains the whole pointer and must not
+//! already exist. `latest` is written after it. Two writers therefore never both succeed, even on a store whose
+//! `If-Match` is not atomic; the store only has to create an object at most once. The highest entry is authoritative;
+//! the next writer repairs a stale `latest`.
 //!
 //! Invariant: a `seq` is claimed only if `latest` has the previous one, so that a crash leaves at most one entry
 //! ahead of `latest`. Entries are never deleted.
@@ -14,7 +14,7 @@ use super::bucket::{Bucket, Condition, StoreError, Version};
 use super::key::{PointerPaths, SlotPrefix};
 use super::pointer::{self, Fence, Fenced, Pointer, PointerTarget, SnapshotRef};
 use super::pointer_log::find_newest_entry;
-use super::recorded_snapshot::RecordedSnapshot;
+use super::snapshot_with_sidecar::SnapshotWithSidecar;
 use svc_machine::epoch::MAX_EPOCH;
 
 /// Maximum number of attempts to write if other writers interfere.
@@ -28,7 +28,7 @@ pub enum PointerError {
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error("the pointer was changed by other writers {MAX_ATTEMPTS} times in a row")]
-    Contended,
+    TooManyConflicts,
 }
 
 /// The current pointer, and the object `system/db/latest` as it was read.
@@ -126,7 +126,7 @@ pub(super) async fn read_entry<S: PointerTarget>(
     Ok(value)
 }
 
-/// Reads `latest` alone; `None` if it is absent or unreadable.
+/// Reads only `latest`; `None` if it is absent or unreadable.
 pub(super) async fn try_read_latest(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -178,7 +178,7 @@ pub async fn fence(bucket: &Bucket, slot: &SlotPrefix, fence: &Fence) -> Result<
 pub async fn advance(
     bucket: &Bucket,
     slot: &SlotPrefix,
-    snapshot: &RecordedSnapshot,
+    snapshot: &SnapshotWithSidecar,
 ) -> Result<(), PointerError> {
     write(bucket, &slot.pointer_paths(), |current| pointer::advance(current, snapshot.snapshot_ref())).await
 }
@@ -239,7 +239,7 @@ pub(super) async fn write<S: PointerTarget>(
             retry_state.back_off(refused).await?;
         }
     }
-    Err(PointerError::Contended)
+    Err(PointerError::TooManyConflicts)
 }
 
 /// Plans the pointer to write. A merged value is in no log entry yet, so it is written even if `plan` changes nothing.
@@ -260,8 +260,8 @@ async fn claim<S: PointerTarget>(
     bucket.put_json_if(&paths.entry(next.seq), next, Condition::Absent).await
 }
 
-/// Writes the newest log entry to `latest`. The condition only keeps a later writer's value from being overwritten;
-/// if the store does not honour it, the next attempt finds a stale `latest` and writes it again.
+/// Writes the newest log entry to `latest`. The condition only keeps a later writer's value from being overwritten; if
+/// the store does not honor it, the next attempt finds a stale `latest` and writes it again.
 async fn publish<S: PointerTarget>(
     bucket: &Bucket,
     paths: &PointerPaths,

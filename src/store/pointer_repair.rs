@@ -20,15 +20,13 @@ const MAX_RETURNED_BYTES: u64 = 8 << 10;
 /// Maximum number of snapshots to check for a complete one.
 const MAX_CHECKED_SNAPSHOTS: usize = 64;
 
-/// The slot's current machine, as the platform records it, with the signed fence written before its creation.
-pub type CurrentFence = Fence;
-
 /// The platform's record of a slot.
 #[derive(Debug, Clone)]
 pub struct SlotRecord {
     /// The highest epoch of all machines in the slot.
     pub highest: Epoch,
-    pub holder: Option<CurrentFence>,
+    /// The slot's current machine, with the signed fence written before its creation.
+    pub holder: Option<Fence>,
 }
 
 /// The state of a slot's pointer.
@@ -101,7 +99,7 @@ pub enum RepairError {
     #[error("{key} is not usable: {why}")]
     Unusable { key: String, why: String },
     #[error("the pointer was changed by another writer in the meantime")]
-    Changed,
+    ChangedConcurrently,
     #[error(transparent)]
     Store(#[from] StoreError),
 }
@@ -120,10 +118,10 @@ pub async fn inspect(
     let bound = highest.max_plausible();
     let (found, condition) = read_pointer_state(bucket, slot, bound).await?;
     let mut keys = snapshots::list_keys(bucket, slot).await?;
-    // A host can write any key: ignore epochs that no machine ever had.
+    // A host can write any key, so epochs that no machine ever had are ignored.
     keys.retain(|key| key::epoch_of(key).is_none_or(|epoch| epoch <= bound));
     let (candidate, unchecked) = match target {
-        RebuildTarget::Snapshot(key) => (Some(load_side(bucket, slot, key).await?), 0),
+        RebuildTarget::Snapshot(key) => (Some(load_sidecar(bucket, slot, key).await?), 0),
         RebuildTarget::Newest => find_newest_complete(bucket, slot, &keys).await?,
         RebuildTarget::Nothing => (None, 0),
     };
@@ -133,7 +131,8 @@ pub async fn inspect(
         let meta = epoch_floor::read_metadata_epoch(bucket, slot, bound).await?;
         let known =
             KnownState { found: &found, keys: &keys, newest_entry, meta, holder: holder.as_ref(), bound };
-        plan_rebuild(bucket, slot, known, (candidate.map(|side| side.snapshot_ref()), emptied_at)).await?
+        plan_rebuild(bucket, slot, known, (candidate.map(|sidecar| sidecar.snapshot_ref()), emptied_at))
+            .await?
     } else {
         None
     };
@@ -164,7 +163,7 @@ async fn plan_rebuild(
 /// Writes the pointer that the inspection planned: its log entry, then `latest`, if it is unchanged.
 ///
 /// # Errors
-/// [`RepairError`]; `Changed` if the pointer has changed since the inspection.
+/// [`RepairError`]; `ChangedConcurrently` if the pointer has changed since the inspection.
 pub async fn rebuild(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -178,11 +177,12 @@ pub async fn rebuild(
     let entry = slot.pointer_entry(next.seq);
     match bucket.put_json_if(&entry, &next, Condition::Absent).await {
         Ok(()) => {}
-        // After a lost response, the store's client retries, and its own first write causes the refusal.
+        // If the response to the first attempt was lost, the store's client has retried, and its own first write caused
+        // the refusal.
         Err(StoreError::Precondition { .. }) => {
             let written = bucket.get_json::<Pointer>(&entry).await;
             if !matches!(written, Ok(Some(written)) if written.value == next) {
-                return Err(RepairError::Changed);
+                return Err(RepairError::ChangedConcurrently);
             }
         }
         Err(error) => return Err(error.into()),
@@ -196,7 +196,7 @@ pub async fn rebuild(
         Ok(Some(read)) if read.value == next => Ok(next),
         // The rebuild took effect, and a host or the platform has moved the pointer since.
         Ok(Some(read)) if read.value.seq > next.seq && read.value.fence_epoch >= next.fence_epoch => Ok(next),
-        Ok(_) => Err(RepairError::Changed),
+        Ok(_) => Err(RepairError::ChangedConcurrently),
         Err(StoreError::Corrupt { key, why }) => Err(RepairError::Unusable { key, why }),
         Err(error) => Err(error.into()),
     }
@@ -256,9 +256,9 @@ async fn describe_unreadable(
     Ok((PointerState::Unreadable { why, size_bytes: meta.size, start }, condition))
 }
 
-async fn load_side(bucket: &Bucket, slot: &SlotPrefix, key: &SnapshotKey) -> Result<Sidecar, RepairError> {
+async fn load_sidecar(bucket: &Bucket, slot: &SlotPrefix, key: &SnapshotKey) -> Result<Sidecar, RepairError> {
     match snapshot::load(bucket, slot, key.as_str()).await {
-        Ok(side) => Ok(side),
+        Ok(sidecar) => Ok(sidecar),
         Err(SnapshotUnusable::Store(error)) => Err(error.into()),
         Err(SnapshotUnusable::Damaged { key, why }) => Err(RepairError::Unusable { key, why }),
         Err(SnapshotUnusable::Absent) => {
@@ -277,7 +277,7 @@ async fn find_newest_complete(
     ordered.sort_unstable_by(|a, b| b.cmp(a));
     for (epoch, _, key) in ordered.into_iter().take(MAX_CHECKED_SNAPSHOTS) {
         match snapshot::load(bucket, slot, key).await {
-            Ok(side) if Some(side.epoch) == epoch => return Ok((Some(side), 0)),
+            Ok(sidecar) if Some(sidecar.epoch) == epoch => return Ok((Some(sidecar), 0)),
             Ok(_) => tracing::warn!(key, "skipped a snapshot without an epoch in its key"),
             Err(SnapshotUnusable::Damaged { why, .. }) => tracing::warn!(key, why, "skipped the snapshot"),
             Err(SnapshotUnusable::Absent) => {}
@@ -294,7 +294,7 @@ async fn read_newest_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, O
         return Ok((0, None));
     };
     let value = match pointer_io::try_read_entry(bucket, slot, seq).await? {
-        // The entry was not written according to the protocol: `latest` still has the fence.
+        // The entry does not follow the protocol, so `latest` still has the fence.
         None => pointer_io::try_read_latest(bucket, slot).await?,
         value => value,
     };
@@ -307,7 +307,7 @@ struct KnownState<'a> {
     keys: &'a [String],
     newest_entry: (u64, Option<Pointer>),
     meta: Epoch,
-    holder: Option<&'a CurrentFence>,
+    holder: Option<&'a Fence>,
     /// The highest plausible epoch.
     bound: Epoch,
 }
@@ -377,7 +377,7 @@ mod tests {
     fn record() -> SlotRecord {
         SlotRecord {
             highest: Epoch(1),
-            holder: Some(CurrentFence::unsigned(Epoch(1), MachineId(uuid::Uuid::nil()))),
+            holder: Some(Fence::unsigned(Epoch(1), MachineId(uuid::Uuid::nil()))),
         }
     }
 
@@ -397,14 +397,14 @@ mod tests {
         (bucket, named.key)
     }
 
-    /// Writes an object and a record as one of the slot's sessions could forge them.
+    /// Writes an object and a sidecar, as one of the slot's sessions could forge them.
     async fn forge(bucket: &Bucket, name: &str, epoch: u32) {
         let (at, key) = (slot().snapshots().join(name), format!("system/db/snapshots/{name}"));
         bucket.put(&at, "d").await.unwrap();
-        let side = json!({"version": 1, "key": key, "sizeBytes": 1, "sha256": "00".repeat(32), "pgVersion": "16",
+        let sidecar = json!({"version": 1, "key": key, "sizeBytes": 1, "sha256": "00".repeat(32), "pgVersion": "16",
             "machineId": uuid::Uuid::nil(), "epoch": epoch, "takenAt": "2026-11-24T03:04:05.678Z",
             "verifiedAt": "2026-11-24T03:04:05.678Z", "roles": [], "tables": []});
-        bucket.put_json(&slot().snapshots().join(format!("{name}.json")), &side).await.unwrap();
+        bucket.put_json(&slot().snapshots().join(format!("{name}.json")), &sidecar).await.unwrap();
     }
 
     async fn inspect_target(bucket: &Bucket, target: RebuildTarget<'_>) -> Inspection {

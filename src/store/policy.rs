@@ -1,5 +1,5 @@
 //! IAM session policies for machines. They allow reading, writing and listing the machine's own slot, but not deleting
-//! objects nor, if the store can enforce it, overwriting snapshots.
+//! objects or, if the store can enforce it, overwriting snapshots.
 //!
 //! An outage session stays valid after the platform has given the slot to another machine. It can write only snapshots
 //! of one epoch whose names begin with the date of one of the session's days, and cannot move the pointer.
@@ -14,23 +14,23 @@ use svc_machine::epoch::Epoch;
 const MAX_CLOCK_SKEW: SignedDuration = SignedDuration::from_mins(15);
 /// Maximum length of an STS session policy.
 const MAX_POLICY_CHARS: usize = 2048;
-/// Maximum number of days in a policy. An STS session lasts at most seven days, which can touch nine UTC days with
-/// clock skew.
+/// Maximum number of days in a policy. An STS session lasts at most seven days, which can span nine UTC days with clock
+/// skew.
 const MAX_DAYS: usize = 9;
 
 /// Whether a session may overwrite snapshots and pointer-log entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SnapshotWrites {
     /// The store allows it. Hosts never overwrite snapshots, but stolen credentials could be used to.
-    Any,
+    Overwritable,
     /// The store rejects it: these objects can only be created with `If-None-Match`. `s3:if-none-match` and
     /// `s3:ObjectCreationOperation` are AWS condition keys that other stores may not support.
-    Once,
+    CreateOnly,
 }
 
 /// Returns the policy for a slot: get, put, list and abort uploads below the slot's prefix.
 ///
-/// `partition` is `aws`, except in AWS's separate clouds.
+/// `partition` is `aws`, except in other AWS partitions, such as `aws-us-gov`.
 pub fn slot_policy(partition: &str, bucket: &str, slot: &SlotPrefix, writes: SnapshotWrites) -> String {
     // Users and slots are validated names, so they contain no wildcards or policy variables.
     let (bucket, slot) = (format!("arn:{partition}:s3:::{bucket}"), slot.root());
@@ -49,7 +49,7 @@ pub fn slot_policy(partition: &str, bucket: &str, slot: &SlotPrefix, writes: Sna
             "Condition": {"StringLike": {"s3:prefix": format!("{slot}/*")}},
         }),
     ];
-    if writes == SnapshotWrites::Once {
+    if writes == SnapshotWrites::CreateOnly {
         // The pointers `latest` are the only objects that are overwritten.
         let once = ["system/db/*/*", "files/*/*", "files/config"];
         let once = once.map(|objects| format!("{bucket}/{slot}/{objects}"));
@@ -141,13 +141,14 @@ fn render_outage_policy(
             "Condition": {"StringLike": {"s3:prefix": format!("{db}/*")}},
         }),
     ];
-    if writes == SnapshotWrites::Once {
+    if writes == SnapshotWrites::CreateOnly {
         statements.push(deny_overwrites(&[format!("{bucket}/{db}/snapshots/*")]));
     }
     render_document(&statements)
 }
 
-/// Denies writes without `If-None-Match`. Upload parts have no condition, and create no object.
+/// Denies writes without `If-None-Match`. Uploads of parts are exempt, because they have no condition and create no
+/// object.
 fn deny_overwrites(resources: &[String]) -> Value {
     json!({
         "Effect": "Deny",
@@ -173,7 +174,7 @@ mod tests {
     fn slot_policy_allows_one_slot_and_no_delete() {
         let user = format!("auth0|{}", "x".repeat(122)).parse().unwrap();
         let slot = SlotPrefix::new(&user, &"a".repeat(32).parse::<Slot>().unwrap());
-        let policy = slot_policy("aws", &"b".repeat(63), &slot, SnapshotWrites::Once);
+        let policy = slot_policy("aws", &"b".repeat(63), &slot, SnapshotWrites::CreateOnly);
         assert!(policy.len() <= 2048, "too long for STS: {}", policy.len());
         assert!(!policy.contains("Delete") && !policy.contains("s3:*"), "{policy}");
         assert!(policy.contains(&format!("{}/*", slot.root())), "{policy}");
@@ -196,8 +197,13 @@ mod tests {
             [("2026-11-24T10:20:00Z", 12), ("2026-11-30T23:00:00Z", 12), ("2026-11-24T10:20:00Z", 168)]
         {
             let holder = (&slot, Epoch(u32::MAX));
-            let policy =
-                outage_policy("aws", &"b".repeat(63), holder, window(from, hours), SnapshotWrites::Once);
+            let policy = outage_policy(
+                "aws",
+                &"b".repeat(63),
+                holder,
+                window(from, hours),
+                SnapshotWrites::CreateOnly,
+            );
             assert!(policy.len() <= 2048, "too long for STS: {}", policy.len());
             assert!(!policy.contains("Delete") && !policy.contains("s3:*"), "{policy}");
             assert!(policy.contains("*-4294967295.dump*"), "{policy}");
@@ -208,8 +214,13 @@ mod tests {
     fn outage_policy_allows_each_day_of_the_session() {
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         let days = |from, hours| {
-            let policy =
-                outage_policy("aws", "fleet", (&slot, Epoch(7)), window(from, hours), SnapshotWrites::Any);
+            let policy = outage_policy(
+                "aws",
+                "fleet",
+                (&slot, Epoch(7)),
+                window(from, hours),
+                SnapshotWrites::Overwritable,
+            );
             let policy: Value = serde_json::from_str(&policy).unwrap();
             let own = policy["Statement"][0]["Resource"].as_array().unwrap().clone();
             let name = |resource: &Value| resource.as_str().unwrap().rsplit('/').next().unwrap().to_owned();

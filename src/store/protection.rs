@@ -30,19 +30,20 @@ pub struct Protection {
 pub async fn read(s3: &S3Config) -> Result<Protection, RequestError> {
     let client = SignedClient::new(s3)?;
     let response = client.send(Method::GET, "?versioning=", &[], b"").await?;
-    let versioning = to_setting(response.status, response.text.contains("<Status>Enabled</Status>"));
+    let versioning = setting_from_status(response.status, response.text.contains("<Status>Enabled</Status>"));
     let response = client.send(Method::GET, "?object-lock=", &[], b"").await?;
     let object_lock = match response.status {
         // ObjectLockConfigurationNotFoundError.
         StatusCode::NOT_FOUND => Setting::Off,
-        status => {
-            to_setting(status, response.text.contains("<ObjectLockEnabled>Enabled</ObjectLockEnabled>"))
-        }
+        status => setting_from_status(
+            status,
+            response.text.contains("<ObjectLockEnabled>Enabled</ObjectLockEnabled>"),
+        ),
     };
     Ok(Protection { versioning, object_lock })
 }
 
-fn to_setting(status: StatusCode, is_on: bool) -> Setting {
+fn setting_from_status(status: StatusCode, is_on: bool) -> Setting {
     match (status, is_on) {
         (StatusCode::OK, true) => Setting::On,
         (StatusCode::OK, false) => Setting::Off,

@@ -1,4 +1,4 @@
-//! Sends a bucket the kinds of signed requests that object_store's client does not support.
+//! Sends signed requests of the kinds that object_store's client does not support.
 
 use http::{HeaderName, HeaderValue, Method, StatusCode};
 use object_store::aws::AwsAuthorizer;

@@ -12,8 +12,8 @@ use super::bucket::{Bucket, Condition, StoreError};
 use super::key::{self, SlotPrefix};
 use super::pointer::SnapshotRef;
 use super::pointer_io;
-use super::recorded_snapshot::RecordedSnapshot;
 use super::role_facts::RoleFacts;
+use super::snapshot_with_sidecar::SnapshotWithSidecar;
 use super::{bounded_list, bundle};
 use svc_base::clock;
 use svc_base::untrusted_text::truncate_printable;
@@ -21,9 +21,9 @@ use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
 pub const FORMAT: u32 = 1;
-/// Maximum number of roles in a record. A parsed role takes far more memory than its JSON.
+/// Maximum number of roles in a sidecar. A parsed role takes far more memory than its JSON.
 pub const MAX_ROLES: usize = 10_000;
-/// Maximum number of tables in a record.
+/// Maximum number of tables in a sidecar.
 pub const MAX_TABLES: usize = 100_000;
 
 /// The content of `….dump.json`, which is written after the dump and before the pointer names it (contract, part 4).
@@ -137,39 +137,39 @@ pub struct TableCount {
 pub async fn write_sidecar(
     bucket: &Bucket,
     slot: &SlotPrefix,
-    side: &Sidecar,
+    sidecar: &Sidecar,
     etag: Option<String>,
-) -> Result<RecordedSnapshot, StoreError> {
+) -> Result<SnapshotWithSidecar, StoreError> {
     let wrong_key =
-        || StoreError::Corrupt { key: side.key.clone(), why: "the key is not a snapshot key".to_owned() };
-    let object = slot.sidecar(&side.key).ok_or_else(wrong_key)?;
-    match bucket.put_json_if(&object, side, Condition::Absent).await {
+        || StoreError::Corrupt { key: sidecar.key.clone(), why: "the key is not a snapshot key".to_owned() };
+    let object = slot.sidecar(&sidecar.key).ok_or_else(wrong_key)?;
+    match bucket.put_json_if(&object, sidecar, Condition::Absent).await {
         Ok(()) => {}
         Err(refused @ StoreError::Precondition { .. }) => {
-            // The response to our own write may have been lost. A different record is never replaced.
+            // The response to our own write may have been lost. A different sidecar is never replaced.
             let found = bucket.get_json::<Sidecar>(&object).await?;
-            let text = |record: &Sidecar| serde_json::to_string(record).ok();
-            if found.is_none_or(|found| text(&found.value) != text(side)) {
+            let text = |value: &Sidecar| serde_json::to_string(value).ok();
+            if found.is_none_or(|found| text(&found.value) != text(sidecar)) {
                 return Err(refused);
             }
         }
         Err(error) => return Err(error),
     }
-    Ok(RecordedSnapshot::new(SnapshotRef { etag, ..side.snapshot_ref() }))
+    Ok(SnapshotWithSidecar::new(SnapshotRef { etag, ..sidecar.snapshot_ref() }))
 }
 
 /// Loads a snapshot that has a sidecar, and checks that its object exists with the recorded size.
 ///
 /// # Errors
 /// [`SnapshotUnusable`]; never `Absent`.
-pub async fn load_recorded(
+pub async fn load_with_sidecar(
     bucket: &Bucket,
     slot: &SlotPrefix,
     key: &str,
-) -> Result<(Sidecar, RecordedSnapshot), SnapshotUnusable> {
-    let side = load(bucket, slot, key).await?;
-    let named = side.snapshot_ref();
-    Ok((side, RecordedSnapshot::new(named)))
+) -> Result<(Sidecar, SnapshotWithSidecar), SnapshotUnusable> {
+    let sidecar = load(bucket, slot, key).await?;
+    let named = sidecar.snapshot_ref();
+    Ok((sidecar, SnapshotWithSidecar::new(named)))
 }
 
 /// The reason there is no snapshot to restore.
@@ -246,9 +246,9 @@ async fn read_pointer_snapshot(
 /// Whether the slot has any snapshot. An object without a sidecar does not count: its backup did not complete.
 async fn has_snapshots(bucket: &Bucket, slot: &SlotPrefix) -> Result<bool, StoreError> {
     let prefix = slot.snapshots();
-    let records = bucket.raw().list(Some(&prefix)).try_filter(|meta| ready(key::is_sidecar(&meta.location)));
+    let sidecars = bucket.raw().list(Some(&prefix)).try_filter(|meta| ready(key::is_sidecar(&meta.location)));
     let first =
-        async { pin!(records).try_next().await.map_err(|error| StoreError::classify(&prefix, error)) };
+        async { pin!(sidecars).try_next().await.map_err(|error| StoreError::classify(&prefix, error)) };
     Ok(bucket.run_with_call_timeout(&prefix, first).await?.is_some())
 }
 
@@ -257,8 +257,8 @@ async fn check_complete(
     slot: &SlotPrefix,
     named: SnapshotRef,
 ) -> Result<SnapshotRef, SnapshotUnusable> {
-    let record = load(bucket, slot, &named.key).await?;
-    if record.sha256 != named.sha256 || record.size_bytes != named.size_bytes {
+    let sidecar = load(bucket, slot, &named.key).await?;
+    if sidecar.sha256 != named.sha256 || sidecar.size_bytes != named.size_bytes {
         return Err(SnapshotUnusable::Damaged {
             key: named.key,
             why: "its sidecar does not match the pointer".to_owned(),
@@ -267,41 +267,43 @@ async fn check_complete(
     Ok(named)
 }
 
-/// Loads the record for the snapshot with this key, whether or not the pointer names it, and checks that its object
+/// Loads the sidecar of the snapshot with this key, whether or not the pointer names it, and checks that its object
 /// exists with the recorded size.
 ///
 /// # Errors
 /// [`SnapshotUnusable`]; never `Absent`.
 pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Sidecar, SnapshotUnusable> {
-    // The pointer may contain a key with any text.
+    // The pointer's key may be any text.
     let damaged = |why: String| SnapshotUnusable::Damaged { key: truncate_printable(key), why };
-    let (Some(object), Some(side)) = (slot.snapshot(key), slot.sidecar(key)) else {
+    let (Some(object), Some(sidecar_path)) = (slot.snapshot(key), slot.sidecar(key)) else {
         return Err(damaged("the key is not a snapshot key".to_owned()));
     };
     let meta = bucket.head(&object).await.map_err(SnapshotUnusable::Store)?;
     let Some(meta) = meta else {
         return Err(damaged("the object is missing".to_owned()));
     };
-    let record = match bucket.get_json::<Sidecar>(&side).await {
-        Ok(Some(record)) => record.value,
+    let sidecar = match bucket.get_json::<Sidecar>(&sidecar_path).await {
+        Ok(Some(read)) => read.value,
         Ok(None) => return Err(damaged("its sidecar is missing".to_owned())),
-        Err(StoreError::Corrupt { why, .. }) => return Err(damaged(format!("its sidecar: {why}"))),
+        Err(StoreError::Corrupt { why, .. }) => {
+            return Err(damaged(format!("its sidecar is not readable: {why}")));
+        }
         Err(error) => return Err(SnapshotUnusable::Store(error)),
     };
-    if record.version != FORMAT || record.key != key {
+    if sidecar.version != FORMAT || sidecar.key != key {
         return Err(damaged("its sidecar has an unexpected format or key".to_owned()));
     }
-    if !key::matches_record(key, record.taken_at, record.epoch) {
+    if !key::matches_record(key, sidecar.taken_at, sidecar.epoch) {
         return Err(damaged("the time or epoch in its sidecar differs from its key's".to_owned()));
     }
     // Downloads of the dump use the digest as a file name.
-    if bundle::parse_digest(&record.sha256).as_deref() != Some(&*record.sha256) {
-        return Err(damaged("its sidecar has no valid SHA-256".to_owned()));
+    if bundle::parse_digest(&sidecar.sha256).as_deref() != Some(&*sidecar.sha256) {
+        return Err(damaged("its sidecar contains no valid SHA-256".to_owned()));
     }
-    if meta.size != record.size_bytes {
-        return Err(damaged(format!("it has {} bytes instead of {}", meta.size, record.size_bytes)));
+    if meta.size != sidecar.size_bytes {
+        return Err(damaged(format!("the object has {} bytes instead of {}", meta.size, sidecar.size_bytes)));
     }
-    Ok(record)
+    Ok(sidecar)
 }
 
 /// Reads the sidecar for a snapshot from [`find_latest`].

@@ -45,7 +45,7 @@ pub struct ListedSnapshot {
 }
 
 impl ListedSnapshot {
-    /// Whether this is the record for the snapshot with this key.
+    /// Whether this is the sidecar of the snapshot with this key.
     fn matches_key(&self, key: &str) -> bool {
         let is_digest = bundle::parse_digest(&self.sha256).as_deref() == Some(&*self.sha256);
         self.key == key && is_digest && key::matches_record(key, self.taken_at, self.epoch)
@@ -64,7 +64,7 @@ pub struct SnapshotPage {
 pub struct PageWindow<'a> {
     /// Selects only snapshots with keys below this one.
     pub before: Option<&'a str>,
-    /// When the latest snapshot was taken, if known. Saves listings for a slot without recent snapshots.
+    /// When the latest snapshot was taken, if known. Avoids listings for a slot without recent snapshots.
     pub latest: Option<Timestamp>,
     pub limit: usize,
 }
@@ -96,8 +96,8 @@ pub async fn list_page(
     Ok(SnapshotPage { records, next })
 }
 
-/// Reads the record for one snapshot; `None` if it is missing, unreadable, or does not match its key.
-pub async fn read_record(
+/// Reads the sidecar of one snapshot; `None` if it is missing, unreadable, or does not match its key.
+pub async fn read_listed_snapshot(
     bucket: &Bucket,
     slot: &SlotPrefix,
     key: &str,
@@ -112,26 +112,26 @@ pub async fn read_record(
 }
 
 /// A skipped sidecar, with the reason.
-struct SkippedRecord {
+struct SkippedSidecar {
     key: String,
     why: String,
 }
 
-/// Logs one line for all skipped records on a page, because a host can write any number of them.
+/// Logs one line for all skipped sidecars on a page, because a host can write any number of them.
 #[derive(Default)]
 struct SkippedLog {
-    first: Option<SkippedRecord>,
+    first: Option<SkippedSidecar>,
     count: usize,
 }
 
 impl SkippedLog {
-    fn add(&mut self, skipped: SkippedRecord) {
+    fn add(&mut self, skipped: SkippedSidecar) {
         self.first.get_or_insert(skipped);
         self.count += 1;
     }
 
     fn write_log(self) {
-        if let Some(SkippedRecord { key, why }) = self.first {
+        if let Some(SkippedSidecar { key, why }) = self.first {
             tracing::warn!(
                 key = truncate_printable(&key),
                 why,
@@ -232,13 +232,13 @@ async fn read_or_skip(
     bucket: &Bucket,
     slot: &SlotPrefix,
     key: String,
-) -> Result<Result<Option<ListedSnapshot>, SkippedRecord>, StoreError> {
+) -> Result<Result<Option<ListedSnapshot>, SkippedSidecar>, StoreError> {
     let Some(path) = slot.sidecar(&key) else { return Ok(Ok(None)) };
     match bucket.get_json::<ListedSnapshot>(&path).await {
         Ok(None) => Ok(Ok(None)),
         Ok(Some(found)) if found.value.matches_key(&key) => Ok(Ok(Some(found.value))),
-        Ok(Some(_)) => Ok(Err(SkippedRecord { key, why: "the record does not match its key".to_owned() })),
-        Err(StoreError::Corrupt { key, why }) => Ok(Err(SkippedRecord { key, why })),
+        Ok(Some(_)) => Ok(Err(SkippedSidecar { key, why: "the sidecar does not match its key".to_owned() })),
+        Err(StoreError::Corrupt { key, why }) => Ok(Err(SkippedSidecar { key, why })),
         Err(error) => Err(error),
     }
 }
@@ -332,7 +332,7 @@ mod tests {
         assert!(found.is_sorted_by(|a, b| a > b));
     }
 
-    /// Returns a valid record for a key, with some members replaced.
+    /// Returns a valid sidecar for a key, with some members replaced.
     fn record(key: &str, changes: &serde_json::Value) -> String {
         let mut record = json!({"version": 1, "key": key, "sizeBytes": 4, "sha256": "ab".repeat(32), "pgVersion": "16",
             "machineId": uuid::Uuid::nil(), "epoch": 1, "takenAt": key::time_in(key).map(clock::rfc3339_ms),
@@ -357,8 +357,8 @@ mod tests {
             // Members that a list does not show are not parsed.
             (5, json!({"roles": "none"})),
         ] {
-            let side = slot.sidecar(&at(second)).unwrap();
-            bucket.put(&side, record(&at(second), &changes)).await.unwrap();
+            let sidecar_path = slot.sidecar(&at(second)).unwrap();
+            bucket.put(&sidecar_path, record(&at(second), &changes)).await.unwrap();
         }
         // The name has epoch 1 for an outage session's policy, but epoch 900 at its end.
         let forged = "system/db/snapshots/2026-11-24T03-04-06.678Z-1.dumpZ-900.dump";
@@ -368,7 +368,7 @@ mod tests {
         let page = list_page(&bucket, &slot, all).await.unwrap();
         let keys: Vec<_> = page.records.iter().map(|record| record.key.clone()).collect();
         assert_eq!(keys, [at(5), at(0)]);
-        assert_eq!(read_record(&bucket, &slot, &at(1)).await.unwrap(), None);
+        assert_eq!(read_listed_snapshot(&bucket, &slot, &at(1)).await.unwrap(), None);
         assert!(!list_keys(&bucket, &slot).await.unwrap().contains(&forged.to_owned()));
     }
 
@@ -392,7 +392,10 @@ mod tests {
             bucket.put(&slot.sidecar(key).unwrap(), record(key, &changes)).await.unwrap();
             let read = snapshot::load(&bucket, &slot, key).await;
             assert_eq!(read.is_ok(), is_usable);
-            assert!(read_record(&bucket, &slot, key).await.unwrap().is_some(), "a list ignores roles");
+            assert!(
+                read_listed_snapshot(&bucket, &slot, key).await.unwrap().is_some(),
+                "a list ignores roles"
+            );
         }
     }
 }

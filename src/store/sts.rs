@@ -184,7 +184,7 @@ fn parse_response(status: StatusCode, text: &str) -> Result<TemporaryCredentials
     let response: AssumeRoleResponse =
         quick_xml::de::from_str(text).map_err(|error| StsError::Unreadable(error.to_string()))?;
     let session = response.assume_role_result.credentials;
-    // AWS may surround the values with white space.
+    // AWS may surround the values with whitespace.
     Ok(TemporaryCredentials {
         access_key: session.access_key_id.trim().to_owned(),
         secret_key: session.secret_access_key.trim().to_owned().into(),
@@ -224,7 +224,7 @@ mod tests {
         let session = parse_response(StatusCode::OK, SAMPLE).unwrap();
         assert_eq!(session.access_key, "ASIAIOSFODNN7EXAMPLE");
         let token = session.session_token.unwrap();
-        assert!(token.expose_secret().starts_with("AQoD"), "the white space was not trimmed");
+        assert!(token.expose_secret().starts_with("AQoD"), "the whitespace was not trimmed");
         assert_eq!(session.expires_at, "2019-11-09T13:34:41Z".parse().unwrap());
     }
 

@@ -168,8 +168,8 @@ impl Upload {
         }
     }
 
-    /// Aborts the upload, so that the store drops its parts, and returns whether that succeeded. Best effort: remaining
-    /// parts are invisible, and [`Bucket::abort_upload`] can drop them later.
+    /// Aborts the upload, so that the store discards its parts, and returns whether that succeeded. Best effort:
+    /// remaining parts are invisible, and [`Bucket::abort_upload`] can discard them later.
     pub async fn abort(mut self) -> bool {
         self.in_flight_parts.shutdown().await;
         match tokio::time::timeout(ABORT_TIMEOUT, self.inner.abort()).await {

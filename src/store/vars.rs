@@ -6,9 +6,9 @@ svc_base::variables! {
     ] {
         /// The bucket; `file:///dir` is for development.
         OBJECT_STORE_URL: "`s3://bucket` or `file:///dir`" = derived "**required**, or one of the next two";
-        /// Only the bucket's name.
+        /// The bucket's name, if `OBJECT_STORE_URL` is not set.
         OBJECT_STORE_BUCKET: "name" = unset;
-        /// Only the bucket's name, if `OBJECT_STORE_BUCKET` is not set.
+        /// The bucket's name, if neither `OBJECT_STORE_URL` nor `OBJECT_STORE_BUCKET` is set.
         S3_BUCKET: "name" = unset;
         /// URL of an S3 server other than AWS.
         OBJECT_STORE_ENDPOINT: "URL" = derived "AWS";
@@ -20,8 +20,8 @@ svc_base::variables! {
         AWS_SECRET_ACCESS_KEY: "text" = derived "**required** for `s3`";
         /// The session token of temporary credentials.
         AWS_SESSION_TOKEN: "text" = unset;
-        /// On hosts, with `sts`: when the first credentials expire. Later ones come from the platform and are
-        /// kept in `/var/lib/svc/store-credentials.json`.
+        /// On hosts, with `sts`: when the first credentials expire. The platform provides later ones, which are stored
+        /// in `/var/lib/svc/store-credentials.json`.
         AWS_CREDENTIAL_EXPIRATION: "time, RFC 3339" = unset;
     }
 }

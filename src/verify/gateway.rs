@@ -27,7 +27,7 @@ pub async fn check_health(host: &HostClient) -> Findings {
     findings.problem(what, JOURNAL_HINT)
 }
 
-/// Fetches the database server that the gateway is connected to, which it reports only on the trusted socket.
+/// Fetches the database server to which the gateway is connected. The gateway reports it only on the trusted socket.
 pub async fn fetch_database_server(host: &HostClient) -> Option<String> {
     let response = host.get(&host.url("/readyz"), "application/json").await.ok()?;
     response.json::<Readiness>().ok()?.server
@@ -88,7 +88,7 @@ pub async fn check_legacy_route(host: &HostClient) -> Findings {
     }
 }
 
-/// Checks the icons of a missing app and of every app: each must be an image, and the same in two responses.
+/// Checks the icons of a missing app and of every app: each must be an image, and identical in two responses.
 pub async fn check_icons(host: &HostClient) -> Findings {
     let mut findings = Findings::new("icons");
     let missing = format!("/icons/none-{}", uuid::Uuid::new_v4().simple());

@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use url::Url;
 
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_http::body::{ResponseBodyError, read_response};
 use svc_http::client::{self, Deadlines};
 
@@ -134,7 +134,7 @@ impl HostClient {
             request = request.header(name, value);
         }
         if method != Method::GET {
-            // A page from this host would send the same header.
+            // A browser would send the same header for a page from this host.
             request = request.header(header::ORIGIN, self.base.origin().ascii_serialization());
         }
         if let Some(body) = body {
@@ -146,7 +146,9 @@ impl HostClient {
         let content_type = content_type.unwrap_or_default().to_owned();
         let mut body = Vec::new();
         read_response(&mut response, self.max_body_bytes, &mut body).await.map_err(|error| match error {
-            ResponseBodyError::TooLarge(max) => format!("{}: more than {} MiB", url.path(), max >> 20),
+            ResponseBodyError::TooLarge(max) => {
+                format!("{}: the response has more than {} MiB", url.path(), max >> 20)
+            }
             ResponseBodyError::Http(error) => failed(error),
         })?;
         Ok(HostResponse { status, content_type, body: body.into() })

@@ -17,8 +17,7 @@ use svc_base::untrusted_text;
 /// Timeout for each check.
 pub const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Runs all checks. `database` is the caller's check that the gateway uses the machine's own
-/// database.
+/// Runs all checks. `database` is the caller's check that the gateway uses the machine's own database.
 pub async fn check_release(
     host: &HostClient,
     database: impl Future<Output = Findings> + Send,

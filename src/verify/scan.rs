@@ -61,7 +61,7 @@ fn find_placeholder_in_text(text: &str) -> Option<&str> {
         let window = text.floor_char_boundary(at.saturating_sub(MAX_HOST_BYTES));
         let host_start = text[window..at].rfind(|c: char| !is_host_char(c));
         let host_start = host_start.map_or(window, |end| text.ceil_char_boundary(window + end + 1));
-        // A label before the word, as in `clerk.placeholder.dev`, belongs to the host.
+        // A label before `placeholder`, as in `clerk.placeholder.dev`, belongs to the host.
         let start = if before.is_some_and(is_host_char) { host_start } else { at };
         let host_follows_slashes = text[..start].ends_with("//");
         let limit = text.floor_char_boundary(at + MAX_HOST_BYTES);

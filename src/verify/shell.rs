@@ -35,7 +35,7 @@ pub async fn check_shell(host: &HostClient, timeout: Duration) -> Vec<Finding> {
     let next = "run `systemctl status svc-shell` and `journalctl -u svc-shell -n 50` on the host";
     let loaded = match tokio::time::timeout(timeout, load_shell(host)).await {
         Ok(loaded) => loaded,
-        Err(_) => Err(format!("not read within {} s", timeout.as_secs())),
+        Err(_) => Err(format!("the shell was not read within {} s", timeout.as_secs())),
     };
     let files = match loaded {
         Ok(files) => files,
@@ -89,7 +89,7 @@ async fn load_shell(host: &HostClient) -> Result<Vec<ShellFile>, String> {
         }
         if files.len() >= MAX_FILES || bytes + response.body.len() > MAX_TOTAL_BYTES {
             return Err(format!(
-                "more than {MAX_FILES} files or {} MiB: some were not read",
+                "the shell has more than {MAX_FILES} files or {} MiB: some were not read",
                 MAX_TOTAL_BYTES >> 20
             ));
         }
@@ -100,7 +100,7 @@ async fn load_shell(host: &HostClient) -> Result<Vec<ShellFile>, String> {
         files.push(ShellFile { url, text });
     }
     if !has_script {
-        return Err("the page refers to no script, so it is not a shell".to_owned());
+        return Err("the page refers to no script, so it is not the shell".to_owned());
     }
     Ok(files)
 }
@@ -165,7 +165,7 @@ fn check_legacy_calls(files: &[ShellFile]) -> Findings {
     for file in files.iter().filter(|file| file.text.contains(LEGACY_API_PATH)) {
         findings = findings.problem(
             format!("{} contains {LEGACY_API_PATH}", file.url.path()),
-            "an old shell: rebuild the bundle from the current sources",
+            "the shell is outdated: rebuild the bundle from the current sources",
         );
     }
     findings.or_ok(format!("neither the page nor its chunks contain {LEGACY_API_PATH}"))
@@ -179,7 +179,7 @@ fn check_gestures(files: &[ShellFile]) -> Findings {
         ),
         Some(from) => findings.problem(
             format!("the shell declares that pan and zoom begin on {from:?}"),
-            "they would take gestures from app windows: rebuild the bundle from the current sources",
+            "they would intercept gestures in app windows: rebuild the bundle from the current sources",
         ),
         None => findings
             .skipped(format!("the page has no <meta name=\"{GESTURES_META}\">: verify it in a browser")),

@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::text::{Time, unknown};
+use crate::text::{Time, default_unknown};
 
 /// An active alarm.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
@@ -24,7 +24,7 @@ pub struct Alarm {
     /// When the operator's release of the alarm ends.
     pub released_until: Option<Time>,
     /// What an operator should do.
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub next: String,
 }
 

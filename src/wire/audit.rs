@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::text::{Text, Time, unknown};
+use crate::text::{Time, WireString, default_unknown};
 use svc_machine::id::AuditId;
 
 /// A change, or a read of an owner's data.
@@ -12,19 +12,19 @@ use svc_machine::id::AuditId;
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct AuditEntry {
-    pub audit_id: Text<AuditId>,
+    pub audit_id: WireString<AuditId>,
     pub at: Time,
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub actor: String,
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub action: String,
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub target: String,
     /// The resource before the change.
     pub before: Option<Value>,
     /// The resource after the change.
     pub after: Option<Value>,
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub request_id: String,
 }
 

@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::text::{Text, Time, unknown};
+use crate::text::{Time, WireString, default_unknown};
 use svc_machine::id::MachineId;
 
 /// A verified snapshot.
@@ -14,7 +14,7 @@ pub struct Backup {
     pub key: String,
     #[serde(default)]
     pub size_bytes: u64,
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub sha256: String,
     #[serde(default)]
     pub taken_at: Time,
@@ -23,7 +23,7 @@ pub struct Backup {
     #[serde(default)]
     pub epoch: u64,
     #[serde(default)]
-    pub machine_id: Text<MachineId>,
+    pub machine_id: WireString<MachineId>,
     /// Whether the pointer names it.
     #[serde(default)]
     pub latest: bool,

@@ -5,12 +5,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::copies::{NewerSnapshot, SnapshotSource};
 use crate::machine::MachineKind;
-use crate::text::{Text, Time, words};
+use crate::text::{Time, WireString, string_enum};
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{Handle, IdpUserId, ServerType, Slot};
 use svc_machine::state::Status;
 
-words!(
+string_enum!(
     /// An accepted command to a machine's server.
     PowerAction { On = "on", Off = "off", Reboot = "reboot" }
 );
@@ -20,19 +20,19 @@ words!(
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct ProvisionedMachine {
-    pub machine_id: Text<MachineId>,
+    pub machine_id: WireString<MachineId>,
     #[serde(default)]
-    pub idp_user_id: Text<IdpUserId>,
+    pub idp_user_id: WireString<IdpUserId>,
     #[serde(default)]
-    pub slot: Text<Slot>,
+    pub slot: WireString<Slot>,
     #[serde(default)]
-    pub handle: Text<Handle>,
+    pub handle: WireString<Handle>,
     #[serde(default)]
-    pub kind: Text<MachineKind>,
-    pub status: Text<Status>,
+    pub kind: WireString<MachineKind>,
+    pub status: WireString<Status>,
     #[serde(default)]
     pub epoch: u64,
-    pub operation_id: Option<Text<OperationId>>,
+    pub operation_id: Option<WireString<OperationId>>,
 }
 
 /// The machine that replaces another.
@@ -41,16 +41,16 @@ pub struct ProvisionedMachine {
 #[schemars(inline)]
 pub struct RecoveredMachine {
     #[serde(default)]
-    pub old_machine_id: Text<MachineId>,
-    pub machine_id: Text<MachineId>,
+    pub old_machine_id: WireString<MachineId>,
+    pub machine_id: WireString<MachineId>,
     #[serde(default)]
-    pub slot: Text<Slot>,
+    pub slot: WireString<Slot>,
     #[serde(default)]
-    pub kind: Text<MachineKind>,
-    pub status: Text<Status>,
+    pub kind: WireString<MachineKind>,
+    pub status: WireString<Status>,
     #[serde(default)]
     pub epoch: u64,
-    pub operation_id: Text<OperationId>,
+    pub operation_id: WireString<OperationId>,
     /// A stored snapshot that is newer than the one to restore. Only in the response to the request that started the
     /// recovery.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -63,27 +63,27 @@ pub struct RecoveredMachine {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct DeletedMachine {
-    pub machine_id: Text<MachineId>,
+    pub machine_id: WireString<MachineId>,
     #[serde(default)]
-    pub idp_user_id: Text<IdpUserId>,
+    pub idp_user_id: WireString<IdpUserId>,
     #[serde(default)]
-    pub slot: Text<Slot>,
+    pub slot: WireString<Slot>,
     #[serde(default)]
-    pub handle: Text<Handle>,
+    pub handle: WireString<Handle>,
     #[serde(default)]
-    pub kind: Text<MachineKind>,
-    pub status: Text<Status>,
+    pub kind: WireString<MachineKind>,
+    pub status: WireString<Status>,
     pub registered_at: Option<Time>,
     pub deleted_at: Option<Time>,
     pub newest_snapshot_at: Option<Time>,
-    pub newest_snapshot_source: Option<Text<SnapshotSource>>,
+    pub newest_snapshot_source: Option<WireString<SnapshotSource>>,
     /// The reason the store's newest snapshot is unknown or cannot be restored.
     pub snapshot_problem: Option<String>,
-    /// Until when `undelete` is possible; `null` if its server is not kept.
+    /// The end of the period in which `undelete` is possible; `null` if the machine's server is not kept.
     pub undelete_until: Option<Time>,
     /// The former name of `undeleteUntil`.
     pub undeletable_until: Option<Time>,
-    pub operation_id: Option<Text<OperationId>>,
+    pub operation_id: Option<WireString<OperationId>>,
     /// The machine that this one was to replace, which was deleted together with it.
     pub also_deleted: Option<AlsoDeleted>,
 }
@@ -93,26 +93,26 @@ pub struct DeletedMachine {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct AlsoDeleted {
-    pub machine_id: Text<MachineId>,
-    pub operation_id: Text<OperationId>,
-    /// Until when `undelete` is possible.
+    pub machine_id: WireString<MachineId>,
+    pub operation_id: WireString<OperationId>,
+    /// The end of the period in which `undelete` is possible.
     pub undelete_until: Option<Time>,
     /// The former name of `undeleteUntil`.
     pub undeletable_until: Option<Time>,
 }
 
-/// A machine that has its slot back.
+/// A machine that holds its slot again, because its deletion was undone.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct UndeletedMachine {
-    pub machine_id: Text<MachineId>,
+    pub machine_id: WireString<MachineId>,
     #[serde(default)]
-    pub kind: Text<MachineKind>,
-    pub status: Text<Status>,
+    pub kind: WireString<MachineKind>,
+    pub status: WireString<Status>,
     #[serde(default)]
     pub epoch: u64,
-    pub operation_id: Text<OperationId>,
+    pub operation_id: WireString<OperationId>,
     /// Whether an earlier request had undone the deletion.
     #[serde(default)]
     pub already_undone: bool,
@@ -123,11 +123,11 @@ pub struct UndeletedMachine {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct PowerChange {
-    pub machine_id: Text<MachineId>,
-    pub action: Text<PowerAction>,
-    pub status: Text<Status>,
+    pub machine_id: WireString<MachineId>,
+    pub action: WireString<PowerAction>,
+    pub status: WireString<Status>,
     /// `null` if the server was already off.
-    pub operation_id: Option<Text<OperationId>>,
+    pub operation_id: Option<WireString<OperationId>>,
 }
 
 /// A machine's change to a different server type.
@@ -135,12 +135,12 @@ pub struct PowerChange {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct Resize {
-    pub machine_id: Text<MachineId>,
+    pub machine_id: WireString<MachineId>,
     #[serde(default)]
-    pub server_type: Text<ServerType>,
-    pub status: Text<Status>,
+    pub server_type: WireString<ServerType>,
+    pub status: WireString<Status>,
     /// `null` if the machine already had this type.
-    pub operation_id: Option<Text<OperationId>>,
+    pub operation_id: Option<WireString<OperationId>>,
 }
 
 /// A request that the platform has sent to a machine's host.
@@ -148,13 +148,13 @@ pub struct Resize {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct HostRequest {
-    pub machine_id: Text<MachineId>,
+    pub machine_id: WireString<MachineId>,
     /// By the host's clock; by the platform's if the host reports no time.
     #[serde(default)]
     pub requested_at: Time,
 }
 
-/// The number of machines that got a request to rotate their tokens.
+/// The number of machines that were requested to rotate their tokens.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct TokenRotations {

@@ -3,10 +3,10 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::text::{Text, Time, words};
+use crate::text::{Time, WireString, string_enum};
 use svc_machine::id::{MachineId, OperationId};
 
-words!(
+string_enum!(
     /// How the platform learned of a snapshot.
     SnapshotSource {
         /// The store's pointer names it.
@@ -15,12 +15,12 @@ words!(
         Reported = "reported",
     }
 );
-words!(
+string_enum!(
     /// The reason a machine whose server is kept left its slot.
     KeptReason { Replaced = "replaced", Deleted = "deleted" }
 );
 
-/// The copies of a slot's data, and what a loss of the live server would cost.
+/// The copies of a slot's data, and what would be lost with the live server.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -32,7 +32,7 @@ pub struct Copies {
     pub newest_snapshot: Option<NewestSnapshot>,
     /// The reason the store's newest snapshot is unknown or cannot be restored.
     pub snapshot_problem: Option<String>,
-    /// Seconds of changes that a loss of the live server would cost.
+    /// The period, in seconds, whose changes would be lost with the live server.
     pub exposed_seconds: Option<u64>,
     /// A complete snapshot that is newer than the one that the pointer names.
     pub newer_snapshot: Option<NewerSnapshot>,
@@ -45,7 +45,7 @@ pub struct Copies {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct LiveServer {
-    pub machine_id: Text<MachineId>,
+    pub machine_id: WireString<MachineId>,
     pub provider_server_id: Option<String>,
     /// When the server was first found missing at the provider.
     pub missing_since: Option<Time>,
@@ -56,14 +56,14 @@ pub struct LiveServer {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct KeptServer {
-    pub machine_id: Text<MachineId>,
+    pub machine_id: WireString<MachineId>,
     pub provider_server_id: Option<String>,
     #[serde(default)]
-    pub reason: Text<KeptReason>,
+    pub reason: WireString<KeptReason>,
     /// `null` until a successor serves, or until an operator decides.
     pub until: Option<Time>,
     /// The running operation that deletes the server.
-    pub deleted_by: Option<Text<OperationId>>,
+    pub deleted_by: Option<WireString<OperationId>>,
     /// Changes since then exist only on this server.
     pub unsaved_since: Option<Time>,
     /// When the server was first found missing at the provider.
@@ -79,11 +79,11 @@ pub struct KeptServer {
 pub struct NewestSnapshot {
     pub taken_at: Time,
     #[serde(default)]
-    pub machine_id: Text<MachineId>,
+    pub machine_id: WireString<MachineId>,
     /// `null` if a host reported it.
     pub key: Option<String>,
     #[serde(default)]
-    pub source: Text<SnapshotSource>,
+    pub source: WireString<SnapshotSource>,
 }
 
 /// A complete snapshot that the pointer does not name.
@@ -94,7 +94,7 @@ pub struct NewerSnapshot {
     #[serde(default)]
     pub taken_at: Time,
     #[serde(default)]
-    pub machine_id: Text<MachineId>,
+    pub machine_id: WireString<MachineId>,
     pub key: String,
 }
 

@@ -5,13 +5,13 @@ use secrecy::SecretString;
 use serde::{Deserialize, Serialize};
 
 use crate::secret;
-use crate::text::{Text, Time};
+use crate::text::{Time, WireString};
 use svc_machine::name::{IdpUserId, Slot};
 
 /// The body of `POST /vps/:id/files-key`, as a host sends it.
 #[derive(Debug, Clone, Serialize)]
 pub struct FilesKeyRequest {
-    /// The key that the host has; the platform stores it if it has none.
+    /// The key that the host already has. The platform stores it if it has no key for the slot.
     #[serde(serialize_with = "secret::expose_option", skip_serializing_if = "Option::is_none")]
     pub key: Option<SecretString>,
 }
@@ -26,21 +26,21 @@ pub struct FilesKey {
     pub key: SecretString,
 }
 
-/// What a pruning of a slot's file backups would do.
+/// What pruning a slot's file backups would do.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 #[schemars(inline)]
 pub struct FilesPrunePlan {
     pub kept_snapshots: u64,
     pub removed_snapshots: u64,
-    /// Packs that would be marked for deletion, and the bytes that this would free after the grace period.
+    /// Number of packs that would be marked for deletion, and the bytes that this would free after the grace period.
     pub marked_packs: u64,
     pub reclaimable_bytes: u64,
-    /// Packs whose grace period has ended.
+    /// Number of packs that would be deleted, because their grace period has ended.
     pub deleted_packs: u64,
 }
 
-/// What a slot's file backups take in the store, and the result of their last pruning.
+/// The storage that a slot's file backups use, and the result of their last pruning.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 #[schemars(inline)]
@@ -48,7 +48,7 @@ pub struct FilesUsage {
     pub snapshots: u64,
     pub oldest_snapshot_at: Option<Time>,
     pub newest_snapshot_at: Option<Time>,
-    /// Packs have the content and the directories of all snapshots.
+    /// Number of packs, which contain the files and directories of all snapshots.
     pub packs: u64,
     pub pack_bytes: u64,
     pub total_bytes: u64,
@@ -58,13 +58,13 @@ pub struct FilesUsage {
     pub prune_error: Option<String>,
 }
 
-/// A pruning was requested.
+/// An accepted request to prune a slot's file backups.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 #[schemars(inline)]
 pub struct FilesPruneRequest {
-    pub idp_user_id: Text<IdpUserId>,
-    pub slot: Text<Slot>,
+    pub idp_user_id: WireString<IdpUserId>,
+    pub slot: WireString<Slot>,
 }
 
 /// The slot's key and the location of its repository, for an operator.
@@ -73,50 +73,50 @@ pub struct FilesPruneRequest {
 #[schemars(inline)]
 pub struct FilesAccess {
     #[serde(default)]
-    pub idp_user_id: Text<IdpUserId>,
+    pub idp_user_id: WireString<IdpUserId>,
     #[serde(default)]
-    pub slot: Text<Slot>,
+    pub slot: WireString<Slot>,
     #[serde(flatten)]
     pub key: FilesKey,
-    /// The repository's location, as `restic` takes it.
+    /// The repository's location, in the format that `restic` expects.
     pub repository: String,
 }
 
-/// What the backup of a machine's files has saved, what it leaves out, and what its checks have found.
+/// What a machine's file backup has saved, what it excludes, and what its checks have found.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 #[schemars(inline)]
 pub struct FileBackupStatus {
     /// Everything that was written before this time is saved. `null` until the first save.
     pub saved_until: Option<Time>,
-    /// When the first change was seen that is not saved yet; `null` if there is none.
+    /// When the oldest unsaved change was detected; `null` if there is none.
     pub changed_since: Option<Time>,
-    /// An estimate of the bytes that are not saved yet; `null` if there are none, or if it is not known.
+    /// Estimated number of unsaved bytes; `null` if there are none, or if the number is unknown.
     pub pending_bytes: Option<u64>,
     /// Why the last save failed.
     pub error: Option<String>,
-    /// The number of files, and their sizes together, when the whole home was last saved.
+    /// The number of files, and their total size, when the whole home was last saved.
     pub files: u64,
     pub bytes: u64,
-    /// Entries that the last save could not read, and the first of them.
+    /// Number of entries that the last save could not read, and the first of them.
     pub unreadable: u64,
     pub first_unreadable: Option<String>,
-    /// Files of the last save that changed whenever they were read.
+    /// Number of files that changed during every attempt of the last save to read them.
     pub unstable: u64,
-    /// Lines of `.svcignore` that are invalid, so that they exclude nothing.
+    /// Invalid lines of `.svcignore`, which exclude nothing.
     pub invalid_rules: Vec<String>,
     /// `null` until it has been measured.
     pub excluded: Option<ExcludedFiles>,
-    /// When a share of the backup was last read again.
+    /// When a share of the backup was last verified.
     pub verified_at: Option<Time>,
-    /// When a sample was last restored and compared with the present files.
+    /// When a sample was last restored and compared with the current files.
     pub drilled_at: Option<Time>,
-    /// What the checks have found: damaged packs with the files that need them, or files that differ from those on the
-    /// machine; `null` if all is intact.
+    /// What the checks have found: damaged packs and the files that need them, or files that differ from those on the
+    /// machine; `null` if everything is intact.
     pub damage: Option<String>,
 }
 
-/// What a backup leaves out.
+/// What a backup excludes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 #[schemars(inline)]
@@ -125,9 +125,9 @@ pub struct ExcludedFiles {
     /// The number of entries, including everything in excluded directories, and the total size of the files.
     pub entries: u64,
     pub bytes: u64,
-    /// Whether everything was counted: a measurement stops after a million entries, and skips what it cannot read.
+    /// Whether everything was counted: a measurement stops after a million entries, and skips unreadable ones.
     pub complete: bool,
-    /// The largest excluded files and directories, the largest first.
+    /// The largest excluded files and directories, largest first.
     pub largest: Vec<ExcludedFile>,
 }
 
@@ -147,7 +147,7 @@ pub const MAX_PATH_CHARS: usize = 4096;
 /// Default and maximum number of versions in a page.
 pub const DEFAULT_VERSIONS: usize = 50;
 pub const MAX_VERSIONS: usize = 500;
-/// Default and maximum number of a directory's entries in a page.
+/// Default and maximum number of directory entries in a page.
 pub const DEFAULT_ENTRIES: usize = 1000;
 pub const MAX_ENTRIES: usize = 10_000;
 
@@ -160,9 +160,9 @@ pub enum FileKind {
     File,
     Directory,
     Link,
-    /// A device, FIFO or socket, of which nothing is saved.
+    /// A device, FIFO or socket, which is not saved.
     Special,
-    /// A kind that only newer hosts know.
+    /// A kind from a newer host that this release does not know.
     #[serde(other)]
     Unknown,
 }
@@ -189,7 +189,7 @@ pub struct FileEntry {
     pub target: Option<String>,
 }
 
-/// The state of a file or directory between two moments.
+/// The state of a file or directory between two points in time.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -206,21 +206,21 @@ pub struct FileVersion {
     pub entry: Option<FileEntry>,
 }
 
-/// A page of versions, the newest first.
+/// A page of versions, newest first.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct FileVersions {
     pub path: String,
     pub versions: Vec<FileVersion>,
-    /// The `before` of the next page. The last version of a page may continue there.
+    /// The `before` parameter for the next page, which may begin with an earlier part of the last version on this page.
     pub next_before: Option<Time>,
-    /// Snapshots that are damaged, so that they were not searched.
+    /// Number of damaged snapshots, which were not searched.
     #[serde(default)]
     pub damaged_snapshots: u64,
 }
 
-/// A file or directory at a moment.
+/// A file or directory at a point in time.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -234,7 +234,7 @@ pub struct FileListing {
     pub entry: FileEntry,
     /// The entries of a directory, by name.
     pub entries: Vec<FileEntry>,
-    /// The `cursor` of the next page. Further pages are of the same snapshot if `time` is `savedAt`.
+    /// The `cursor` parameter for the next page. Set `time` to `savedAt` to get it from the same snapshot.
     pub next_cursor: Option<u64>,
 }
 
@@ -248,7 +248,7 @@ pub enum FileRestoreStatus {
     Running,
     Done,
     Failed,
-    /// A state that only newer hosts know.
+    /// A state from a newer host that this release does not know.
     #[serde(other)]
     Unknown,
 }
@@ -266,7 +266,7 @@ pub struct FileRestoreResponse {
     pub restore: Option<FileRestore>,
 }
 
-/// A restore of a file or directory to the home of a running machine.
+/// A restore of a file or directory into the home of a running machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -278,9 +278,9 @@ pub struct FileRestore {
     pub requested_at: Time,
     /// When the restored snapshot was taken.
     pub saved_at: Option<Time>,
-    /// Where the entry now is.
+    /// The path of the restored entry.
     pub restored_to: Option<String>,
-    /// Where the entry is that was there before, if it was replaced.
+    /// The new path of the entry that was replaced, if there was one.
     pub kept_as: Option<String>,
     #[serde(default)]
     pub files: u64,
@@ -288,10 +288,10 @@ pub struct FileRestore {
     pub total_bytes: u64,
     #[serde(default)]
     pub written_bytes: u64,
-    /// Entries whose owner, mode, times or attributes could not be set.
+    /// Number of entries whose owner, mode, times or attributes could not be set.
     #[serde(default)]
     pub incomplete: u64,
-    /// Why it failed.
+    /// Why the restore failed.
     pub error: Option<String>,
     #[serde(default)]
     pub updated_at: Time,

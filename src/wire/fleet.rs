@@ -7,12 +7,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::alarm::Alarm;
 use crate::rollout::RolloutSummary;
-use crate::text::{Text, Time, unknown, words};
+use crate::text::{Time, WireString, default_unknown, string_enum};
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{Handle, IdpUserId, Slot};
 use svc_machine::state::Status;
 
-words!(
+string_enum!(
     /// How a machine left its slot.
     EndReason { Deleted = "deleted", Replaced = "replaced" }
 );
@@ -74,7 +74,7 @@ pub struct Exercises {
 pub struct Exercise {
     /// `null` if it never succeeded.
     pub last_at: Option<Time>,
-    pub machine_id: Option<Text<MachineId>>,
+    pub machine_id: Option<WireString<MachineId>>,
     /// Whether the last success is recent enough.
     #[serde(default)]
     pub is_current: bool,
@@ -109,24 +109,24 @@ pub struct BackupAges {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct MachineNeedingAttention {
-    pub machine_id: Text<MachineId>,
+    pub machine_id: WireString<MachineId>,
     #[serde(default)]
-    pub idp_user_id: Text<IdpUserId>,
+    pub idp_user_id: WireString<IdpUserId>,
     #[serde(default)]
-    pub slot: Text<Slot>,
+    pub slot: WireString<Slot>,
     #[serde(default)]
-    pub handle: Text<Handle>,
-    pub status: Text<Status>,
+    pub handle: WireString<Handle>,
+    pub status: WireString<Status>,
     /// Most severe first.
     #[serde(default)]
     pub reasons: Vec<String>,
     /// How the machine left its slot; absent while it holds the slot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(with = "Text<EndReason>")]
-    pub ended: Option<Text<EndReason>>,
+    #[schemars(with = "WireString<EndReason>")]
+    pub ended: Option<WireString<EndReason>>,
     /// The operation that waits for a decision.
     #[schemars(skip_serializing_if = "Option::is_none")]
-    pub operation_id: Option<Text<OperationId>>,
+    pub operation_id: Option<WireString<OperationId>>,
 }
 
 /// An operation that has been in progress for too long.
@@ -134,13 +134,13 @@ pub struct MachineNeedingAttention {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct OverdueOperation {
-    pub operation_id: Text<OperationId>,
-    pub machine_id: Text<MachineId>,
+    pub operation_id: WireString<OperationId>,
+    pub machine_id: WireString<MachineId>,
     #[serde(default)]
-    pub handle: Text<Handle>,
-    #[serde(default = "unknown")]
+    pub handle: WireString<Handle>,
+    #[serde(default = "default_unknown")]
     pub kind: String,
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub step: String,
     #[serde(default)]
     pub attempts: u64,
@@ -163,12 +163,12 @@ pub struct Certificates {
     #[serde(default)]
     pub expiring: u64,
     #[serde(default)]
-    pub expiring_handles: Vec<Text<Handle>>,
+    pub expiring_handles: Vec<WireString<Handle>>,
     /// Number of machines without a trusted certificate.
     #[serde(default)]
     pub missing: u64,
     #[serde(default)]
-    pub missing_handles: Vec<Text<Handle>>,
+    pub missing_handles: Vec<WireString<Handle>>,
     /// Number of machines without a trusted certificate that `CUSTOMER_VPS_TLS_VERIFY_EXCEPT` exempts.
     #[serde(default)]
     pub exempt: u64,
@@ -182,7 +182,7 @@ pub struct BundleKeys {
     pub keys: Vec<BundleKey>,
     pub not_reporting: u64,
     #[serde(default)]
-    pub not_reporting_handles: Vec<Text<Handle>>,
+    pub not_reporting_handles: Vec<WireString<Handle>>,
     /// `BUNDLE_KEYS_SEQUENCE`. Older platforms omit this field and the following ones.
     #[serde(default)]
     pub sequence: u64,
@@ -191,7 +191,7 @@ pub struct BundleKeys {
     #[serde(default)]
     pub ahead: u64,
     #[serde(default)]
-    pub ahead_handles: Vec<Text<Handle>>,
+    pub ahead_handles: Vec<WireString<Handle>>,
 }
 
 /// A release key, and the hosts that trust it.
@@ -203,8 +203,8 @@ pub struct BundleKey {
     pub is_configured: bool,
     pub trusting: u64,
     #[serde(default)]
-    pub trusting_handles: Vec<Text<Handle>>,
+    pub trusting_handles: Vec<WireString<Handle>>,
     pub not_trusting: u64,
     #[serde(default)]
-    pub not_trusting_handles: Vec<Text<Handle>>,
+    pub not_trusting_handles: Vec<WireString<Handle>>,
 }

@@ -4,11 +4,13 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use secrecy::SecretString;
 use serde::{Deserialize, Serialize};
 
-use crate::host::{ComponentStatus, FilesReport, HostCertificate, LastBackup, LastUpdate, SnapshotChecks};
+use crate::host::{
+    ComponentStatus, FileBackupReport, HostCertificate, LastBackup, LastUpdate, SnapshotChecks,
+};
 use crate::machine::{Attention, Disk};
 use crate::registration::Registration;
 use crate::secret;
-use crate::text::Text;
+use crate::text::WireString;
 use svc_machine::epoch::Epoch;
 use svc_machine::id::OperationId;
 use svc_machine::name::ImageVersion;
@@ -19,7 +21,7 @@ pub const MAX_PROOF_KIDS: usize = 16;
 pub const MAX_TRUSTED_KEYS: usize = 16;
 /// Maximum number of items that need attention.
 pub const MAX_ATTENTION_ITEMS: usize = 16;
-/// Maximum number of characters in an item's code, which consists of lower-case letters and underscores.
+/// Maximum number of characters in an item's code, which consists of lowercase letters and underscores.
 pub const MAX_ATTENTION_CODE_CHARS: usize = 40;
 
 /// A host's report. Optional fields may be `null` or absent. If the last backup, the last update, the checks or the
@@ -29,13 +31,13 @@ pub const MAX_ATTENTION_CODE_CHARS: usize = 40;
 #[schemars(inline)]
 pub struct Heartbeat {
     /// The release that the host is running.
-    #[schemars(with = "Text<ImageVersion>")]
+    #[schemars(with = "WireString<ImageVersion>")]
     pub image_version: ImageVersion,
     /// The epoch under which the host writes.
     #[schemars(with = "u64")]
     pub epoch: Epoch,
     pub health: ComponentHealth,
-    /// Space on the owner's file system. `null` or absent if the host cannot read it; older platforms reject such a
+    /// Space on the owner's file system. `null` or absent if the host cannot measure it; older platforms reject such a
     /// report.
     #[serde(default)]
     #[schemars(skip_serializing_if = "Option::is_none")]
@@ -67,7 +69,7 @@ pub struct Heartbeat {
     pub certificate: Option<HostCertificate>,
     /// Absent until the host's file backup has started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub files: Option<FilesReport>,
+    pub files: Option<FileBackupReport>,
     /// The registration that the platform accepted; a database restored from an older copy may lack it. Absent before
     /// the registration.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -78,18 +80,18 @@ pub struct Heartbeat {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct ComponentHealth {
-    pub gateway: Text<ComponentStatus>,
-    pub database: Text<ComponentStatus>,
+    pub gateway: WireString<ComponentStatus>,
+    pub database: WireString<ComponentStatus>,
     /// Absent while code-server is starting, and if the release has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub code: Option<Text<ComponentStatus>>,
+    pub code: Option<WireString<ComponentStatus>>,
 }
 
 /// The release-signing keys that a host trusts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct TrustedKeyIds {
-    /// Number of the key set; a later set has a higher one.
+    /// Number of the key set; a later set has a higher number.
     #[schemars(schema_with = "any_u32")]
     pub sequence: u32,
     /// 16 hexadecimal digits each; at most 16 ids.
@@ -108,13 +110,13 @@ pub struct HeartbeatResponse {
     /// The current epoch of the host's machine.
     #[schemars(with = "u64")]
     pub epoch: Option<Epoch>,
-    /// Whether another machine has taken this one's place, so that the host must stop.
+    /// Whether another machine has replaced this one. If so, the host must stop.
     pub superseded: bool,
     /// The keys whose proofs the host must accept.
     #[schemars(with = "ProofKeys")]
     pub proof_keys: Option<ProofKeys>,
     /// The operation during which the host must keep its writers stopped.
-    pub quiesce: Option<Text<OperationId>>,
+    pub quiesce: Option<WireString<OperationId>>,
     /// The request id of the update to `desiredImageVersion`. Present while a rollout requests the update.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
@@ -123,7 +125,7 @@ pub struct HeartbeatResponse {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "CertificateSettings")]
     pub certificate: Option<CertificateSettings>,
-    /// The token for later calls. Present while the host uses a different one.
+    /// The token for later calls. Present while the host uses a different token.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "secret::expose_option")]
     #[schemars(with = "String")]
     pub next_token: Option<SecretString>,

@@ -3,23 +3,23 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::text::{Text, Time, unknown, words};
+use crate::text::{Time, WireString, default_unknown, string_enum};
 use svc_machine::name::ImageVersion;
 
-words!(
+string_enum!(
     /// The status of a component.
     ComponentStatus { Ok = "ok", Failing = "failing" }
 );
-words!(
+string_enum!(
     /// The outcome of a backup or a snapshot check.
     Outcome { Success = "success", Error = "error" }
 );
-words!(
+string_enum!(
     /// The outcome of an update.
     UpdateOutcome { Updated = "updated", RolledBack = "rolled_back", Refused = "refused", Failed = "failed" }
 );
 
-words!(
+string_enum!(
     /// Where a host's certificate comes from.
     CertificateSource { SelfSigned = "self_signed", Acme = "acme", File = "file" }
 );
@@ -33,7 +33,7 @@ pub struct HostCertificate {
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub host_name: Option<String>,
     #[serde(default)]
-    pub source: Text<CertificateSource>,
+    pub source: WireString<CertificateSource>,
     #[serde(default)]
     pub issued_at: Time,
     #[serde(default)]
@@ -54,35 +54,35 @@ pub struct HostCertificate {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
-pub struct FilesReport {
+pub struct FileBackupReport {
     /// Everything that was written before this time is saved. Absent until the first save.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub saved_until: Option<Time>,
-    /// When the host saw the first change that is not saved yet; absent if there is none.
+    /// When the host detected the oldest unsaved change; absent if there is none.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub changed_since: Option<Time>,
-    /// An estimate of the bytes that are not saved yet; absent if there are none, or if it is not known.
+    /// Estimated number of unsaved bytes; absent if there are none, or if the number is unknown.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub pending_bytes: Option<u64>,
-    /// The number of files, and their sizes together, when the whole home was last saved.
+    /// The number of files, and their total size, when the whole home was last saved.
     #[serde(default)]
     pub files: u64,
     #[serde(default)]
     pub bytes: u64,
-    /// The moment of the predecessor's files that this machine restored, if it restored any.
+    /// The point in time from which this machine restored its predecessor's files; absent if it restored none.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub restored_as_of: Option<Time>,
     /// Why the last save failed.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// When a share of the backup was last read again.
+    /// When a share of the backup was last verified.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub verified_at: Option<Time>,
-    /// When a sample was last restored and compared with the present files.
+    /// When a sample was last restored and compared with the current files.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub drilled_at: Option<Time>,
-    /// What the checks have found: damaged packs with the files that need them, or files that differ from those on the
-    /// machine; absent if all is intact.
+    /// What the checks have found: damaged packs and the files that need them, or files that differ from those on the
+    /// machine; absent if everything is intact.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub damage: Option<String>,
 }
@@ -92,7 +92,7 @@ pub struct FilesReport {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct LastBackup {
-    pub status: Text<Outcome>,
+    pub status: WireString<Outcome>,
     /// When the backup started, by the host's clock.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub began_at: Option<Time>,
@@ -110,10 +110,10 @@ pub struct LastBackup {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct LastUpdate {
-    pub version: Text<ImageVersion>,
-    pub outcome: Text<UpdateOutcome>,
+    pub version: WireString<ImageVersion>,
+    pub outcome: WireString<UpdateOutcome>,
     #[schemars(schema_with = "nul_free_text")]
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub stage: String,
     #[serde(default)]
     pub at: Time,
@@ -137,7 +137,7 @@ pub struct SnapshotChecks {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct SnapshotCheck {
-    pub status: Text<Outcome>,
+    pub status: WireString<Outcome>,
     #[serde(default)]
     pub at: Time,
     #[schemars(skip_serializing_if = "Option::is_none")]

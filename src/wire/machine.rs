@@ -7,15 +7,17 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::copies::Copies;
-use crate::host::{ComponentStatus, FilesReport, HostCertificate, LastBackup, LastUpdate, SnapshotChecks};
+use crate::host::{
+    ComponentStatus, FileBackupReport, HostCertificate, LastBackup, LastUpdate, SnapshotChecks,
+};
 use crate::operation::Operation;
-use crate::text::{Text, Time, unknown, words};
+use crate::text::{Time, WireString, default_unknown, string_enum};
 use svc_machine::event::RestoreMode;
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use svc_machine::state::{FailureCause, Status};
 
-words!(
+string_enum!(
     /// Whether a machine is a paying customer's or an operator's preview.
     MachineKind { Customer = "customer", Preview = "preview" }
 );
@@ -24,28 +26,28 @@ words!(
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Machine {
-    pub machine_id: Text<MachineId>,
+    pub machine_id: WireString<MachineId>,
     #[serde(default)]
-    pub idp_user_id: Text<IdpUserId>,
+    pub idp_user_id: WireString<IdpUserId>,
     #[serde(default)]
-    pub slot: Text<Slot>,
+    pub slot: WireString<Slot>,
     #[serde(default)]
-    pub handle: Text<Handle>,
+    pub handle: WireString<Handle>,
     #[serde(default)]
-    pub kind: Text<MachineKind>,
-    pub status: Text<Status>,
+    pub kind: WireString<MachineKind>,
+    pub status: WireString<Status>,
     /// The reason the machine has failed.
     pub failure: Option<Failure>,
     #[serde(default)]
     pub epoch: u64,
     #[serde(default)]
-    pub restore_mode: Text<RestoreMode>,
+    pub restore_mode: WireString<RestoreMode>,
     #[serde(default)]
-    pub server_type: Text<ServerType>,
+    pub server_type: WireString<ServerType>,
     #[serde(default)]
-    pub location: Text<Location>,
+    pub location: WireString<Location>,
     #[serde(default)]
-    pub image_version: Text<ImageVersion>,
+    pub image_version: WireString<ImageVersion>,
     pub provider_server_id: Option<String>,
     #[schemars(with = "Option<String>")]
     pub public_ipv4: Option<Ipv4Addr>,
@@ -62,7 +64,7 @@ pub struct Machine {
     pub last_backup: Option<LastBackup>,
     /// The state of its host's file backup, as last reported.
     #[serde(default)]
-    pub files: Option<FilesReport>,
+    pub files: Option<FileBackupReport>,
     pub last_update: Option<LastUpdate>,
     /// The last checks of the machine's snapshots.
     pub checks: Option<SnapshotChecks>,
@@ -82,12 +84,12 @@ pub struct Machine {
     pub attention: Vec<Attention>,
     /// Tried in this order when the provider has no capacity in `location`.
     #[serde(default)]
-    pub fallback_locations: Vec<Text<Location>>,
+    pub fallback_locations: Vec<WireString<Location>>,
     /// Older platforms omit it.
     #[serde(default)]
     #[schemars(with = "UpgradeToken")]
     pub upgrade_token: Option<UpgradeToken>,
-    pub replaced_by: Option<Text<MachineId>>,
+    pub replaced_by: Option<WireString<MachineId>>,
     pub retired_at: Option<Time>,
     pub deleted_at: Option<Time>,
     #[serde(default)]
@@ -135,8 +137,8 @@ pub struct DiscardedMachine {
     #[serde(flatten)]
     pub machine: Machine,
     /// `null` until the platform has created the operation.
-    pub operation_id: Option<Text<OperationId>>,
-    /// Whether an earlier request had already requested the deletion.
+    pub operation_id: Option<WireString<OperationId>>,
+    /// Whether the deletion had already been requested.
     #[serde(default)]
     pub already_ordered: bool,
 }
@@ -146,7 +148,7 @@ pub struct DiscardedMachine {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct Failure {
-    pub cause: Text<FailureCause>,
+    pub cause: WireString<FailureCause>,
     /// The stage of the boot that failed.
     pub stage: Option<String>,
     pub message: Option<String>,
@@ -158,12 +160,12 @@ pub struct Failure {
 #[schemars(inline)]
 pub struct Health {
     #[serde(default)]
-    pub gateway: Text<ComponentStatus>,
+    pub gateway: WireString<ComponentStatus>,
     #[serde(default)]
-    pub database: Text<ComponentStatus>,
+    pub database: WireString<ComponentStatus>,
     /// Absent while code-server is starting, and if the machine's release has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub code: Option<Text<ComponentStatus>>,
+    pub code: Option<WireString<ComponentStatus>>,
     /// `null` if its host cannot measure it.
     pub disk: Option<Disk>,
 }
@@ -181,7 +183,7 @@ pub struct Disk {
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct Boot {
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub stage: String,
     #[serde(default)]
     pub at: Time,
@@ -210,12 +212,12 @@ pub struct BootProgress {
     pub total_rows: Option<u64>,
 }
 
-/// A problem reported by a host that needs a person's attention.
+/// A problem that a host reported and that needs a person's attention.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct Attention {
     pub code: String,
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub detail: String,
 }
 
@@ -233,7 +235,7 @@ pub struct UpgradeToken {
 
 impl Machine {
     /// Returns the status, or `deleted` or `replaced` after the machine has left its slot.
-    pub fn state_word(&self) -> &str {
+    pub fn display_state(&self) -> &str {
         if self.deleted_at.is_some() {
             "deleted"
         } else if self.replaced_by.is_some() {

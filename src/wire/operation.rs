@@ -3,10 +3,10 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::text::{Text, Time, unknown, words};
+use crate::text::{Time, WireString, default_unknown, string_enum};
 use svc_machine::id::{MachineId, OperationId};
 
-words!(
+string_enum!(
     /// The state of an operation.
     OperationState {
         Running = "running",
@@ -22,14 +22,14 @@ words!(
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Operation {
-    pub operation_id: Text<OperationId>,
-    pub machine_id: Text<MachineId>,
-    #[serde(default = "unknown")]
+    pub operation_id: WireString<OperationId>,
+    pub machine_id: WireString<MachineId>,
+    #[serde(default = "default_unknown")]
     pub kind: String,
-    pub state: Text<OperationState>,
+    pub state: WireString<OperationState>,
     /// The question that an operator must answer, while the operation waits.
     pub question: Option<Question>,
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub step: String,
     /// Failed attempts at the current step.
     #[serde(default)]
@@ -57,7 +57,7 @@ pub struct Operation {
 #[schemars(inline)]
 pub struct Question {
     pub code: String,
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub detail: String,
     /// The snapshot that an answer may choose.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -76,9 +76,9 @@ pub struct LogLine {
     pub seq: Option<u64>,
     #[serde(default)]
     pub at: Time,
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub step: String,
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub outcome: String,
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,

@@ -3,17 +3,17 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::text::{Text, Time, unknown, words};
+use crate::text::{Time, WireString, default_unknown, string_enum};
 use svc_machine::id::OperatorTokenId;
 
-words!(
+string_enum!(
     /// The permission that a route requires.
     Scope {
         /// Machines, operations, rollouts and the audit log, without owner data.
         Read = "read",
         /// Changes to machines, and their snapshots.
         Operate = "operate",
-        /// Subscriptions, and usage by owners.
+        /// Subscriptions, and the owners' usage.
         Billing = "billing",
         /// The platform's metrics.
         Metrics = "metrics",
@@ -21,7 +21,7 @@ words!(
         Admin = "admin",
     }
 );
-words!(
+string_enum!(
     /// Whether an operator's token is accepted.
     OperatorState { Active = "active", Expired = "expired", Revoked = "revoked" }
 );
@@ -32,8 +32,8 @@ words!(
 pub struct Operator {
     pub name: String,
     #[serde(default)]
-    pub scopes: Vec<Text<Scope>>,
-    pub state: Text<OperatorState>,
+    pub scopes: Vec<WireString<Scope>>,
+    pub state: WireString<OperatorState>,
     #[serde(default)]
     pub expires_at: Time,
     pub last_used_at: Option<Time>,
@@ -43,7 +43,7 @@ pub struct Operator {
     #[serde(default)]
     pub created_at: Time,
     /// The operator who added them.
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub created_by: String,
     pub rotated_at: Option<Time>,
     pub revoked_at: Option<Time>,
@@ -56,7 +56,7 @@ pub struct OperatorList {
     pub operators: Vec<Operator>,
 }
 
-/// An operator and the id of a token that has just been issued: the stored part, without the token itself.
+/// An operator and the id of a newly issued token. This part is stored; the token itself is not.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -64,10 +64,10 @@ pub struct TokenIssue {
     pub operator: Operator,
     #[schemars(with = "String")]
     #[serde(default)]
-    pub token_id: Text<OperatorTokenId>,
+    pub token_id: WireString<OperatorTokenId>,
 }
 
-/// The operator and the new token. Has no `Debug`, which would print the token.
+/// The operator and the new token. Does not implement `Debug`, which would print the token.
 #[derive(Clone, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct IssuedToken {
@@ -83,7 +83,7 @@ pub struct IssuedToken {
 pub struct WhoAmI {
     pub name: String,
     #[serde(default)]
-    pub scopes: Vec<Text<Scope>>,
+    pub scopes: Vec<WireString<Scope>>,
     /// Expiry of the newest token; `null` for PLATFORM_SECRET.
     pub expires_at: Option<Time>,
 }

@@ -3,11 +3,11 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::text::{Text, Time, unknown, words};
+use crate::text::{Time, WireString, default_unknown, string_enum};
 use svc_machine::id::MachineId;
 use svc_machine::name::{IdpUserId, Slot};
 
-words!(
+string_enum!(
     /// Whether a pointer can be used.
     PointerState {
         Sound = "sound",
@@ -23,10 +23,10 @@ words!(
 #[schemars(inline)]
 pub struct PointerInspection {
     #[serde(default)]
-    pub idp_user_id: Text<IdpUserId>,
+    pub idp_user_id: WireString<IdpUserId>,
     #[serde(default)]
-    pub slot: Text<Slot>,
-    pub state: Text<PointerState>,
+    pub slot: WireString<Slot>,
+    pub state: WireString<PointerState>,
     pub problem: Option<String>,
     /// Number of snapshots in the store.
     #[serde(default)]
@@ -41,9 +41,9 @@ pub struct PointerInspection {
 #[schemars(inline)]
 pub struct RebuiltPointer {
     #[serde(default)]
-    pub idp_user_id: Text<IdpUserId>,
+    pub idp_user_id: WireString<IdpUserId>,
     #[serde(default)]
-    pub slot: Text<Slot>,
+    pub slot: WireString<Slot>,
     pub pointer: Pointer,
 }
 
@@ -55,7 +55,7 @@ pub struct Pointer {
     pub seq: u64,
     #[serde(default)]
     pub fence_epoch: u64,
-    pub fence_machine_id: Option<Text<MachineId>>,
+    pub fence_machine_id: Option<WireString<MachineId>>,
     /// When an operator accepted a pointer without a snapshot.
     pub emptied_at: Option<Time>,
     pub snapshot: Option<NamedSnapshot>,
@@ -69,12 +69,12 @@ pub struct NamedSnapshot {
     pub key: String,
     #[serde(default)]
     pub size_bytes: u64,
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub sha256: String,
     #[serde(default)]
     pub epoch: u64,
     #[serde(default)]
-    pub machine_id: Text<MachineId>,
+    pub machine_id: WireString<MachineId>,
     #[serde(default)]
     pub taken_at: Time,
     #[serde(default)]

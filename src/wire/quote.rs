@@ -1,4 +1,4 @@
-//! The effect, cost and quota of a provision, for the operator who confirms it.
+//! The effect, cost and quota of provisioning a machine, for the operator who confirms it.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::fleet::Exercises;
 use crate::machine::MachineKind;
 use crate::slot::Subscription;
-use crate::text::{Text, TextForm};
+use crate::text::{WireFormat, WireString};
 use svc_machine::id::MachineId;
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use svc_machine::state::Status;
@@ -28,7 +28,7 @@ impl Price {
     pub const PATTERN: &'static str = "^[0-9]{1,9}\\.[0-9]{2,6} [A-Z]{3}$";
 }
 
-/// The error for a text that is not a price.
+/// The error for text that is not a price.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("must be an amount with 2 to 6 decimals and a currency, such as 9.50 EUR")]
 pub struct InvalidPrice;
@@ -59,7 +59,7 @@ impl fmt::Display for Price {
     }
 }
 
-impl TextForm for Price {
+impl WireFormat for Price {
     fn to_text(&self) -> String {
         self.to_string()
     }
@@ -69,7 +69,7 @@ impl TextForm for Price {
     }
 }
 
-/// The effect, cost and quota of a provision that has not been requested.
+/// What provisioning a machine would do, cost and use.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -84,36 +84,36 @@ pub struct ProvisionQuote {
     /// `PROVIDER_PROJECT`.
     pub provider_project: Option<String>,
     #[serde(default)]
-    pub idp_user_id: Text<IdpUserId>,
+    pub idp_user_id: WireString<IdpUserId>,
     #[serde(default)]
-    pub slot: Text<Slot>,
+    pub slot: WireString<Slot>,
     #[serde(default)]
-    pub handle: Text<Handle>,
+    pub handle: WireString<Handle>,
     #[serde(default)]
-    pub kind: Text<MachineKind>,
+    pub kind: WireString<MachineKind>,
     #[serde(default)]
-    pub server_type: Text<ServerType>,
+    pub server_type: WireString<ServerType>,
     #[serde(default)]
-    pub location: Text<Location>,
+    pub location: WireString<Location>,
     /// `null` if the slot already has this machine.
-    pub image_version: Option<Text<ImageVersion>>,
+    pub image_version: Option<WireString<ImageVersion>>,
     pub subscription: Option<Subscription>,
     /// `BILLING_ENFORCEMENT`.
     #[serde(default)]
     pub billing_enforced: bool,
-    /// The slot's machine: a running one is returned by a provision, a failed one is replaced.
+    /// The slot's machine. Provisioning returns a running machine and replaces a failed one.
     pub existing: Option<ExistingMachine>,
-    /// Whether the provision would add a customer, whose cost and consent an operator must confirm.
+    /// Whether provisioning would add a customer, whose cost and consent an operator must confirm.
     #[serde(default)]
     pub adds_customer: bool,
-    /// Whether an operator must confirm `monthlyCost`: the provision would add a customer, or replace a customer's
-    /// machine with one of a different server type. Older platforms omit it.
+    /// Whether an operator must confirm `monthlyCost`, because provisioning would add a customer, or replace a
+    /// customer's machine with one of a different server type. Older platforms omit it.
     #[serde(default)]
     pub needs_cost_confirmation: bool,
     /// Including value-added tax, in the most expensive of the possible locations: the value for
     /// `confirmedMonthlyCost`. `null` if no server would be created, or if its price cannot be read and need not be
     /// confirmed.
-    pub monthly_cost: Option<Text<Price>>,
+    pub monthly_cost: Option<WireString<Price>>,
     #[serde(default)]
     pub costs: Vec<LocationCost>,
     /// Number of servers in the provider's project, including ordered ones.
@@ -128,8 +128,8 @@ pub struct ProvisionQuote {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct ExistingMachine {
-    pub machine_id: Text<MachineId>,
-    pub status: Text<Status>,
+    pub machine_id: WireString<MachineId>,
+    pub status: WireString<Status>,
 }
 
 /// The monthly cost of the server in one location.
@@ -137,15 +137,15 @@ pub struct ExistingMachine {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct LocationCost {
-    pub location: Text<Location>,
+    pub location: WireString<Location>,
     /// Including value-added tax.
-    pub server: Text<Price>,
+    pub server: WireString<Price>,
     /// Including value-added tax; `null` if the provider has no price for it.
-    pub public_ipv4: Option<Text<Price>>,
+    pub public_ipv4: Option<WireString<Price>>,
     /// The sum, including value-added tax.
-    pub total: Text<Price>,
+    pub total: WireString<Price>,
     /// The sum, excluding value-added tax.
-    pub total_net: Text<Price>,
+    pub total_net: WireString<Price>,
 }
 
 #[cfg(test)]

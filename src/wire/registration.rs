@@ -3,7 +3,7 @@
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
-use crate::text::{Text, words};
+use crate::text::{WireString, string_enum};
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 use svc_machine::name::ImageVersion;
@@ -14,7 +14,7 @@ pub const MAX_STAGE_CHARS: usize = 64;
 
 const CODE_PREFIX: &str = "code ";
 
-words!(
+string_enum!(
     /// The name of a stage of the first boot.
     BootStageName {
         Bundle = "bundle",
@@ -25,8 +25,8 @@ words!(
     }
 );
 
-words!(
-    /// Why a restore at boot failed, for causes that call for a specific action by the operator. A host embeds the code
+string_enum!(
+    /// Why a restore at boot failed, for causes that require a specific action by the operator. A host embeds the code
     /// in the message of its failed boot, because the report passes through the journal and a shell script as text.
     RestoreFailureCode {
         /// The disk is too small for the database.
@@ -44,8 +44,8 @@ impl RestoreFailureCode {
         format!("{CODE_PREFIX}{self}")
     }
 
-    /// Finds the code in a message; `None` if it has none that this release supports, as with messages from older
-    /// hosts.
+    /// Finds the code in a message; `None` if the message contains no code that this release supports, as with messages
+    /// from older hosts.
     pub fn find(message: &str) -> Option<Self> {
         message.split(CODE_PREFIX).skip(1).find_map(|rest| {
             let end = rest.find(|c: char| !(c.is_ascii_lowercase() || c == '_')).unwrap_or(rest.len());
@@ -59,10 +59,10 @@ impl RestoreFailureCode {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct Registration {
-    #[schemars(with = "Text<MachineId>")]
+    #[schemars(with = "WireString<MachineId>")]
     pub machine_id: MachineId,
     /// The installed release.
-    #[schemars(with = "Text<ImageVersion>")]
+    #[schemars(with = "WireString<ImageVersion>")]
     pub image_version: ImageVersion,
     /// SHA-256 of the release's bundle: 64 hexadecimal digits.
     #[schemars(schema_with = "sha256")]
@@ -80,7 +80,7 @@ pub struct Registration {
 #[schemars(inline)]
 pub struct RegistrationResponse {
     #[schemars(schema_with = "running")]
-    pub status: Text<Status>,
+    pub status: WireString<Status>,
     #[schemars(with = "u64")]
     pub epoch: Epoch,
 }
@@ -89,13 +89,13 @@ pub struct RegistrationResponse {
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct BootStageReport {
-    pub stage: Text<BootStageName>,
+    pub stage: WireString<BootStageName>,
     /// Absent at the start of a stage.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub progress: Option<StageProgress>,
 }
 
-/// Progress within a stage, in figures that only increase.
+/// Progress within a stage. The numbers only increase.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -129,8 +129,8 @@ pub struct BootFailureReport {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct BootFailureResponse {
-    pub machine_id: Text<MachineId>,
-    pub status: Text<Status>,
+    pub machine_id: WireString<MachineId>,
+    pub status: WireString<Status>,
 }
 
 impl StageProgress {

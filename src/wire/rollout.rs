@@ -5,11 +5,11 @@ use std::ops::Deref;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::text::{Text, Time, unknown, words};
+use crate::text::{Time, WireString, default_unknown, string_enum};
 use svc_machine::id::{MachineId, RolloutId};
 use svc_machine::name::{Handle, ImageVersion, Slot};
 
-words!(
+string_enum!(
     /// The state of a rollout.
     RolloutState {
         Running = "running",
@@ -21,7 +21,7 @@ words!(
         Succeeded = "succeeded",
     }
 );
-words!(
+string_enum!(
     /// The state of a machine in a rollout.
     MemberState {
         Waiting = "waiting",
@@ -42,10 +42,10 @@ impl RolloutState {
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct RolloutSummary {
-    pub rollout_id: Text<RolloutId>,
+    pub rollout_id: WireString<RolloutId>,
     #[serde(default)]
-    pub image_version: Text<ImageVersion>,
-    pub state: Text<RolloutState>,
+    pub image_version: WireString<ImageVersion>,
+    pub state: WireString<RolloutState>,
     /// The reason the platform paused or stopped the rollout.
     pub why: Option<String>,
     /// Number of machines that are updated first.
@@ -62,17 +62,17 @@ pub struct RolloutSummary {
     #[serde(default)]
     pub updated_at: Time,
     pub ended_at: Option<Time>,
-    /// Whether the release is verified on the machines that get it first, before the others get it.
+    /// Whether the release is verified on the first machines before it is installed on the others.
     #[serde(default)]
     pub verify: bool,
     /// The result of the last verification. Older platforms omit it.
     #[serde(default)]
     pub verification: Option<RolloutVerification>,
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub request_id: String,
 }
 
-/// The verification of a release on the machines that got it first.
+/// The verification of a release on the first machines in a rollout.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -82,7 +82,7 @@ pub struct RolloutVerification {
     pub passed: bool,
     /// The machines on which the release was verified.
     #[serde(default)]
-    pub handles: Vec<Text<Handle>>,
+    pub handles: Vec<WireString<Handle>>,
     /// The problems that were found.
     #[serde(default)]
     pub findings: Vec<RolloutFinding>,
@@ -94,13 +94,13 @@ pub struct RolloutVerification {
 #[schemars(inline)]
 pub struct RolloutFinding {
     #[serde(default)]
-    pub machine_id: Text<MachineId>,
+    pub machine_id: WireString<MachineId>,
     #[serde(default)]
-    pub handle: Text<Handle>,
+    pub handle: WireString<Handle>,
     /// The name of the check.
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub check: String,
-    #[serde(default = "unknown")]
+    #[serde(default = "default_unknown")]
     pub what: String,
     pub next: Option<String>,
 }
@@ -151,22 +151,22 @@ pub struct RolloutTotals {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct RolloutMachine {
-    pub machine_id: Text<MachineId>,
+    pub machine_id: WireString<MachineId>,
     #[serde(default)]
-    pub handle: Text<Handle>,
+    pub handle: WireString<Handle>,
     #[serde(default)]
-    pub slot: Text<Slot>,
+    pub slot: WireString<Slot>,
     /// The number of its batch; 0 is the canary.
     #[serde(default)]
     pub batch: u64,
-    pub state: Text<MemberState>,
+    pub state: WireString<MemberState>,
     pub error: Option<String>,
     /// When the update was requested from its host.
     pub asked_at: Option<Time>,
     pub ended_at: Option<Time>,
     /// The release that the machine is running.
     #[serde(default)]
-    pub image_version: Text<ImageVersion>,
+    pub image_version: WireString<ImageVersion>,
 }
 
 impl RolloutTotals {

@@ -3,11 +3,11 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::text::{Text, Time, words};
+use crate::text::{Time, WireString, string_enum};
 use svc_machine::name::{IdpUserId, Slot};
 use svc_machine::plan::Plan;
 
-words!(
+string_enum!(
     /// Whether a subscription is paid for.
     SubscriptionStatus { Active = "active", Inactive = "inactive" }
 );
@@ -16,11 +16,11 @@ words!(
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Subscription {
-    pub idp_user_id: Text<IdpUserId>,
-    pub slot: Text<Slot>,
+    pub idp_user_id: WireString<IdpUserId>,
+    pub slot: WireString<Slot>,
     #[serde(default)]
-    pub plan: Text<Plan>,
-    pub status: Text<SubscriptionStatus>,
+    pub plan: WireString<Plan>,
+    pub status: WireString<SubscriptionStatus>,
     pub current_period_end: Option<Time>,
     /// Whether the slot is not a customer's: its recoveries and rollbacks count as exercises. Older platforms omit it.
     #[serde(default)]

@@ -35,13 +35,13 @@ pub struct StoreSession {
     #[serde(serialize_with = "secret::expose_option")]
     #[schemars(with = "Option<String>")]
     pub session_token: Option<SecretString>,
-    /// By the platform's clock; the response's `Date` gives that clock's time.
+    /// By the platform's clock, whose time is in the response's `Date` header.
     #[serde(with = "clock::wire")]
     #[schemars(with = "Time")]
     pub expires_at: Timestamp,
 }
 
-/// The slot's location in the object store. A host takes it from its user-data, and ignores it here.
+/// The slot's location in the object store. A host reads the location from its user-data, and ignores these fields.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(inline)]

@@ -1,4 +1,4 @@
-//! Strings on the wire whose values are those of a type.
+//! Strings on the wire that represent values of a Rust type.
 
 use std::borrow::{Borrow, Cow};
 use std::fmt;
@@ -17,30 +17,30 @@ use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, OperatorName,
 use svc_machine::plan::Plan;
 use svc_machine::state::{FailureCause, Status};
 
-/// A string that writers create from a `T`, and that the API description describes as a `T`.
+/// A string that writers create from a `T`. The API description gives it the schema of a `T`.
 ///
-/// A reader accepts any string, because a writer from a newer release may use unknown words.
+/// A reader accepts any string, because a writer from a newer release may use unknown values.
 #[derive(PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
-pub struct Text<T> {
+pub struct WireString<T> {
     text: String,
     #[serde(skip)]
     value: PhantomData<fn() -> T>,
 }
 
 /// A time: RFC 3339, UTC, with milliseconds.
-pub type Time = Text<Timestamp>;
+pub type Time = WireString<Timestamp>;
 
 /// A type with exactly one string representation.
-pub trait TextForm {
+pub trait WireFormat {
     fn to_text(&self) -> String;
 
     /// Returns the JSON schema of the string.
     fn text_schema() -> Schema;
 }
 
-impl<T> Text<T> {
-    /// Creates a text from a stored string, possibly from a newer release.
+impl<T> WireString<T> {
+    /// Creates a `WireString` from a stored string, which may come from a newer release.
     pub fn from_stored(text: impl Into<String>) -> Self {
         Self { text: text.into(), value: PhantomData }
     }
@@ -56,7 +56,7 @@ impl<T> Text<T> {
 
     pub fn is(&self, value: impl Borrow<T>) -> bool
     where
-        T: TextForm,
+        T: WireFormat,
     {
         self.text == value.borrow().to_text()
     }
@@ -65,19 +65,19 @@ impl<T> Text<T> {
 /// The value that a reader uses for a field that an older platform omits.
 pub const UNKNOWN: &str = "unknown";
 
-/// Returns [`UNKNOWN`], for texts without a type.
-pub fn unknown() -> String {
+/// Returns [`UNKNOWN`], for plain strings.
+pub fn default_unknown() -> String {
     UNKNOWN.to_owned()
 }
 
 /// [`UNKNOWN`], which only a reader uses.
-impl<T> Default for Text<T> {
+impl<T> Default for WireString<T> {
     fn default() -> Self {
         Self::from_stored(UNKNOWN)
     }
 }
 
-impl<T> Deref for Text<T> {
+impl<T> Deref for WireString<T> {
     type Target = str;
 
     fn deref(&self) -> &str {
@@ -85,67 +85,67 @@ impl<T> Deref for Text<T> {
     }
 }
 
-impl<T> AsRef<str> for Text<T> {
+impl<T> AsRef<str> for WireString<T> {
     fn as_ref(&self) -> &str {
         &self.text
     }
 }
 
-impl<T> PartialEq<str> for Text<T> {
+impl<T> PartialEq<str> for WireString<T> {
     fn eq(&self, other: &str) -> bool {
         self.text == other
     }
 }
 
-impl<T> PartialEq<&str> for Text<T> {
+impl<T> PartialEq<&str> for WireString<T> {
     fn eq(&self, other: &&str) -> bool {
         self.text == *other
     }
 }
 
-impl<T> Clone for Text<T> {
+impl<T> Clone for WireString<T> {
     fn clone(&self) -> Self {
         Self { text: self.text.clone(), value: PhantomData }
     }
 }
 
-impl<T> fmt::Debug for Text<T> {
+impl<T> fmt::Debug for WireString<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.text.fmt(f)
     }
 }
 
-impl<T> fmt::Display for Text<T> {
+impl<T> fmt::Display for WireString<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.text.fmt(f)
     }
 }
 
-impl<T: TextForm> From<T> for Text<T> {
+impl<T: WireFormat> From<T> for WireString<T> {
     fn from(value: T) -> Self {
         Self::from(&value)
     }
 }
 
-impl<T: TextForm> From<&T> for Text<T> {
+impl<T: WireFormat> From<&T> for WireString<T> {
     fn from(value: &T) -> Self {
         Self { text: value.to_text(), value: PhantomData }
     }
 }
 
-impl<T> From<Text<T>> for String {
-    fn from(text: Text<T>) -> Self {
+impl<T> From<WireString<T>> for String {
+    fn from(text: WireString<T>) -> Self {
         text.text
     }
 }
 
-impl<T: TextForm> JsonSchema for Text<T> {
+impl<T: WireFormat> JsonSchema for WireString<T> {
     fn inline_schema() -> bool {
         true
     }
 
     fn schema_name() -> Cow<'static, str> {
-        "Text".into()
+        "WireString".into()
     }
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
@@ -153,7 +153,7 @@ impl<T: TextForm> JsonSchema for Text<T> {
     }
 }
 
-impl TextForm for Date {
+impl WireFormat for Date {
     fn to_text(&self) -> String {
         self.to_string()
     }
@@ -163,7 +163,7 @@ impl TextForm for Date {
     }
 }
 
-impl TextForm for Timestamp {
+impl WireFormat for Timestamp {
     fn to_text(&self) -> String {
         rfc3339_ms(*self)
     }
@@ -173,9 +173,9 @@ impl TextForm for Timestamp {
     }
 }
 
-macro_rules! id_form {
+macro_rules! impl_id {
     ($($id:ty),*) => {$(
-        impl TextForm for $id {
+        impl WireFormat for $id {
             fn to_text(&self) -> String {
                 self.to_string()
             }
@@ -187,9 +187,9 @@ macro_rules! id_form {
     )*};
 }
 
-macro_rules! name_form {
+macro_rules! impl_name {
     ($($name:ty),*) => {$(
-        impl TextForm for $name {
+        impl WireFormat for $name {
             fn to_text(&self) -> String {
                 self.to_string()
             }
@@ -201,43 +201,44 @@ macro_rules! name_form {
     )*};
 }
 
-macro_rules! word_form {
-    ($($word:ty),*) => {$(
-        impl $crate::text::TextForm for $word {
+macro_rules! impl_string_enum {
+    ($($enum:ty),*) => {$(
+        impl $crate::text::WireFormat for $enum {
             fn to_text(&self) -> String {
                 self.as_str().to_owned()
             }
 
             fn text_schema() -> schemars::Schema {
-                schemars::json_schema!({ "type": "string", "enum": <$word>::ALL.iter().map(|word| word.as_str()).collect::<Vec<_>>() })
+                schemars::json_schema!({ "type": "string", "enum": <$enum>::ALL.iter().map(|variant| variant.as_str()).collect::<Vec<_>>() })
             }
         }
     )*};
 }
 
-id_form!(AuditId, MachineId, OperationId, OperatorTokenId, RolloutId);
-name_form!(Handle, IdpUserId, ImageVersion, Location, OperatorName, ServerType, Slot);
-word_form!(FailureCause, Plan, RestoreMode, Status);
+impl_id!(AuditId, MachineId, OperationId, OperatorTokenId, RolloutId);
+impl_name!(Handle, IdpUserId, ImageVersion, Location, OperatorName, ServerType, Slot);
+impl_string_enum!(FailureCause, Plan, RestoreMode, Status);
 
-/// The error for a text that is not one of the listed words.
+/// The error for a string that represents no variant of an enum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("must be {}", join_words(.words))]
-pub struct UnknownWord {
-    pub words: &'static [&'static str],
+#[error("must be {}", join_alternatives(.expected))]
+pub struct UnknownVariant {
+    /// The strings of all variants.
+    pub expected: &'static [&'static str],
 }
 
-/// Joins words as `a, b or c`.
-fn join_words(words: &[&str]) -> String {
-    match words {
+/// Joins alternatives as `a, b or c`.
+fn join_alternatives(alternatives: &[&str]) -> String {
+    match alternatives {
         [] => String::new(),
         [only] => (*only).to_owned(),
         [first @ .., last] => format!("{} or {last}", first.join(", ")),
     }
 }
 
-/// An enum whose variants are words on the wire.
-macro_rules! words {
-    ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $word:literal),+ $(,)? }) => {
+/// Defines an enum whose variants are strings on the wire.
+macro_rules! string_enum {
+    ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $value:literal),+ $(,)? }) => {
         $(#[$doc])*
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum $name {
@@ -245,11 +246,11 @@ macro_rules! words {
         }
 
         impl $name {
-            pub const ALL: [Self; [$($word),+].len()] = [$(Self::$variant),+];
+            pub const ALL: [Self; [$($value),+].len()] = [$(Self::$variant),+];
 
             pub fn as_str(self) -> &'static str {
                 match self {
-                    $(Self::$variant => $word),+
+                    $(Self::$variant => $value),+
                 }
             }
         }
@@ -267,29 +268,29 @@ macro_rules! words {
         }
 
         impl std::str::FromStr for $name {
-            type Err = $crate::text::UnknownWord;
+            type Err = $crate::text::UnknownVariant;
 
             fn from_str(text: &str) -> Result<Self, Self::Err> {
                 Self::ALL
                     .into_iter()
-                    .find(|word| word.as_str() == text)
-                    .ok_or($crate::text::UnknownWord { words: &[$($word),+] })
+                    .find(|variant| variant.as_str() == text)
+                    .ok_or($crate::text::UnknownVariant { expected: &[$($value),+] })
             }
         }
 
-        $crate::text::word_form!($name);
+        $crate::text::impl_string_enum!($name);
     };
 }
 
-pub(crate) use {word_form, words};
+pub(crate) use {impl_string_enum, string_enum};
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    words!(
-        /// Colours.
-        Colour { Red = "red", LightBlue = "light_blue", Green = "green" }
+    string_enum!(
+        /// Colors.
+        Color { Red = "red", LightBlue = "light_blue", Green = "green" }
     );
 
     #[test]
@@ -299,16 +300,16 @@ mod tests {
     }
 
     #[test]
-    fn text_accepts_words_from_a_newer_release() {
-        let read: Text<Colour> = serde_json::from_str(r#""ultraviolet""#).unwrap();
+    fn wire_string_accepts_values_from_a_newer_release() {
+        let read: WireString<Color> = serde_json::from_str(r#""ultraviolet""#).unwrap();
         assert_eq!(read.as_str(), "ultraviolet");
-        assert!("ultraviolet".parse::<Colour>().is_err());
+        assert!("ultraviolet".parse::<Color>().is_err());
     }
 
     #[test]
-    fn unknown_word_error_lists_the_words() {
-        let error = "blue".parse::<Colour>().unwrap_err();
+    fn unknown_variant_error_lists_all_variants() {
+        let error = "blue".parse::<Color>().unwrap_err();
         assert_eq!(error.to_string(), "must be red, light_blue or green");
-        assert_eq!(Colour::LightBlue.to_string().parse(), Ok(Colour::LightBlue));
+        assert_eq!(Color::LightBlue.to_string().parse(), Ok(Color::LightBlue));
     }
 }

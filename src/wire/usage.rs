@@ -1,10 +1,10 @@
-//! The cost of dispatches, which a host reports to its owner and, through the platform, to operators.
+//! The cost of dispatches. A host reports it to its owner and, through the platform, to operators.
 
 use jiff::civil::Date;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize, Serializer};
 
-use crate::text::Text;
+use crate::text::WireString;
 
 /// 2^53, up to which a double represents every whole number.
 const MAX_WHOLE_AMOUNT: f64 = 9_007_199_254_740_992.0;
@@ -31,7 +31,7 @@ pub struct UsageReport {
 #[schemars(inline)]
 pub struct UsageEntry {
     /// The day, or the first day of the week or month; for a model or user, the day of its first dispatch.
-    pub date: Text<Date>,
+    pub date: WireString<Date>,
     /// Present only in a report by model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]

@@ -3,11 +3,11 @@
 use anyhow::Result;
 use serde_json::json;
 
-use super::home::{ADA, BOB, Home, path_of, summarize, to_os_str};
+use super::home::{ADA, AuditedHome, BOB, path_of, summarize, to_os_str};
 
 #[test]
 fn command_is_recorded_by_its_net_changes() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     let logged = |script: &str| home.run(ADA, script).map(|entries| summarize(&entries));
     assert_eq!(logged("echo one > a")?, ["write a"]);
     assert_eq!(logged("cat a; grep -r one . ; ls -R")?, [""; 0]);
@@ -50,7 +50,7 @@ fn command_is_recorded_by_its_net_changes() -> Result<()> {
 
 #[test]
 fn symlink_is_recorded_once_and_hard_link_under_every_name() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     let logged = |script: &str| home.run(ADA, script).map(|entries| summarize(&entries));
     assert_eq!(
         logged("echo x > f; ln -s f l; ln -s ../out o; ln -s nowhere d")?,
@@ -69,7 +69,7 @@ fn symlink_is_recorded_once_and_hard_link_under_every_name() -> Result<()> {
 
 #[test]
 fn write_through_mmap_is_recorded() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     home.shell("head -c 8192 /dev/zero > m")?;
     let script =
         "python3 -c 'import mmap; f = open(\"m\", \"r+b\"); m = mmap.mmap(f.fileno(), 0); m[0:3] = b\"abc\"'";
@@ -79,7 +79,7 @@ fn write_through_mmap_is_recorded() -> Result<()> {
 
 #[test]
 fn non_utf8_names_can_be_read_back() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     let entries =
         home.run(ADA, "echo x > $'a\\nb'; echo x > $'c\\\\\\xff'; mkdir $'\\xc3'; echo x > $'\\xc3/ä'")?;
     let paths: Vec<Vec<u8>> = entries.iter().map(path_of).collect::<Result<_>>()?;
@@ -91,7 +91,7 @@ fn non_utf8_names_can_be_read_back() -> Result<()> {
 
 #[test]
 fn file_tool_is_trusted_for_paths_within_the_home() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     let absolute = |below: &str| home.path(below).display().to_string();
     home.shell("mkdir real; ln -s real in; ln -s ../out away; ln -s real/t link; echo t > real/t; ln -s ../out/x gone")?;
     let logged = |path: &str, script: &str| -> Result<Vec<String>> {
@@ -126,7 +126,7 @@ fn file_tool_is_trusted_for_paths_within_the_home() -> Result<()> {
 
 #[test]
 fn thousands_of_simultaneous_changes_are_all_recorded() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     let many =
         "for d in $(seq 60); do mkdir -p p/$d/q; for f in $(seq 100); do echo $f > p/$d/q/$f; done; done";
     assert_eq!(home.run(ADA, many)?.len(), 1 + 60 * 102);
@@ -138,7 +138,7 @@ fn thousands_of_simultaneous_changes_are_all_recorded() -> Result<()> {
 
 #[test]
 fn owner_changes_are_omitted_and_concurrent_agents_both_named() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     home.shell("echo mine > mine; mkdir own")?;
     assert!(home.entries()?.is_empty());
     let first = home.begin_command(ADA)?;

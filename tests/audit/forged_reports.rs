@@ -9,13 +9,13 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use svc::host::audit::protocol::{Message, SeenCalls};
 
-use super::home::{ADA, Agent, BOB, Home, summarize};
+use super::home::{ADA, Agent, AuditedHome, BOB, summarize};
 
 /// The ID that the machine's sysusers configuration assigns to the user `svc`.
 const OWNER_UID: u32 = 1940;
 
 /// Returns the gap reasons and the entries since the previous call.
-fn new_gaps_and_entries(home: &Home) -> Result<(Vec<String>, Vec<Value>)> {
+fn new_gaps_and_entries(home: &AuditedHome) -> Result<(Vec<String>, Vec<Value>)> {
     let (gaps, entries): (Vec<Value>, Vec<Value>) =
         home.entries()?.into_iter().partition(|line| !line["gap"].is_null());
     let reasons = gaps.iter().filter_map(|line| line["gap"]["why"].as_str().map(str::to_owned)).collect();
@@ -25,7 +25,7 @@ fn new_gaps_and_entries(home: &Home) -> Result<(Vec<String>, Vec<Value>)> {
 /// A tool reports the end of its own call through the hook.
 #[test]
 fn tool_cannot_end_its_own_call() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     let call = home.begin_command(ADA)?;
     let end = json!({ "session_id": "session-ada", "hook_event_name": "PostToolUse", "tool_name": "Bash",
         "tool_use_id": call, "tool_input": { "command": "x" }, "tool_response": {} });
@@ -44,10 +44,10 @@ fn tool_cannot_end_its_own_call() -> Result<()> {
 }
 
 /// The tool's process replaces itself with the hook, so it has the same parent as the program's own hooks. The
-/// program's own report at the real end exposes it.
+/// program's own report at the real end of the call reveals the forgery.
 #[test]
 fn tool_impersonating_the_hook_is_detected() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     let call = home.begin_command(ADA)?;
     home.end_command(ADA, &call)?;
     home.shell("echo hidden > hidden")?;
@@ -57,10 +57,10 @@ fn tool_impersonating_the_hook_is_detected() -> Result<()> {
     Ok(())
 }
 
-/// The hook stopped waiting before the response, but its report arrived.
+/// The hook timed out before the response, but its report arrived.
 #[test]
 fn late_hook_is_counted_once() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     let file = home.dir().join("w").display().to_string();
     let write = json!({ "tool_name": "Write", "tool_input": { "file_path": file } });
     home.run_hook_event(ADA, "PreToolUse", "w1", write.clone())?;
@@ -79,7 +79,7 @@ fn late_hook_is_counted_once() -> Result<()> {
 /// A forged line in the late-hook file does not suppress the gap for a call without a beginning.
 #[test]
 fn planted_hook_report_does_not_suppress_a_gap() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     let late = json!({ "version": 1, "at": "2026-11-23T00:00:00.000Z", "why": "late", "message": {
         "version": 1, "phase": "post", "sentAt": "2026-11-23T00:00:00.000Z", "sessionId": "other",
         "toolUseId": "u2", "tool": "Bash", "actor": "claude-code" } });
@@ -92,7 +92,7 @@ fn planted_hook_report_does_not_suppress_a_gap() -> Result<()> {
 
 #[test]
 fn agent_cannot_end_calls_of_another_agent() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     let call = home.begin_command(ADA)?;
     let ada_fields = json!({ "session_id": "session-ada", "tool_name": "Bash", "tool_response": {} });
     home.run_hook_event(BOB, "PostToolUse", &call, ada_fields.clone())?;
@@ -112,7 +112,7 @@ fn agent_cannot_end_calls_of_another_agent() -> Result<()> {
 
 #[test]
 fn dispatch_is_identified_by_dispatcher_not_environment() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     // No dispatch was announced, but the agent's environment names one.
     let terminal = Agent("terminal");
     home.run(terminal, "true")?;
@@ -131,7 +131,7 @@ fn only_gateway_user_starts_and_ends_dispatches() -> Result<()> {
         kit::skip::record("only root can act for another user");
         return Ok(());
     }
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     let (dir, socket) = (home.path("run/svc/watch"), home.path("run/svc/watch/watch.sock"));
     for path in [&home.path(""), &dir] {
         fs::set_permissions(path, Permissions::from_mode(0o755))?;
@@ -160,7 +160,7 @@ fn only_gateway_user_starts_and_ends_dispatches() -> Result<()> {
 
 #[test]
 fn calls_missed_by_hooks_are_recorded_as_gap() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     let call = home.begin_command(ADA)?;
     home.end_command(ADA, &call)?;
     let mut seen = SeenCalls { is_by_id: true, ..SeenCalls::default() };
@@ -174,7 +174,7 @@ fn calls_missed_by_hooks_are_recorded_as_gap() -> Result<()> {
 /// Call ids are tracked per process, so one agent cannot consume another's id.
 #[test]
 fn call_with_an_id_that_another_agent_ended_is_recorded() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     let ada_fields = json!({ "session_id": "session-ada", "tool_name": "Bash", "tool_response": {} });
     home.run_hook_event(BOB, "PostToolUse", "toolu_1000", ada_fields)?;
     home.run_hook_event(ADA, "PreToolUse", "toolu_1000", json!({ "tool_name": "Bash" }))?;

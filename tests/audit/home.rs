@@ -58,13 +58,13 @@ impl AgentProcess {
 pub const ADA: Agent = Agent("ada");
 pub const BOB: Agent = Agent("bob");
 
-pub struct Home {
+pub struct AuditedHome {
     root: tempfile::TempDir,
     watcher: Option<OwnedChild>,
     pub failpoints: String,
-    /// Whether hooks have their normal timeout; otherwise it is extended for slow machines.
+    /// Whether hooks have their normal timeout. Otherwise, the timeout is extended for slow machines.
     pub has_normal_hook_timeout: bool,
-    /// Maximum number of folders that the kernel may watch, if not the system's limit.
+    /// Maximum number of folders that the kernel watches; `None` for the system's limit.
     pub max_watches: Option<u32>,
     calls: AtomicU32,
     processes: RefCell<HashMap<Agent, AgentProcess>>,
@@ -85,7 +85,7 @@ pub enum PathState {
 }
 pub type PathStates = BTreeMap<Vec<u8>, PathState>;
 
-impl Home {
+impl AuditedHome {
     /// Creates a home directory that is watched from the start.
     pub fn new() -> Result<Self> {
         let mut home = Self::unwatched()?;
@@ -260,7 +260,7 @@ impl Home {
             Ok((process.run(&line)?, start.elapsed()))
         })?;
         let printed = fs::read_to_string(printed)?;
-        ensure!(code == "0" && printed.is_empty(), "{code}: {printed}");
+        ensure!(code == "0" && printed.is_empty(), "the hook exited with {code} and printed {printed:?}");
         Ok(duration)
     }
 
@@ -377,7 +377,7 @@ impl Home {
     }
 }
 
-impl Drop for Home {
+impl Drop for AuditedHome {
     fn drop(&mut self) {
         let _ = self.kill();
         self.processes.borrow_mut().drain().for_each(|(_, process)| drop(process.kill()));

@@ -6,14 +6,14 @@ use anyhow::{Context, Result};
 use serde_json::json;
 use svc::host::audit::protocol::{Message, SeenCalls};
 
-use super::home::{ADA, BOB, Home, summarize};
+use super::home::{ADA, AuditedHome, BOB, summarize};
 
 /// Maximum duration of a hook without a response: its own limit plus process startup on a busy machine.
 const MAX_HOOK_DURATION: Duration = Duration::from_millis(600);
 
 #[test]
 fn hook_without_watcher_returns_and_gap_is_recorded_later() -> Result<()> {
-    let mut home = Home::unwatched()?;
+    let mut home = AuditedHome::unwatched()?;
     home.has_normal_hook_timeout = true;
     let bash = json!({ "tool_name": "Bash", "tool_input": { "command": "x" } });
     let duration = home.run_hook_event(ADA, "PreToolUse", "t1", bash.clone())?;
@@ -38,7 +38,7 @@ fn hook_without_watcher_returns_and_gap_is_recorded_later() -> Result<()> {
 
 #[test]
 fn hook_returns_when_socket_does_not_respond() -> Result<()> {
-    let mut home = Home::new()?;
+    let mut home = AuditedHome::new()?;
     home.with_process(ADA, |_| Ok(()))?;
     home.has_normal_hook_timeout = true;
     let watcher = nix::unistd::Pid::from_raw(i32::try_from(home.pid())?);
@@ -53,7 +53,7 @@ fn hook_returns_when_socket_does_not_respond() -> Result<()> {
 
 #[test]
 fn watcher_killed_during_a_call_records_a_gap_and_resumes() -> Result<()> {
-    let mut home = Home::new()?;
+    let mut home = AuditedHome::new()?;
     let call = home.begin_command(ADA)?;
     home.shell("echo lost > lost")?;
     home.kill()?;
@@ -74,7 +74,7 @@ fn watcher_killed_at_any_point_records_the_change_or_a_gap() -> Result<()> {
     for point in svc::host::audit::watcher::FAILPOINTS {
         // At the beginning of a call, and at its end.
         for passes in 0..2 {
-            let mut home = Home::with_failpoints(&format!("{point}={passes}*off->return(kill)"))?;
+            let mut home = AuditedHome::with_failpoints(&format!("{point}={passes}*off->return(kill)"))?;
             home.watch()?;
             let call = home.begin_command(ADA)?;
             home.shell("echo lost > lost")?;
@@ -95,7 +95,7 @@ fn watcher_killed_at_any_point_records_the_change_or_a_gap() -> Result<()> {
 
 #[test]
 fn termination_writes_all_pending_entries() -> Result<()> {
-    let mut home = Home::new()?;
+    let mut home = AuditedHome::new()?;
     let call = home.begin_command(ADA)?;
     home.shell("for f in $(seq 500); do echo $f > $f; done")?;
     home.end_command(ADA, &call)?;
@@ -106,7 +106,7 @@ fn termination_writes_all_pending_entries() -> Result<()> {
 
 #[test]
 fn open_call_ends_with_its_turn_session_or_process() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     home.begin_command(ADA)?;
     home.run_hook_event(ADA, "Stop", "", json!({}))?;
     home.shell("echo own > after-turn")?;
@@ -130,7 +130,7 @@ fn open_call_ends_with_its_turn_session_or_process() -> Result<()> {
 
 #[test]
 fn end_of_a_dispatch_ends_its_calls() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     home.begin_command(ADA)?;
     home.send_to_watcher(&Message::dispatch_end("ada", SeenCalls::default()))?;
     home.shell("echo own > own")?;
@@ -140,7 +140,7 @@ fn end_of_a_dispatch_ends_its_calls() -> Result<()> {
 
 #[test]
 fn background_task_is_attributed_until_the_session_ends() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     let call = home.begin_command(ADA)?;
     let fields = json!({ "tool_name": "Bash", "tool_response": { "backgroundTaskId": "b1" } });
     home.run_hook_event(ADA, "PostToolUse", &call, fields)?;
@@ -160,7 +160,7 @@ fn background_task_is_attributed_until_the_session_ends() -> Result<()> {
 
 #[test]
 fn failed_command_is_recorded_but_failed_write_is_not() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     let call = home.begin_command(ADA)?;
     home.shell("echo x > done")?;
     home.run_hook_event(
@@ -178,7 +178,7 @@ fn failed_command_is_recorded_but_failed_write_is_not() -> Result<()> {
 
 #[test]
 fn hook_ignores_invalid_input_and_succeeds() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     for text in ["", "{", "null", "[1]", r#"{"hook_event_name":7}"#, r#"{"hook_event_name":"Unknown"}"#] {
         home.run_hook(ADA, text.as_bytes())?;
     }

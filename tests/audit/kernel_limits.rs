@@ -7,14 +7,14 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use super::home::{ADA, Home, differences, recorded_operations};
+use super::home::{ADA, AuditedHome, differences, recorded_operations};
 
 /// The file with the maximum number of events that the kernel queues for a slow reader.
 const QUEUE_LIMIT_FILE: &str = "/proc/sys/fs/inotify/max_queued_events";
 
 #[test]
 fn scan_finds_changes_after_queue_overflow() -> Result<()> {
-    let home = Home::new()?;
+    let home = AuditedHome::new()?;
     home.shell("mkdir -p many d/below && for f in $(seq 50); do echo $f > d/below/$f; done")?;
     let max_events: u64 = std::fs::read_to_string(QUEUE_LIMIT_FILE)?.trim().parse()?;
     if max_events > 100_000 {
@@ -39,15 +39,15 @@ fn scan_finds_changes_after_queue_overflow() -> Result<()> {
     home.end_command(ADA, &call)?;
     let found = home.entries()?;
     let other = found.iter().find(|entry| entry["agentName"] != "ada");
-    ensure!(other.is_none(), "attributed to another actor: {other:?}");
+    ensure!(other.is_none(), "a change was attributed to another actor: {other:?}");
     let expected = differences(&before, &home.states()?);
     ensure!(expected.len() as u64 > files, "{} changes, expected more than {files}", expected.len());
     let found = recorded_operations(&found)?;
-    ensure!(found.len() == expected.len(), "{} recorded, {} expected", found.len(), expected.len());
+    ensure!(found.len() == expected.len(), "{} changes recorded, {} expected", found.len(), expected.len());
     for (path, op) in &expected {
         ensure!(
             found.get(path).map(String::as_str) == Some(op),
-            "wrong operation: {}",
+            "wrong operation recorded for {}",
             String::from_utf8_lossy(path)
         );
     }
@@ -61,7 +61,7 @@ fn home_beyond_the_watch_limit_is_scanned() -> Result<()> {
         kit::skip::record("cannot create a user namespace");
         return Ok(());
     }
-    let mut home = Home::unwatched()?;
+    let mut home = AuditedHome::unwatched()?;
     home.max_watches = Some(20);
     home.shell("for d in $(seq 60); do mkdir -p deep/$d && echo $d > deep/$d/file; done")?;
     home.watch()?;

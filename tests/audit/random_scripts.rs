@@ -4,7 +4,7 @@
 use anyhow::{Context, Result, ensure};
 use kit::long_tests::Figures;
 
-use super::home::{ADA, Home, differences, recorded_operations};
+use super::home::{ADA, AuditedHome, differences, recorded_operations};
 
 /// Generates reproducible pseudo-random scripts from a seed (splitmix64).
 struct ScriptGenerator(u64);
@@ -69,8 +69,8 @@ impl ScriptGenerator {
             17 => format!("sed -i s/$/{n}/ {f}"),
             18 => format!("ln -s {n} {f}"),
             19 => format!("ln -sfn {n} {f}"),
-            // The links are kept: a write through a hard link that is created and deleted in the same command is not
-            // detected.
+            // The links are not deleted, because a write through a hard link that is created and deleted in the same
+            // command is not detected.
             20 => format!("ln {f} ./k{m}"),
             21 => format!("ln {f} ./k{m}; echo {n} >> ./k{m}"),
             22 => format!("[ -s {f} ] && truncate -s +3 {f}; printf {n} | dd of={g} conv=notrunc bs=1"),
@@ -111,13 +111,13 @@ impl ScriptGenerator {
 }
 
 fn run_scripts(seed: u64, count: u64, failpoints: &'static str) -> Result<Figures> {
-    let mut home = Home::with_failpoints(failpoints)?;
+    let mut home = AuditedHome::with_failpoints(failpoints)?;
     home.watch()?;
     let mut figures = Figures::new("audit_random_scripts");
     for index in 0..count {
         let mut generator = ScriptGenerator(seed.wrapping_add(index));
         let script = generator.next_script(failpoints.is_empty());
-        // A failure also depends on files from earlier scripts, so a replay begins with the first script.
+        // A failure also depends on files from earlier scripts, so a replay must begin with the first script.
         let context = || format!("AUDIT_SEED={seed}, script {index}:\n{script}");
         if generator.next_below(8) == 0 {
             // Changes by the owner, which no hook reports.

@@ -109,7 +109,7 @@ test("the view shows the state of the backup, and Escape closes it", async () =>
   await context.close();
 });
 
-test("an earlier version is downloaded, and restored beside the present one", async () => {
+test("an earlier version is downloaded, and restored next to the current one", async () => {
   const { page, context, activity, view } = await openFolder();
   await view.getByRole("button", { name: "letter.txt" }).click();
   await versionOf(view, SECOND).waitFor();
@@ -118,7 +118,7 @@ test("an earlier version is downloaded, and restored beside the present one", as
   assert.deepEqual([name, content.toString()], ["letter.txt", FIRST]);
 
   await first.getByRole("button", { name: "Restore" }).click();
-  assert.ok(await view.getByRole("radio", { name: "Beside the present one" }).isChecked());
+  assert.ok(await view.getByRole("radio", { name: "Next to the current one" }).isChecked());
   await assertAccessible(page);
   await screenshot(page, "files-restore");
   await view.getByRole("button", { name: "Restore", exact: true }).click();
@@ -126,21 +126,21 @@ test("an earlier version is downloaded, and restored beside the present one", as
   const restored = readdirSync(folder).filter((name) => name.startsWith("letter.restored-"));
   assert.ok(restored.length > 0);
   for (const name of restored) assert.equal(readFileSync(join(folder, name), "utf8"), FIRST);
-  assert.equal(readFileSync(join(folder, "letter.txt"), "utf8"), SECOND, "the present one is unchanged");
+  assert.equal(readFileSync(join(folder, "letter.txt"), "utf8"), SECOND, "the current one is unchanged");
   assertOnlyOwnHosts(activity);
   assert.deepEqual(activity.errors, []);
   await context.close();
 });
 
-test("an earlier version replaces the present one, which is kept", async () => {
+test("an earlier version replaces the current one, which is kept", async () => {
   const present = join(folder, "letter.txt");
   writeFileSync(present, "not saved yet");
   const { context, view } = await openFolder();
   await view.getByRole("button", { name: "letter.txt" }).click();
   await versionOf(view, FIRST).getByRole("button", { name: "Restore" }).click();
-  await view.getByRole("radio", { name: "Replace the present one" }).check();
+  await view.getByRole("radio", { name: "Replace the current one" }).check();
   await view.getByRole("button", { name: "Restore", exact: true }).click();
-  await view.getByText("The replaced one is now ").waitFor({ timeout: SAVE_TIMEOUT_MS });
+  await view.getByText("The replaced one was kept as ").waitFor({ timeout: SAVE_TIMEOUT_MS });
   assert.equal(readFileSync(present, "utf8"), FIRST);
   const kept = readdirSync(folder).filter((name) => name.startsWith("letter.replaced-"));
   assert.ok(kept.some((name) => readFileSync(join(folder, name), "utf8") === "not saved yet"), kept.join());

@@ -87,7 +87,8 @@ impl Drop for ProcessWatch {
 /// This process's descendants.
 #[derive(Default)]
 struct Descendants {
-    /// Whether each running process is one. Only new processes are examined, because other tests run hundreds at a time.
+    /// Whether each running process is a descendant. Only new processes are examined, because other tests run hundreds
+    /// at a time.
     processes: BTreeMap<u32, bool>,
 }
 

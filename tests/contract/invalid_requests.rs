@@ -46,11 +46,11 @@ pub trait ApiUnderTest {
     fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential>;
     /// Returns the value for a field that must be meaningful to this operation.
     fn required_value(&self, operation: &Operation, name: &str) -> Option<Value>;
-    /// Whether the query may contain unknown parameters, because a different site sends the browser to the route.
+    /// Whether the query may contain unknown parameters, because a different site redirects the browser to the route.
     fn allows_unknown_query(&self, _: &Operation) -> bool {
         false
     }
-    /// Whether the schema covers every rule for a body that does not depend on stored state.
+    /// Whether the schema covers all rules for a body, except for those that depend on stored state.
     const SCHEMA_IS_COMPLETE: bool = true;
 }
 
@@ -247,7 +247,7 @@ async fn check_fields<S: ApiUnderTest>(api: &S, operation: &Operation, schema: &
             let value = probe.value.to_string().chars().take(80).collect::<String>();
             let (pointer, reported) = (probe.pointer, response.pointers());
             differences.push(format!(
-                "{pointer} = {value}: valid by {} is {is_valid}; reported {reported:?}",
+                "{pointer} = {value}: valid according to {}: {is_valid}; reported: {reported:?}",
                 probe.schema
             ));
         }
@@ -302,7 +302,7 @@ async fn check_query(api: &impl ApiUnderTest, operation: &Operation) {
             let is_refused = response.status == 400 && response.reports(&format!("?{name}"));
             if is_refused == is_valid || (response.status != 400 && !allows_unknown) {
                 let text = text.chars().take(80).collect::<String>();
-                differences.push(format!("?{name}={text:?}: valid by {schema} is {is_valid}"));
+                differences.push(format!("?{name}={text:?}: valid according to {schema}: {is_valid}"));
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Finds text that a response must not contain: secrets and internals.
+//! Finds text that a response must not contain: secrets and internal details.
 
 /// Forbidden words, in lower case. None belongs to the product's own vocabulary.
 const WORDS: [&str; 34] = [

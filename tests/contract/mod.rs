@@ -1,7 +1,7 @@
-//! Checks every response in a test against its route's description: status, code, media type, schema, the headers that
-//! an error response needs, and that it reveals no internals. The cases of the table-driven tests come from the same
-//! descriptions, so a new route is covered without a change to this module; a test need only trigger each code that the
-//! route declares.
+//! Checks every response in a test against its route's description: status, code, media type, schema, and the headers
+//! that an error response needs. An error response must also reveal no internal details. The cases of the table-driven
+//! tests come from the same descriptions, so a new route is covered without a change to this module; a test need only
+//! trigger each code that the route declares.
 
 mod invalid_requests;
 mod leak;
@@ -173,7 +173,7 @@ impl Contract {
     }
 
     /// Checks the page that a browser gets instead of JSON: it is a complete document, must not be stored, and reveals
-    /// no internals.
+    /// no internal details.
     #[track_caller]
     fn check_page(&self, exchange: &Exchange<'_>) {
         let Exchange { status, headers, text, .. } = *exchange;

@@ -212,7 +212,7 @@ async fn recovery_without_backup_waits_and_abandon_keeps_machine() {
     assert_contains(
         &output,
         &[
-            "the recovery waits for your decision",
+            "the recovery is waiting for your decision",
             "the host returned 500",
             "svcctl operation continue",
             "svcctl operation abandon",
@@ -228,7 +228,7 @@ async fn recovery_without_backup_waits_and_abandon_keeps_machine() {
     let machine = operator.json(&["status", HANDLE]).await;
     let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
     let output = operator.run(75, &["operation", "continue", &operation, "--wait=60"]).await;
-    assert_contains(&output, &["the recovery waits for your decision", "the final backup is retried"]);
+    assert_contains(&output, &["the recovery is waiting for your decision", "the final backup is retried"]);
     // With `--json`, the question is part of the error, and the exit code shows that the operation has not ended.
     let output = operator.run(75, &["--json", "operation", &operation, "--wait=5"]).await;
     let failure: Value = serde_json::from_str(output.lines().last().unwrap()).unwrap();
@@ -275,14 +275,14 @@ async fn lose_server_after_outage(operator: &Operator) -> (Guest, String) {
 async fn recovery_waits_for_snapshot_choice_after_an_outage() {
     let operator = Operator::start(&[]).await;
     let (guest, newer) = lose_server_after_outage(&operator).await;
-    assert_contains(&operator.run(0, &["status", HANDLE]).await, &["newer one", &newer]);
+    assert_contains(&operator.run(0, &["status", HANDLE]).await, &["newer snapshot", &newer]);
     let output = operator.run(75, &["recover", USER, "--accept-loss", "--yes", "--wait=60"]).await;
     let command = |operation: &str| format!("`svcctl operation continue {operation} --snapshot {newer}`");
     let machine = operator.json(&["status", HANDLE]).await;
     let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
     assert_contains(
         &output,
-        &[&format!("note: {newer}"), "the recovery waits for your decision", &command(&operation)],
+        &[&format!("note: {newer}"), "the recovery is waiting for your decision", &command(&operation)],
     );
     assert_contains(
         &output,
@@ -343,18 +343,23 @@ async fn deletion_during_recovery_names_both_machines() {
     let new = operator.json(&["status", HANDLE]).await["machineId"].as_str().unwrap().to_owned();
 
     let output = operator.run(0, &["delete", "user_1/primary", "--yes"]).await;
-    let predecessor = format!("with it    machine {old}, which was to be replaced");
-    let undo = format!("undo       `svcctl undelete {old}` until");
+    let predecessor = format!("also deleted  machine {old}, which was to be replaced");
+    let undo = format!("undo          `svcctl undelete {old}` until");
     assert_contains(
         &output,
-        &["slot       h-user-1, slot primary of user_1", &format!("machine    {new}"), &predecessor, &undo],
+        &[
+            "slot          h-user-1, slot primary of user_1",
+            &format!("machine       {new}"),
+            &predecessor,
+            &undo,
+        ],
     );
     assert!(!output.contains("operation abandon"), "{output}");
     let output = operator.run(75, &["delete", &new, "--yes", "--wait=60"]).await;
     assert_contains(
         &output,
         &[
-            "the deletion waits for your decision",
+            "the deletion is waiting for your decision",
             &format!("No final backup of {old}"),
             "the deletion is undone",
         ],
@@ -430,9 +435,10 @@ async fn snapshot_too_large_for_disk_advises_server_type() {
     let operator = Operator::start(&[]).await;
     operator.start_machine().await;
     let key = format!("{}.json", operator.stack.store_snapshot(USER));
-    let mut side: Value = serde_json::from_slice(&operator.stack.store.read(BUCKET, &key).unwrap()).unwrap();
-    side["database"] = json!({"owner": null, "sizeBytes": 500_u64 << 30, "grants": null, "settings": []});
-    operator.stack.store.write(BUCKET, &key, side.to_string());
+    let mut sidecar: Value =
+        serde_json::from_slice(&operator.stack.store.read(BUCKET, &key).unwrap()).unwrap();
+    sidecar["database"] = json!({"owner": null, "sizeBytes": 500_u64 << 30, "grants": null, "settings": []});
+    operator.stack.store.write(BUCKET, &key, sidecar.to_string());
     let output = operator.run(65, &["recover", USER, "--yes"]).await;
     assert_contains(&output, &["disk_too_small", "next: ", "--server-type"]);
     assert_contains(&operator.run(0, &["status", HANDLE]).await, &["status       running"]);

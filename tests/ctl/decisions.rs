@@ -346,7 +346,7 @@ async fn wait_ends_when_operation_asks_a_question() {
     let text = stderr(&output);
     let again = format!("next: either `svcctl operation continue {OPERATION}`: the final backup is retried");
     for part in [
-        "the deletion waits for your decision",
+        "the deletion is waiting for your decision",
         "its disk is full",
         &again,
         "or `svcctl operation continue",

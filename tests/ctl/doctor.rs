@@ -260,7 +260,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
         fleet.check_with(host, |text| Some(set(text, "PLATFORM_INTERNAL_URL", "http://127.0.0.1:9"))).await;
     unreachable.expect("platform", "problem", "cannot be reached");
     unreachable.expect("clock", "skipped", "cannot be reached");
-    unreachable.expect("configuration", "problem", "update.env and host.env differ");
+    unreachable.expect("configuration", "problem", "differs between update.env and host.env");
     let url = server_with_date("Thu, 01 Jan 2026 00:00:00 GMT").await;
     let ahead = fleet.check_with(host, |text| Some(set(text, "PLATFORM_INTERNAL_URL", &url))).await;
     ahead.expect("clock", "problem", "ahead of the platform's");
@@ -282,7 +282,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     let current = fleet.disk.join("opt/svc/current");
     let target = fs::read_link(&current).unwrap();
     fs::remove_file(&current).unwrap();
-    fleet.check_host().await.expect("release", "problem", "names no release");
+    fleet.check_host().await.expect("release", "problem", "does not name a release");
     std::os::unix::fs::symlink(target, &current).unwrap();
     // With systemd, a release needs its own client tools, because only root can use those in the container.
     let systemd = fleet.disk.join("run/systemd/system");
@@ -341,7 +341,8 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
         )
     };
     let old = "system/db/snapshots/2026-01-01T00-00-00.000Z-1.dump";
-    // The agent must not report these results: the platform would error one for the backup requested below.
+    // The agent must not report these results, because the platform would mistake one of them for the result of the
+    // backup requested below.
     fleet.stack.provider.stop_service(&fleet.server_name(), "svc-sync-agent").await.unwrap();
     let last = "var/lib/svc/last-backup.json";
     fleet.check_with(last, |_| Some(backup("success", old))).await.expect("backup", "problem", "min old");

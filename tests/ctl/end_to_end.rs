@@ -16,7 +16,7 @@ impl Operator {
         let run = self.0.svcctl(args).await.unwrap();
         let text = format!("{}{}", run.stderr, run.stdout);
         assert_eq!(run.code, Some(code), "{args:?}: {text}");
-        assert!(!text.contains('\x1b'), "{args:?} is coloured without a terminal: {text:?}");
+        assert!(!text.contains('\x1b'), "{args:?} is colored without a terminal: {text:?}");
         text
     }
 

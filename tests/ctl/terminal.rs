@@ -1,4 +1,4 @@
-//! `svcctl` on a terminal: its confirmation prompts, and when it uses colours.
+//! `svcctl` on a terminal: its confirmation prompts, and when it uses colors.
 
 use std::process::Output;
 
@@ -151,9 +151,9 @@ async fn discard_prompt_names_the_data_that_would_be_lost() {
 }
 
 #[tokio::test]
-async fn colours_appear_only_on_terminals_that_accept_them() {
+async fn colors_appear_only_on_supporting_terminals() {
     let page = || Reply::Json(200, json!({"machines": [record("failed", None)], "nextCursor": Value::Null}));
-    for (env, coloured) in [
+    for (env, colored) in [
         (&[][..], true),
         (&[("NO_COLOR", "1")], false),
         (&[("NO_COLOR", "")], true),
@@ -161,7 +161,7 @@ async fn colours_appear_only_on_terminals_that_accept_them() {
     ] {
         let platform = FakePlatform::start([page()]).await;
         let output = run_on_terminal(&platform, &["list"], "", env).await;
-        assert_eq!(stdout(&output).contains('\x1b'), coloured, "{env:?}: {:?}", stdout(&output));
+        assert_eq!(stdout(&output).contains('\x1b'), colored, "{env:?}: {:?}", stdout(&output));
     }
     let platform = FakePlatform::start([page()]).await;
     let output = platform.svcctl(&["list"]).await;

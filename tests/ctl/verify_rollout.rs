@@ -161,7 +161,7 @@ async fn rollout_waits_for_operator_if_release_fails_checks() {
     let text = svcctl(75, &["deploy", "start", "story-2", "--yes", "--wait=200"]).await;
     contains(
         &text,
-        &["waits for your decision: the verification failed: ada: shell: ", "`svcctl deploy resume`"],
+        &["is waiting for your decision: the verification failed: ada: shell: ", "`svcctl deploy resume`"],
     );
     let text = svcctl(0, &["deploy", "status"]).await;
     contains(

@@ -16,7 +16,7 @@ use svc::host::files::restore_entry;
 use super::machine::{FilesPlatform, Host, describe_tree};
 use crate::vault::machine::{BUCKET, Running, bucket, slot, store};
 
-/// A machine with saved files, and the process that answers questions about them.
+/// A machine with saved files, and the process that serves their history.
 pub struct History {
     pub host: Host,
     pub store: S3Server,
@@ -42,7 +42,7 @@ impl History {
         Ok(Self { host, store, _platform: platform, _services: [saver, listener] })
     }
 
-    /// Saves, and returns a time after the save and before any later one.
+    /// Saves the files, and returns a time that is after this save and before any later one.
     async fn save(&self) -> Result<Timestamp> {
         self.host.machine.run(&["svc-sync-agent", "now"])?.expect(0);
         let saved = Timestamp::now();
@@ -77,7 +77,7 @@ impl History {
         Ok(fs::write(self.host.machine.path("var/lib/svc/requests/files-restore"), request.to_string())?)
     }
 
-    /// Serves a restore, and returns its state.
+    /// Requests and runs a restore, and returns its state.
     fn restore(&self, fields: &Value, exit: i32) -> Result<Value> {
         self.request_restore(fields)?;
         self.host.machine.run(&["svc-sync-agent", "serve-restore"])?.expect(exit);
@@ -95,7 +95,7 @@ impl History {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn versions_and_states_are_those_of_each_moment() -> Result<()> {
+async fn versions_and_listings_match_each_time() -> Result<()> {
     let history = History::start().await?;
     let first = history.save().await?;
     history.host.write("home/projects/plan.md", "version 2, longer")?;
@@ -117,7 +117,7 @@ async fn versions_and_states_are_those_of_each_moment() -> Result<()> {
     let older = history.get_json(&format!("versions?path=projects/plan.md&before={before}")).await?;
     assert_eq!(older["versions"][0]["entry"]["sizeBytes"], 9, "{older}");
 
-    // The times that are shown name their snapshots.
+    // A time in the response identifies its snapshot.
     let shown = page["versions"][1]["lastSavedAt"].as_str().context("no time")?;
     let at = history.get_json(&format!("at?path=projects/plan.md&time={shown}")).await?;
     assert_eq!((&at["entry"]["sizeBytes"], &at["savedAt"]), (&json!(17), &json!(shown)));
@@ -136,7 +136,7 @@ async fn versions_and_states_are_those_of_each_moment() -> Result<()> {
     }
     for (query, status, part) in [
         ("download?path=projects/plan.md", 404, "is not in the snapshot"),
-        ("download?path=projects&format=raw", 400, "raw is for files"),
+        ("download?path=projects&format=raw", 400, "raw is only for files"),
         ("at?path=../../etc/passwd", 400, "must be a path below"),
         ("at?path=projects&time=2001-01-01T00:00:00Z", 404, "no snapshot at or before"),
         ("versions", 400, "is required"),
@@ -149,9 +149,9 @@ async fn versions_and_states_are_those_of_each_moment() -> Result<()> {
     Ok(())
 }
 
-/// Archives are opened by independent programs, and are complete.
+/// Independent programs can unpack the archives, and the archives are complete.
 #[tokio::test(flavor = "multi_thread")]
-async fn archives_have_the_files_of_the_moment() -> Result<()> {
+async fn archives_contain_the_snapshot_files() -> Result<()> {
     let history = History::start().await?;
     let home = history.host.home();
     history.host.write("home/projects/app/empty", "")?;
@@ -164,7 +164,7 @@ async fn archives_have_the_files_of_the_moment() -> Result<()> {
     history.save().await?;
     let expected = describe_tree(&home.join("home/projects/app"))?;
     let contents = |tree: &std::collections::BTreeMap<String, String>| -> Vec<(String, String)> {
-        // A zip has no hard links, and times only to two seconds.
+        // The zip format has no hard links, and its times have a resolution of two seconds.
         let strip = |text: &String| text.rsplit(": ").next().unwrap_or_default().to_owned();
         tree.iter().map(|(path, text)| (path.clone(), strip(text))).collect()
     };
@@ -183,7 +183,7 @@ async fn archives_have_the_files_of_the_moment() -> Result<()> {
         assert_eq!(mode, 0o750, "{format}");
     }
 
-    // A client must not take an incomplete archive for complete.
+    // A client must not mistake an incomplete archive for a complete one.
     let prefix = format!("{}/data", slot().files()).into();
     let objects: Vec<_> = bucket(&history.store)?.raw().list(Some(&prefix)).try_collect().await?;
     for object in objects {
@@ -199,17 +199,17 @@ async fn archives_have_the_files_of_the_moment() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn restores_go_where_nothing_is_lost() -> Result<()> {
+async fn restore_never_overwrites_existing_files() -> Result<()> {
     let history = History::start().await?;
     let first = history.save().await?;
     let time = first.to_string();
     history.host.write("home/projects/plan.md", "version 2")?;
     history.save().await?;
 
-    // Something is there: beside it.
+    // If the path exists, the restored file is placed beside it.
     let state = history.restore(&json!({ "path": "projects/plan.md", "time": time }), 0)?;
     assert_eq!((&state["status"], &state["error"]), (&json!("done"), &Value::Null), "{state}");
-    let beside = state["restoredTo"].as_str().context("no place")?.to_owned();
+    let beside = state["restoredTo"].as_str().context("no restoredTo")?.to_owned();
     assert!(
         beside.starts_with("/home/svc/home/projects/plan.restored-") && beside.ends_with("Z.md"),
         "{beside}"
@@ -219,11 +219,11 @@ async fn restores_go_where_nothing_is_lost() -> Result<()> {
         (history.read(beside)?, history.read("home/projects/plan.md")?),
         ("version 1".into(), "version 2".into())
     );
-    // Again: the first result is not replaced.
+    // A second restore does not replace the first one's result.
     let again = history.restore(&json!({ "path": "projects/plan.md", "time": time }), 0)?;
     assert_ne!(again["restoredTo"], state["restoredTo"]);
 
-    // Over it: the present one is saved and kept.
+    // With `replace`, the present file is saved first and kept under another name.
     history.host.write("home/projects/plan.md", "not saved yet")?;
     let state = history.restore(&json!({ "path": "projects/plan.md", "time": time, "replace": true }), 0)?;
     assert_eq!(history.read("home/projects/plan.md")?, "version 1", "{state}");
@@ -231,9 +231,9 @@ async fn restores_go_where_nothing_is_lost() -> Result<()> {
         state["keptAs"].as_str().and_then(|kept| kept.strip_prefix("/home/svc/")).context("not kept")?;
     assert_eq!(history.read(kept)?, "not saved yet");
     let versions = history.get_json("versions?path=projects/plan.md").await?;
-    assert_eq!(versions["versions"][0]["entry"]["sizeBytes"], 13, "the present state was saved: {versions}");
+    assert_eq!(versions["versions"][0]["entry"]["sizeBytes"], 13, "the replaced file was saved: {versions}");
 
-    // Nothing is there: to its own place, also if its directory is gone.
+    // If the path does not exist, it is restored in place, even if its parent directory is missing.
     fs::remove_dir_all(history.host.home().join("home/projects"))?;
     let state = history.restore(&json!({ "path": "/home/svc/home/projects/app", "time": time }), 0)?;
     assert_eq!(state["restoredTo"], "/home/svc/home/projects/app", "{state}");
@@ -261,11 +261,11 @@ async fn restores_go_where_nothing_is_lost() -> Result<()> {
         assert!(state["status"] == "failed" && error.contains(part), "{fields}: {state}");
         assert!(!history.host.machine.path("var/lib/svc/requests/files-restore").exists(), "{fields}");
     }
-    // Without a time, what was saved before the request is restored, and not the save before the replacement.
+    // Without a time, the last save before the request is restored, not the one that precedes the replacement.
     history.host.write("home/projects/app/main.rs", "broken")?;
     let state = history.restore(&json!({ "path": "projects/app/main.rs", "replace": true }), 0)?;
     assert_eq!(history.read("home/projects/app/main.rs")?, "fn main() {}", "{state}");
-    // Another user's directory of this name is not removed, and the request ends with an error.
+    // A directory of this name that belongs to another user is not removed, and the request fails.
     if nix::unistd::getuid().is_root() {
         let foreign = history.host.home().join(".svc-restore-entry");
         fs::create_dir(&foreign)?;
@@ -274,7 +274,7 @@ async fn restores_go_where_nothing_is_lost() -> Result<()> {
         assert!(state["error"].as_str().is_some_and(|error| error.contains("remove it")), "{state}");
         fs::remove_dir(&foreign)?;
     }
-    // Links in the home are not followed.
+    // Symbolic links in the home are not followed.
     let outside = tempfile::tempdir()?;
     std::os::unix::fs::symlink(outside.path(), history.host.home().join("home/link"))?;
     history.restore(&json!({ "path": "projects", "into": "link/projects" }), 69)?;
@@ -303,7 +303,7 @@ async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
             state["keptAs"].as_str().and_then(|kept| kept.strip_prefix("/home/svc/")).context("not kept")?;
         assert_eq!(history.read(&format!("{kept}/main.rs"))?, "newer", "{point}");
         let names = fs::read_dir(history.host.home().join("home/projects"))?.count();
-        assert_eq!(names, 3, "{point}: app, the kept one, and plan.md");
+        assert_eq!(names, 3, "{point}: app, its previous version, and plan.md");
         for left in [".svc-restore-entry", "home/projects/app/entry"] {
             assert!(!Path::new(&history.host.home().join(left)).exists(), "{point}: {left}");
         }
@@ -311,9 +311,9 @@ async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
     Ok(())
 }
 
-/// A restore that needs more memory than there is would be killed again and again, and block every other one.
+/// A restore that needs more memory than the machine has would be killed on every attempt, and block all others.
 #[tokio::test(flavor = "multi_thread")]
-async fn restore_that_is_killed_again_and_again_fails() -> Result<()> {
+async fn repeatedly_killed_restore_fails() -> Result<()> {
     let history = History::start().await?;
     history.request_restore(&json!({ "path": "projects/app" }))?;
     let serve = ["svc-sync-agent", "serve-restore"];

@@ -1,4 +1,4 @@
-//! A machine whose files are saved, and the platform that keeps the key.
+//! A machine whose files are saved, and the platform that stores the repository's key.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,7 +19,7 @@ use svc_files::RepositoryKey;
 
 use crate::vault::machine::{BUCKET, Machine, Running};
 
-/// Longer than the interval of saves without changes, which move `savedUntil`.
+/// Longer than the interval between saves of an unchanged home, which also advance `savedUntil`.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The platform's route for the key of the file backup.
@@ -85,7 +85,7 @@ impl Host {
         Ok(fs::write(path, text)?)
     }
 
-    /// Starts the watcher, and waits until it answers.
+    /// Starts the watcher, and waits until it is listening.
     pub fn start_watcher(&self) -> Result<Running> {
         let watcher = self.machine.spawn(&["svc-watch"], &[])?;
         let end = Instant::now() + TIMEOUT;
@@ -108,7 +108,7 @@ impl Host {
         Ok(serde_json::from_str(&fs::read_to_string(self.machine.path("var/lib/svc/files/restored.json"))?)?)
     }
 
-    /// Starts the service, and waits for its first save. The time is taken before: the save may begin at once.
+    /// Starts the service, and waits until everything written before the call is saved.
     pub async fn start_and_save(&self) -> Result<Running> {
         let before = Timestamp::now();
         let service = self.start_service("")?;
@@ -134,11 +134,11 @@ impl Host {
         self.wait_for_status(part, has_failed).await
     }
 
-    async fn wait_for_status(&self, what: &str, holds: impl Fn(&Value) -> bool) -> Result<()> {
+    async fn wait_for_status(&self, what: &str, condition: impl Fn(&Value) -> bool) -> Result<()> {
         let end = Instant::now() + TIMEOUT;
         loop {
             let status = self.read_status().unwrap_or_default();
-            if holds(&status) {
+            if condition(&status) {
                 return Ok(());
             }
             ensure!(Instant::now() < end, "timed out waiting for: {what}; the status is {status}");

@@ -40,14 +40,14 @@ async fn save_once(store: &S3Server, platform: &FilesPlatform) -> Result<BTreeMa
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn saved_state_comes_back_on_the_next_machine() -> Result<()> {
+async fn saved_files_are_restored_on_next_machine() -> Result<()> {
     let store = store()?;
     let platform = FilesPlatform::start().await?;
     let first = Host::new(&store, &platform, 1)?;
     fill(&first)?;
     let _watcher = first.start_watcher()?;
     let service = first.start_and_save().await?;
-    // Only the watcher tells the service about these changes.
+    // The service learns of these changes only from the watcher.
     first.write("home/projects/app/deep/er/notes", "2")?;
     first.write("home/new/below/file", "new")?;
     fs::remove_file(first.home().join("home/link"))?;
@@ -55,7 +55,7 @@ async fn saved_state_comes_back_on_the_next_machine() -> Result<()> {
     first.write("home/moved/main.rs", "fn main() { loop {} }")?;
     first.wait_until_saved().await?;
     let mut expected = describe_tree(&first.home())?;
-    // Rules apply to directories that have not changed, too.
+    // New ignore rules also apply to unchanged directories.
     first.write("home/.svcignore", "/new/\n!node_modules/\na{b\n")?;
     first.write("home/moved/node_modules/kept", "x")?;
     first.wait_until_saved().await?;
@@ -67,13 +67,13 @@ async fn saved_state_comes_back_on_the_next_machine() -> Result<()> {
     }
 
     let second = Host::new(&store, &platform, 2)?;
-    // What the boot of the new machine has written.
+    // A record that the new machine has written during its boot.
     second.write("home/system/logs/activity.log", "the new machine's\n")?;
     let bucket = bucket(&store)?;
     files_pointer::set_fence(&bucket, &slot(), Epoch(2), second.machine.id).await?;
     second.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
     let mut restored = describe_tree(&second.home())?;
-    let log = restored.remove("home/system/logs/activity.log").context("the boot's record is gone")?;
+    let log = restored.remove("home/system/logs/activity.log").context("the boot's record is missing")?;
     assert!(log.contains("the new machine's") && log.contains("files were restored"), "{log}");
     restored.remove("home/system/logs");
     assert_eq!(restored, expected);
@@ -141,7 +141,7 @@ async fn service_survives_a_kill_at_every_fail_point() -> Result<()> {
 
 /// The machine serves without the files, and its own, nearly empty home never becomes the latest snapshot.
 #[tokio::test(flavor = "multi_thread")]
-async fn damaged_snapshot_is_reported_and_never_hidden_by_an_empty_home() -> Result<()> {
+async fn damaged_snapshot_is_not_replaced_by_empty_home() -> Result<()> {
     let store = store()?;
     let platform = FilesPlatform::start().await?;
     let expected = save_once(&store, &platform).await?;
@@ -173,7 +173,7 @@ async fn damaged_snapshot_is_reported_and_never_hidden_by_an_empty_home() -> Res
     restored.retain(|path, _| !path.starts_with("home/system/logs"));
     assert_eq!(restored, expected);
     let _service = next.start_and_save().await?;
-    ensure!(latest().await? != id, "the machine saves again");
+    ensure!(latest().await? != id, "the machine has not saved again");
     Ok(())
 }
 
@@ -197,9 +197,9 @@ async fn requested_save_needs_no_watcher() -> Result<()> {
     Ok(())
 }
 
-/// Changes during an outage of the store are saved after it; nothing is collected on the disk meanwhile.
+/// Changes made during an outage of the store are saved afterwards; they do not accumulate on the disk meanwhile.
 #[tokio::test(flavor = "multi_thread")]
-async fn outage_of_the_store_is_caught_up() -> Result<()> {
+async fn changes_during_store_outage_are_saved_later() -> Result<()> {
     let store = store()?;
     let platform = FilesPlatform::start().await?;
     let first = Host::new(&store, &platform, 1)?;
@@ -226,7 +226,7 @@ async fn outage_of_the_store_is_caught_up() -> Result<()> {
     assert!(!failed.stderr.is_empty());
     first.write("home/during-the-outage-2", "x")?;
     let grown = state_bytes()?.saturating_sub(before);
-    ensure!(grown < 100_000, "{grown} bytes were collected for {} bytes of changes", large.len());
+    ensure!(grown < 100_000, "the state grew by {grown} bytes for {} bytes of changes", large.len());
     store.bring_up()?;
     first.machine.run(&["svc-sync-agent", "now"])?.expect(0);
     let next = Host::new(&store, &platform, 2)?;
@@ -251,15 +251,15 @@ async fn full_disk_does_not_stop_saves() -> Result<()> {
         first.wait_until_saved().await?;
     }
     let reads: Vec<u64> = service.stderr().lines().filter_map(count_files_read).collect();
-    ensure!(reads.len() >= 4 && reads[0] >= 4, "the first save reads everything: {reads:?}");
-    ensure!(reads[2..].iter().all(|files| *files <= 2), "later saves read what has changed: {reads:?}");
+    ensure!(reads.len() >= 4 && reads[0] >= 4, "the first save did not read everything: {reads:?}");
+    ensure!(reads[2..].iter().all(|files| *files <= 2), "later saves read unchanged files: {reads:?}");
     let next = Host::new(&store, &platform, 2)?;
     next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
     assert_eq!(fs::read_to_string(next.home().join("home/new/note"))?, "3");
     Ok(())
 }
 
-/// Parses the number of files that a save has read from its line in the log.
+/// Returns the number of files that a save read, as its log line reports it.
 fn count_files_read(line: &str) -> Option<u64> {
     let (_, count) = line.split_once("files_read=")?;
     count.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()

@@ -1,4 +1,4 @@
-//! Verification and drill of a machine's file backup: damage is named, reported, and repaired from the machine.
+//! Verification and drill of a machine's file backup: damage is located, reported, and repaired from the machine.
 
 use std::fs;
 
@@ -25,7 +25,7 @@ fn create_host(store: &S3Server, platform: &FilesPlatform) -> Result<Host> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn damage_is_named_and_repaired_from_the_machine() -> Result<()> {
+async fn damage_is_located_and_repaired() -> Result<()> {
     let store = store()?;
     let platform = FilesPlatform::start().await?;
     let host = create_host(&store, &platform)?;
@@ -41,7 +41,7 @@ async fn damage_is_named_and_repaired_from_the_machine() -> Result<()> {
         (&1.into(), &Value::Array(vec![]))
     );
 
-    // The largest pack has the content.
+    // The largest pack contains the file's content.
     let prefix = format!("{}/data", slot().files()).into();
     let objects: Vec<_> = bucket(&store)?.raw().list(Some(&prefix)).try_collect().await?;
     let key = objects.iter().max_by_key(|object| object.size).context("no pack")?.location.to_string();
@@ -70,7 +70,7 @@ async fn damage_is_named_and_repaired_from_the_machine() -> Result<()> {
     Ok(())
 }
 
-/// The machine has copies of the index, which must not hide that the store's are damaged.
+/// The machine caches the index; the cached copies must not hide that the store's copies are damaged.
 #[tokio::test(flavor = "multi_thread")]
 async fn damaged_index_is_found_despite_the_cache() -> Result<()> {
     let store = store()?;

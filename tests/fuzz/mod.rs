@@ -150,8 +150,8 @@ fuzzed! {
     mutated_keys_keep_their_purpose, long_mutated_keys_keep_their_purpose, "jwks";
     mutated_owner_config_keeps_bounds, long_mutated_owner_config_keeps_bounds, "owner-config";
     mutated_usage_report_is_safe_to_print, long_mutated_usage_report_is_safe_to_print, "usage-report";
-    mutated_cookie_takes_no_router_name, long_mutated_cookie_takes_no_router_name, "set-cookie";
-    mutated_hop_headers_end_at_the_hop, long_mutated_hop_headers_end_at_the_hop, "hop-by-hop";
+    mutated_cookie_cannot_use_router_name, long_mutated_cookie_cannot_use_router_name, "set-cookie";
+    mutated_hop_by_hop_headers_are_removed, long_mutated_hop_by_hop_headers_are_removed, "hop-by-hop";
     mutated_path_stays_in_the_app_folder, long_mutated_path_stays_in_the_app_folder, "app-path";
     mutated_session_counts_its_own_calls, long_mutated_session_counts_its_own_calls, "codex-session";
     mutated_dump_head_yields_a_count_or_none, long_mutated_dump_head_yields_a_count_or_none, "dump-head";
@@ -191,8 +191,8 @@ fn runner_detects_parsers_that_violate_their_rules() {
     fn valid() -> BoxedStrategy<Vec<u8>> {
         Just(b"{\"key\":\"a/b.dump\"}".to_vec()).boxed()
     }
-    fn leads_up(bytes: &[u8]) -> Result<(), String> {
-        if bytes.windows(2).any(|pair| pair == b"..") { Err("leads up".to_owned()) } else { Ok(()) }
+    fn forbids_parent_dir(bytes: &[u8]) -> Result<(), String> {
+        if bytes.windows(2).any(|pair| pair == b"..") { Err("contains `..`".to_owned()) } else { Ok(()) }
     }
     fn panics(bytes: &[u8]) -> Result<(), String> {
         assert!(!bytes.is_empty(), "an index out of bounds");
@@ -208,7 +208,7 @@ fn runner_detects_parsers_that_violate_their_rules() {
         |check_any, check_valid| Target { name: "broken", valid: valid(), check_any, check_valid, cases: 0 };
     target_with(accepts, accepts).run_cases(3000).unwrap();
     for (what, target, expected) in [
-        ("a rule", target_with(leads_up, accepts), "leads up"),
+        ("a rule", target_with(forbids_parent_dir, accepts), "contains `..`"),
         ("a panic", target_with(panics, accepts), "an index out of bounds"),
         ("a refusal", target_with(accepts, refuses), "refused"),
     ] {

@@ -69,7 +69,7 @@ async fn links_in_app_folder_do_not_escape_it() -> Result<()> {
     Ok(())
 }
 
-/// An open(2) that waits for a writer would block the scan of all apps.
+/// An open(2) of a FIFO waits for a writer, which would block the scan of all apps.
 #[tokio::test]
 async fn fifo_manifest_does_not_block_other_apps() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;

@@ -27,7 +27,7 @@ fn insert_body(slug: &str) -> Value {
     json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": text } })
 }
 
-/// Inserts as the app until an insert is rejected, even after the app's size has been measured again.
+/// Inserts as the app until the quota rejects an insert even after the app's size has been measured again.
 async fn fill_until_refused(host: &Host, slug: &str) -> Result<Value> {
     for _ in 0..100 {
         if query_as_app(host, slug, &insert_body(slug)).await?.0 == StatusCode::CREATED {

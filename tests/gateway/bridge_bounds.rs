@@ -1,4 +1,5 @@
-//! Limits on response size: rows written, read and processed at once are bounded before they are copied.
+//! Limits on response size: the size of rows that are written, read or processed together is checked before they are
+//! copied.
 
 use anyhow::Result;
 use kit::pg::test_database;
@@ -45,9 +46,9 @@ async fn short_number_cannot_expand_the_response() -> Result<()> {
     Ok(())
 }
 
-/// PostgreSQL reports the error after more rows than a response can have.
+/// PostgreSQL reports the error after it has returned more rows than a response can contain.
 #[tokio::test]
-async fn late_error_of_a_find_rolls_its_transaction_back() -> Result<()> {
+async fn late_find_error_rolls_back_transaction() -> Result<()> {
     let (database, app) = (test_database().await?, unique_name("late"));
     let host =
         host_with_app(&database, &app, &json!({ "t": { "columns": { "a": "text", "n": "integer" } } }))
@@ -69,7 +70,7 @@ async fn late_error_of_a_find_rolls_its_transaction_back() -> Result<()> {
     Ok(())
 }
 
-/// Only the owner's own SQL can create a row that large.
+/// Only the owner's own SQL can create such a large row.
 #[tokio::test]
 async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
     let (database, app) = (test_database().await?, unique_name("large"));
@@ -114,11 +115,11 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
             host.query(&json!({ "action": "transaction", "app": app, "operations": operations })).await?;
         assert_eq!((status, &problem["operation"]), (StatusCode::BAD_REQUEST, &json!(1)), "{problem}");
         assert!(first_error(&problem).contains("send fewer operations"), "{problem}");
-        // The kernel sums the counters of several processors, so that a later peak can be a little smaller.
+        // The kernel sums the counters of several processors, so a later peak can be slightly lower.
         let growth = host.peak_memory()?.saturating_sub(before);
         assert!(growth < 100 << 20, "peak memory grew by {growth} bytes");
     }
-    // Its connection is replaced, and its other results are not read.
+    // The transaction's connection is replaced, and its remaining results are not read.
     assert_eq!(host.query_data(&narrow).await?[0]["n"], 7);
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! When a client disconnects during a long statement, that statement is cancelled, and no other.
+//! When a client disconnects during a long statement, only that statement is cancelled.
 
 use std::time::Duration;
 
@@ -123,7 +123,7 @@ async fn exhausted_pool_returns_503_with_retry_after() -> Result<()> {
     let app = app_with_slow_inserts().await?;
     let body = app.body("insert", json!({ "data": { "size": -1 } }));
     let send = || tokio::spawn(app.host.owner_request(Method::POST, "/api/bridge/query").json(&body).send());
-    // More than a pool's 16 connections accept with 8 pipelined statements each (128), so the rest must wait.
+    // The pool's 16 connections accept 8 pipelined statements each, 128 in total, so the other requests must wait.
     let mut all: Vec<_> = (0..140).map(|_| send()).collect();
     app.host
         .wait_until("a request is refused", async || Ok(all.iter().any(tokio::task::JoinHandle::is_finished)))

@@ -76,7 +76,7 @@ async fn failed_transaction_changes_nothing_and_names_operation() -> Result<()> 
         (json!({ "action": "get", "table": "none", "id": KEY }), 404, "not_found"),
     ];
     for (bad, status, code) in cases {
-        // The failure comes first, in the middle, or last: later operations do not commit either.
+        // The failed operation is first, in the middle, or last: later operations do not commit either.
         for at in [0, 1, 2] {
             let mut operations = vec![good(), good()];
             operations.insert(at, bad.clone());

@@ -185,7 +185,7 @@ async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
         for ((row, given), expected) in all.iter().zip(&rows).zip(&expected) {
             check_row(row, given, expected)?;
         }
-        // The same rows through `find` and `get`, in the same order: ids follow time.
+        // Reads the same rows through `find` and `get`, in the same order, because ids are ordered by time.
         let ids: Vec<Value> =
             all.iter().map(|row| Ok(serde_json::from_str(row["id"].get())?)).collect::<Result<_>>()?;
         let page = json!({ "filter": { "id": { "in": ids } }, "orderBy": ["id"], "limit": 50 });
@@ -197,7 +197,7 @@ async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
                 ensure!(read[name].get() == value.get(), "{name}: read {}, written {value}", read[name]);
             }
         }
-        // One row through `insert`, with each of its values as a filter.
+        // Writes one row through `insert`, and finds it with each of its values as a filter.
         let (given, back) = (&rows[0], &expected[0]);
         let id: Value = serde_json::from_str(all[0]["id"].get())?;
         app.query_data("delete", json!({ "id": id })).await?;
@@ -215,9 +215,9 @@ async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
     Ok(())
 }
 
-/// Compares the gateway's JSON with `row_to_json`, also for values that only the owner's SQL can store.
+/// Compares the gateway's JSON with that of `row_to_json`, including values that only the owner's SQL can store.
 #[tokio::test]
-async fn values_of_the_owner_are_written_as_postgresql_would() -> Result<()> {
+async fn values_set_by_sql_match_row_to_json() -> Result<()> {
     let app = TestApp::new().await?;
     let admin = app.database.connect().await?;
     let times = [
@@ -296,7 +296,7 @@ async fn column_whose_type_the_owner_changed_is_read_as_registered() -> Result<(
     };
     change("ALTER TABLE things ALTER COLUMN size TYPE text, ALTER COLUMN done TYPE text").await?;
     change("ALTER TABLE things ALTER COLUMN title TYPE integer USING title::integer").await?;
-    // Its index would not allow the new type.
+    // This column is replaced, because its index does not support the new type.
     change("ALTER TABLE things DROP COLUMN meta, ADD COLUMN meta text").await?;
     change(r#"UPDATE things SET meta = '{"a": 1}'"#).await?;
     assert_eq!(app.query_data("get", json!({ "id": row["id"] })).await?, row);

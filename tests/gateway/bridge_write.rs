@@ -15,7 +15,7 @@ fn list(rows: &Value) -> &[Value] {
 async fn insert_many_returns_rows_in_request_order() -> Result<()> {
     let app = TestApp::new().await?;
     let admin = app.database.connect().await?;
-    // The owner has set a default: a row without the column gets it, a row with null does not.
+    // The owner has set a default. A row without the column gets it; a row with null does not.
     admin
         .batch_execute(&format!("ALTER TABLE {}.things ALTER COLUMN size SET DEFAULT 7", app.schema()))
         .await?;

@@ -48,8 +48,8 @@ fn read_report(machine: &Machine) -> Value {
 }
 
 /// Waits until the report satisfies a condition.
-async fn wait_until_reported(host: &Host, what: &str, holds: impl Fn(&Value) -> bool) -> Result<Value> {
-    let check = async || Ok(holds(&read_report(&host.machine)));
+async fn wait_until_reported(host: &Host, what: &str, condition: impl Fn(&Value) -> bool) -> Result<Value> {
+    let check = async || Ok(condition(&read_report(&host.machine)));
     host.wait_until(what, check).await.with_context(|| read_report(&host.machine).to_string())?;
     Ok(read_report(&host.machine))
 }

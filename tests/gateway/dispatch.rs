@@ -41,13 +41,13 @@ case $prompt in
   sleep*) trap '' TERM
     echo '{"type":"usage","tokensIn":5,"tokensOut":1,"cost":0.01}'
     setsid sh -c 'echo $$ > sleeper.pid; exec sleep 300' &
-    # The test acts when this file exists, so everything before it has happened.
+    # The test waits for sleeping.pid, so that file is written last.
     until [ -s sleeper.pid ]; do sleep 0.05; done
     echo $$ > sleeping.pid; sleep 300 ;;
   interrupt*) trap 'echo "{\"type\":\"usage\",\"tokensIn\":5,\"tokensOut\":1,\"cost\":0.02}"; exit 0' INT
     echo $$ > sleeping.pid; sleep 300 ;;
   flood*) yes & sleep 0.2
-    # It begins with a line feed, because the last line of yes may be incomplete.
+    # The result starts with a line feed, because the last line of yes may be incomplete.
     printf '\n{"type":"result","status":"success","text":"flooded"}\n' ;;
   hold*) while [ ! -e go ]; do sleep 0.05; done
     echo '{"type":"usage","tokensIn":1,"tokensOut":1,"cost":0.5}'
@@ -342,14 +342,14 @@ async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
     }
     let (_, usage) = host.get("/api/usage").await?;
     assert_eq!(usage["entries"][0]["dispatches"], 5);
-    // A client that resumes with an event number from the earlier gateway still receives the end.
+    // A client that resumes with an event number from the earlier gateway still receives the result.
     let request = host.owner_request(Method::GET, "/api/dispatch/s3/events").header("last-event-id", "1");
     let (_, again) = send_json(request).await?;
     assert_eq!(event_kinds(&parse_events(again.as_str().unwrap_or_default())).last(), Some(&"result"));
     Ok(())
 }
 
-/// Reservations count: a running dispatch reserves its expected cost.
+/// The limit includes the reservations of running dispatches.
 #[tokio::test]
 async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
     let limits = json!({ "costLimits": { "daily": 1, "reservation": 0.3 },
@@ -372,8 +372,8 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
         (&json!("cost_limit_reached"), &json!("Daily cost limit reached."), &json!("daily"), &json!(0.75))
     );
     wait_until_logged(&host, "a dispatch from user_owner was refused: Daily cost limit reached.").await?;
-    // Another user has a separate limit. A request for a free model is limited, too: the agent may use a different
-    // model.
+    // Another user has a separate limit. A request for a free model is limited, too, because the agent may use a
+    // different model.
     assert_eq!(
         request_dispatch(&host, json!({ "prompt": "ok", "senderId": "another", "id": "o" })).await?.0,
         StatusCode::ACCEPTED

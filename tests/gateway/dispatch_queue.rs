@@ -124,7 +124,7 @@ async fn repeated_or_abandoned_request_creates_one_dispatch() -> Result<()> {
         assert_eq!(response?.0, StatusCode::ACCEPTED);
     }
     wait_until_finished(&host, "same").await?;
-    // Callers that disconnect without waiting.
+    // Callers that disconnect without waiting for the response.
     for n in 0..20 {
         let body = json!({ "prompt": "ok", "id": format!("gone-{n}") }).to_string();
         let head = "POST /api/dispatch HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n";

@@ -158,7 +158,7 @@ impl Machine {
                     std::fs::read_to_string(self.path("gateway.log"))?
                 );
             }
-            ensure!(Instant::now() < deadline, "timeout: the gateway is not ready");
+            ensure!(Instant::now() < deadline, "timed out: the gateway is not ready");
         };
         svc::http::tls::install_provider();
         let tls =
@@ -237,10 +237,14 @@ impl Host {
     }
 
     /// Waits for a condition.
-    pub async fn wait_until(&self, what: &str, mut holds: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
+    pub async fn wait_until(
+        &self,
+        what: &str,
+        mut condition: impl AsyncFnMut() -> Result<bool>,
+    ) -> Result<()> {
         let deadline = Instant::now() + WAIT_TIMEOUT;
-        while !holds().await? {
-            ensure!(Instant::now() < deadline, "timeout: {what}\n{}", self.log());
+        while !condition().await? {
+            ensure!(Instant::now() < deadline, "timed out waiting for: {what}\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         Ok(())
@@ -274,7 +278,7 @@ impl Host {
 
     pub async fn wait_for_exit(&mut self) -> Result<ExitStatus> {
         let status = self.child.wait_for_exit(WAIT_TIMEOUT).await;
-        status.with_context(|| format!("timeout: the gateway is still running\n{}", self.log()))
+        status.with_context(|| format!("timed out: the gateway is still running\n{}", self.log()))
     }
 
     /// Kills the gateway and starts it again on the same machine.

@@ -101,7 +101,7 @@ async fn invalid_token_never_falls_back_to_other_auth() -> Result<()> {
     let get = |request: &str| {
         host.send_over_socket(&format!("GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{request}\n"))
     };
-    assert!(get("")?.starts_with("HTTP/1.1 200"), "the trusted socket is the owner's");
+    assert!(get("")?.starts_with("HTTP/1.1 200"), "the trusted socket authenticates the owner");
     assert!(get("x-svc-proof: a.b.c\n")?.starts_with("HTTP/1.1 401"));
     assert!(get("authorization: Bearer nonsense\n")?.starts_with("HTTP/1.1 401"));
     assert!(get("authorization: Basic eDp5\n")?.starts_with("HTTP/1.1 401"));
@@ -160,7 +160,7 @@ async fn gateway_starts_but_rejects_short_admin_token() -> Result<()> {
 }
 
 #[tokio::test]
-async fn platform_can_read_nothing_but_usage() -> Result<()> {
+async fn platform_can_read_only_usage() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let send = async |method: Method, path: &str, signed: &str| -> Result<StatusCode> {
         let mut claims = host.machine.claims(Route::Internal);

@@ -1,4 +1,4 @@
-//! An app's role reaches only the app's own schema, even if the app could run its own SQL.
+//! An app's role can access only the app's own schema, even if the app could run arbitrary SQL.
 
 use anyhow::Result;
 use kit::pg::test_database;
@@ -34,7 +34,7 @@ async fn open_app_session() -> Result<AppSession> {
     let admin = database.connect().await?;
     let schema = |slug: &str| format!("app_{}", slug.replace('-', "_"));
     let (own, other) = (schema(&own), schema(&other));
-    // The gateway does not reveal the password, so the test sets its own.
+    // The gateway does not reveal the password, so the test sets a known one.
     admin.batch_execute(&format!("ALTER ROLE {own} PASSWORD 'known'")).await?;
     let mut config: tokio_postgres::Config = database.url().parse()?;
     config.user(&own).password("known");
@@ -44,7 +44,7 @@ async fn open_app_session() -> Result<AppSession> {
 }
 
 #[tokio::test]
-async fn app_role_reaches_only_its_own_schema() -> Result<()> {
+async fn app_role_can_access_only_its_own_schema() -> Result<()> {
     let app_session = open_app_session().await?;
     let (own, other) = (&app_session.own, &app_session.other);
     let rows = app_session.client.query(&format!("SELECT a FROM {own}.t"), &[]).await?;

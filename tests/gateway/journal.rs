@@ -1,4 +1,4 @@
-//! The gateway's journal entries under systemd: the real protocol at the real path, where the test receives them.
+//! The gateway's journal entries under systemd. The test receives them at the real path, over the real protocol.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -28,7 +28,7 @@ fn parse_entry(mut bytes: &[u8]) -> Result<Entry> {
         let (name, value) = match line.split_once('=') {
             Some((name, value)) => (name, value.to_owned()),
             None => {
-                let (size, rest) = bytes.split_at_checked(8).context("no length")?;
+                let (size, rest) = bytes.split_at_checked(8).context("a truncated length")?;
                 let size = usize::try_from(u64::from_le_bytes(size.try_into()?))?;
                 let (value, rest) = rest.split_at_checked(size).context("a truncated value")?;
                 bytes = rest.strip_prefix(b"\n").context("an unterminated value")?;
@@ -53,12 +53,12 @@ async fn journal_lines_have_machine_and_request_fields() -> Result<()> {
 
     let gateway = machine.command();
     let mut command = Command::new("unshare");
-    // Any user can mount in a user namespace.
+    // In a user namespace, an unprivileged user can mount file systems.
     command.args(["-Urm", "sh", "-c", FAKE_JOURNAL_SCRIPT, "sh"]).arg(&socket);
     command.arg(gateway.get_program()).args(gateway.get_args()).env_clear();
     command.envs(gateway.get_envs().filter_map(|(name, value)| Some((name, value?))));
     command.env("JOURNAL_STREAM", format!("{}:{}", meta.dev(), meta.ino())).env("RUST_LOG", "svc=debug");
-    let mut process = OwnedChild::spawn(command.stderr(stderr)).context("run unshare")?;
+    let mut process = OwnedChild::spawn(command.stderr(stderr)).context("cannot run unshare")?;
 
     let mut entries = Vec::new();
     let deadline = Instant::now() + Duration::from_secs(30);
@@ -103,7 +103,7 @@ async fn journal_lines_have_machine_and_request_fields() -> Result<()> {
         .find(|entry| entry["MESSAGE"][0].contains("request completed"))
         .context("no entry for the completed request")?;
     ensure!(completed["PRIORITY"] == ["6"] && completed["STATUS"] == ["503"], "{completed:?}");
-    ensure!(!format!("{entries:?}").contains("secret-word"), "a password in the journal");
+    ensure!(!format!("{entries:?}").contains("secret-word"), "the journal contains a password");
     // Journal entries are not duplicated on standard error.
     let printed = std::fs::read_to_string(machine.path("stderr"))?;
     ensure!(!printed.contains("request completed"), "{printed}");

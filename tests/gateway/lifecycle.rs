@@ -84,7 +84,7 @@ async fn absent_service_is_reported_as_page_or_problem() -> Result<()> {
     assert_eq!((status, problem["code"].as_str()), (StatusCode::SERVICE_UNAVAILABLE, Some("unavailable")));
     let code = host.unsigned_request(Method::GET, "/api/apps").header("x-svc-proof", host.proof(Route::Code));
     let (status, problem) = send_json(code).await?;
-    assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE, "route code goes to the code server: {problem}");
+    assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE, "route `code` selects the code server: {problem}");
     Ok(())
 }
 
@@ -181,7 +181,7 @@ async fn more_apps_than_connections_are_all_served() -> Result<()> {
     for app in &apps {
         host.wait_until_registered(app).await?;
     }
-    // Nine apps share four connections: 23 minus 3 for superusers and 16 of headroom.
+    // Nine apps share four connections: of 23, 3 are reserved for superusers, and 16 are headroom.
     let requests = (0..360).map(|n| {
         let body = json!({ "action": "insert", "app": apps[n % 9], "table": "t", "data": { "a": n } });
         let host = &host;
@@ -197,8 +197,8 @@ async fn more_apps_than_connections_are_all_served() -> Result<()> {
     Ok(())
 }
 
-/// A server that has lost its volume has an empty database, but the marker names a different one, so the gateway does
-/// not serve it.
+/// A server that has lost its volume has an empty database. The marker names a different database, so the gateway does
+/// not serve the empty one.
 #[tokio::test]
 async fn database_that_differs_from_the_marker_is_not_served() -> Result<()> {
     let (database, slug) = (kit::pg::test_database().await?, super::host::unique_name("notes"));

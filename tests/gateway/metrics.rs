@@ -55,7 +55,7 @@ async fn metrics_are_served_only_on_the_socket() -> Result<()> {
     assert_eq!(after.get("svc_backup_last_success_timestamp_seconds"), Some(1_767_323_045.0));
     assert!(after.get("svc_database_pool_connections{state=\"open\"}").is_some_and(|open| open >= 1.0));
 
-    // The database's address, too, is shown only on the socket.
+    // The database's address is also shown only on the socket.
     let by_socket = host.send_over_socket("GET /readyz HTTP/1.0\nHost: gateway\n\n")?;
     let url = reqwest::Url::parse(&database.url())?;
     let server = format!("\"server\":\"127.0.0.1:{}\"", url.port().unwrap_or_default());
@@ -63,7 +63,7 @@ async fn metrics_are_served_only_on_the_socket() -> Result<()> {
     let (status, ready) = send_json(host.unsigned_request(Method::GET, "/readyz")).await?;
     assert_eq!((status, ready.get("server")), (StatusCode::OK, None));
 
-    // The public port has no such route; with the owner's proof the path belongs to the shell.
+    // The public port has no such route; with the owner's proof, the request is forwarded to the shell.
     assert_eq!(send_json(host.unsigned_request(Method::GET, "/metrics")).await?.0, StatusCode::UNAUTHORIZED);
     let (status, body) = host.get("/metrics").await?;
     assert!(status != StatusCode::OK && !body.to_string().contains("svc_build_info"), "{status} {body}");

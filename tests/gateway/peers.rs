@@ -1,4 +1,4 @@
-//! The machine's own sockets: a process's access depends only on its user and token.
+//! Access to the machine's Unix sockets, which depends only on a process's user and token.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -17,10 +17,10 @@ use super::host::{Host, Machine, host_with_app, unique_name};
 const OWNER_UID: u32 = 1940;
 const OTHER_UID: u32 = 1941;
 
-/// Starts a gateway whose socket is open to a second user; returns `None` if the test cannot act as one.
+/// Starts a gateway whose socket a second user can open; returns `None` if the test cannot act as that user.
 fn host_with_two_users() -> Result<Option<Host>> {
     if !nix::unistd::geteuid().is_root() {
-        kit::skip::record("only root can act as two users");
+        kit::skip::record("only root can run processes as two users");
         return Ok(None);
     }
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
@@ -40,7 +40,7 @@ fn request_as(uid: u32, socket: &Path, method: &str, path: &str, body: &str) -> 
     command.args(["-sS", "--max-time", "20", "-o", "/dev/null", "-w", "%{http_code}"]);
     command.arg("--unix-socket").arg(socket).args(["-X", method, "-H", "content-type: application/json"]);
     command.args(["-d", body]).arg(format!("http://localhost{path}"));
-    let output = command.uid(uid).gid(OWNER_UID).output().context("run curl")?;
+    let output = command.uid(uid).gid(OWNER_UID).output().context("cannot run curl")?;
     ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
@@ -73,7 +73,7 @@ async fn owner_process_has_read_only_access() -> Result<()> {
         "403",
         "a member of the group, but a different user"
     );
-    assert_eq!(status_as(0, "PUT", "/api/limits", r#"{"daily":1000}"#)?, "200", "root acts as the machine");
+    assert_eq!(status_as(0, "PUT", "/api/limits", r#"{"daily":1000}"#)?, "200", "root has write access");
     Ok(())
 }
 

@@ -187,7 +187,7 @@ async fn queued_dispatches_stay_queued_until_writers_resume() -> Result<()> {
         Ok(status(&host, "second").await? == "queued")
     })
     .await?;
-    // By now the dispatcher has tried several times to start the queued dispatch.
+    // Gives the dispatcher time for several attempts to start the queued dispatch.
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     for id in ["first", "second"] {
         assert_eq!(status(&host, id).await?, "queued", "{id}");
@@ -216,7 +216,7 @@ async fn queued_dispatches_stay_queued_until_writers_resume() -> Result<()> {
     Ok(())
 }
 
-/// The sync agent removes the file when the platform no longer names the operation.
+/// The sync agent removes the quiesce file when the platform no longer names the operation.
 #[tokio::test]
 async fn writers_resume_when_the_file_is_removed() -> Result<()> {
     let (machine, _runner) = machine_with_runner(&json!({}))?;
@@ -249,7 +249,7 @@ async fn backup_is_reported_while_running_and_afterwards() -> Result<()> {
         "dumpedBytes": 7, "uploadedBytes": 5, "updatedAt": "2026-01-02T03:04:06.000Z" });
     host.machine.write("var/lib/svc/backup-progress.json", &progress.to_string())?;
     assert_eq!(show().await?, json!({ "running": false }), "a killed run is not reported as running");
-    let lock = svc::host::system::lock::Lock::take(&host.machine.path("var/lib/svc/backup.lock"))?;
+    let lock = svc::host::system::lock::Lock::acquire(&host.machine.path("var/lib/svc/backup.lock"))?;
     let shown = show().await?;
     assert_eq!(
         (&shown["running"], &shown["dumpedBytes"], &shown["uploadedBytes"]),

@@ -74,9 +74,9 @@ async fn full_disk_is_reported_and_records_resume() -> Result<()> {
     wait_until_limit_logged(&host, 2).await?;
     wait_until_limit_logged(&host, 3).await?;
     wait_for_stuck_metric(&host, 0.0).await?;
-    ensure!(host.log().contains("records are written again"), "{}", host.log());
+    ensure!(host.log().contains("records can be written again"), "{}", host.log());
     let text = fs::read_to_string(logs.join("activity.log"))?;
-    ensure!(text.lines().all(|line| line.starts_with("20")), "each line is whole: {text}");
+    ensure!(text.lines().all(|line| line.starts_with("20")), "each line is complete: {text}");
     assert_serves(&host).await?;
     // A full disk does not prevent a clean exit.
     disk.fill(0)?;
@@ -113,8 +113,8 @@ async fn records_continue_after_rename_delete_or_truncate() -> Result<()> {
     assert_serves(&host).await
 }
 
-/// The gateway never follows a link, and on a machine it cannot write to directories without permission, because it is
-/// not root.
+/// The gateway never follows a symbolic link. On a machine, it does not run as root, so it cannot write to a directory
+/// without permission.
 #[tokio::test]
 async fn unwritable_record_is_reported_and_retried() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
@@ -132,7 +132,7 @@ async fn unwritable_record_is_reported_and_retried() -> Result<()> {
     wait_until_limit_logged(&host, 1).await?;
     wait_for_stuck_metric(&host, 0.0).await?;
     if nix::unistd::geteuid().is_root() {
-        kit::skip::record("root can write to a directory without permission");
+        kit::skip::record("root can write even to directories without write permission");
     } else {
         fs::set_permissions(&logs, fs::Permissions::from_mode(0o500))?;
         fs::remove_file(logs.join("activity.log")).ok();

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{File, format_violation, source};
+use super::{ProjectFile, format_violation, source};
 
 /// The modules in `src/host`, each with the modules that it may import.
 const HOST_MODULES: [(&str, &[&str]); 12] = [
@@ -60,7 +60,7 @@ const PACKAGES: [(&str, &[&str]); 12] = [
 
 /// Returns dependencies between packages that [`PACKAGES`] does not allow. The compiler rejects imports without a
 /// dependency.
-pub fn forbidden_dependencies(files: &[File]) -> Vec<String> {
+pub fn forbidden_dependencies(files: &[ProjectFile]) -> Vec<String> {
     let mut found = Vec::new();
     for file in files {
         let package = file.path.strip_prefix("src/").and_then(|path| path.strip_suffix("/Cargo.toml"));
@@ -84,7 +84,7 @@ pub fn forbidden_dependencies(files: &[File]) -> Vec<String> {
 }
 
 /// Returns packages without the workspace lints, such as `unsafe_code = "forbid"`.
-pub fn packages_without_lints(files: &[File]) -> Vec<String> {
+pub fn packages_without_lints(files: &[ProjectFile]) -> Vec<String> {
     let manifests = files.iter().filter(|file| file.path.ends_with("Cargo.toml"));
     manifests
         .filter(|file| {
@@ -125,7 +125,7 @@ fn host_reason(from: &[String], to: &[String]) -> Option<&'static str> {
     (is_in(to, &GATEWAY_STATE) && !is_wiring).then_some("a handler must take only the services that it needs")
 }
 
-pub fn forbidden_imports(files: &[File]) -> Vec<String> {
+pub fn forbidden_imports(files: &[ProjectFile]) -> Vec<String> {
     let mut found = Vec::new();
     for file in files {
         let Some(module) = source::module_path(&file.path) else { continue };
@@ -151,7 +151,7 @@ fn split_module(path: &[String]) -> Option<Module> {
 }
 
 /// Returns imports that form a cycle of modules directly under a package; imports in tests are not counted.
-pub fn import_cycles(files: &[File]) -> Vec<String> {
+pub fn import_cycles(files: &[ProjectFile]) -> Vec<String> {
     // The imports of each module: the imported module, and the first place that names it.
     let mut imports: BTreeMap<Module, BTreeMap<Module, String>> = BTreeMap::new();
     let tests = source::test_modules(files);
@@ -195,7 +195,7 @@ mod tests {
     use super::*;
 
     fn is_broken(path: &str, text: &str) -> bool {
-        !forbidden_imports(&[File::sample(path, text)]).is_empty()
+        !forbidden_imports(&[ProjectFile::sample(path, text)]).is_empty()
     }
 
     #[test]
@@ -239,7 +239,7 @@ mod tests {
 
     #[test]
     fn forbidden_dependency_is_detected() {
-        let found = |path: &str, text: &str| forbidden_dependencies(&[File::sample(path, text)]).len();
+        let found = |path: &str, text: &str| forbidden_dependencies(&[ProjectFile::sample(path, text)]).len();
         assert_eq!(found("src/host/Cargo.toml", "svc-platform.workspace = true"), 1);
         assert_eq!(found("src/platform/Cargo.toml", "svc-host = { path = \"../host\" }"), 1);
         assert_eq!(found("src/host/Cargo.toml", "svc-gateway.workspace = true"), 1);
@@ -265,11 +265,11 @@ mod tests {
     #[test]
     fn module_cycle_is_detected() {
         let cycle = [
-            File::sample("src/ctl/a.rs", "use crate::b::B;"),
-            File::sample("src/ctl/b/mod.rs", "use super::c;"),
-            File::sample("src/ctl/c.rs", "use super::a::A;"),
-            File::sample("src/ctl/d.rs", "use super::e;"),
-            File::sample("src/ctl/e.rs", "#[cfg(test)]\nmod tests { use crate::d; }"),
+            ProjectFile::sample("src/ctl/a.rs", "use crate::b::B;"),
+            ProjectFile::sample("src/ctl/b/mod.rs", "use super::c;"),
+            ProjectFile::sample("src/ctl/c.rs", "use super::a::A;"),
+            ProjectFile::sample("src/ctl/d.rs", "use super::e;"),
+            ProjectFile::sample("src/ctl/e.rs", "#[cfg(test)]\nmod tests { use crate::d; }"),
         ];
         let found = import_cycles(&cycle);
         assert_eq!(found.len(), 3, "{found:?}");

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use super::{File, format_violation};
+use super::{ProjectFile, format_violation};
 
 /// Checks that every crate that a workspace member depends on has one row in `docs/dependencies.md`, and that every row
 /// belongs to such a crate.
-pub fn unexplained_dependencies(files: &[File]) -> Vec<String> {
+pub fn unexplained_dependencies(files: &[ProjectFile]) -> Vec<String> {
     let mut named = BTreeMap::new();
     for file in files.iter().filter(|file| file.path.ends_with("Cargo.toml")) {
         let mut is_dependency_table = false;
@@ -37,7 +37,7 @@ pub fn unexplained_dependencies(files: &[File]) -> Vec<String> {
 }
 
 /// Whether a test exists: `area::file::name` in `tests`, in the kit as `kit::file::name`, or a unit test under `src`.
-pub fn is_test(files: &[File], name: &str) -> bool {
+pub fn is_test(files: &[ProjectFile], name: &str) -> bool {
     let (place, name) = name.rsplit_once("::").unwrap_or_default();
     let place = place.replace("::", "/");
     let paths = match place.strip_prefix("kit/") {
@@ -48,7 +48,7 @@ pub fn is_test(files: &[File], name: &str) -> bool {
 }
 
 /// Returns tests that a page in `docs` names but that do not exist.
-pub fn unknown_tests(files: &[File]) -> Vec<String> {
+pub fn unknown_tests(files: &[ProjectFile]) -> Vec<String> {
     let is_name = |text: &str| {
         text.contains("::")
             && text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || "_:".contains(c))
@@ -67,7 +67,7 @@ pub fn unknown_tests(files: &[File]) -> Vec<String> {
 
 /// Returns names that a page in `docs` gives in parentheses after a source file, as in `a.rs` (`f`, `g`), but that are
 /// not in that file.
-pub fn unknown_names(files: &[File]) -> Vec<String> {
+pub fn unknown_names(files: &[ProjectFile]) -> Vec<String> {
     let mut found = Vec::new();
     for page in files.iter().filter(|file| file.path.starts_with("docs/")) {
         for (number, line) in page.text.lines().enumerate() {
@@ -107,12 +107,14 @@ mod tests {
 
     #[test]
     fn missing_name_after_a_file_is_detected() {
-        let page =
-            File::sample("docs/a.md", "`src/a.rs` (`f`, `of_g`), `src/b.rs` (`g`), `h` in `src/a.rs`, `i`");
+        let page = ProjectFile::sample(
+            "docs/a.md",
+            "`src/a.rs` (`f`, `of_g`), `src/b.rs` (`g`), `h` in `src/a.rs`, `i`",
+        );
         let files = [
             page,
-            File::sample("src/a.rs", "fn f() {} fn of_gh() {}"),
-            File::sample("src/b.rs", "fn g() {}"),
+            ProjectFile::sample("src/a.rs", "fn f() {} fn of_gh() {}"),
+            ProjectFile::sample("src/b.rs", "fn g() {}"),
         ];
         let found = unknown_names(&files);
         assert_eq!(found.len(), 1, "{found:?}");
@@ -121,9 +123,11 @@ mod tests {
 
     #[test]
     fn missing_test_named_by_a_page_is_detected() {
-        let page =
-            File::sample("docs/a.md", "kept by `a::b::c_d`, `a::b::e`, `g::h`, `kit::i::j` and `a/b.rs`");
-        let test = |path: &str, name: &str| File::sample(path, &format!("#[test]\nfn {name}() {{}}"));
+        let page = ProjectFile::sample(
+            "docs/a.md",
+            "kept by `a::b::c_d`, `a::b::e`, `g::h`, `kit::i::j` and `a/b.rs`",
+        );
+        let test = |path: &str, name: &str| ProjectFile::sample(path, &format!("#[test]\nfn {name}() {{}}"));
         let tests = [test("tests/a/b.rs", "c_d"), test("src/g.rs", "h"), test("tests/kit/src/i.rs", "j")];
         let found = unknown_tests(&tests.into_iter().chain([page]).collect::<Vec<_>>());
         assert_eq!(found.len(), 1, "{found:?}");

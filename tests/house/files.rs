@@ -4,12 +4,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// A project file: its path from the root, with `/`, and its text.
-pub struct File {
+pub struct ProjectFile {
     pub path: String,
     pub text: String,
 }
 
-impl File {
+impl ProjectFile {
     #[cfg(test)]
     pub fn sample(path: &str, text: &str) -> Self {
         Self { path: path.to_owned(), text: text.to_owned() }
@@ -39,24 +39,24 @@ pub fn root() -> PathBuf {
 }
 
 /// Returns all text files in the project.
-pub fn files() -> Vec<File> {
+pub fn files() -> Vec<ProjectFile> {
     let mut found = Vec::new();
     walk(&root(), "", &mut found);
     assert!(found.iter().any(|file| file.path == "src/main.rs"), "no source files found");
     found
 }
 
-fn walk(folder: &Path, prefix: &str, found: &mut Vec<File>) {
-    for entry in fs::read_dir(folder).expect("read a project folder") {
-        let entry = entry.expect("read a folder entry");
+fn walk(folder: &Path, prefix: &str, found: &mut Vec<ProjectFile>) {
+    for entry in fs::read_dir(folder).expect("the project folder is readable") {
+        let entry = entry.expect("the folder entry is readable");
         let name = entry.file_name().into_string().expect("names are UTF-8");
         let path = format!("{prefix}{name}");
-        let kind = entry.file_type().expect("read the file type");
+        let kind = entry.file_type().expect("the file type is known");
         if kind.is_dir() && !SKIPPED_FOLDERS.contains(&name.as_str()) {
             walk(&entry.path(), &format!("{path}/"), found);
         } else if kind.is_file() && is_text(&path) {
             let text = fs::read_to_string(entry.path()).unwrap_or_else(|error| panic!("{path}: {error}"));
-            found.push(File { path, text });
+            found.push(ProjectFile { path, text });
         }
     }
 }

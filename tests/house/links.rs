@@ -3,10 +3,10 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use super::{File, format_violation};
+use super::{ProjectFile, format_violation};
 
 /// Returns broken links, and pages of the book that its summary does not list.
-pub fn broken_links(files: &[File]) -> Vec<String> {
+pub fn broken_links(files: &[ProjectFile]) -> Vec<String> {
     let mut found = Vec::new();
     for page in files.iter().filter(|file| is_page(&file.path)) {
         for (number, target) in links(&page.text) {
@@ -39,7 +39,7 @@ const TOP_FOLDERS: [&str; 10] = [
 
 /// Returns paths in backticks that do not exist. Patterns and `{a,b}` are skipped, and so is the changelog, which names
 /// earlier paths.
-pub fn unknown_paths(files: &[File], exists: impl Fn(&str) -> bool) -> Vec<String> {
+pub fn unknown_paths(files: &[ProjectFile], exists: impl Fn(&str) -> bool) -> Vec<String> {
     let is_path = |text: &&str| {
         TOP_FOLDERS.iter().any(|folder| text.starts_with(folder))
             && text.chars().all(|c| c.is_ascii_alphanumeric() || "/._-".contains(c))
@@ -78,7 +78,7 @@ fn links(text: &str) -> Vec<(usize, String)> {
     found
 }
 
-fn find_target_error(files: &[File], page: &File, target: &str) -> Option<&'static str> {
+fn find_target_error(files: &[ProjectFile], page: &ProjectFile, target: &str) -> Option<&'static str> {
     let (path, anchor) = target.split_once('#').unwrap_or((target, ""));
     let path = if path.is_empty() { page.path.clone() } else { resolve(&page.path, path) };
     let file = files.iter().find(|file| file.path == path);
@@ -118,7 +118,7 @@ fn anchors(text: &str) -> Vec<String> {
 }
 
 /// Returns pages in `docs` that `docs/SUMMARY.md` does not link to.
-fn unlisted_pages(files: &[File]) -> Vec<String> {
+fn unlisted_pages(files: &[ProjectFile]) -> Vec<String> {
     const SUMMARY: &str = "docs/SUMMARY.md";
     let Some(summary) = files.iter().find(|file| file.path == SUMMARY) else { return Vec::new() };
     let listed: Vec<_> = links(&summary.text).iter().map(|(_, target)| resolve(SUMMARY, target)).collect();
@@ -132,9 +132,9 @@ mod tests {
     use super::*;
 
     fn count_broken_links(text: &str) -> usize {
-        let other = File::sample("docs/b/other.md", "# Other\n\n## Rotate `KEY_A`: how\n");
-        let summary = File::sample("docs/SUMMARY.md", "[a](a.md) [b](b/other.md)");
-        broken_links(&[File::sample("docs/a.md", text), other, summary]).len()
+        let other = ProjectFile::sample("docs/b/other.md", "# Other\n\n## Rotate `KEY_A`: how\n");
+        let summary = ProjectFile::sample("docs/SUMMARY.md", "[a](a.md) [b](b/other.md)");
+        broken_links(&[ProjectFile::sample("docs/a.md", text), other, summary]).len()
     }
 
     #[test]
@@ -154,15 +154,17 @@ mod tests {
 
     #[test]
     fn unknown_path_is_detected() {
-        let page =
-            File::sample("docs/a.md", "`src/a.rs` and `src/b.rs`, `src/{c,d}.rs`, `tests/corpus/TARGET`");
+        let page = ProjectFile::sample(
+            "docs/a.md",
+            "`src/a.rs` and `src/b.rs`, `src/{c,d}.rs`, `tests/corpus/TARGET`",
+        );
         assert_eq!(unknown_paths(&[page], |path| path == "src/a.rs").len(), 1);
     }
 
     #[test]
     fn unlisted_page_is_detected() {
-        let page = File::sample("docs/c.md", "# C");
-        let summary = File::sample("docs/SUMMARY.md", "# Summary");
+        let page = ProjectFile::sample("docs/c.md", "# C");
+        let summary = ProjectFile::sample("docs/SUMMARY.md", "# Summary");
         assert_eq!(broken_links(&[page, summary]).len(), 1);
     }
 }

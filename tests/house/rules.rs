@@ -1,6 +1,6 @@
 //! Content that no file may have, and content that every file must have.
 
-use super::{File, format_violation, source};
+use super::{ProjectFile, format_violation, source};
 
 const MAX_LINES: usize = 500;
 
@@ -12,7 +12,7 @@ fn is_project_source(path: &str) -> bool {
     is_rust(path) && ["src/", "xtask/", "tests/"].iter().any(|place| path.starts_with(place))
 }
 
-pub fn find_unwraps(files: &[File]) -> Vec<String> {
+pub fn find_unwraps(files: &[ProjectFile]) -> Vec<String> {
     let tests = source::test_modules(files);
     let mut found = Vec::new();
     for file in files {
@@ -31,7 +31,7 @@ pub fn find_unwraps(files: &[File]) -> Vec<String> {
 }
 
 /// Returns markers for unfinished work. They are concatenated here so that this file does not contain them.
-pub fn todo_markers(file: &File) -> Vec<String> {
+pub fn todo_markers(file: &ProjectFile) -> Vec<String> {
     let words = [concat!("TO", "DO"), concat!("FIX", "ME")];
     let calls = [concat!("to", "do!"), concat!("unimplemen", "ted!")];
     let mut found = Vec::new();
@@ -44,18 +44,18 @@ pub fn todo_markers(file: &File) -> Vec<String> {
     found
 }
 
-pub fn missing_header(file: &File) -> Option<String> {
+pub fn missing_header(file: &ProjectFile) -> Option<String> {
     let has_header = file.text.starts_with("//! ") || file.text.lines().count() <= 1;
     (is_project_source(&file.path) && !has_header).then(|| {
         format_violation(
             &file.path,
             1,
-            "does not begin with `//!`: describe what the file owns and which invariant it keeps",
+            "does not begin with `//!`: describe what the file owns and which invariant it maintains",
         )
     })
 }
 
-pub fn oversized_file(file: &File) -> Option<String> {
+pub fn oversized_file(file: &ProjectFile) -> Option<String> {
     let lines = file.text.lines().count();
     (is_rust(&file.path) && lines > MAX_LINES)
         .then(|| format_violation(&file.path, lines, format!("{lines} lines, more than {MAX_LINES}")))
@@ -63,8 +63,8 @@ pub fn oversized_file(file: &File) -> Option<String> {
 
 /// Returns migrations `V<number>__name.sql` whose numbers are not 1, 2, 3 and so on, for example because two branches
 /// used the same number.
-pub fn misnumbered_migrations(files: &[File]) -> Vec<String> {
-    let number = |file: &File| -> Option<u32> {
+pub fn misnumbered_migrations(files: &[ProjectFile]) -> Vec<String> {
+    let number = |file: &ProjectFile| -> Option<u32> {
         file.path.strip_prefix("migrations/V")?.split_once("__")?.0.parse().ok()
     };
     let mut numbered: Vec<_> = files.iter().filter_map(|file| Some((number(file)?, &file.path))).collect();
@@ -79,7 +79,7 @@ pub fn misnumbered_migrations(files: &[File]) -> Vec<String> {
 }
 
 /// Returns absolute paths under a home directory, except the product's own, or under a build directory.
-pub fn build_machine_paths(file: &File) -> Vec<String> {
+pub fn build_machine_paths(file: &ProjectFile) -> Vec<String> {
     let places = [concat!("/ro", "ot/"), concat!("/ho", "me/"), concat!("/wo", "rk/")];
     let mut found = Vec::new();
     for (number, line) in file.text.lines().enumerate() {
@@ -100,7 +100,7 @@ pub fn build_machine_paths(file: &File) -> Vec<String> {
 
 /// xtask, the kit and its programs drive the product through its public CLI, HTTP and signals, so their manifests must
 /// not depend on the product's package.
-pub fn product_dependencies(file: &File) -> Vec<String> {
+pub fn product_dependencies(file: &ProjectFile) -> Vec<String> {
     const MANIFESTS: [&str; 5] = [
         "xtask/Cargo.toml",
         "tests/bench/Cargo.toml",
@@ -150,7 +150,7 @@ const TOP_FOLDERS: [&str; 14] = [
 const SOURCE_FOLDERS: [&str; 11] =
     ["base", "ctl", "files", "host", "http", "machine", "platform", "provider", "store", "verify", "wire"];
 
-pub fn unlisted_folders(files: &[File]) -> Vec<String> {
+pub fn unlisted_folders(files: &[ProjectFile]) -> Vec<String> {
     let mut found = Vec::new();
     for file in files {
         let mut parts: Vec<&str> = file.path.split('/').collect();
@@ -178,30 +178,30 @@ mod tests {
     #[test]
     fn unwrap_is_detected_only_outside_tests() {
         let bad = "fn a() { b().unwrap(); }";
-        let lines = |files: &[File]| find_unwraps(files).len();
-        assert_eq!(lines(&[File::sample("src/a.rs", bad)]), 1);
-        assert_eq!(lines(&[File::sample("src/a.rs", "fn a() {\n b()\n  .unwrap\n ( ) }")]), 1);
+        let lines = |files: &[ProjectFile]| find_unwraps(files).len();
+        assert_eq!(lines(&[ProjectFile::sample("src/a.rs", bad)]), 1);
+        assert_eq!(lines(&[ProjectFile::sample("src/a.rs", "fn a() {\n b()\n  .unwrap\n ( ) }")]), 1);
         assert_eq!(
-            lines(&[File::sample("src/a.rs", "#[cfg(test)]\nmod tests { fn a() { b().unwrap() } }")]),
+            lines(&[ProjectFile::sample("src/a.rs", "#[cfg(test)]\nmod tests { fn a() { b().unwrap() } }")]),
             0
         );
         assert_eq!(
-            lines(&[File::sample("src/a.rs", "// b().unwrap()\nb().unwrap_or(1); \".unwrap()\";")]),
+            lines(&[ProjectFile::sample("src/a.rs", "// b().unwrap()\nb().unwrap_or(1); \".unwrap()\";")]),
             0
         );
-        let parent = File::sample("src/a/mod.rs", "#[cfg(test)]\nmod model;");
-        assert_eq!(lines(&[parent, File::sample("src/a/model/deep.rs", bad)]), 0);
-        let parent = File::sample("src/a/b.rs", "#[cfg(test)]\n#[path = \"b_tests.rs\"]\nmod tests;");
-        assert_eq!(lines(&[parent, File::sample("src/a/b_tests.rs", bad)]), 0);
-        let parent = File::sample("src/a/mod.rs", "mod model;");
-        assert_eq!(lines(&[parent, File::sample("src/a/model.rs", bad)]), 1);
+        let parent = ProjectFile::sample("src/a/mod.rs", "#[cfg(test)]\nmod model;");
+        assert_eq!(lines(&[parent, ProjectFile::sample("src/a/model/deep.rs", bad)]), 0);
+        let parent = ProjectFile::sample("src/a/b.rs", "#[cfg(test)]\n#[path = \"b_tests.rs\"]\nmod tests;");
+        assert_eq!(lines(&[parent, ProjectFile::sample("src/a/b_tests.rs", bad)]), 0);
+        let parent = ProjectFile::sample("src/a/mod.rs", "mod model;");
+        assert_eq!(lines(&[parent, ProjectFile::sample("src/a/model.rs", bad)]), 1);
     }
 
     #[test]
     fn repeated_and_skipped_migration_numbers_are_detected() {
         let found = |names: &[&str]| {
             let files: Vec<_> =
-                names.iter().map(|name| File::sample(&format!("migrations/{name}.sql"), "")).collect();
+                names.iter().map(|name| ProjectFile::sample(&format!("migrations/{name}.sql"), "")).collect();
             misnumbered_migrations(&files).len()
         };
         assert_eq!(found(&["V1__a", "V2__b", "V10__c"]), 1);
@@ -212,30 +212,32 @@ mod tests {
     #[test]
     fn todo_marker_is_detected() {
         for bad in [concat!("// TO", "DO: x"), concat!("# FIX", "ME"), concat!("fn a() { to", "do!() }")] {
-            assert_eq!(todo_markers(&File::sample("src/a.rs", bad)).len(), 1, "{bad}");
+            assert_eq!(todo_markers(&ProjectFile::sample("src/a.rs", bad)).len(), 1, "{bad}");
         }
-        assert!(todo_markers(&File::sample("src/a.rs", "// methodology\nfn mastodon() {}")).is_empty());
+        assert!(
+            todo_markers(&ProjectFile::sample("src/a.rs", "// methodology\nfn mastodon() {}")).is_empty()
+        );
     }
 
     #[test]
     fn file_without_header_is_detected() {
-        assert!(missing_header(&File::sample("src/a.rs", "use b;\n//! late")).is_some());
-        assert!(missing_header(&File::sample("xtask/src/main.rs", "fn main() {\n}")).is_some());
-        assert!(missing_header(&File::sample("src/a.rs", "//! Owns a.\n")).is_none());
-        assert!(missing_header(&File::sample("README.md", "svc")).is_none());
+        assert!(missing_header(&ProjectFile::sample("src/a.rs", "use b;\n//! late")).is_some());
+        assert!(missing_header(&ProjectFile::sample("xtask/src/main.rs", "fn main() {\n}")).is_some());
+        assert!(missing_header(&ProjectFile::sample("src/a.rs", "//! Owns a.\n")).is_none());
+        assert!(missing_header(&ProjectFile::sample("README.md", "svc")).is_none());
     }
 
     #[test]
     fn long_file_is_detected() {
-        assert!(oversized_file(&File::sample("src/a.rs", &"\n".repeat(MAX_LINES + 1))).is_some());
-        assert!(oversized_file(&File::sample("src/a.rs", &"\n".repeat(MAX_LINES))).is_none());
+        assert!(oversized_file(&ProjectFile::sample("src/a.rs", &"\n".repeat(MAX_LINES + 1))).is_some());
+        assert!(oversized_file(&ProjectFile::sample("src/a.rs", &"\n".repeat(MAX_LINES))).is_none());
     }
 
     #[test]
     fn build_machine_path_is_detected() {
         for bad in [concat!("\"/ho", "me/ada/x\""), concat!("cd /wo", "rk/a"), concat!("//! see /ro", "ot/x")]
         {
-            assert_eq!(build_machine_paths(&File::sample("src/a.rs", bad)).len(), 1, "{bad}");
+            assert_eq!(build_machine_paths(&ProjectFile::sample("src/a.rs", bad)).len(), 1, "{bad}");
         }
         for good in [
             concat!("\"/ho", "me/svc/home/apps\""),
@@ -244,7 +246,7 @@ mod tests {
             "~/root/x",
             "/home/<user>/",
         ] {
-            assert!(build_machine_paths(&File::sample("src/a.rs", good)).is_empty(), "{good}");
+            assert!(build_machine_paths(&ProjectFile::sample("src/a.rs", good)).is_empty(), "{good}");
         }
     }
 
@@ -258,16 +260,16 @@ mod tests {
             "[dev-dependencies.svc]",
             "product = { path = \"..\", package = \"svc\" }",
         ] {
-            assert_eq!(product_dependencies(&File::sample("xtask/Cargo.toml", bad)).len(), 1, "{bad}");
+            assert_eq!(product_dependencies(&ProjectFile::sample("xtask/Cargo.toml", bad)).len(), 1, "{bad}");
         }
-        assert!(product_dependencies(&File::sample("Cargo.toml", "name = \"svc\"")).is_empty());
+        assert!(product_dependencies(&ProjectFile::sample("Cargo.toml", "name = \"svc\"")).is_empty());
         let good = "kit = { path = \"../tests/kit\" }\nbench = \"1\"";
-        assert!(product_dependencies(&File::sample("xtask/Cargo.toml", good)).is_empty());
+        assert!(product_dependencies(&ProjectFile::sample("xtask/Cargo.toml", good)).is_empty());
     }
 
     #[test]
     fn unlisted_folder_is_detected() {
-        let folders = |path: &str| unlisted_folders(&[File::sample(path, "")]).len();
+        let folders = |path: &str| unlisted_folders(&[ProjectFile::sample(path, "")]).len();
         assert_eq!((folders("lib/a.rs"), folders("src/utils/a.rs")), (1, 1));
         assert_eq!((folders("src/host/a.rs"), folders("README.md"), folders("src/main.rs")), (0, 0, 0));
     }

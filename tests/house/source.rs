@@ -1,6 +1,6 @@
 //! A minimal Rust lexer: blanks comments and literals, and finds tokens, tests and paths.
 
-use super::File;
+use super::ProjectFile;
 
 /// Returns the code with comments and literals blanked; line numbers do not change.
 pub fn blank_literals(text: &str) -> String {
@@ -169,7 +169,7 @@ fn is_test_attribute(tokens: &[Token], at: usize) -> bool {
         || matches(tokens, at, &["#", "[", "cfg", "(", "all", "(", "test", ","])
 }
 
-/// Returns the module path of a file in `src`, from its package's folder.
+/// Returns the module path of a file in `src`, beginning with its package's folder.
 pub fn module_path(path: &str) -> Option<Vec<String>> {
     let inner = path.strip_prefix("src/")?.strip_suffix(".rs")?;
     let mut names: Vec<String> = inner.split('/').map(str::to_owned).collect();
@@ -180,7 +180,7 @@ pub fn module_path(path: &str) -> Option<Vec<String>> {
 }
 
 /// Returns modules in `src` that are compiled only for tests.
-pub fn test_modules(files: &[File]) -> Vec<Vec<String>> {
+pub fn test_modules(files: &[ProjectFile]) -> Vec<Vec<String>> {
     let mut found = Vec::new();
     for file in files {
         let Some(parent) = module_path(&file.path) else { continue };
@@ -194,7 +194,7 @@ pub fn test_modules(files: &[File]) -> Vec<Vec<String>> {
 
 /// Returns the paths of test modules whose file name differs from the module's: `#[cfg(test)]`, then `#[path = "…"]` on
 /// the next line.
-fn test_paths(file: &File) -> Vec<Vec<String>> {
+fn test_paths(file: &ProjectFile) -> Vec<Vec<String>> {
     let folder = file.path.rsplit_once('/').map_or("", |(folder, _)| folder);
     let lines: Vec<&str> = file.text.lines().map(str::trim).collect();
     let pairs = lines.windows(2).filter(|pair| pair[0] == "#[cfg(test)]");
@@ -202,14 +202,14 @@ fn test_paths(file: &File) -> Vec<Vec<String>> {
     names.filter_map(|name| module_path(&format!("{folder}/{name}"))).collect()
 }
 
-/// A path in the code, from the crate root, and its line.
+/// A path in the code, resolved so that it begins with its package's folder, and its line number.
 #[derive(Debug, PartialEq, Eq)]
 pub struct NamedPath {
     pub path: Vec<String>,
     pub line: usize,
 }
 
-/// Returns every path in a file that begins with `crate::`, `super::` or `svc_host::`, with `use` groups expanded.
+/// Returns a file's paths that begin with `crate::`, `super::` or `svc_host::`, with `use` groups expanded.
 pub fn named_paths(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
     let mut found = Vec::new();
     // The inline modules open at the current token, each with its brace depth.
@@ -250,8 +250,8 @@ pub fn named_paths(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
     found
 }
 
-/// Returns how many of a module's names are its package's folder: each folder under `src` is a package, and so is the
-/// gateway's in the host's.
+/// Returns how many leading names of a module path form its package's folder: two for `src/host/gateway`, one for every
+/// other package.
 pub fn package_depth(module: &[String]) -> usize {
     if module.starts_with(&["host".to_owned(), "gateway".to_owned()]) { 2 } else { 1 }
 }

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{File, documentation, format_violation};
+use super::{ProjectFile, documentation, format_violation};
 
 const PAGE: &str = "docs/specification.md";
 
@@ -216,7 +216,7 @@ const UNTESTABLE: [&str; 4] =
     ["1.5 other exclusions", "9.2", "Not restored / process state", "1.3 integrations"];
 
 /// Finds rows without code or a test, rows of `UNTESTABLE` items without a reason, and items without exactly one row.
-pub fn untraced_items(files: &[File], exists: impl Fn(&str) -> bool) -> Vec<String> {
+pub fn untraced_items(files: &[ProjectFile], exists: impl Fn(&str) -> bool) -> Vec<String> {
     let page = files.iter().find(|file| file.path == PAGE).map_or("", |file| &file.text);
     let mut found = Vec::new();
     let mut rows = BTreeMap::new();
@@ -282,20 +282,20 @@ mod tests {
 
     /// Returns the violations on a complete page in which `replacement` replaces the first item's row.
     fn violations(replacement: &str) -> Vec<String> {
-        violations_of(replacement, &format!("| **{}** Words | Reason |", UNTESTABLE[0]))
+        violations_with_untestable_row(replacement, &format!("| **{}** Words | Reason |", UNTESTABLE[0]))
     }
 
     /// Like [`violations`], but also replaces the first untestable item's row.
-    fn violations_of(replacement: &str, untestable: &str) -> Vec<String> {
+    fn violations_with_untestable_row(replacement: &str, untestable: &str) -> Vec<String> {
         let row = |item: &str| format!("| **{item}** Words | `src/a.rs` (`f`) | {TEST} |\n");
         let reason = |item: &str| format!("| **{item}** Words | Reason |\n");
         let rest = ITEMS[1..].iter().map(|item| row(item));
         let rest: String = rest.chain(UNTESTABLE[1..].iter().map(|item| reason(item))).collect();
-        let page = File::sample(
+        let page = ProjectFile::sample(
             PAGE,
             &format!("| sentence | code | test |\n|---|---|---|\n{replacement}\n{untestable}\n{rest}"),
         );
-        let test = File::sample("tests/a/b.rs", "fn c_d() {}");
+        let test = ProjectFile::sample("tests/a/b.rs", "fn c_d() {}");
         untraced_items(&[page, test], |path| path == "src/a.rs" || path == "tests/browser/x.test.mjs")
     }
 
@@ -334,7 +334,7 @@ mod tests {
             (format!("| **{item}** Words | `src/a.rs` | {TEST} |"), "a sentence and a reason"),
             (String::new(), "has 0 rows for"),
         ] {
-            let found = violations_of(&first, &row);
+            let found = violations_with_untestable_row(&first, &row);
             assert!(found.len() == 1 && found[0].contains(part), "{row}: {found:?}");
         }
     }

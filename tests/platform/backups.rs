@@ -97,10 +97,14 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
     let latest = latest.strip_prefix("user_1/primary/").unwrap();
     for hour in 4..9 {
         let at = format!("2026-01-02T{hour:02}:00:00.000Z");
-        let side = json!({"version": 1, "key": snapshot_key(hour), "sizeBytes": hour, "sha256": DIGEST, "pgVersion": "16",
+        let sidecar = json!({"version": 1, "key": snapshot_key(hour), "sizeBytes": hour, "sha256": DIGEST, "pgVersion": "16",
             "machineId": guest.machine, "epoch": 1, "takenAt": at, "verifiedAt": at, "roles": [], "tables": []});
         stack.store.write(BUCKET, &format!("user_1/primary/{}", snapshot_key(hour)), "dump");
-        stack.store.write(BUCKET, &format!("user_1/primary/{}.json", snapshot_key(hour)), side.to_string());
+        stack.store.write(
+            BUCKET,
+            &format!("user_1/primary/{}.json", snapshot_key(hour)),
+            sidecar.to_string(),
+        );
     }
     // The first was not completely verified, the second is unreadable, and the third belongs to another slot.
     stack.store.write(BUCKET, &format!("user_1/primary/{}", snapshot_key(20)), "dump");

@@ -348,22 +348,22 @@ async fn host_credentials_cannot_overwrite_a_snapshot() {
     let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
 
     // Back up as the host does.
-    let side = sidecar(Epoch(1), Timestamp::UNIX_EPOCH);
-    let side = Sidecar { machine_id: guest.machine.parse().unwrap(), ..side };
-    let dump = slot.snapshot(&side.key).unwrap();
+    let sidecar = sidecar(Epoch(1), Timestamp::UNIX_EPOCH);
+    let sidecar = Sidecar { machine_id: guest.machine.parse().unwrap(), ..sidecar };
+    let dump = slot.snapshot(&sidecar.key).unwrap();
     let upload = async |content: &'static [u8]| {
         let mut upload = Upload::begin(&bucket, &dump, PartLayout::for_max_bytes(1 << 20)).await.unwrap();
         upload.push(Bytes::from_static(content)).await.unwrap();
         upload.complete().await
     };
     upload(b"dump").await.unwrap();
-    let recorded = snapshot::write_sidecar(&bucket, &slot, &side, None).await.unwrap();
+    let recorded = snapshot::write_sidecar(&bucket, &slot, &sidecar, None).await.unwrap();
     pointer_io::advance(&bucket, &slot, &recorded).await.unwrap();
-    assert_eq!(snapshot::find_latest(&bucket, &slot).await.unwrap().key, side.key);
+    assert_eq!(snapshot::find_latest(&bucket, &slot).await.unwrap().key, sidecar.key);
 
     // Overwrite as an attacker with the host's credentials would.
     let entry = slot.pointer_entry(stack.pointer("user_1")["seq"].as_u64().unwrap());
-    for key in [&dump, &slot.sidecar(&side.key).unwrap(), &entry] {
+    for key in [&dump, &slot.sidecar(&sidecar.key).unwrap(), &entry] {
         let refused = bucket.put(key, &b"garbage"[..]).await.unwrap_err();
         assert!(matches!(refused, StoreError::Denied { .. }), "{key}: {refused:?}");
         let refused = bucket.put_if(key, &b"garbage"[..], Condition::Absent).await.unwrap_err();

@@ -6,7 +6,7 @@ use serde_json::json;
 use super::stack::{BUCKET, Stack, heartbeat, heartbeat_of};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deleted_machine_loses_its_server_and_repeats_are_stable() {
+async fn delete_removes_server_and_repeat_returns_first_response() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;

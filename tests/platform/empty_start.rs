@@ -98,7 +98,7 @@ async fn slot_is_not_provisioned_during_a_deletion_backup() {
     let response = stack.post(&process, "/vps/provision", &body_allowing_empty()).await;
     response.assert_problem(409, "invalid_state");
     assert!(response.body["detail"].as_str().unwrap().contains("operator's decision"), "{response:?}");
-    // The operator can still decide either way: no machine holds the slot.
+    // The operator can still decide either way, because no machine occupies the slot.
     assert_eq!(stack.post(&process, &format!("{path}/abandon"), &json!({})).await.status, 200);
     assert_eq!(stack.status(&process, &old.guest.machine).await, "running");
 }

@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 use super::stack::{Guest, Process, Stack, heartbeat, registration};
 
 /// The fake host's behavior.
-pub struct Script {
+pub struct FakeHostBehavior {
     /// Whether its release supports quiescing.
     pub can_quiesce: bool,
     /// Whether its writers stop when requested.
@@ -36,17 +36,17 @@ pub struct Script {
     pub files: (StatusCode, String),
 }
 
-pub struct Host {
+pub struct FakeHost {
     /// The claims of the received proofs.
     pub proofs: Arc<Mutex<Vec<Claims>>>,
     pub guest: Guest,
     /// The keys that verify proofs; an invalid proof is rejected with 401.
     pub keys: Arc<Mutex<ProofKeys>>,
-    pub script: Arc<Mutex<Script>>,
+    pub behavior: Arc<Mutex<FakeHostBehavior>>,
     stop: CancellationToken,
 }
 
-impl Host {
+impl FakeHost {
     /// Returns the number of calls to a route.
     pub fn call_count(&self, method: &str, path: &str) -> usize {
         let proofs = self.proofs.lock().unwrap();
@@ -66,45 +66,49 @@ impl Host {
 
     /// Reports this snapshot as the result of the last backup.
     pub fn report_backup(&self, key: &str, at: &str) {
-        self.script.lock().unwrap().progress = json!({"running": false,
+        self.behavior.lock().unwrap().progress = json!({"running": false,
             "last": {"status": "success", "beganAt": at, "takenAt": at, "key": key}});
     }
 }
 
-impl Drop for Host {
+impl Drop for FakeHost {
     fn drop(&mut self) {
         self.stop.cancel();
     }
 }
 
-fn respond(script: &mut Script, method: &str, path: &str) -> Response {
+fn respond(behavior: &mut FakeHostBehavior, method: &str, path: &str) -> Response {
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     match (method, path) {
-        ("POST", "/_svc/internal/quiesce") if !script.can_quiesce => StatusCode::NOT_FOUND.into_response(),
+        ("POST", "/_svc/internal/quiesce") if !behavior.can_quiesce => StatusCode::NOT_FOUND.into_response(),
         ("POST", "/_svc/internal/quiesce") => {
-            script.dispatches += script.added_dispatches;
-            let at = script.stops_writers.then_some(&now);
-            axum::Json(json!({"operationId": null, "quiescedAt": at, "runningDispatches": script.dispatches}))
-                .into_response()
+            behavior.dispatches += behavior.added_dispatches;
+            let at = behavior.stops_writers.then_some(&now);
+            axum::Json(
+                json!({"operationId": null, "quiescedAt": at, "runningDispatches": behavior.dispatches}),
+            )
+            .into_response()
         }
         ("POST", "/_svc/internal/backup") => {
             (StatusCode::ACCEPTED, axum::Json(json!({"requestedAt": now}))).into_response()
         }
-        ("GET", "/_svc/internal/backup") if !script.reports_backups => StatusCode::NOT_FOUND.into_response(),
-        ("GET", "/_svc/internal/backup") => axum::Json(script.progress.clone()).into_response(),
-        ("GET", "/api/usage") => script.usage.clone().into_response(),
-        (_, path) if path.starts_with("/api/files/") => script.files.clone().into_response(),
+        ("GET", "/_svc/internal/backup") if !behavior.reports_backups => {
+            StatusCode::NOT_FOUND.into_response()
+        }
+        ("GET", "/_svc/internal/backup") => axum::Json(behavior.progress.clone()).into_response(),
+        ("GET", "/api/usage") => behavior.usage.clone().into_response(),
+        (_, path) if path.starts_with("/api/files/") => behavior.files.clone().into_response(),
         _ => (StatusCode::ACCEPTED, axum::Json(json!({}))).into_response(),
     }
 }
 
 /// Starts a machine for `user_1` with a fake host.
-pub async fn start_host(stack: &Stack, process: &Process) -> Host {
+pub async fn start_host(stack: &Stack, process: &Process) -> FakeHost {
     start_host_for(stack, process, "user_1").await
 }
 
 /// Starts a machine for a user with a fake host.
-pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Host {
+pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> FakeHost {
     let provisioned = stack.provision(process, user).await;
     let guest = stack.wait_for_guest(process, provisioned["machineId"].as_str().unwrap()).await;
     let server = stack.provider.server_by_name(&format!("svc-{}", guest.machine)).unwrap();
@@ -117,7 +121,7 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Hos
     let beat = stack.send(beat.bearer_auth(&guest.upgrade_token).json(&heartbeat())).await;
     let keys: ProofKeys = serde_json::from_value(beat.body["proofKeys"].clone()).unwrap();
     let keys = Arc::new(Mutex::new(keys));
-    let script = Script {
+    let behavior = FakeHostBehavior {
         can_quiesce: true,
         stops_writers: true,
         reports_backups: true,
@@ -127,8 +131,8 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Hos
         usage: (StatusCode::FORBIDDEN, String::new()),
         files: (StatusCode::NOT_FOUND, String::new()),
     };
-    let script = Arc::new(Mutex::new(script));
-    let (accepted, behavior) = (keys.clone(), script.clone());
+    let behavior = Arc::new(Mutex::new(behavior));
+    let (accepted, current_behavior) = (keys.clone(), behavior.clone());
     let (machine, proofs) = (guest.machine.parse().unwrap(), Arc::new(Mutex::new(Vec::new())));
     let received = proofs.clone();
     let router = axum::Router::new().fallback(move |request: Request| async move {
@@ -141,11 +145,11 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Hos
         assert_eq!(claims.method.as_deref(), Some(request.method().as_str()));
         assert_eq!(claims.path.as_deref(), Some(request.uri().path()));
         received.lock().unwrap().push(claims);
-        respond(&mut behavior.lock().unwrap(), request.method().as_str(), request.uri().path())
+        respond(&mut current_behavior.lock().unwrap(), request.method().as_str(), request.uri().path())
     });
     let listener = TcpListener::bind((server.ipv4, stack.provider.https_port())).await.unwrap();
     let stop = CancellationToken::new();
     let tls = Some(Arc::new(identity.server_config().unwrap()));
     tokio::spawn(serve(listener, tls, router, ListenerLimits::default(), stop.clone()));
-    Host { proofs, guest, keys, script, stop }
+    FakeHost { proofs, guest, keys, behavior, stop }
 }

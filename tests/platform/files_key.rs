@@ -1,5 +1,5 @@
-//! The key of a slot's file backups: one for the slot, for its current machine and for operators with the scope `admin`,
-//! and never lost with a machine or an older database.
+//! The key of a slot's file backups. Each slot has one key, which only its current machine and operators with the scope
+//! `admin` can get. The key survives the loss of a machine and the restore of an older database.
 
 use reqwest::Method;
 use serde_json::json;
@@ -39,7 +39,7 @@ fn open_bucket(stack: &Stack) -> Bucket {
     StoreConfig::read(&mut Env::from_pairs(settings)).unwrap().open().unwrap()
 }
 
-fn key_in(response: &ApiResponse) -> String {
+fn extract_key(response: &ApiResponse) -> String {
     assert_eq!(response.status, 200, "{response:?}");
     response.body["key"].as_str().unwrap().to_owned()
 }
@@ -53,30 +53,30 @@ async fn slot_has_one_key_for_all_its_machines() {
     let operator_path = "/vps/slots/files-key?idpUserId=user_1";
     stack.get(&process, operator_path).await.assert_problem(404, "not_found");
 
-    let key = key_in(&request_key(&stack, &process, &old, json!({})).await);
+    let key = extract_key(&request_key(&stack, &process, &old, json!({})).await);
     assert_eq!(key.len(), 43, "{key}");
-    assert_eq!(key_in(&request_key(&stack, &process, &old, json!({})).await), key);
-    assert_ne!(key_in(&request_key(&stack, &process, &other, json!({})).await), key);
+    assert_eq!(extract_key(&request_key(&stack, &process, &old, json!({})).await), key);
+    assert_ne!(extract_key(&request_key(&stack, &process, &other, json!({})).await), key);
     let stolen = Guest { upgrade_token: other.upgrade_token.clone(), ..old.clone() };
     request_key(&stack, &process, &stolen, json!({})).await.assert_problem(403, "forbidden");
     let offered = "A".repeat(43);
     assert_eq!(
-        key_in(&request_key(&stack, &process, &old, json!({"key": offered})).await),
+        extract_key(&request_key(&stack, &process, &old, json!({"key": offered})).await),
         key,
         "the platform's key wins"
     );
     request_key(&stack, &process, &old, json!({"key": "short"})).await.assert_problem(400, "invalid_request");
 
     let shown = stack.get(&process, operator_path).await;
-    assert_eq!(key_in(&shown), key);
+    assert_eq!(extract_key(&shown), key);
     let repository = shown.body["repository"].as_str().unwrap();
     assert!(repository.starts_with("s3:http") && repository.ends_with("/user_1/primary/files"), "{shown:?}");
     let audit = stack.get(&process, "/audit").await;
     let text = audit.body.to_string();
     assert!(text.contains("files.key") && text.contains("user_1/primary"), "{text}");
-    assert!(!text.contains(&key) && !stack.log().contains(&key), "the key leaks");
+    assert!(!text.contains(&key) && !stack.log().contains(&key), "the key was disclosed");
 
-    // The store's fence follows the machine, and the successor gets the same key.
+    // After a recovery, the fence names the successor, which gets the same key.
     let slot = slot();
     let bucket = open_bucket(&stack);
     let fence = async || {
@@ -90,7 +90,7 @@ async fn slot_has_one_key_for_all_its_machines() {
     stack.wait_until_ended(&process, recovery.body["operationId"].as_str().unwrap()).await;
     request_key(&stack, &process, &old, json!({})).await.assert_problem(403, "superseded");
     let new = stack.wait_for_guest(&process, recovery.body["machineId"].as_str().unwrap()).await;
-    assert_eq!(key_in(&request_key(&stack, &process, &new, json!({})).await), key);
+    assert_eq!(extract_key(&request_key(&stack, &process, &new, json!({})).await), key);
     assert_eq!(fence().await, (2, new.machine.clone()));
 }
 
@@ -100,11 +100,11 @@ async fn key_lost_with_the_database_is_taken_from_the_host() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    let key = key_in(&request_key(&stack, &process, &guest, json!({})).await);
+    let key = extract_key(&request_key(&stack, &process, &guest, json!({})).await);
     let client = stack.database.connect().await.unwrap();
     client.batch_execute("TRUNCATE file_keys").await.unwrap();
-    assert_eq!(key_in(&request_key(&stack, &process, &guest, json!({"key": key})).await), key);
-    assert_eq!(key_in(&request_key(&stack, &process, &guest, json!({})).await), key);
+    assert_eq!(extract_key(&request_key(&stack, &process, &guest, json!({"key": key})).await), key);
+    assert_eq!(extract_key(&request_key(&stack, &process, &guest, json!({})).await), key);
     let sealed: Vec<u8> = client.query_one("SELECT sealed FROM file_keys", &[]).await.unwrap().get(0);
     assert!(!sealed.windows(key.len()).any(|part| part == key.as_bytes()), "the key is stored in clear text");
 }
@@ -140,7 +140,7 @@ async fn platform_prunes_each_repository_and_reports_failures() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("FILES_PRUNE_SECONDS", "1")]);
     let guest = stack.start_machine(&process, "user_1").await;
-    let key = key_in(&request_key(&stack, &process, &guest, json!({})).await);
+    let key = extract_key(&request_key(&stack, &process, &guest, json!({})).await);
     let slot = slot();
     let bucket = open_bucket(&stack);
     let ids = save_twice(&bucket, &slot, &key, guest.machine.parse().unwrap()).await;
@@ -156,7 +156,7 @@ async fn platform_prunes_each_repository_and_reports_failures() {
         row.get::<_, bool>(0).then_some(())
     };
     stack.eventually("the repository is pruned", is_pruned).await;
-    assert!(bucket.get(&old, 1 << 20).await.unwrap().is_some(), "snapshots of the last day are all kept");
+    assert!(bucket.get(&old, 1 << 20).await.unwrap().is_some(), "all snapshots of the last day are kept");
     stack
         .post(&process, "/vps/slots/files-prune", &json!({"idpUserId": "user_none"}))
         .await

@@ -1,15 +1,15 @@
-//! Operators ask a machine's host about earlier files, and have it bring one back. Each question is audited.
+//! Operators query a machine's host for earlier versions of files, and restore them. Each request is audited.
 
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use super::fake_host::{Host, start_host};
+use super::fake_host::{FakeHost, start_host};
 use super::stack::{ApiResponse, Process, Stack};
 use super::usage::add_operator;
 
 /// Sets the host's response to each request about files.
-fn answer(host: &Host, status: u16, body: &Value) {
-    host.script.lock().unwrap().files = (http::StatusCode::from_u16(status).unwrap(), body.to_string());
+fn set_files_response(host: &FakeHost, status: u16, body: &Value) {
+    host.behavior.lock().unwrap().files = (http::StatusCode::from_u16(status).unwrap(), body.to_string());
 }
 
 async fn list_audit(stack: &Stack, process: &Process, action: &str) -> Vec<Value> {
@@ -18,7 +18,7 @@ async fn list_audit(stack: &Stack, process: &Process, action: &str) -> Vec<Value
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn answers_are_printable_and_questions_audited() {
+async fn responses_are_sanitized_and_requests_audited() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let ada = add_operator(&stack, &process, "ada", "operate").await;
@@ -39,18 +39,18 @@ async fn answers_are_printable_and_questions_audited() {
         json!({"path": "/home/svc/home", "snapshot": "ab", "savedAt": "2026-01-02T03:04:05.678Z",
         "entry": {"name": "home", "kind": "directory", "modifiedAt": "2026-01-02T03:04:05.678Z"}, "entries": entries, "nextCursor": null, "secret": "x"})
     };
-    answer(&host, 200, &listing(vec![entry("a\u{1b}[2J")]));
+    set_files_response(&host, 200, &listing(vec![entry("a\u{1b}[2J")]));
     let listed = send(Method::GET, "at?path=projects", None).await;
     assert_eq!((listed.status, &listed.headers["cache-control"].to_str().unwrap()), (200, &"no-store"));
     assert_eq!(listed.body["entries"][0]["name"], "a\u{FFFD}[2J");
     assert_eq!(listed.body["secret"], Value::Null);
-    answer(&host, 200, &listing(vec![entry("a"); 10_001]));
+    set_files_response(&host, 200, &listing(vec![entry("a"); 10_001]));
     send(Method::GET, "at", None).await.assert_problem(502, "host_answer_invalid");
-    answer(&host, 404, &json!({"detail": "It did not exist.\u{1b}"}));
+    set_files_response(&host, 404, &json!({"detail": "It did not exist.\u{1b}"}));
     let missing = send(Method::GET, "versions?path=never", None).await;
     missing.assert_problem(404, "not_found");
     assert_eq!(missing.body["detail"], "It did not exist.\u{FFFD}");
-    answer(
+    set_files_response(
         &host,
         400,
         &json!({"detail": "d", "errors": [{"pointer": "?path", "detail": "must be below the home"}]}),
@@ -67,21 +67,21 @@ async fn answers_are_printable_and_questions_audited() {
 
     // A restore whose response is lost is audited, too.
     let body = json!({"path": "projects", "replace": true});
-    answer(&host, 200, &json!("no object"));
+    set_files_response(&host, 200, &json!("not an object"));
     send(Method::POST, "restore", Some(&body)).await.assert_problem(502, "host_answer_invalid");
-    answer(&host, 202, &json!({"requestId": "r", "requestedAt": "2026-01-02T03:04:05.678Z"}));
+    set_files_response(&host, 202, &json!({"requestId": "r", "requestedAt": "2026-01-02T03:04:05.678Z"}));
     assert_eq!(send(Method::POST, "restore", Some(&body)).await.status, 202);
     let restores = list_audit(&stack, &process, "files.restore").await;
     let outcomes: Vec<_> = restores.iter().map(|row| &row["after"]["outcome"]).collect();
     assert_eq!(outcomes, ["accepted", "requested", "host_answer_invalid", "requested"]);
     let excluded = json!({"measuredAt": "2026-01-02T03:04:05.678Z", "entries": 2, "bytes": 3, "complete": true,
         "largest": [{"path": "/home/svc/home/a\u{1b}", "entries": 2, "bytes": 3}]});
-    answer(&host, 200, &json!({"files": 7, "excluded": excluded, "key": "x"}));
+    set_files_response(&host, 200, &json!({"files": 7, "excluded": excluded, "key": "x"}));
     let status = send(Method::GET, "status", None).await;
     assert_eq!(status.body["excluded"]["largest"][0]["path"], "/home/svc/home/a\u{FFFD}");
     assert_eq!((&status.body["files"], &status.body["key"]), (&json!(7), &Value::Null));
     assert_eq!(list_audit(&stack, &process, "files.status").await.len(), 1);
-    answer(&host, 200, &json!({"restore": null}));
+    set_files_response(&host, 200, &json!({"restore": null}));
     assert_eq!(send(Method::GET, "restore", None).await.body["restore"], Value::Null);
 }
 

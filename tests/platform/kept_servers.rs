@@ -11,7 +11,7 @@ fn recovery_body() -> Value {
     json!({"idpUserId": "user_1"})
 }
 
-fn id(response: &Value, name: &str) -> String {
+fn string_field(response: &Value, name: &str) -> String {
     response[name].as_str().unwrap_or_else(|| panic!("no {name}: {response}")).to_owned()
 }
 
@@ -61,7 +61,7 @@ async fn cancelled_recovery_keeps_the_healthy_machine() {
     let recovery = recover(&stack, &process, &recovery_body()).await;
     let is_requested = || async { (old.call_count("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("the final backup is requested", is_requested).await;
-    let path = format!("/vps/{}/fail", id(&recovery, "machineId"));
+    let path = format!("/vps/{}/fail", string_field(&recovery, "machineId"));
     let failed = stack.post(&process, &path, &json!({"reason": "second thoughts"})).await;
     assert_eq!((failed.status, &failed.body["status"]), (200, &json!("failed")), "{failed:?}");
 
@@ -89,7 +89,7 @@ async fn failed_boot_powers_the_old_machine_on_again() {
     let old = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &recovery_body()).await;
-    let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
+    let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
     assert_eq!(power_state(&stack, &old.machine), Some(Power::Off), "the old server is kept, powered off");
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
 
@@ -124,7 +124,7 @@ async fn expired_registration_reinstates_the_old_machine() {
     let recovery = recover(&stack, &process, &recovery_body()).await;
     wait_for_status(&stack, &process, &old.machine, "failed").await;
     send_heartbeats_until_running(&stack, &process, &old).await;
-    let new = fetch_record(&stack, &process, &id(&recovery, "machineId")).await;
+    let new = fetch_record(&stack, &process, &string_field(&recovery, "machineId")).await;
     assert_eq!(new["failure"]["cause"], "registration_expired");
 }
 
@@ -135,7 +135,7 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
     let old = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
-    let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
+    let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
     stack.register(&process, &new).await;
     tokio::time::sleep(std::time::Duration::from_secs(4)).await;
     assert_eq!(
@@ -173,9 +173,9 @@ async fn server_of_unreachable_host_is_kept_until_loss_accepted() {
     let old = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &recovery_body()).await;
-    let operation = stack.wait_until_ended(&process, &id(&recovery, "operationId")).await;
+    let operation = stack.wait_until_ended(&process, &string_field(&recovery, "operationId")).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
+    let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
     stack.send_heartbeat(&process, &new, &heartbeat_of(&new)).await;
     let kept = fetch_record(&stack, &process, &old.machine).await;
     assert_eq!(kept["unsavedSince"], "2026-01-02T03:04:05.678Z", "{kept}");
@@ -221,7 +221,7 @@ async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
     stack.provider.add_fault(FaultRule::times(1000, "POST", "/actions/poweroff", locked.clone()));
     stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
-    let operation = stack.wait_until_ended(&process, &id(&recovery, "operationId")).await;
+    let operation = stack.wait_until_ended(&process, &string_field(&recovery, "operationId")).await;
     assert_eq!(
         (&operation["state"], &operation["errorCode"]),
         (&json!("succeeded"), &Value::Null),
@@ -235,14 +235,14 @@ async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
         (&json!("power_off_server"), &json!(why)),
         "{operation}"
     );
-    let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
+    let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
     stack.send_heartbeat(&process, &new, &heartbeat_of(&new)).await;
     let removal = || async {
         let operations = fetch_record(&stack, &process, &old.machine).await["operations"].clone();
         operations.as_array()?.iter().find(|operation| operation["kind"] == "remove_server").cloned()
     };
     let removal = stack.eventually("the removal is created", removal).await;
-    let path = format!("/vps/operations/{}/abandon", id(&removal, "operationId"));
+    let path = format!("/vps/operations/{}/abandon", string_field(&removal, "operationId"));
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
     // A call in flight ends when the lease expires, after 2 s.
     tokio::time::sleep(std::time::Duration::from_secs(2)).await;
@@ -261,7 +261,7 @@ async fn replace_first_requires_confirmation_before_data_loss() {
     let old = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "replaceFirst": true})).await;
-    let path = format!("/vps/operations/{}", id(&recovery, "operationId"));
+    let path = format!("/vps/operations/{}", string_field(&recovery, "operationId"));
     let waiting = || async {
         let found = stack.get(&process, &path).await.body;
         (found["state"] == "waiting").then_some(found)
@@ -270,7 +270,7 @@ async fn replace_first_requires_confirmation_before_data_loss() {
     assert_eq!(waiting["question"]["code"], "replace_first_loses_data", "{waiting}");
     stack.assert_only_server(&old.machine);
     stack.post(&process, &format!("{path}/continue"), &json!({"acceptLoss": true})).await;
-    let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
+    let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
     stack.assert_only_server(&new.machine);
 }
 
@@ -279,7 +279,7 @@ async fn boot_progress_extends_the_registration_deadline() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("REGISTRATION_TTL_SECONDS", "3")]);
     let provisioned = stack.provision(&process, "user_1").await;
-    let guest = stack.wait_for_guest(&process, &id(&provisioned, "machineId")).await;
+    let guest = stack.wait_for_guest(&process, &string_field(&provisioned, "machineId")).await;
     let report_bytes = |bytes: u64| {
         let path = format!("/vps/{}/boot-stage", guest.machine);
         let request = stack.request(&process, reqwest::Method::POST, &path);
@@ -315,7 +315,7 @@ async fn recovery_and_provisioning_reject_a_lost_pointer() {
     refused.assert_problem(409, "snapshot_unusable");
     assert!(refused.body["detail"].as_str().unwrap().contains("svcctl pointer rebuild"), "{refused:?}");
     let deleted = stack.delete(&process, &format!("/vps/{}", old.machine)).await.body;
-    stack.wait_until_ended(&process, &id(&deleted, "operationId")).await;
+    stack.wait_until_ended(&process, &string_field(&deleted, "operationId")).await;
     let again = stack.post(&process, "/vps/provision", &super::stack::provision_body("user_1")).await;
     again.assert_problem(409, "snapshot_unusable");
 }
@@ -335,11 +335,14 @@ async fn discard_is_refused_until_deletion_has_final_backup() {
     let refused = stack.post(&process, &path, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     assert_eq!(refused.body["machineStatus"], "kept", "{refused:?}");
-    assert!(refused.body["detail"].as_str().unwrap().contains(&id(&deleted, "operationId")), "{refused:?}");
+    assert!(
+        refused.body["detail"].as_str().unwrap().contains(&string_field(&deleted, "operationId")),
+        "{refused:?}"
+    );
     assert_eq!(power_state(&stack, &machine), Some(Power::Running));
 
     old.store_backup(&stack, "user_1");
-    let ended = stack.wait_until_ended(&process, &id(&deleted, "operationId")).await;
+    let ended = stack.wait_until_ended(&process, &string_field(&deleted, "operationId")).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     assert!(fetch_record(&stack, &process, &machine).await["finalBackupAt"].is_string());
 
@@ -366,11 +369,14 @@ async fn discard_is_refused_until_the_recovery_ends() {
     let path = format!("/vps/{}/discard", old.guest.machine);
     let refused = stack.post(&process, &path, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
-    assert!(refused.body["detail"].as_str().unwrap().contains(&id(&recovery, "operationId")), "{refused:?}");
+    assert!(
+        refused.body["detail"].as_str().unwrap().contains(&string_field(&recovery, "operationId")),
+        "{refused:?}"
+    );
 
     let machine = old.guest.machine.clone();
     drop(old);
-    let ended = stack.wait_until_ended(&process, &id(&recovery, "operationId")).await;
+    let ended = stack.wait_until_ended(&process, &string_field(&recovery, "operationId")).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     let kept = fetch_record(&stack, &process, &machine).await;
     assert_eq!((&kept["finalBackupAt"], &kept["unsavedSince"]), (&Value::Null, &Value::Null), "{kept}");
@@ -396,11 +402,12 @@ async fn start_machine_wrongly_marked_gone(settings: &[(&str, &str)]) -> (Stack,
 async fn server_wrongly_reported_gone_is_kept_by_a_recovery() {
     let (stack, process, old) = start_machine_wrongly_marked_gone(&[]).await;
     let recovery = recover(&stack, &process, &recovery_body()).await;
-    stack.wait_until_ended(&process, &id(&recovery, "operationId")).await;
+    stack.wait_until_ended(&process, &string_field(&recovery, "operationId")).await;
     assert_eq!(power_state(&stack, &old.machine), Some(Power::Off));
     let kept = fetch_record(&stack, &process, &old.machine).await;
     assert_eq!((&kept["failure"]["cause"], kept["unsavedSince"].is_string()), (&json!("reinstating"), true));
-    let copies = fetch_record(&stack, &process, &id(&recovery, "machineId")).await["copies"].clone();
+    let copies =
+        fetch_record(&stack, &process, &string_field(&recovery, "machineId")).await["copies"].clone();
     assert_eq!(copies["kept"][0]["machineId"], json!(old.machine), "{copies}");
     assert_eq!(copies["kept"][0]["missingSince"], Value::Null, "{copies}");
 }
@@ -410,7 +417,7 @@ async fn server_wrongly_reported_gone_survives_immediate_deletion() {
     let (stack, process, old) = start_machine_wrongly_marked_gone(&[]).await;
     let path = format!("/vps/{}", old.machine);
     let deleted = stack.delete(&process, &format!("{path}?now=true")).await.body;
-    stack.wait_until_ended(&process, &id(&deleted, "operationId")).await;
+    stack.wait_until_ended(&process, &string_field(&deleted, "operationId")).await;
     let kept = fetch_record(&stack, &process, &old.machine).await;
     assert!(kept["unsavedSince"].is_string(), "{kept}");
     let path = format!("{path}/discard");
@@ -429,11 +436,11 @@ async fn server_wrongly_reported_gone_runs_after_power_on() {
     let on = stack.post(&process, &path, &json!({"action": "on"})).await;
     assert_eq!(on.status, 202, "{on:?}");
     send_heartbeats_until_running(&stack, &process, &old).await;
-    stack.wait_until_ended_with_heartbeats(&process, &id(&on.body, "operationId")).await;
+    stack.wait_until_ended_with_heartbeats(&process, &string_field(&on.body, "operationId")).await;
     assert_eq!(fetch_record(&stack, &process, &old.machine).await["failure"], Value::Null);
 }
 
-/// The removal looks the server up once more; after that, the machine can be undeleted.
+/// The removal queries the provider for the server once more. If the server exists, the machine can be undeleted.
 #[tokio::test(flavor = "multi_thread")]
 async fn server_found_during_removal_is_kept() {
     let (stack, process, old) = start_machine_wrongly_marked_gone(&[("DELETE_GRACE_SECONDS", "5")]).await;
@@ -442,7 +449,7 @@ async fn server_found_during_removal_is_kept() {
     let path = format!("/vps/{}", old.machine);
     let client = stack.database.connect().await.unwrap();
     let deleted = stack.delete(&process, &path).await.body;
-    stack.wait_until_ended(&process, &id(&deleted, "operationId")).await;
+    stack.wait_until_ended(&process, &string_field(&deleted, "operationId")).await;
     stack.provider.hide_servers(&[]);
     let kept = || async {
         fetch_record(&stack, &process, &old.machine).await["unsavedSince"].is_string().then_some(())

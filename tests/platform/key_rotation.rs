@@ -9,17 +9,18 @@ use svc::config::Env;
 use svc::http::proof::ProofKeys;
 use svc::platform::config::PlatformConfig;
 
-use super::fake_host::{Host, start_host};
+use super::fake_host::{FakeHost, start_host};
 use super::stack::{Process, Stack, heartbeat_of};
 
-const FAST: [(&str, &str); 2] = [("PROOF_KEY_ROTATE_SECONDS", "4"), ("PROOF_KEY_OVERLAP_SECONDS", "1")];
+const FAST_ROTATION: [(&str, &str); 2] =
+    [("PROOF_KEY_ROTATE_SECONDS", "4"), ("PROOF_KEY_OVERLAP_SECONDS", "1")];
 
 fn kids(keys: &ProofKeys) -> Vec<String> {
     keys.keys.iter().map(|key| key.kid.clone()).collect()
 }
 
 /// Sends a heartbeat that acknowledges the host's keys, and stores the returned ones.
-async fn send_heartbeat(stack: &Stack, process: &Process, host: &Host) -> Vec<String> {
+async fn send_heartbeat(stack: &Stack, process: &Process, host: &FakeHost) -> Vec<String> {
     let acknowledged = kids(&host.keys.lock().unwrap());
     let mut body = heartbeat_of(&host.guest);
     body["proofKids"] = json!(acknowledged);
@@ -32,7 +33,7 @@ async fn send_heartbeat(stack: &Stack, process: &Process, host: &Host) -> Vec<St
 #[tokio::test(flavor = "multi_thread")]
 async fn keys_rotate_without_refused_proofs() {
     let stack = Stack::start().await;
-    let processes = (stack.start_platform_with(&FAST), stack.start_platform_with(&FAST));
+    let processes = (stack.start_platform_with(&FAST_ROTATION), stack.start_platform_with(&FAST_ROTATION));
     let host = start_host(&stack, &processes.0).await;
     let path = format!("/vps/{}/backup", host.guest.machine);
     let first = kids(&host.keys.lock().unwrap()).remove(0);
@@ -67,7 +68,7 @@ async fn keys_rotate_without_refused_proofs() {
 #[tokio::test(flavor = "multi_thread")]
 async fn key_stays_until_every_host_acknowledges_its_successor() {
     let stack = Stack::start().await;
-    let process = stack.start_platform_with(&FAST);
+    let process = stack.start_platform_with(&FAST_ROTATION);
     let host = start_host(&stack, &process).await;
     let first = kids(&host.keys.lock().unwrap()).remove(0);
     let silent = stack.start_machine(&process, "user_2").await;
@@ -91,7 +92,7 @@ async fn key_stays_until_every_host_acknowledges_its_successor() {
 #[tokio::test(flavor = "multi_thread")]
 async fn app_key_signs_only_after_every_router_has_it() {
     let stack = Stack::start().await;
-    let _process = stack.start_platform_with(&FAST);
+    let _process = stack.start_platform_with(&FAST_ROTATION);
     let client = stack.database.connect().await.unwrap();
     let active_keys = || async {
         let sql =
@@ -106,7 +107,7 @@ async fn app_key_signs_only_after_every_router_has_it() {
         let client = &client;
         async move { client.execute(sql, &[&kid, &f64::from(seconds)]).await.unwrap() }
     };
-    // The next rotation is far away: only the ages set here decide which key signs.
+    // The next rotation is far in the future, so only the ages set here determine which key signs.
     set_key_age(kids[0].clone(), 90_000).await;
     set_key_age(kids[1].clone(), 5).await;
     let settings = stack.settings();
@@ -136,9 +137,10 @@ async fn app_key_signs_only_after_every_router_has_it() {
 
 /// The host sends no heartbeats for longer than a rotation waits, but keeps serving.
 #[tokio::test(flavor = "multi_thread")]
-async fn silent_host_delays_no_rotation_and_keeps_its_key() {
+async fn silent_host_keeps_its_key_without_delaying_rotation() {
     let stack = Stack::start().await;
-    let process = stack.start_platform_with(&[FAST[0], FAST[1], ("PROOF_KEY_SILENCE_SECONDS", "2")]);
+    let process =
+        stack.start_platform_with(&[FAST_ROTATION[0], FAST_ROTATION[1], ("PROOF_KEY_SILENCE_SECONDS", "2")]);
     let host = start_host(&stack, &process).await;
     send_heartbeat(&stack, &process, &host).await;
     let first = kids(&host.keys.lock().unwrap()).remove(0);

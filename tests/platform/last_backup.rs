@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use svc::clock::rfc3339_ms;
 use svc::http::proof::Route;
 
-use super::fake_host::{Host, start_host};
+use super::fake_host::{FakeHost, start_host};
 use super::stack::{BUCKET, Process, Stack, heartbeat};
 
 const QUIESCE: &str = "/_svc/internal/quiesce";
@@ -38,7 +38,7 @@ async fn wait_for_question(stack: &Stack, process: &Process, recovery: &Value) -
     stack.eventually("the operation is waiting", waits).await
 }
 
-async fn wait_for_call(stack: &Stack, host: &Host, method: &str, path: &str) {
+async fn wait_for_call(stack: &Stack, host: &FakeHost, method: &str, path: &str) {
     stack.eventually(path, || async { (host.call_count(method, path) > 0).then_some(()) }).await;
 }
 
@@ -144,7 +144,7 @@ async fn progressing_backup_extends_every_deadline() {
     wait_for_call(&stack, &old, "POST", BACKUP).await;
     for step in 1..=12 {
         let bytes = step * (2 << 20);
-        old.script.lock().unwrap().progress =
+        old.behavior.lock().unwrap().progress =
             json!({"running": true, "stage": "upload", "uploadedBytes": bytes});
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
@@ -203,7 +203,7 @@ async fn abandoned_recovery_leaves_the_old_machine_running() {
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
-    old.script.lock().unwrap().stops_writers = false;
+    old.behavior.lock().unwrap().stops_writers = false;
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert!(waiting["question"]["detail"].as_str().unwrap().contains("did not stop in time"), "{waiting}");
@@ -229,7 +229,7 @@ async fn failed_backup_is_retried_before_operation_waits() {
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
     let late = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));
-    old.script.lock().unwrap().progress =
+    old.behavior.lock().unwrap().progress =
         json!({"running": false, "last": {"status": "error", "beganAt": late, "error": "no space left"}});
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
@@ -252,7 +252,7 @@ async fn held_snapshot_waits_and_counts_after_acceptance() {
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
     let loss = "the table app_notes.notes with 400 rows is gone";
-    old.script.lock().unwrap().progress = held_back_report(&json!({"held": {"latest": "k", "loss": loss}}));
+    old.behavior.lock().unwrap().progress = held_back_report(&json!({"held": {"latest": "k", "loss": loss}}));
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     let taken_at = now_text();
@@ -307,7 +307,7 @@ async fn older_host_with_a_held_snapshot_gets_no_retries() {
     stack.store_snapshot("user_1");
     let error =
         "the database holds 3 rows instead of 400\n  next: `svc-db-backup accept`, if the loss is intended";
-    old.script.lock().unwrap().progress = held_back_report(&json!({"error": error}));
+    old.behavior.lock().unwrap().progress = held_back_report(&json!({"error": error}));
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert_eq!(waiting["question"]["code"], "last_backup_held_back", "{waiting}");
@@ -321,8 +321,8 @@ async fn older_host_is_backed_up_without_quiescing() {
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
     {
-        let mut script = old.script.lock().unwrap();
-        (script.can_quiesce, script.reports_backups) = (false, false);
+        let mut behavior = old.behavior.lock().unwrap();
+        (behavior.can_quiesce, behavior.reports_backups) = (false, false);
     }
     let recovery = recover(&stack, &process, json!({})).await;
     wait_for_call(&stack, &old, "POST", BACKUP).await;
@@ -348,14 +348,14 @@ async fn host_with_unregistered_key_gets_no_request() {
 }
 
 /// Starts a host that never stops its writers, and reports more dispatches on each call.
-async fn start_host_that_never_stops() -> (Stack, Process, Host) {
+async fn start_host_that_never_stops() -> (Stack, Process, FakeHost) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "2")]);
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
     {
-        let mut script = old.script.lock().unwrap();
-        (script.stops_writers, script.added_dispatches) = (false, 1);
+        let mut behavior = old.behavior.lock().unwrap();
+        (behavior.stops_writers, behavior.added_dispatches) = (false, 1);
     }
     (stack, process, old)
 }
@@ -366,7 +366,7 @@ async fn growing_dispatch_count_does_not_delay_the_operation() {
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert!(waiting["question"]["detail"].as_str().unwrap().contains("did not stop in time"), "{waiting}");
-    assert!(old.script.lock().unwrap().dispatches > 1);
+    assert!(old.behavior.lock().unwrap().dispatches > 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -419,11 +419,11 @@ async fn loss_is_accepted_while_a_host_claims_progress() {
 }
 
 /// Makes the host report this many additional bytes every 100 ms.
-fn spawn_growing_progress(old: &Host, bytes: u64) -> tokio::task::JoinHandle<()> {
-    let script = old.script.clone();
+fn spawn_growing_progress(old: &FakeHost, bytes: u64) -> tokio::task::JoinHandle<()> {
+    let behavior = old.behavior.clone();
     tokio::spawn(async move {
         for n in 1.. {
-            script.lock().unwrap().progress =
+            behavior.lock().unwrap().progress =
                 json!({"running": true, "stage": "dump", "dumpedBytes": n * bytes, "uploadedBytes": 0});
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
@@ -447,7 +447,7 @@ async fn forged_snapshot_does_not_count_as_final_backup() {
     assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
 
     // A snapshot from the future would count for every later operation on the slot.
-    old.script.lock().unwrap().reports_backups = false;
+    old.behavior.lock().unwrap().reports_backups = false;
     stack.store_snapshot_by("user_1", &old.guest.machine, "9999-01-01T00:00:00.000Z");
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
@@ -467,7 +467,7 @@ async fn forged_snapshot_does_not_count_as_final_backup() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
 
-    old.script.lock().unwrap().reports_backups = true;
+    old.behavior.lock().unwrap().reports_backups = true;
     old.store_backup(&stack, "user_1");
     assert_eq!(
         wait_for_backup_detail(&stack, &process, &recovery).await,
@@ -482,7 +482,7 @@ async fn unreadable_pointer_is_not_reported_as_no_snapshot() {
     let _old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
-    stack.store.write(BUCKET, "user_1/primary/system/db/latest", "no JSON");
+    stack.store.write(BUCKET, "user_1/primary/system/db/latest", "not JSON");
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     let detail = waiting["question"]["detail"].as_str().unwrap();
     assert!(detail.contains("cannot be read") && !detail.contains("there is no snapshot"), "{detail}");

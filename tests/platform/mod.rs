@@ -21,7 +21,7 @@ mod fail;
 mod fake_host;
 mod files_key;
 mod fleet;
-mod fuse;
+mod fleet_alarms;
 mod host_files;
 mod idempotency;
 mod kept_servers;

@@ -196,10 +196,10 @@ async fn audit_names_the_operator_and_no_table_stores_a_token() {
         assert!(!text.is_empty(), "{table}");
         for token in [&first, &second] {
             let mac = token.rsplit('_').next().unwrap();
-            assert!(!text.contains(mac), "{table} holds a token");
+            assert!(!text.contains(mac), "{table} contains a token");
         }
     }
-    assert!(!stack.log().contains("svco_"), "the log holds a token");
+    assert!(!stack.log().contains("svco_"), "the log contains a token");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -250,7 +250,7 @@ async fn last_use_costs_one_write_for_many_requests() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn audit_pages_hold_every_entry_once() {
+async fn audit_pages_contain_every_entry_once() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let client = stack.database.connect().await.unwrap();

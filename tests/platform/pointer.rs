@@ -260,9 +260,9 @@ async fn forged_epochs_and_entries_do_not_block_the_slot() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let [newer, _] = recover_with_two_snapshots(&stack, &process).await;
-    let side = r#"{"version": 1}"#;
+    let sidecar = r#"{"version": 1}"#;
     let key = "user_1/primary/system/db/snapshots/2027-01-01T00-00-00.000Z-2147483646.dump.json";
-    stack.store.write(BUCKET, key, side);
+    stack.store.write(BUCKET, key, sidecar);
     let response = stack.post(&process, "/vps/recover", &slot_body()).await;
     assert_eq!((response.status, &response.body["epoch"]), (202, &json!(3)), "{response:?}");
     stack.wait_until_ended(&process, response.body["operationId"].as_str().unwrap()).await;
@@ -315,8 +315,8 @@ async fn forged_epochs_and_entries_do_not_block_the_slot() {
     }
 }
 
-/// A machine may write log entries that are not pointers before it is replaced, each further ahead than a reader of the
-/// previous entry searches.
+/// Before it is replaced, a machine can write log entries that are not pointers. Each is further ahead of the previous
+/// entry than a reader searches.
 #[tokio::test(flavor = "multi_thread")]
 async fn rebuild_removes_invalid_pointer_entries() {
     let stack = Stack::start().await;

@@ -38,7 +38,7 @@ async fn slow_reports_do_not_delay_heartbeats() {
     let path = format!("/vps/{}/fail", guest.machine);
     let failed = stack.post(&process, &path, &serde_json::json!({"reason": "r"})).await;
     assert_eq!(failed.status, 200, "{failed:?}");
-    assert!(reports.iter().all(|report| !report.is_finished()), "the reports were in progress throughout");
+    assert!(reports.iter().all(|report| !report.is_finished()), "a report ended too early");
     lock.rollback().await.unwrap();
     for report in reports {
         report.await.unwrap();
@@ -79,7 +79,7 @@ async fn hanging_store_blocks_no_database_connection() {
         );
     }
     assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
-    assert!(waiting.iter().all(|request| !request.is_finished()), "every request was still waiting");
+    assert!(waiting.iter().all(|request| !request.is_finished()), "a request ended too early");
     for request in waiting {
         assert_eq!(request.await.unwrap(), 503);
     }

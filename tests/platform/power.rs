@@ -217,7 +217,11 @@ async fn powered_off_machine_is_replaced_only_with_accepted_loss() {
     };
     assert_refused().await;
     let path = format!("/vps/operations/{}", off.body["operationId"].as_str().unwrap());
-    assert_eq!(stack.get(&process, &path).await.body["state"], "running", "the operation is not cancelled");
+    assert_eq!(
+        stack.get(&process, &path).await.body["state"],
+        "running",
+        "the operation must not be cancelled"
+    );
     // The operation ends when the power has been cut.
     stack.wait_until_ended(&process, off.body["operationId"].as_str().unwrap()).await;
     assert_refused().await;

@@ -190,5 +190,5 @@ async fn previews_need_no_subscription_and_are_limited() {
         (listed["machines"] == json!([]) && stack.provider.servers().is_empty()).then_some(())
     };
     stack.eventually("the previews end", have_ended).await;
-    assert!(stack.store.objects(BUCKET, "user_1/").len() >= 2, "objects are kept");
+    assert!(stack.store.objects(BUCKET, "user_1/").len() >= 2, "the objects must be kept");
 }

@@ -1,4 +1,4 @@
-//! The number of rows that statements read, as counted by the database: it does not grow with the number of irrelevant
+//! The number of rows that statements read, as counted by the database, does not grow with the number of irrelevant
 //! machines and operations.
 
 use deadpool_postgres::Object;

@@ -10,10 +10,10 @@ async fn get_fleet(stack: &Stack, process: &Process, token: &str) -> ApiResponse
 }
 
 /// More requests than a burst allows.
-const MANY: u32 = 40;
+const ABOVE_BURST: u32 = 40;
 /// Fewer requests than a burst allows, so that one is rejected only if earlier requests count. It is more than one,
 /// because on a slow machine the limit may permit another request in the meantime.
-const FEW: u32 = 5;
+const BELOW_BURST: u32 = 5;
 
 /// Sends at most `count` requests, and returns the first rate-limited response.
 async fn send_until_limited(
@@ -41,9 +41,9 @@ async fn wrong_tokens_of_an_address_are_limited() {
     assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
 
     let well_formed = |number: u32| format!("svco_{number:032x}_{}", "0".repeat(64));
-    send_until_limited(&stack, &process, MANY, well_formed).await.assert_problem(429, "rate_limited");
+    send_until_limited(&stack, &process, ABOVE_BURST, well_formed).await.assert_problem(429, "rate_limited");
     for token in ["wrong", "svcu_wrong"] {
-        let refused = send_until_limited(&stack, &process, FEW, |_| token.to_owned()).await;
+        let refused = send_until_limited(&stack, &process, BELOW_BURST, |_| token.to_owned()).await;
         refused.assert_problem(429, "rate_limited");
     }
 
@@ -58,7 +58,7 @@ async fn clients_of_a_trusted_proxy_have_no_address_limit() {
     let settings =
         [("PLATFORM_ADDRESS_CHECKS_PER_SECOND", "1"), ("PLATFORM_TRUSTED_PROXIES", "127.0.0.1, ::1")];
     let process = stack.start_platform_with(&settings);
-    for number in 0..MANY {
+    for number in 0..ABOVE_BURST {
         get_fleet(&stack, &process, &format!("wrong-{number}")).await.assert_problem(401, "unauthorized");
     }
 }
@@ -72,7 +72,7 @@ async fn operator_rate_limit_does_not_affect_others() {
     let ada = added.body["token"].as_str().unwrap();
 
     let process = stack.start_platform_with(&[("PLATFORM_OPERATOR_REQUESTS_PER_SECOND", "1")]);
-    let refused = send_until_limited(&stack, &process, MANY, |_| ada.to_owned()).await;
+    let refused = send_until_limited(&stack, &process, ABOVE_BURST, |_| ada.to_owned()).await;
     refused.assert_problem(429, "rate_limited");
     assert!(refused.body["detail"].as_str().unwrap().contains("ada"), "{refused:?}");
     assert!(refused.headers.contains_key("retry-after"), "{refused:?}");

@@ -141,7 +141,7 @@ async fn orphans_are_deleted_once_an_operator_releases_them() {
     wait_for_listings(&stack, 2).await;
     assert!(
         stack.provider.server_by_name("orphan").is_some(),
-        "the orphan is deleted only after an operator has released it"
+        "the orphan was deleted before an operator released it"
     );
     // A server that cannot be deleted does not block the others.
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
@@ -200,12 +200,15 @@ async fn released_server_is_deleted_after_its_grace_period() {
     assert!(alarm["next"].as_str().unwrap().contains("1 of them were released before"), "{alarm}");
     assert!(
         stack.provider.server_by_name("known").is_some(),
-        "the released server is deleted only after its grace period"
+        "the released server was deleted before its grace period ended"
     );
     let gone = || async { stack.provider.server_by_name("known").is_none().then_some(()) };
     stack.eventually("the released server is deleted", gone).await;
     tokio::time::sleep(Duration::from_secs(7)).await;
-    assert!(stack.provider.server_by_name("later").is_some(), "the later server was not released");
+    assert!(
+        stack.provider.server_by_name("later").is_some(),
+        "the later server was deleted without a release"
+    );
 }
 
 /// Deletes a machine without retention, so that the reconciler may delete its server immediately.

@@ -50,7 +50,7 @@ async fn recovery_installs_the_release_after_a_host_rollback() {
     assert_eq!(slot_release().await, "v2");
     report("v3", "failing", false).await;
     report("v3", "ok", true).await;
-    assert_eq!(slot_release().await, "v2", "v3 has not worked yet");
+    assert_eq!(slot_release().await, "v2", "no heartbeat has confirmed v3 yet");
     report("v1", "ok", false).await;
     stack.store_snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;

@@ -154,7 +154,7 @@ async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
     stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     let record = fetch_record(&stack, &process, &guest).await;
     assert_eq!((&record["status"], &record["failure"]), (&json!("running"), &Value::Null));
-    assert_eq!(record["serverType"], "cpx32", "the type that the provider reports");
+    assert_eq!(record["serverType"], "cpx32", "the record must show the type that the provider reports");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,5 +1,5 @@
-//! The platform's database is restored from an older copy. The operations that are open in the copy have ended since
-//! then, as the store shows.
+//! The platform's database is restored from an older copy. The operations that are open in the copy have since ended,
+//! as the store shows.
 
 use kit::pg::copy::DatabaseCopy;
 use kit::provider::Power;
@@ -8,7 +8,7 @@ use reqwest::Method;
 use serde_json::{Value, json};
 use tokio_postgres::Client;
 
-use super::fake_host::{Host, start_host};
+use super::fake_host::{FakeHost, start_host};
 use super::stack::{Guest, Process, SECRET, Stack, heartbeat_of, provision_body, registration};
 
 const BACKUP: &str = "/_svc/internal/backup";
@@ -83,7 +83,7 @@ impl RestorablePlatform {
         assert_eq!(waiting["question"]["code"], "database_behind_store", "{waiting}");
     }
 
-    pub async fn wait_for_backup_request(&self, host: &Host) {
+    pub async fn wait_for_backup_request(&self, host: &FakeHost) {
         let is_requested = || async { (host.call_count("POST", BACKUP) > 0).then_some(()) };
         self.stack.eventually("the final backup is requested", is_requested).await;
     }
@@ -120,7 +120,7 @@ impl RestorablePlatform {
     }
 }
 
-pub(super) fn id(response: &Value, name: &str) -> String {
+pub(super) fn string_field(response: &Value, name: &str) -> String {
     response[name].as_str().unwrap_or_else(|| panic!("no {name}: {response}")).to_owned()
 }
 
@@ -134,7 +134,7 @@ async fn recovery_abandoned_after_the_copy_changes_nothing() {
         platform.stack.post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     platform.wait_for_backup_request(&old).await;
     platform.save().await;
-    platform.abandon(&format!("/vps/operations/{}", id(&recovery, "operationId"))).await;
+    platform.abandon(&format!("/vps/operations/{}", string_field(&recovery, "operationId"))).await;
     platform.wait_for_fence(3).await;
     platform.wait_for_status(&machine, "running").await;
     platform.send_heartbeat(&old.guest, 3, Value::Null).await;
@@ -144,7 +144,7 @@ async fn recovery_abandoned_after_the_copy_changes_nothing() {
     old.store_backup(&platform.stack, "user_1");
     let back = platform.wait_for_status(&machine, "running").await;
     assert_eq!(back["epoch"], 3, "{back}");
-    let failed = platform.fetch_record(&id(&recovery, "machineId")).await;
+    let failed = platform.fetch_record(&string_field(&recovery, "machineId")).await;
     assert_eq!(failed["failure"]["cause"], "fenced", "{failed}");
     assert!(failed["failure"]["message"].as_str().unwrap().contains("older than the store"), "{failed}");
     assert_eq!(platform.power_state(&machine), Some(Power::Running));
@@ -162,7 +162,7 @@ async fn registration_for_a_failed_recovery_is_rejected() {
     platform.stack.store_snapshot("user_1");
     let recovery =
         platform.stack.post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    let new = platform.stack.wait_for_guest(platform.process(), &id(&recovery, "machineId")).await;
+    let new = platform.stack.wait_for_guest(platform.process(), &string_field(&recovery, "machineId")).await;
     platform.save().await;
     let path = format!("/vps/{}/boot-failure", new.machine);
     let report =
@@ -181,7 +181,7 @@ async fn registration_for_a_failed_recovery_is_rejected() {
 
 /// Starts a deletion that is undone after the copy has been saved, and waits for a decision after the copy has been
 /// restored. Returns the path of its operation.
-async fn start_undone_deletion(query: &str) -> (RestorablePlatform, Host, String) {
+async fn start_undone_deletion(query: &str) -> (RestorablePlatform, FakeHost, String) {
     let mut platform = RestorablePlatform::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
     let old = start_host(&platform.stack, platform.process()).await;
     let machine = old.guest.machine.clone();
@@ -193,7 +193,7 @@ async fn start_undone_deletion(query: &str) -> (RestorablePlatform, Host, String
     assert_eq!(undone.status, 202, "{undone:?}");
     platform.wait_for_fence(2).await;
     platform.restore(&[]).await;
-    let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
+    let operation = format!("/vps/operations/{}", string_field(&deleted, "operationId"));
     platform.wait_for_question(&operation).await;
     (platform, old, operation)
 }
@@ -239,7 +239,7 @@ async fn server_of_a_deletion_undone_after_the_copy_is_kept() {
     let old = platform.stack.start_machine(platform.process(), "user_1").await;
     platform.stack.store_snapshot("user_1");
     let deleted = platform.stack.delete(platform.process(), &format!("/vps/{}", old.machine)).await.body;
-    platform.stack.wait_until_ended(platform.process(), &id(&deleted, "operationId")).await;
+    platform.stack.wait_until_ended(platform.process(), &string_field(&deleted, "operationId")).await;
     // The state after a final backup.
     platform.client.execute("UPDATE user_machines SET unsaved_since = NULL", &[]).await.unwrap();
     platform.save().await;
@@ -270,7 +270,7 @@ async fn discard_from_before_the_copy_must_be_repeated() {
     let old = platform.stack.start_machine(platform.process(), "user_1").await;
     platform.stack.store_snapshot("user_1");
     let deleted = platform.stack.delete(platform.process(), &format!("/vps/{}", old.machine)).await.body;
-    platform.stack.wait_until_ended(platform.process(), &id(&deleted, "operationId")).await;
+    platform.stack.wait_until_ended(platform.process(), &string_field(&deleted, "operationId")).await;
     platform.save().await;
     let undone =
         platform.stack.post(platform.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
@@ -300,7 +300,7 @@ async fn machine_adopts_the_later_signed_epoch() {
     let recovery =
         platform.stack.post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     platform.wait_for_backup_request(&old).await;
-    platform.abandon(&format!("/vps/operations/{}", id(&recovery, "operationId"))).await;
+    platform.abandon(&format!("/vps/operations/{}", string_field(&recovery, "operationId"))).await;
     platform.wait_for_fence(3).await;
 
     platform.restore(&[]).await;
@@ -314,7 +314,8 @@ async fn machine_adopts_the_later_signed_epoch() {
 async fn heartbeat_repeats_a_forgotten_registration() {
     let mut platform = RestorablePlatform::start(&[]).await;
     let provisioned = platform.stack.provision(platform.process(), "user_1").await;
-    let guest = platform.stack.wait_for_guest(platform.process(), &id(&provisioned, "machineId")).await;
+    let guest =
+        platform.stack.wait_for_guest(platform.process(), &string_field(&provisioned, "machineId")).await;
     platform.save().await;
     assert_eq!(platform.stack.register(platform.process(), &guest).await.status, 200);
     platform.restore(&[]).await;
@@ -323,7 +324,7 @@ async fn heartbeat_repeats_a_forgotten_registration() {
     let runs = platform.fetch_record(&guest.machine).await;
     assert_eq!(runs["status"], "running", "{runs}");
     let operation =
-        platform.stack.wait_until_ended(platform.process(), &id(&provisioned, "operationId")).await;
+        platform.stack.wait_until_ended(platform.process(), &string_field(&provisioned, "operationId")).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
 }
 
@@ -333,7 +334,8 @@ async fn registration_of_another_machine_is_ignored() {
         RestorablePlatform::start(&[("DELETE_GRACE_SECONDS", "0"), ("SERVER_GONE_SILENCE_SECONDS", "1")])
             .await;
     let provisioned = platform.stack.provision(platform.process(), "user_1").await;
-    let guest = platform.stack.wait_for_guest(platform.process(), &id(&provisioned, "machineId")).await;
+    let guest =
+        platform.stack.wait_for_guest(platform.process(), &string_field(&provisioned, "machineId")).await;
     let other = registration("00000000-0000-7000-8000-000000000000", 1);
     platform.send_heartbeat(&guest, 1, other).await;
     assert_eq!(platform.fetch_record(&guest.machine).await["status"], "provisioning");
@@ -347,7 +349,8 @@ async fn serving_host_of_a_failed_machine_is_kept() {
     let mut platform =
         RestorablePlatform::start(&[("PREDECESSOR_KEEP_SECONDS", "0"), ("DELETE_GRACE_SECONDS", "0")]).await;
     let provisioned = platform.stack.provision(platform.process(), "user_1").await;
-    let guest = platform.stack.wait_for_guest(platform.process(), &id(&provisioned, "machineId")).await;
+    let guest =
+        platform.stack.wait_for_guest(platform.process(), &string_field(&provisioned, "machineId")).await;
     platform
         .client
         .execute("UPDATE user_machines SET status = 'failed', failure_cause = 'operator'", &[])
@@ -357,7 +360,7 @@ async fn serving_host_of_a_failed_machine_is_kept() {
     platform.restore(&[]).await;
     platform.send_heartbeat(&guest, 1, registration(&guest.machine, 1)).await;
     let response = platform.stack.delete(platform.process(), &format!("/vps/{}", guest.machine)).await;
-    platform.stack.wait_until_ended(platform.process(), &id(&response.body, "operationId")).await;
+    platform.stack.wait_until_ended(platform.process(), &string_field(&response.body, "operationId")).await;
     tokio::time::sleep(std::time::Duration::from_secs(4)).await;
     assert!(platform.power_state(&guest.machine).is_some(), "{}", platform.stack.log());
     platform.wait_until_fleet_shows("unsaved_changes").await;
@@ -371,8 +374,8 @@ async fn slot_of_a_forgotten_machine_requires_an_accepted_loss() {
     platform.save().await;
     let body = json!({"idpUserId": "user_1"});
     let recovery = platform.stack.post(platform.process(), "/vps/recover", &body).await.body;
-    let forgotten = id(&recovery, "machineId");
-    platform.stack.wait_until_ended(platform.process(), &id(&recovery, "operationId")).await;
+    let forgotten = string_field(&recovery, "machineId");
+    platform.stack.wait_until_ended(platform.process(), &string_field(&recovery, "operationId")).await;
     platform.restore(&[]).await;
     let refused = platform.stack.post(platform.process(), "/vps/recover", &body).await;
     refused.assert_problem(409, "invalid_state");
@@ -415,7 +418,7 @@ async fn undelete_is_refused_if_a_later_machine_holds_the_slot() {
     let old = platform.stack.start_machine(platform.process(), "user_1").await;
     platform.stack.store_snapshot("user_1");
     let deleted = platform.stack.delete(platform.process(), &format!("/vps/{}", old.machine)).await.body;
-    platform.stack.wait_until_ended(platform.process(), &id(&deleted, "operationId")).await;
+    platform.stack.wait_until_ended(platform.process(), &string_field(&deleted, "operationId")).await;
     platform.save().await;
     let provisioned =
         platform.stack.post(platform.process(), "/vps/provision", &provision_body("user_1")).await;
@@ -427,7 +430,7 @@ async fn undelete_is_refused_if_a_later_machine_holds_the_slot() {
     refused.assert_problem(409, "invalid_state");
     let detail = refused.body["detail"].as_str().unwrap();
     assert!(
-        detail.contains(&id(&provisioned.body, "machineId")) && detail.contains("svcctl provision"),
+        detail.contains(&string_field(&provisioned.body, "machineId")) && detail.contains("svcctl provision"),
         "{detail}"
     );
     assert!(platform.fetch_record(&old.machine).await["deletedAt"].is_string());
@@ -442,13 +445,14 @@ async fn replaced_machine_is_neither_powered_on_nor_resized() {
     platform.save().await;
     let recovery =
         platform.stack.post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    platform.stack.wait_until_ended(platform.process(), &id(&recovery, "operationId")).await;
+    platform.stack.wait_until_ended(platform.process(), &string_field(&recovery, "operationId")).await;
     assert_eq!(platform.power_state(&old.machine), Some(Power::Off));
     platform.restore(&[]).await;
     let path = format!("/vps/{}/power", old.machine);
     let on = platform.stack.post(platform.process(), &path, &json!({"action": "on"})).await;
     assert_eq!(on.status, 202, "{on:?}");
-    let operation = platform.stack.wait_until_ended(platform.process(), &id(&on.body, "operationId")).await;
+    let operation =
+        platform.stack.wait_until_ended(platform.process(), &string_field(&on.body, "operationId")).await;
     assert_eq!(
         (&operation["state"], &operation["errorCode"]),
         (&json!("failed"), &json!("database_behind_store"))
@@ -457,7 +461,7 @@ async fn replaced_machine_is_neither_powered_on_nor_resized() {
     let (path, to) = (format!("/vps/{}/resize", old.machine), json!({"serverType": "cpx32"}));
     let refused = platform.stack.post(platform.process(), &path, &to).await;
     refused.assert_problem(409, "invalid_state");
-    let holder = id(&recovery, "machineId");
+    let holder = string_field(&recovery, "machineId");
     assert!(refused.body["detail"].as_str().unwrap().contains(&holder), "{refused:?}");
 }
 

@@ -33,7 +33,7 @@ async fn expired_rows_are_deleted_and_live_ones_kept() {
     let guest = stack.start_machine(&process, "user_1").await;
     let machine: uuid::Uuid = guest.machine.parse().unwrap();
     let old = uuid::Uuid::now_v7();
-    // One statement: the platform may delete the operation as soon as it is committed.
+    // One statement, because the platform may delete the operation as soon as it is committed.
     let sql = "WITH old AS (INSERT INTO operations (operation_id, machine_id, kind, state, step, ended_at) \
                    VALUES ($1, $2, 'delete', 'succeeded', 'delete_server', now() - interval '401 days') \
                    RETURNING operation_id, step) \

@@ -33,7 +33,7 @@ async fn test_slots_are_updated_first_and_others_in_random_order() {
         let rollout = fleet.deploy(&json!({"canary": 1, "batchSize": 1})).await;
         assert_eq!(fleet.post_action(&rollout, "abort").await.status, 200);
         let order = handles_by_batch(&rollout);
-        assert_eq!(order[0], "h-user-2", "the test slot is the canary: {order:?}");
+        assert_eq!(order[0], "h-user-2", "the test slot must be the canary: {order:?}");
         second_handles.push(order[1].clone());
     }
     second_handles.sort();

@@ -160,7 +160,7 @@ async fn next_machine_after_a_delete_has_the_backed_up_data() -> Result<()> {
     );
     client.batch_execute("INSERT INTO notes VALUES ('written later')").await?;
     drop(client);
-    // The fleet gets the backup from the host's heartbeat.
+    // The fleet report includes the backup after the host's next heartbeat.
     let reported = || async {
         let fleet = test.stack.get(&test.process, "/vps/fleet").await.body;
         (fleet["backups"]["never"] == 0).then_some(fleet)

@@ -127,7 +127,7 @@ async fn provider_refusal_blocks_provisioning_until_accepted_order() {
     }
     assert_eq!(count_machines(&stack, &process).await, 2);
 
-    // The waiting order takes the place of a deleted server.
+    // The waiting server order succeeds once another server has been deleted.
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", first.machine)).await;
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     let ended = stack.wait_until_ended(&process, second["operationId"].as_str().unwrap()).await;

@@ -54,7 +54,7 @@ enum LaterMachine {
     ServerLostThenDeleted {
         is_old: bool,
     },
-    /// Replaced as well, and its server is deleted.
+    /// Itself replaced, and its server has been deleted.
     ReplacedServerGone,
 }
 

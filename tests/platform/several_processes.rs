@@ -60,7 +60,7 @@ async fn concurrent_first_starts_create_one_key_per_purpose() {
     let client = empty.connect().await.unwrap();
     let keys = client.query("SELECT purpose FROM signing_keys ORDER BY purpose", &[]).await.unwrap();
     let purposes: Vec<String> = keys.iter().map(|key| key.get(0)).collect();
-    assert_eq!(purposes, ["app", "proof"], "one key per purpose");
+    assert_eq!(purposes, ["app", "proof"], "there must be one key per purpose");
 }
 
 #[tokio::test(flavor = "multi_thread")]

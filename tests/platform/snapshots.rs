@@ -19,13 +19,13 @@ impl Stack {
         let key = format!("system/db/snapshots/{}-{epoch}.dump", at.replace(':', "-"));
         let named = json!({"key": key, "sizeBytes": 4, "sha256": DIGEST, "etag": null, "machineId": machine,
             "epoch": epoch, "takenAt": at, "verifiedAt": at});
-        let side = json!({"version": 1, "key": key, "sizeBytes": 4, "sha256": DIGEST, "pgVersion": "16",
+        let sidecar = json!({"version": 1, "key": key, "sizeBytes": 4, "sha256": DIGEST, "pgVersion": "16",
             "machineId": machine, "epoch": epoch, "takenAt": at, "verifiedAt": at, "roles": [], "tables": []});
         let seq = self.highest_seq(user) + 1;
         let pointer = json!({"version": 1, "fenceEpoch": epoch, "seq": seq, "snapshot": named});
         let prefix = format!("{user}/primary");
         self.store.write(BUCKET, &format!("{prefix}/{key}"), "dump");
-        self.store.write(BUCKET, &format!("{prefix}/{key}.json"), side.to_string());
+        self.store.write(BUCKET, &format!("{prefix}/{key}.json"), sidecar.to_string());
         self.write_pointer(user, &pointer);
         format!("{prefix}/{key}")
     }
@@ -33,10 +33,10 @@ impl Stack {
     /// Stores a complete snapshot of a database with the given size, with a pointer to it.
     pub fn store_snapshot_of_size(&self, user: &str, bytes: u64) {
         let object = self.store_snapshot(user);
-        let side = self.store.read(BUCKET, &format!("{object}.json")).expect("the sidecar must exist");
-        let mut side: Value = serde_json::from_slice(&side).expect("the sidecar must be JSON");
-        side["database"] = json!({"owner": null, "sizeBytes": bytes, "grants": null, "settings": []});
-        self.store.write(BUCKET, &format!("{object}.json"), side.to_string());
+        let sidecar = self.store.read(BUCKET, &format!("{object}.json")).expect("the sidecar must exist");
+        let mut sidecar: Value = serde_json::from_slice(&sidecar).expect("the sidecar must be JSON");
+        sidecar["database"] = json!({"owner": null, "sizeBytes": bytes, "grants": null, "settings": []});
+        self.store.write(BUCKET, &format!("{object}.json"), sidecar.to_string());
     }
 
     /// Stores a snapshot taken by the given machine at the given time, under the current fence. Returns its key.

@@ -317,13 +317,13 @@ impl Stack {
         }
     }
 
-    /// Asserts that, within 15 s, only this machine's server remains: servers of earlier machines may still be awaiting
-    /// deletion.
+    /// Asserts that, after at most 15 s, only this machine's server remains. Until then, servers of earlier machines
+    /// may be awaiting deletion.
     pub fn assert_only_server(&self, machine: &str) {
         self.assert_servers(&[format!("svc-{machine}")]);
     }
 
-    /// Asserts that, within 15 s, no server remains.
+    /// Asserts that, after at most 15 s, no server remains.
     pub fn assert_no_server(&self) {
         self.assert_servers(&[]);
     }
@@ -428,7 +428,7 @@ pub struct ApiResponse {
 impl ApiResponse {
     async fn read(response: reqwest::Response) -> anyhow::Result<Self> {
         let (status, headers) = (response.status().as_u16(), response.headers().clone());
-        let text = response.text().await.context("read the response body")?;
+        let text = response.text().await.context("cannot read the response body")?;
         let body = serde_json::from_str(&text).unwrap_or_default();
         Ok(Self { status, headers, text, body })
     }

@@ -34,7 +34,7 @@ async fn rotate_token(stack: &Stack, process: &Process, guest: &Guest) -> Guest 
     next
 }
 
-async fn credentials_status(stack: &Stack, process: &Process, guest: &Guest) -> u16 {
+async fn request_credentials_status(stack: &Stack, process: &Process, guest: &Guest) -> u16 {
     let path = format!("/vps/{}/storage-credentials", guest.machine);
     let call = stack.request(process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
     stack.send(call).await.status
@@ -56,14 +56,14 @@ async fn old_token_expires_after_the_host_has_used_the_next() {
     let offered = send_heartbeat(&stack, &process, &guest).await;
     assert_eq!(offered.headers["cache-control"], "no-store");
     let next = with_next_token(&guest, &offered);
-    // The response may be lost: a repeated heartbeat gets the same token, and the old token is still valid.
+    // The response may be lost, so a repeated heartbeat gets the same token, and the old token is still valid.
     tokio::time::sleep(std::time::Duration::from_millis(2500)).await;
     let again = with_next_token(&guest, &send_heartbeat(&stack, &process, &guest).await);
     assert_eq!(again.upgrade_token, next.upgrade_token);
     // Other routes accept both tokens; only a heartbeat confirms the new one.
-    assert_eq!(credentials_status(&stack, &process, &next).await, 200);
+    assert_eq!(request_credentials_status(&stack, &process, &next).await, 200);
     tokio::time::sleep(std::time::Duration::from_millis(2500)).await;
-    assert_eq!(credentials_status(&stack, &process, &guest).await, 200);
+    assert_eq!(request_credentials_status(&stack, &process, &guest).await, 200);
 
     assert_eq!(send_heartbeat(&stack, &process, &next).await.status, 200);
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
@@ -76,8 +76,8 @@ async fn old_token_expires_after_the_host_has_used_the_next() {
     );
     tokio::time::sleep(std::time::Duration::from_millis(2500)).await;
     send_heartbeat(&stack, &process, &guest).await.assert_problem(401, "unauthorized");
-    assert_eq!(credentials_status(&stack, &process, &guest).await, 401);
-    assert_eq!(credentials_status(&stack, &process, &next).await, 200);
+    assert_eq!(request_credentials_status(&stack, &process, &guest).await, 401);
+    assert_eq!(request_credentials_status(&stack, &process, &next).await, 200);
     assert!(!stack.log().contains(&next.upgrade_token), "a token is in the log");
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use kit::provider::Power;
 use serde_json::{Value, json};
 
-use super::fake_host::{Host, start_host};
+use super::fake_host::{FakeHost, start_host};
 use super::stack::{Process, Stack, heartbeat_of, provision_body};
 
 const BACKUP: &str = "/_svc/internal/backup";
@@ -20,7 +20,7 @@ async fn fetch_record(stack: &Stack, process: &Process, machine: &str) -> Value 
 }
 
 /// Waits until the final backup is requested, and stores it.
-async fn store_requested_backup(stack: &Stack, old: &Host) {
+async fn store_requested_backup(stack: &Stack, old: &FakeHost) {
     stack
         .eventually("a backup is requested", || async { (old.call_count("POST", BACKUP) > 0).then_some(()) })
         .await;
@@ -75,7 +75,7 @@ async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
     assert_eq!(
         (&again.body["operationId"], &again.body["epoch"]),
         (&back.body["operationId"], &json!(2)),
-        "nothing was changed"
+        "the repeated request must change nothing"
     );
 }
 
@@ -106,7 +106,7 @@ async fn deletion_without_backup_waits_and_can_be_abandoned() {
     );
     let path = format!("/vps/operations/{}/abandon", deleted["operationId"].as_str().unwrap());
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
-    assert_eq!(stack.status(&process, &machine).await, "running", "the machine was never powered off");
+    assert_eq!(stack.status(&process, &machine).await, "running", "the machine must not be powered off");
     stack.assert_only_server(&machine);
 
     // While the deletion is waiting for a decision, the server exists, but its retention has no end.
@@ -148,7 +148,7 @@ async fn grace_period_starts_with_the_power_off() {
     wait_until_off(&stack, &machine).await;
     wait_until_ended(&stack, &process, &deleted["operationId"]).await;
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert!(power_state(&stack, &machine).is_some(), "the machine can still be undeleted");
+    assert!(power_state(&stack, &machine).is_some(), "the server must be kept until the grace period ends");
     let back = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!(back.status, 202, "{back:?}");
 }
@@ -168,7 +168,7 @@ async fn provision_of_a_failed_machine_backs_it_up_first() {
     assert_eq!(
         power_state(&stack, &old.guest.machine),
         Some(Power::Off),
-        "the server is kept until the successor has served traffic"
+        "the server must be kept until the successor has served traffic"
     );
 }
 
@@ -211,7 +211,7 @@ async fn deletion_during_recovery_keeps_the_serving_machine() {
     assert!(also["undeleteUntil"].is_string() && also["operationId"].is_string(), "{deleted}");
     assert_ne!(also["operationId"], deleted["operationId"]);
     let again = stack.delete(&process, &format!("/vps/{}", new.machine)).await.body;
-    assert_eq!(&again["alsoDeleted"], also, "a repeated request gets the same response");
+    assert_eq!(&again["alsoDeleted"], also, "a repeated request must get the same response");
     let is_only_server = || async { (stack.provider.servers().len() == 1).then_some(()) };
     stack.eventually("the new machine's server is deleted", is_only_server).await;
     stack.assert_only_server(&old.machine);

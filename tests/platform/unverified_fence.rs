@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use svc::platform::key_change::mark;
 
-use super::restored_database::{RestorablePlatform, id};
+use super::restored_database::{RestorablePlatform, string_field};
 use super::stack::{BUCKET, provision_body};
 
 const NEW_KEY: &str = "0808080808080808080808080808080808080808080808080808080808080808";
@@ -38,8 +38,8 @@ async fn fence_signed_by_later_key_does_not_free_the_slot() {
     platform.change_key().await;
     let body = json!({"idpUserId": "user_1"});
     let recovery = platform.stack.post(platform.process(), "/vps/recover", &body).await.body;
-    let forgotten = id(&recovery, "machineId");
-    platform.stack.wait_until_ended(platform.process(), &id(&recovery, "operationId")).await;
+    let forgotten = string_field(&recovery, "machineId");
+    platform.stack.wait_until_ended(platform.process(), &string_field(&recovery, "operationId")).await;
     platform.restore_with_old_key().await;
 
     let refused = platform.stack.post(platform.process(), "/vps/recover", &body).await;
@@ -51,7 +51,7 @@ async fn fence_signed_by_later_key_does_not_free_the_slot() {
     refused.assert_problem(409, "invalid_state");
 
     let deleted = platform.stack.delete(platform.process(), &format!("/vps/{}", old.machine)).await.body;
-    let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
+    let operation = format!("/vps/operations/{}", string_field(&deleted, "operationId"));
     platform.wait_for_fence_question(&operation).await;
     platform.wait_until_fleet_shows("unverified_fence").await;
     assert_eq!(platform.stack.provider.call_count("DELETE", "/servers/"), 0);
@@ -108,7 +108,7 @@ async fn forged_fence_does_not_lock_the_slot() {
         .delete(platform.process(), &format!("/vps/{}?acceptLoss=true", guest.machine))
         .await
         .body;
-    let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
+    let operation = format!("/vps/operations/{}", string_field(&deleted, "operationId"));
     platform.wait_for_fence_question(&operation).await;
     let response = platform
         .stack

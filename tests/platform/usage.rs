@@ -88,7 +88,7 @@ async fn billing_operator_reads_usage_from_host() {
     assert_eq!(
         (filtered.status, &filtered.body["totalCost"]),
         (200, &json!(0.25)),
-        "the query reaches the host: {filtered:?}"
+        "the query must reach the host: {filtered:?}"
     );
 
     let rows = list_audit(&stack, &process).await;
@@ -130,7 +130,7 @@ async fn each_host_failure_is_reported_and_audited() {
         (200, "{}", 502, "host_answer_invalid", "not a valid usage report"),
         (200, &large, 502, "host_answer_invalid", "larger than 1048576 bytes"),
     ] {
-        host.script.lock().unwrap().usage = (StatusCode::from_u16(status).unwrap(), body.to_owned());
+        host.behavior.lock().unwrap().usage = (StatusCode::from_u16(status).unwrap(), body.to_owned());
         let response = read_usage(&stack, &process, &ada, machine, "?startDate=2026-11-01").await;
         response.assert_problem(expected_status, code);
         assert!(response.body["detail"].as_str().unwrap().contains(detail), "{response:?}");
@@ -141,7 +141,7 @@ async fn each_host_failure_is_reported_and_audited() {
     }
     let wrong = read_usage(&stack, &process, &ada, machine, "?startDate=2026-11-02&endDate=2026-11-01").await;
     wrong.assert_problem(400, "invalid_request");
-    assert_eq!(host.call_count("GET", "/api/usage"), 7, "an invalid query reaches no host");
+    assert_eq!(host.call_count("GET", "/api/usage"), 7, "an invalid query must not reach a host");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -13,8 +13,8 @@ use svc::store::bucket::Condition;
 use svc::store::key::{SlotPrefix, snapshot_key};
 use svc::store::pointer::{FORMAT, Fence, Pointer};
 use svc::store::pointer_io::{self, PointerError, PointerRead};
-use svc::store::recorded_snapshot::RecordedSnapshot;
 use svc::store::snapshot::{self, Sidecar, SnapshotUnusable};
+use svc::store::snapshot_with_sidecar::SnapshotWithSidecar;
 use tokio::sync::watch;
 
 use super::history::History;
@@ -122,31 +122,31 @@ pub async fn run_host(
     for _ in 0..backups {
         let seconds = external.clock.fetch_add(1, Relaxed);
         let at = Timestamp::UNIX_EPOCH + SignedDuration::from_secs(i64::from(seconds));
-        let side = sidecar(own_epoch, at);
+        let sidecar = sidecar(own_epoch, at);
         let Ok(pointer) = pointer_io::read(&bucket, &slot()).await else { continue };
         let is_fenced =
             pointer.is_some_and(|pointer| pointer.value.admit(own_epoch, machine(epoch)).is_err());
         if is_fenced && broken_rule != Some(BrokenRule::FenceCheck) {
             return;
         }
-        let object = slot().snapshot(&side.key).unwrap();
+        let object = slot().snapshot(&sidecar.key).unwrap();
         if bucket.put(&object, &b"dump"[..]).await.is_err() {
             continue;
         }
         let end = match broken_rule {
             Some(BrokenRule::FenceCheck | BrokenRule::WriteOrder) => {
-                faulty_advance(&bucket, &side, broken_rule).await
+                faulty_advance(&bucket, &sidecar, broken_rule).await
             }
-            _ => match snapshot::write_sidecar(&bucket, &slot(), &side, None).await {
+            _ => match snapshot::write_sidecar(&bucket, &slot(), &sidecar, None).await {
                 Ok(recorded) => pointer_io::advance(&bucket, &slot(), &recorded).await,
                 Err(error) => Err(error.into()),
             },
         };
         match end {
-            Ok(()) => history(&mut |history| history.record_success(&side.key)),
+            Ok(()) => history(&mut |history| history.record_success(&sidecar.key)),
             Err(PointerError::Fenced(_)) => return,
             Err(_) if broken_rule == Some(BrokenRule::ErrorReporting) => {
-                history(&mut |history| history.record_success(&side.key));
+                history(&mut |history| history.record_success(&sidecar.key));
             }
             Err(_) => {}
         }
@@ -157,7 +157,7 @@ pub async fn run_host(
 pub async fn run_advance(
     bucket: Bucket,
     history: impl Fn(&mut dyn FnMut(&mut History)),
-    recorded: RecordedSnapshot,
+    recorded: SnapshotWithSidecar,
 ) {
     for _ in 0..MAX_ATTEMPTS {
         match pointer_io::advance(&bucket, &slot(), &recorded).await {
@@ -222,26 +222,26 @@ async fn write(bucket: &Bucket, current: Option<PointerRead>, next: &Pointer) ->
 
 async fn faulty_advance(
     bucket: &Bucket,
-    side: &Sidecar,
+    sidecar: &Sidecar,
     broken_rule: Option<BrokenRule>,
 ) -> Result<(), PointerError> {
     let current = pointer_io::read(bucket, &slot()).await?;
     let old = current.as_ref().map(|current| &current.value);
     let next = Pointer {
         version: FORMAT,
-        fence_epoch: old.map_or(side.epoch, |old| old.fence_epoch.max(side.epoch)),
-        fence_machine_id: Some(side.machine_id),
+        fence_epoch: old.map_or(sidecar.epoch, |old| old.fence_epoch.max(sidecar.epoch)),
+        fence_machine_id: Some(sidecar.machine_id),
         fence_proof: None,
         seq: old.map_or(0, |old| old.seq) + 1,
-        snapshot: Some(side.snapshot_ref()),
+        snapshot: Some(sidecar.snapshot_ref()),
         emptied_at: None,
     };
     if broken_rule == Some(BrokenRule::FenceCheck) {
-        snapshot::write_sidecar(bucket, &slot(), side, None).await?;
+        snapshot::write_sidecar(bucket, &slot(), sidecar, None).await?;
     }
     write(bucket, current, &next).await?;
     if broken_rule == Some(BrokenRule::WriteOrder) {
-        snapshot::write_sidecar(bucket, &slot(), side, None).await?;
+        snapshot::write_sidecar(bucket, &slot(), sidecar, None).await?;
     }
     Ok(())
 }

@@ -7,14 +7,14 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 use kit::long_tests::Figures;
 use svc::machine::epoch::Epoch;
-use svc::store::recorded_snapshot::RecordedSnapshot;
+use svc::store::snapshot_with_sidecar::SnapshotWithSidecar;
 use svc::store::{Bucket, snapshot};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use super::actors::{self, BrokenRule, ExternalState, slot};
 use super::history::{History, Violation};
-use super::schedule::{Choices, Exhaustive, Seeded};
+use super::schedule::{Choices, ExhaustiveChoices, SeededChoices};
 use super::scheduled_store::{Call, CallOutcome, Conditions, ScheduledStore, Server, Turn};
 
 /// Longer than any retry delay of a writer. The clock does not advance while an actor can run.
@@ -84,7 +84,7 @@ struct ScenarioRun {
     server: Arc<Server>,
     external: Arc<ExternalState>,
     /// The snapshots for [`Role::Advance`], by actor.
-    recorded: HashMap<usize, RecordedSnapshot>,
+    recorded: HashMap<usize, SnapshotWithSidecar>,
     actors: Vec<JoinHandle<()>>,
     turns: mpsc::UnboundedReceiver<Turn>,
     waiting: Vec<Turn>,
@@ -113,15 +113,15 @@ fn run_scenario(scenario: &Scenario, choices: &mut dyn Choices) -> RunResult {
 }
 
 /// Stores the dump and sidecar for every [`Role::Advance`] before the run starts.
-async fn store_recorded(server: &Server, roles: &[Role]) -> HashMap<usize, RecordedSnapshot> {
+async fn store_recorded(server: &Server, roles: &[Role]) -> HashMap<usize, SnapshotWithSidecar> {
     let mut recorded = HashMap::new();
     for (actor, role) in roles.iter().enumerate() {
         let Role::Advance { epoch } = role else { continue };
         let at = Timestamp::UNIX_EPOCH + SignedDuration::from_secs(actor as i64);
-        let side = actors::sidecar(Epoch(*epoch), at);
+        let sidecar = actors::sidecar(Epoch(*epoch), at);
         let record = async |bucket: Bucket| {
-            bucket.put(&slot().snapshot(&side.key).unwrap(), &b"dump"[..]).await.unwrap();
-            recorded.insert(actor, snapshot::write_sidecar(&bucket, &slot(), &side, None).await.unwrap());
+            bucket.put(&slot().snapshot(&sidecar.key).unwrap(), &b"dump"[..]).await.unwrap();
+            recorded.insert(actor, snapshot::write_sidecar(&bucket, &slot(), &sidecar, None).await.unwrap());
         };
         server.prepare(record).await;
     }
@@ -245,7 +245,8 @@ impl ScenarioRun {
 
 /// Runs seeds until one produces the violation, and returns that seed.
 fn find_violating_seed(scenario: &Scenario, violation: Violation, max_seeds: u64) -> Option<u64> {
-    (0..max_seeds).find(|&seed| run_scenario(scenario, &mut Seeded(seed)).violations.contains(&violation))
+    (0..max_seeds)
+        .find(|&seed| run_scenario(scenario, &mut SeededChoices(seed)).violations.contains(&violation))
 }
 
 fn assert_no_violation(seed: u64, result: &RunResult) {
@@ -255,7 +256,7 @@ fn assert_no_violation(seed: u64, result: &RunResult) {
 fn assert_invariants_hold(scenario: &Scenario, seeds: std::ops::Range<u64>) -> Figures {
     let (mut writes, mut faults) = (0, 0);
     for seed in seeds.clone() {
-        let result = run_scenario(scenario, &mut Seeded(seed));
+        let result = run_scenario(scenario, &mut SeededChoices(seed));
         assert_no_violation(seed, &result);
         writes += u64::from(result.writes);
         faults += u64::from(result.faults);
@@ -286,7 +287,7 @@ fn pointer_invariants_hold_under_many_more_orders() -> anyhow::Result<()> {
 
 /// Runs every interleaving of the scenario's calls, with every allowed fault at every position.
 fn assert_invariants_hold_in_every_order(scenario: &Scenario) -> u64 {
-    let (mut choices, mut runs) = (Exhaustive::default(), 0_u64);
+    let (mut choices, mut runs) = (ExhaustiveChoices::default(), 0_u64);
     loop {
         let result = run_scenario(scenario, &mut choices);
         assert!(result.violations.is_empty(), "{:?}\n{}", result.violations, result.log.join("\n"));
@@ -321,7 +322,7 @@ fn pointer_invariants_hold_in_every_replacement_order() {
 
 fn assert_invariants_hold_without_faults(scenario: &Scenario, seeds: std::ops::Range<u64>) {
     for seed in seeds {
-        let result = run_scenario(scenario, &mut Seeded(seed));
+        let result = run_scenario(scenario, &mut SeededChoices(seed));
         assert_no_violation(seed, &result);
         assert!(result.writes > 0, "seed {seed}: no actor has written the pointer");
     }
@@ -342,7 +343,7 @@ fn pointer_invariants_hold_with_one_fault_and_one_crash() {
             success_weight: 4,
         };
         for seed in 0..1500 {
-            let result = run_scenario(&scenario, &mut Seeded(seed));
+            let result = run_scenario(&scenario, &mut SeededChoices(seed));
             assert!(
                 result.violations.is_empty(),
                 "seed {seed}: {:?}\n{}",

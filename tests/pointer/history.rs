@@ -11,7 +11,7 @@ pub enum Violation {
     LostUpdate,
     /// The fence was lowered.
     FenceLowered,
-    /// The pointer was moved to a snapshot from a fenced-off machine, or to an older one than before.
+    /// The pointer was moved to a snapshot from a fenced machine, or to an older snapshot than before.
     StaleSnapshot,
     /// The pointer names a snapshot whose object or sidecar does not match.
     IncompleteSnapshot,

@@ -13,11 +13,11 @@ use svc::store::config::StoreConfig;
 use svc::store::key::SlotPrefix;
 use svc::store::pointer::{Fence, Pointer};
 use svc::store::pointer_io::{self, PointerError};
-use svc::store::recorded_snapshot::RecordedSnapshot;
+use svc::store::snapshot_with_sidecar::SnapshotWithSidecar;
 use svc::store::{Bucket, parallel_probe, snapshot};
 
 use super::actors::{machine, sidecar};
-use super::schedule::{Choices, Seeded};
+use super::schedule::{Choices, SeededChoices};
 
 /// The environment variables that configure svc's object store.
 type StoreSettings = Vec<(String, String)>;
@@ -29,10 +29,15 @@ fn open_bucket(pairs: &StoreSettings) -> Result<Bucket> {
 }
 
 /// Performs all but the last step of a backup on the machine for `epoch`.
-async fn prepare_backup(bucket: &Bucket, slot: &SlotPrefix, epoch: u32, at: i64) -> Result<RecordedSnapshot> {
-    let side = sidecar(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
-    bucket.put(&slot.snapshot(&side.key).context("the key is not a snapshot key")?, &b"dump"[..]).await?;
-    Ok(snapshot::write_sidecar(bucket, slot, &side, None).await?)
+async fn prepare_backup(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    epoch: u32,
+    at: i64,
+) -> Result<SnapshotWithSidecar> {
+    let sidecar = sidecar(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
+    bucket.put(&slot.snapshot(&sidecar.key).context("the key is not a snapshot key")?, &b"dump"[..]).await?;
+    Ok(snapshot::write_sidecar(bucket, slot, &sidecar, None).await?)
 }
 
 /// Reads until cancelled, and returns the pointers in the observed order.
@@ -53,7 +58,7 @@ async fn observe_pointers(
 }
 
 /// Runs the old machine, the platform and the new machine concurrently, and returns the number of successful writes.
-async fn race(bucket: &Bucket, slot: &SlotPrefix, choices: &mut Seeded) -> Result<u64> {
+async fn race(bucket: &Bucket, slot: &SlotPrefix, choices: &mut SeededChoices) -> Result<u64> {
     // Staggers the starts by about the duration of a call; otherwise the same writer would always win.
     let mut delay = || Duration::from_millis(choices.pick(40) as u64);
 
@@ -116,12 +121,12 @@ async fn race_on_moto(count: usize) -> Result<()> {
 }
 
 async fn race_on_seaweedfs(count: usize) -> Result<()> {
-    let Some(seaweed) = seaweedfs().await? else { return Ok(()) };
+    let Some(seaweed) = start_seaweedfs().await? else { return Ok(()) };
     run_races(&seaweed.s3().env(), count).await
 }
 
 /// Starts a server with its bucket; records a skip and returns `None` if the server cannot be fetched.
-async fn seaweedfs() -> Result<Option<Seaweed>> {
+async fn start_seaweedfs() -> Result<Option<Seaweed>> {
     svc::http::tls::install_provider();
     if let Err(error) = tokio::task::spawn_blocking(|| kit::seaweed::fetch(&kit::fetch::target_dir())).await?
     {
@@ -137,7 +142,7 @@ async fn seaweedfs() -> Result<Option<Seaweed>> {
 /// probe detects that several writers can replace one version depends on timing, so that result is only printed.
 #[tokio::test(flavor = "multi_thread")]
 async fn probe_accepts_seaweedfs() -> Result<()> {
-    let Some(seaweed) = seaweedfs().await? else { return Ok(()) };
+    let Some(seaweed) = start_seaweedfs().await? else { return Ok(()) };
     let found = parallel_probe::run(&open_bucket(&seaweed.s3().env())?, Duration::from_secs(60)).await?;
     println!("If-Match on SeaweedFS: {:?}", found.replace);
     assert_eq!(found.refusal(), None);
@@ -152,7 +157,7 @@ async fn run_races(settings: &StoreSettings, count: usize) -> Result<()> {
         let stop = tokio_util::sync::CancellationToken::new();
         let watcher = tokio::spawn(observe_pointers(open_bucket(settings)?, slot.clone(), stop.clone()));
         let writes =
-            race(&bucket, &slot, &mut Seeded(n as u64)).await.with_context(|| format!("race {n}"))?;
+            race(&bucket, &slot, &mut SeededChoices(n as u64)).await.with_context(|| format!("race {n}"))?;
         stop.cancel();
         let seen = watcher.await?;
         for pair in seen.windows(2) {

@@ -7,9 +7,9 @@ pub trait Choices {
 }
 
 /// SplitMix64 (Steele, Lea, Flood 2014): the same seed gives the same run.
-pub struct Seeded(pub u64);
+pub struct SeededChoices(pub u64);
 
-impl Choices for Seeded {
+impl Choices for SeededChoices {
     fn pick(&mut self, count: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -21,12 +21,12 @@ impl Choices for Seeded {
 
 /// Enumerates every run as a number whose digits are the choices, least significant digit last.
 #[derive(Default)]
-pub struct Exhaustive {
+pub struct ExhaustiveChoices {
     digits: Vec<(usize, usize)>,
     position: usize,
 }
 
-impl Exhaustive {
+impl ExhaustiveChoices {
     /// Advances to the next run. Returns `false` after the last one.
     pub fn next_run(&mut self) -> bool {
         self.digits.truncate(self.position);
@@ -41,7 +41,7 @@ impl Exhaustive {
     }
 }
 
-impl Choices for Exhaustive {
+impl Choices for ExhaustiveChoices {
     fn pick(&mut self, count: usize) -> usize {
         if self.position == self.digits.len() {
             self.digits.push((0, count));
@@ -55,7 +55,7 @@ impl Choices for Exhaustive {
 
 #[test]
 fn exhaustive_schedule_visits_every_run_once() {
-    let mut choices = Exhaustive::default();
+    let mut choices = ExhaustiveChoices::default();
     let mut seen = Vec::new();
     loop {
         let first = choices.pick(2);

@@ -131,11 +131,11 @@ impl Server {
     async fn is_complete(&self, pointer: &Pointer) -> bool {
         let Some(named) = &pointer.snapshot else { return true };
         let object = self.slot.snapshot(&named.key).expect("the pointer's key must be a snapshot key");
-        let side = self.slot.sidecar(&named.key).expect("the pointer's key must be a snapshot key");
+        let sidecar = self.slot.sidecar(&named.key).expect("the pointer's key must be a snapshot key");
         let Ok(meta) = self.inner.head(&object).await else { return false };
-        let Ok(side) = self.inner.get(&side).await else { return false };
-        let side: serde_json::Value = serde_json::from_slice(&side.bytes().await.unwrap()).unwrap();
-        meta.size == named.size_bytes && side["sha256"] == named.sha256.as_str()
+        let Ok(sidecar) = self.inner.get(&sidecar).await else { return false };
+        let sidecar: serde_json::Value = serde_json::from_slice(&sidecar.bytes().await.unwrap()).unwrap();
+        meta.size == named.size_bytes && sidecar["sha256"] == named.sha256.as_str()
     }
 }
 

@@ -1,7 +1,8 @@
 """Drives the provider's simulator with the provider's own Python library.
 
-The argument names the part to run: life, errors or rate_limit. Every JSON object of a response is compared with the library's
-domain class: a field that the library does not know, or one of its fields that is missing, is a defect of the simulator.
+The argument names the part to run: lifecycle, errors or rate_limit. Every JSON object in a response is compared with
+the library's domain class. If the object has a field that the library does not know, or lacks one of the library's
+fields, the simulator has a defect.
 """
 
 import ipaddress
@@ -21,7 +22,7 @@ from hcloud.server_types import ServerType
 from hcloud.servers import Server, ServerCreatePublicNetwork
 from hcloud.servers.domain import IPv4Address, IPv6Network
 
-# Fields that are documented, but that the library does not read.
+# Documented fields that the library does not read.
 UNREAD = {
     Server: {"load_balancers"},
     Image: {"deleted"},
@@ -174,7 +175,7 @@ def check_values(server, name):
     assert typed(int, server.included_traffic) > typed(int, server.outgoing_traffic) == typed(int, server.ingoing_traffic) == 0
 
 
-def life():
+def lifecycle():
     cloud = client()
     assert cloud.servers.get_all() == []
     created = create_server(cloud, "a-0")
@@ -191,7 +192,7 @@ def life():
     listed = {action.id: action.command for action in server.get_actions(status=["success"])}
     assert listed == {created.action.id: "create_server", created.next_actions[0].id: "start_server"}, listed
 
-    # A server that is ordered by ids, in the default location, powered off, and without an IPv4 address.
+    # A server created by type id and image id, in the default location, powered off, and without an IPv4 address.
     kind, image = cloud.server_types.get_by_name("cpx22"), cloud.images.get_by_id(server.image.id)
     changes = {"server_type": kind, "image": image, "location": None, "start_after_create": False, "labels": {}}
     net = ServerCreatePublicNetwork(enable_ipv4=False, enable_ipv6=True)
@@ -202,7 +203,7 @@ def life():
     assert (private.status, private.public_net.ipv4, private.labels) == (Server.STATUS_OFF, None, {})
     assert private.location.name == "fsn1" and private.public_net.ipv6 is not None
 
-    # Pagination, and lists by label, status and name.
+    # Pagination, and searches by label, status and name.
     for number in range(1, 5):
         wait_for_actions(create_server(cloud, f"a-{number}"))
     page = cloud.servers.get_list(page=2, per_page=2)
@@ -242,7 +243,7 @@ def life():
         assert failed.action.error == {"code": "action_failed", "message": "Action failed"}, failed.action.error
         assert_recent(failed.action.finished)
 
-    # The catalogue.
+    # The catalog.
     assert [kind.name for kind in cloud.server_types.get_all()] == ["cpx12", "cpx22", "cpx32", "cpx42", "cpx52"]
     assert cloud.server_types.get_by_id(kind.id).name == "cpx22"
     assert cloud.server_types.get_list(per_page=2, page=2).server_types[0].name == "cpx32"
@@ -321,7 +322,7 @@ def errors():
     unauthorized._client._headers["Authorization"] = "Bearer wrong"
     assert_refused("unauthorized", 401, unauthorized.servers.get_all)
 
-    # Errors that only the real provider can decide on are scripted.
+    # Errors that do not follow from the simulator's own state are injected as faults.
     for status, code in [(412, "placement_error"), (412, "resource_unavailable"), (403, "maintenance"),
                          (409, "conflict"), (500, "server_error"), (503, "unavailable"), (504, "timeout")]:
         fail_next("POST", "/servers", {"kind": "status", "status": status, "code": code})
@@ -356,4 +357,4 @@ def rate_limit():
         patient.servers.get_list()
 
 
-{"life": life, "errors": errors, "rate_limit": rate_limit}[sys.argv[1]]()
+{"lifecycle": lifecycle, "errors": errors, "rate_limit": rate_limit}[sys.argv[1]]()

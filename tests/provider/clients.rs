@@ -32,7 +32,7 @@ async fn run_script(part: &'static str, simulator: &Simulator) -> Result<()> {
 #[tokio::test]
 async fn python_library_takes_servers_through_their_life_cycle() -> Result<()> {
     let simulator = Simulator::start(SimulatorOptions::record()).await?;
-    run_script("life", &simulator).await?;
+    run_script("lifecycle", &simulator).await?;
     assert!(simulator.servers().is_empty(), "{:?}", simulator.servers());
     assert_eq!(simulator.creations().len(), 6);
     Ok(())
@@ -85,7 +85,7 @@ impl CommandLine<'_> {
     }
 
     /// Runs a command that must fail, and returns the error that it prints.
-    async fn refusal(&self, args: &[&str]) -> Result<String> {
+    async fn run_expecting_failure(&self, args: &[&str]) -> Result<String> {
         let failed = self.run(args).await;
         ensure!(failed.is_err(), "hcloud {args:?} succeeded: {failed:?}");
         Ok(failed.err().map(|error| format!("{error:#}")).unwrap_or_default())
@@ -117,7 +117,7 @@ async fn go_command_line_takes_server_through_its_life_cycle() -> Result<()> {
     let table = hcloud.run(&["server", "list"]).await?;
     assert!(table.contains("go-1") && table.contains(&record.ipv4.to_string()), "{table}");
 
-    // This release prints the data centre, which the API no longer has, as 0.
+    // This release prints 0 for the data center, which is no longer part of the API.
     let described = hcloud.run(&["server", "describe", "go-1"]).await?.replace('\t', "");
     for expected in [
         &format!("ID:{}\n", record.id),
@@ -137,7 +137,8 @@ async fn go_command_line_takes_server_through_its_life_cycle() -> Result<()> {
     }
     assert!(!described.contains(" 0001 "), "a time could not be parsed:\n{described}");
 
-    let refused = hcloud.refusal(&["server", "change-type", "go-1", "cpx32", "--keep-disk"]).await?;
+    let refused =
+        hcloud.run_expecting_failure(&["server", "change-type", "go-1", "cpx32", "--keep-disk"]).await?;
     assert!(refused.contains("(server_not_stopped)"), "{refused}");
     hcloud.run(&["server", "poweroff", "go-1"]).await?;
     hcloud.run(&["server", "change-type", "go-1", "cpx32", "--keep-disk"]).await?;
@@ -145,15 +146,15 @@ async fn go_command_line_takes_server_through_its_life_cycle() -> Result<()> {
     let changed = simulator.server_by_name("go-1").context("the server disappeared")?;
     assert_eq!((changed.server_type.as_str(), changed.disk_gb), ("cpx32", 80));
 
-    let taken = hcloud.refusal(&order).await?;
+    let taken = hcloud.run_expecting_failure(&order).await?;
     assert!(taken.contains("(uniqueness_error)"), "{taken}");
     hcloud.run(&["server", "enable-protection", "go-1", "delete", "rebuild"]).await?;
-    let protected = hcloud.refusal(&["server", "delete", "go-1"]).await?;
+    let protected = hcloud.run_expecting_failure(&["server", "delete", "go-1"]).await?;
     assert!(protected.contains("(protected)"), "{protected}");
     hcloud.run(&["server", "disable-protection", "go-1", "delete", "rebuild"]).await?;
     hcloud.run(&["server", "delete", "go-1"]).await?;
     assert!(simulator.servers().is_empty());
-    let missing = hcloud.refusal(&["server", "describe", "go-1"]).await?;
+    let missing = hcloud.run_expecting_failure(&["server", "describe", "go-1"]).await?;
     assert!(missing.contains("server not found"), "{missing}");
     Ok(())
 }

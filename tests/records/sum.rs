@@ -8,17 +8,17 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 /// Day, user and model.
-pub type Key = (String, String, String);
+pub type UsageKey = (String, String, String);
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Sum {
+pub struct UsageSum {
     pub nanos: u128,
     pub tokens_in: u128,
     pub tokens_out: u128,
     pub dispatches: u128,
 }
 
-impl Sum {
+impl UsageSum {
     pub fn add(&mut self, other: &Self) {
         self.nanos += other.nanos;
         self.tokens_in += other.tokens_in;
@@ -27,15 +27,15 @@ impl Sum {
     }
 }
 
-pub fn total(sums: &BTreeMap<Key, Sum>) -> Sum {
-    let mut all = Sum::default();
+pub fn total(sums: &BTreeMap<UsageKey, UsageSum>) -> UsageSum {
+    let mut all = UsageSum::default();
     sums.values().for_each(|sum| all.add(sum));
     all
 }
 
 /// Sums all interaction files by day, user and model. Also returns the number of each stored dispatch.
-pub fn sum_interactions(logs: &Path) -> Result<(BTreeMap<Key, Sum>, Vec<u64>)> {
-    let (mut sums, mut numbers) = (BTreeMap::<Key, Sum>::new(), Vec::new());
+pub fn sum_interactions(logs: &Path) -> Result<(BTreeMap<UsageKey, UsageSum>, Vec<u64>)> {
+    let (mut sums, mut numbers) = (BTreeMap::<UsageKey, UsageSum>::new(), Vec::new());
     for entry in fs::read_dir(logs)? {
         let path = entry?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -47,7 +47,7 @@ pub fn sum_interactions(logs: &Path) -> Result<(BTreeMap<Key, Sum>, Vec<u64>)> {
             // A line that a kill truncated does not count.
             let Ok(Value::Object(entry)) = serde_json::from_str::<Value>(line) else { continue };
             let text = |name: &str| entry[name].as_str().unwrap_or_default().to_owned();
-            let sum = Sum {
+            let sum = UsageSum {
                 nanos: parse_nanos(cost_digits(line)?)?,
                 tokens_in: entry["tokensIn"].as_u64().context("tokensIn")?.into(),
                 tokens_out: entry["tokensOut"].as_u64().context("tokensOut")?.into(),
@@ -61,12 +61,12 @@ pub fn sum_interactions(logs: &Path) -> Result<(BTreeMap<Key, Sum>, Vec<u64>)> {
 }
 
 /// Reads the sums in `usage.jsonl`: the last line for each key counts.
-pub fn sum_usage(logs: &Path) -> Result<BTreeMap<Key, Sum>> {
+pub fn sum_usage(logs: &Path) -> Result<BTreeMap<UsageKey, UsageSum>> {
     let mut sums = BTreeMap::new();
     for line in fs::read_to_string(logs.join("usage.jsonl"))?.lines() {
         let entry: Value = serde_json::from_str(line).with_context(|| line.to_owned())?;
         let text = |name: &str| entry[name].as_str().unwrap_or_default().to_owned();
-        let sum = Sum {
+        let sum = UsageSum {
             nanos: parse_nanos(cost_digits(line)?)?,
             tokens_in: entry["tokensIn"].as_u64().context("tokensIn")?.into(),
             tokens_out: entry["tokensOut"].as_u64().context("tokensOut")?.into(),
@@ -74,7 +74,7 @@ pub fn sum_usage(logs: &Path) -> Result<BTreeMap<Key, Sum>> {
         };
         sums.insert((text("date"), text("userId"), text("model")), sum);
     }
-    sums.retain(|_, sum| *sum != Sum::default());
+    sums.retain(|_, sum| *sum != UsageSum::default());
     Ok(sums)
 }
 

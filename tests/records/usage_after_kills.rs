@@ -13,14 +13,14 @@ use jiff::civil::Date;
 use kit::child::{self, OwnedChild};
 use kit::long_tests::Figures;
 use serde_json::Value;
-use svc::host::records::entry::{Interaction, Status};
+use svc::host::records::entry::{Interaction, ResultStatus};
 use svc::host::records::ledger::{GroupBy, Report, UsageQuery};
 use svc::host::records::money::Dollars;
-use svc::host::records::usage_book::{FAILPOINTS, UsageBook};
+use svc::host::records::usage_store::{FAILPOINTS, UsageStore};
 use svc::host::records::writer::Writer;
 use svc::host::system::layout::Layout;
 
-use super::sum::{self, Key, Sum};
+use super::sum::{self, UsageKey, UsageSum};
 
 /// Environment variables of the victim process: its directory, its first dispatch, and the number after its last one.
 const DIR_VAR: &str = "SVC_RECORDS_VICTIM_DIR";
@@ -55,7 +55,7 @@ fn dispatch(n: u64) -> (Date, Interaction) {
         cost_estimated: false,
         duration_ms: 5,
         tools: Vec::new(),
-        status: Status::Success,
+        status: ResultStatus::Success,
         error: None,
         batch: false,
         batch_id: None,
@@ -80,14 +80,14 @@ fn victim() {
     svc::failpoint::arm();
     let layout = Layout::new(dir);
     let writer = Writer::start(layout.logs()).unwrap();
-    let book = UsageBook::open(writer.records(), layout.logs(), layout.usage_seals()).unwrap();
+    let store = UsageStore::open(writer.records(), layout.logs(), layout.usage_seals()).unwrap();
     let acknowledged = File::options().write(true).open(layout.root().join("acknowledged")).unwrap();
     println!("started");
     std::thread::scope(|scope| {
         let ends = scope.spawn(|| {
             for n in parse_variable(FIRST_VAR)..parse_variable(END_VAR) {
                 let (day, one) = dispatch(n);
-                book.record(day, &one).unwrap();
+                store.record(day, &one).unwrap();
                 acknowledged.write_all_at(&now_nanos().to_le_bytes(), n * 8).unwrap();
                 std::thread::sleep(DISPATCH_INTERVAL);
             }
@@ -98,15 +98,15 @@ fn victim() {
                 break;
             }
             match turn % 4 {
-                0 => book.compact(),
-                2 => book.seal(),
-                _ => book.write(),
+                0 => store.compact(),
+                2 => store.seal(),
+                _ => store.write(),
             }
             std::thread::sleep(Duration::from_millis(7));
         }
     });
-    book.seal();
-    drop((book, writer));
+    store.seal();
+    drop((store, writer));
     println!("done");
 }
 
@@ -207,39 +207,42 @@ impl KillTest {
             "interactions are missing that were not lost in a kill"
         );
         let writer = Writer::start(logs.clone())?;
-        let book = UsageBook::open(writer.records(), logs.clone(), self.layout.usage_seals())?;
+        let store = UsageStore::open(writer.records(), logs.clone(), self.layout.usage_seals())?;
         for (group_by, group_name) in
             [(GroupBy::Day, "day"), (GroupBy::Model, "model"), (GroupBy::User, "user")]
         {
             let expected = group_sums(&sums, group_by);
-            let report = book.report(&UsageQuery { group_by, ..UsageQuery::default() });
+            let report = store.report(&UsageQuery { group_by, ..UsageQuery::default() });
             ensure!(
                 sums_of_report(&report) == expected,
-                "the book by {group_name}: {report:?}\n{expected:?}"
+                "the usage store, grouped by {group_name}: {report:?}\nexpected: {expected:?}"
             );
             let shown = self.read_usage_report(group_name)?;
-            ensure!(shown == (expected, sum::total(&sums)), "the terminal by {group_name}: {shown:?}");
+            ensure!(
+                shown == (expected, sum::total(&sums)),
+                "`svc-gateway usage`, grouped by {group_name}: {shown:?}"
+            );
         }
-        book.seal();
-        drop((book, writer));
+        store.seal();
+        drop((store, writer));
         ensure!(sum::sum_usage(&logs)? == sums, "usage.jsonl differs from the interactions");
         Ok(())
     }
 
     /// Reads the report of `svc-gateway usage --json`.
-    fn read_usage_report(&self, group_name: &str) -> Result<(BTreeMap<String, Sum>, Sum)> {
+    fn read_usage_report(&self, group_name: &str) -> Result<(BTreeMap<String, UsageSum>, UsageSum)> {
         let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
         command
             .args(["svc-gateway", "usage", "--json", "--by", group_name])
             .env("SVC_ROOT", self.layout.root());
         let text = child::run(command, Duration::from_secs(60))?;
         let shown: Value = serde_json::from_str(&text)?;
-        let read = |group: &Value, names: [&str; 4]| -> Result<Sum> {
+        let read = |group: &Value, names: [&str; 4]| -> Result<UsageSum> {
             let number = |name: &str| {
                 group[name].as_u64().map(u128::from).with_context(|| format!("{group} has no {name}"))
             };
             let [cost, tokens_in, tokens_out, dispatches] = names;
-            Ok(Sum {
+            Ok(UsageSum {
                 nanos: sum::parse_nanos(&group[cost].to_string())?,
                 tokens_in: number(tokens_in)?,
                 tokens_out: number(tokens_out)?,
@@ -274,8 +277,8 @@ fn wait_for_line(child: &mut OwnedChild, ending: &str) -> Result<()> {
     found.next().map(|_| ()).with_context(|| format!("the process did not print {ending}"))
 }
 
-fn group_sums(sums: &BTreeMap<Key, Sum>, group_by: GroupBy) -> BTreeMap<String, Sum> {
-    let mut groups = BTreeMap::<String, Sum>::new();
+fn group_sums(sums: &BTreeMap<UsageKey, UsageSum>, group_by: GroupBy) -> BTreeMap<String, UsageSum> {
+    let mut groups = BTreeMap::<String, UsageSum>::new();
     for ((day, user, model), sum) in sums {
         let name = match group_by {
             GroupBy::User => user,
@@ -287,11 +290,11 @@ fn group_sums(sums: &BTreeMap<Key, Sum>, group_by: GroupBy) -> BTreeMap<String, 
     groups
 }
 
-fn sums_of_report(report: &Report) -> BTreeMap<String, Sum> {
+fn sums_of_report(report: &Report) -> BTreeMap<String, UsageSum> {
     let entries = report.entries.iter().map(|entry| {
         let name = entry.model.clone().or(entry.user_id.clone()).unwrap_or_else(|| entry.date.to_string());
         let totals = &entry.totals;
-        let sum = Sum {
+        let sum = UsageSum {
             nanos: totals.cost.nanos().into(),
             tokens_in: totals.tokens_in.into(),
             tokens_out: totals.tokens_out.into(),
@@ -324,7 +327,7 @@ fn run_with_kills(dispatches: u64, kills: u64, seed: u64) -> Result<KillTest> {
 #[test]
 fn usage_is_exact_after_random_kills() -> Result<()> {
     let test = run_with_kills(3_000, 8, 1)?;
-    test.print_figures("kills of the book")?;
+    test.print_figures("kills of the usage writer")?;
     // A stalled machine does not increase the age of lost lines.
     ensure!(test.oldest_lost < Duration::from_secs(2), "{:?}", test.oldest_lost);
     ensure!(test.kills >= 4, "{} kills", test.kills);
@@ -345,14 +348,14 @@ fn usage_is_exact_after_kill_at_each_compaction_step() -> Result<()> {
     }
     test.finish()?;
     test.assert_exact()?;
-    test.print_figures("kills of compactions")
+    test.print_figures("kills during compaction")
 }
 
 #[test]
 #[ignore = "long: 100 kills during 100,000 dispatches"]
 fn long_usage_of_100_000_dispatches_survives_100_kills() -> Result<()> {
     let test = run_with_kills(100_000, 100, now_nanos())?;
-    test.print_figures("100 kills of the book")?;
+    test.print_figures("100 kills of the usage writer")?;
     ensure!(test.kills >= 90, "{} kills", test.kills);
     ensure!(test.oldest_lost <= Duration::from_millis(200), "{:?}", test.oldest_lost);
     Ok(())

@@ -46,8 +46,8 @@ impl Document {
             }
         }
         for (name, schema) in members(&self.document["components"]["schemas"]) {
-            let fields = self.fields(schema);
-            let shown = if fields.is_empty() { self.form(schema) + "\n" } else { fields };
+            let fields = self.render_fields(schema);
+            let shown = if fields.is_empty() { self.describe_type(schema) + "\n" } else { fields };
             page.push_str(&format!("### {} schema `{name}`\n\n{shown}\n", self.owner));
         }
         page
@@ -80,7 +80,7 @@ impl Document {
                 errors.push(format!("{status} {}", codes.collect::<Vec<_>>().join(" ")));
             } else {
                 let about = plain_text(text(&response["description"]));
-                shown.push_str(&format!("- **{status}**: {about}{}\n", self.content(content)));
+                shown.push_str(&format!("- **{status}**: {about}{}\n", self.render_content(content)));
             }
         }
         shown.push_str(&format!("- Errors: {}\n", errors.join(", ")));
@@ -88,7 +88,12 @@ impl Document {
             let is_required = parameter["required"] == true && parameter["in"] != "path";
             let place = text(&parameter["in"]).to_owned() + if is_required { ", **required**" } else { "" };
             let name = format!("`{}`", text(&parameter["name"]));
-            [name, place, self.form(&parameter["schema"]), plain_text(text(&parameter["description"]))]
+            [
+                name,
+                place,
+                self.describe_type(&parameter["schema"]),
+                plain_text(text(&parameter["description"])),
+            ]
         });
         let parameters: Vec<_> = parameters.collect();
         if !parameters.is_empty() {
@@ -102,10 +107,10 @@ impl Document {
     }
 
     /// Renders the details of a response, except its description.
-    fn content(&self, content: &Value) -> String {
-        let types = members(content).map(|(media_type, body)| match self.form(&body["schema"]) {
+    fn render_content(&self, content: &Value) -> String {
+        let types = members(content).map(|(media_type, body)| match self.describe_type(&body["schema"]) {
             _ if media_type != "application/json" => format!("`{media_type}`"),
-            form if self.fields(&body["schema"]).is_empty() => form,
+            form if self.render_fields(&body["schema"]).is_empty() => form,
             _ => "JSON, as below".to_owned(),
         });
         let types: Vec<_> = types.collect();
@@ -120,7 +125,7 @@ impl Document {
         });
         let mut found: Vec<(Vec<String>, String)> = Vec::new();
         for (title, schema) in std::iter::once(body).chain(responses) {
-            let fields = self.fields(schema);
+            let fields = self.render_fields(schema);
             match found.iter_mut().find(|(_, known)| *known == fields) {
                 _ if fields.is_empty() => {}
                 Some((titles, _)) => titles.push(title),
@@ -131,7 +136,7 @@ impl Document {
     }
 
     /// Renders the table of an object's fields, including those of nested objects.
-    fn fields(&self, schema: &Value) -> String {
+    fn render_fields(&self, schema: &Value) -> String {
         let mut rows = Vec::new();
         self.collect_fields(schema, "", &mut rows);
         if rows.is_empty() {
@@ -147,7 +152,7 @@ impl Document {
         let required: Vec<_> = schema["required"].as_array().into_iter().flatten().collect();
         for (name, field) in members(&schema["properties"]) {
             let is_required = required.iter().any(|required| *required == name);
-            let form = self.form(field) + if is_required { ", **required**" } else { "" };
+            let form = self.describe_type(field) + if is_required { ", **required**" } else { "" };
             rows.push([format!("`{prefix}{name}`"), form, plain_text(text(&field["description"]))]);
             self.collect_fields(field, &format!("{prefix}{name}."), rows);
             self.collect_fields(&field["items"], &format!("{prefix}{name}[]."), rows);
@@ -156,7 +161,7 @@ impl Document {
 
     fn kind(&self, kind: &str, schema: &Value) -> String {
         match kind {
-            "array" if !schema["items"].is_null() => match self.form(&schema["items"]) {
+            "array" if !schema["items"].is_null() => match self.describe_type(&schema["items"]) {
                 form if form.contains(", ") => format!("array of ({form})"),
                 form => format!("array of {form}"),
             },
@@ -165,10 +170,10 @@ impl Document {
     }
 
     /// Describes a value's type and limits in a few words.
-    fn form(&self, schema: &Value) -> String {
+    fn describe_type(&self, schema: &Value) -> String {
         let any = |of: &Value| of.as_array().cloned().filter(|all| !all.is_empty());
         let forms = |all: Vec<Value>, word: &str| {
-            all.iter().map(|schema| self.form(schema)).collect::<Vec<_>>().join(word)
+            all.iter().map(|schema| self.describe_type(schema)).collect::<Vec<_>>().join(word)
         };
         if let Some(name) = text(&schema["$ref"]).strip_prefix("#/components/schemas/") {
             let anchor = format!("{}-schema-{name}", self.owner).to_ascii_lowercase();

@@ -89,7 +89,8 @@ fn row(arg: &Arg) -> [String; 3] {
     [format!("`{shown}`"), default, meaning.trim().to_owned()]
 }
 
-/// Returns one line that ends with a full stop. Escapes `<`, which would start an HTML element.
+/// Returns the text as one line that ends with a period, a colon or a backquote. Escapes `<`, which would start an HTML
+/// element.
 fn sentence(text: &str) -> String {
     let mut line = escape(&text.split_whitespace().collect::<Vec<_>>().join(" "));
     if !line.is_empty() && !line.ends_with(['.', ':', '`']) {

@@ -4,12 +4,12 @@ use kit::quoted_commands::{self, Language};
 use svc::applets::APPLETS;
 
 use crate::assert_none;
-use crate::files::{File, files};
+use crate::files::{ProjectFile, files};
 
 /// Returns the number of checked command lines, and the quoted ones that do not exist. The changelog describes earlier
 /// releases, so it is skipped.
-fn unknown_commands(files: &[File]) -> (usize, Vec<String>) {
-    let is_quoting = |file: &&File| {
+fn unknown_commands(files: &[ProjectFile]) -> (usize, Vec<String>) {
+    let is_quoting = |file: &&ProjectFile| {
         let is_page = file.path.ends_with(".md") && file.path != "CHANGELOG.md";
         is_page || file.path.starts_with("src/") && !file.path.ends_with("quoted_command_tests.rs")
     };
@@ -36,6 +36,6 @@ fn every_quoted_command_exists() {
 
 #[test]
 fn unknown_option_of_applet_is_detected() {
-    let page = File::sample("docs/a.md", "`svc-update boot --fast`, `svc-update boot`");
+    let page = ProjectFile::sample("docs/a.md", "`svc-update boot --fast`, `svc-update boot`");
     assert_eq!(unknown_commands(&[page]).1.len(), 1);
 }

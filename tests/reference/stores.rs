@@ -6,10 +6,10 @@ use kit::stores::StoreKind;
 use svc::config::Env;
 use svc::platform::doctor;
 use svc::platform::host_store::HostCredentials;
-use svc::store::capabilities::{Need, ProbeResult, REPLACE_IN_PARALLEL, RaceLimits, Support};
+use svc::store::capabilities::{CapabilityNeed, ProbeResult, REPLACE_IN_PARALLEL, RaceLimits, Support};
 use svc::store::config::StoreConfig;
 
-use super::files::File;
+use super::files::ProjectFile;
 use super::{BEGIN_PREFIX, BEGIN_SUFFIX, END_MARKER, Part, table};
 
 const BUCKET: &str = "svc-test";
@@ -17,8 +17,8 @@ const RACE_LIMITS: RaceLimits = RaceLimits { rounds: 8, timeout: Duration::from_
 
 const NAME: &str = "stores";
 
-/// Reads the table that is now in the pages, for the quick test, which starts no stores.
-pub fn read_current_table(pages: &[File]) -> Part {
+/// Reads the current table from the pages, for the quick test, which starts no stores.
+pub fn read_current_table(pages: &[ProjectFile]) -> Part {
     let marker = format!("{BEGIN_PREFIX}{NAME}{BEGIN_SUFFIX}\n");
     let written = pages.iter().find_map(|page| {
         let after = page.path.starts_with("docs/").then(|| page.text.split_once(&marker)).flatten()?.1;
@@ -34,9 +34,9 @@ pub fn probe_all() -> Option<Part> {
         return None;
     }
     svc::http::tls::install_provider();
-    let runtime = tokio::runtime::Runtime::new().expect("start a runtime");
+    let runtime = tokio::runtime::Runtime::new().expect("the runtime must start");
     let columns: Vec<Vec<ProbeResult>> = StoreKind::ALL.map(|kind| runtime.block_on(probe(kind))).into();
-    // Whether SeaweedFS accepts two concurrent writers depends on timing, so the page has counts instead.
+    // Whether SeaweedFS accepts two concurrent writers depends on timing, so the page shows counts instead.
     let rows = columns[0].iter().enumerate().map(|(row, first)| {
         let capability = first.capability;
         let mut cells = vec![capability.name.to_owned(), need_text(capability.need).to_owned()];
@@ -52,13 +52,13 @@ pub fn probe_all() -> Option<Part> {
         cells.push(capability.without.to_owned());
         cells
     });
-    let head = ["the store can do this", "svc", "the kit's own", "moto", "SeaweedFS", "without it"];
+    let head = ["capability", "svc", "the kit's own", "moto", "SeaweedFS", "without it"];
     Some(Part::new(NAME, table(&head, rows)))
 }
 
 async fn probe(kind: StoreKind) -> Vec<ProbeResult> {
-    let dir = tempfile::tempdir().expect("a directory");
-    let store = kind.start(dir.path(), BUCKET).await.expect("start a store");
+    let dir = tempfile::tempdir().expect("the temporary directory must be created");
+    let store = kind.start(dir.path(), BUCKET).await.expect("the store must start");
     let mut pairs = store.env(BUCKET);
     for (name, value) in
         [("STS_ROLE_ARN", "arn:aws:iam::000000000000:role/svc-host"), ("STORE_WRITE_ONCE", "on")]
@@ -68,15 +68,15 @@ async fn probe(kind: StoreKind) -> Vec<ProbeResult> {
     let mut env = Env::from_pairs(pairs.iter().map(|(name, value)| (&**name, &**value)));
     let config = StoreConfig::read(&mut env);
     let credentials = HostCredentials::read(&mut env, config.as_ref());
-    let (config, credentials) = env.finish(config.zip(credentials)).expect("a configuration");
+    let (config, credentials) = env.finish(config.zip(credentials)).expect("the configuration must be valid");
     doctor::probe_store(&config, &credentials, RACE_LIMITS).await
 }
 
-fn need_text(need: Need) -> &'static str {
+fn need_text(need: CapabilityNeed) -> &'static str {
     match need {
-        Need::Required => "needs it",
-        Need::Recommended => "uses it",
-        Need::Unused => "does not use it",
+        CapabilityNeed::Required => "needs it",
+        CapabilityNeed::Recommended => "uses it",
+        CapabilityNeed::Unused => "does not use it",
     }
 }
 

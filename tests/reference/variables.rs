@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use svc::applets::APPLETS;
 use svc::host::system::root_settings::ALLOWED_FROM_OTHERS;
 use svc::host::system::vars as host;
-use svc::variable::{Preset, Section, Variable};
+use svc::variable::{DefaultValue, Section, Variable};
 
 use super::{Part, table};
-use crate::files::{File, files};
+use crate::files::{ProjectFile, files};
 use crate::{assert_none, source};
 
 /// Returns every section of every package.
@@ -46,13 +46,13 @@ fn render(sections: &[&'static Section]) -> String {
     }
     let cells = |Row { variable, source, readers }: &Row| {
         let mut cells =
-            vec![format!("`{}`", variable.name), variable.form.to_owned(), default_text(variable.default)];
+            vec![format!("`{}`", variable.name), variable.format.to_owned(), default_text(variable.default)];
         cells.extend((!has_one_source).then(|| (*source).to_owned()));
         cells.extend((!has_same_readers).then(|| programs(readers)));
         cells.push(variable.meaning.split_whitespace().collect::<Vec<_>>().join(" "));
         cells
     };
-    let mut head = vec!["variable", "form", "default"];
+    let mut head = vec!["variable", "format", "default"];
     head.extend((!has_one_source).then_some("set in"));
     head.extend((!has_same_readers).then_some("read by"));
     head.push("meaning");
@@ -76,12 +76,12 @@ impl Row {
     }
 }
 
-fn default_text(default: Preset) -> String {
+fn default_text(default: DefaultValue) -> String {
     match default {
-        Preset::Required => "**required**".to_owned(),
-        Preset::Unset => "–".to_owned(),
-        Preset::Value(value) => format!("`{value}`"),
-        Preset::Derived(text) => text.to_owned(),
+        DefaultValue::Required => "**required**".to_owned(),
+        DefaultValue::Unset => "–".to_owned(),
+        DefaultValue::Value(value) => format!("`{value}`"),
+        DefaultValue::Derived(text) => text.to_owned(),
     }
 }
 
@@ -154,12 +154,12 @@ fn every_reader_of_a_variable_exists() {
     );
 }
 
-/// Variables that programs other than our own read from a file.
-const READ_BY_UNITS: [&str; 1] = ["SVC_POSTGRES_IMAGE"];
+/// Host variables that only units use.
+const USED_ONLY_BY_UNITS: [&str; 1] = ["SVC_POSTGRES_IMAGE"];
 
 /// Finds declared variables that no code uses.
-fn unread_variables(files: &[File], declared: &[&str]) -> Vec<String> {
-    let is_code = |file: &&File| {
+fn unread_variables(files: &[ProjectFile], declared: &[&str]) -> Vec<String> {
+    let is_code = |file: &&ProjectFile| {
         file.path.starts_with("src/") && file.path.ends_with(".rs") && !file.path.ends_with("/vars.rs")
     };
     let mut used: Vec<String> = Vec::new();
@@ -177,14 +177,15 @@ fn unread_variables(files: &[File], declared: &[&str]) -> Vec<String> {
 #[test]
 fn every_declared_variable_is_read() {
     let variables = sections().flat_map(|section| section.variables).map(|variable| variable.name);
-    let declared: Vec<_> = variables.filter(|name| !READ_BY_UNITS.contains(name)).collect();
+    let declared: Vec<_> = variables.filter(|name| !USED_ONLY_BY_UNITS.contains(name)).collect();
     assert_none(&unread_variables(&files(), &declared));
 }
 
 #[test]
 fn unread_variable_is_detected() {
-    let code = File::sample("src/a.rs", "env.text(&vars::SVC_A); // SVC_B\n#[cfg(test)]\nmod t { SVC_B }");
-    let declaration = File::sample("src/vars.rs", "SVC_B: \"text\" = unset;");
+    let code =
+        ProjectFile::sample("src/a.rs", "env.text(&vars::SVC_A); // SVC_B\n#[cfg(test)]\nmod t { SVC_B }");
+    let declaration = ProjectFile::sample("src/vars.rs", "SVC_B: \"text\" = unset;");
     assert_eq!(unread_variables(&[code, declaration], &["SVC_A", "SVC_B"]).len(), 1);
 }
 
@@ -193,7 +194,7 @@ const SET_BY_SYSTEMD: [&str; 2] = ["JOURNAL_STREAM", "NOTIFY_SOCKET"];
 
 /// Finds names with an underscore that a file reads from the process environment without a declaration. `Env` accepts
 /// only declared variables.
-fn undeclared_reads(file: &File) -> Vec<String> {
+fn undeclared_reads(file: &ProjectFile) -> Vec<String> {
     let calls = ["env::var(\"", "env::var_os(\""];
     let reads = calls.iter().flat_map(|call| file.text.split(*call).skip(1));
     let names = reads.filter_map(|rest| rest.split('"').next());
@@ -210,5 +211,5 @@ fn no_variable_is_read_by_a_literal_name() {
 #[test]
 fn undeclared_variable_is_detected() {
     let text = "std::env::var_os(\"SVC_A\"); std::env::var(\"PATH\"); std::env::var(\"NOTIFY_SOCKET\")";
-    assert_eq!(undeclared_reads(&File::sample("src/a.rs", text)).len(), 1);
+    assert_eq!(undeclared_reads(&ProjectFile::sample("src/a.rs", text)).len(), 1);
 }

@@ -60,7 +60,7 @@ async fn app_page_is_framed_and_loaded_by_token() -> Result<()> {
     let response = send(router.get(APP_HOST, &inner).header("accept", "text/html")).await;
     assert_eq!((response.status, &*response.body), (StatusCode::OK, "GET /apps/notes/a/b"));
     let received = machine.last_request();
-    assert_eq!(received.uri, "/apps/notes/a/b?x=1", "the token is not forwarded");
+    assert_eq!(received.uri, "/apps/notes/a/b?x=1", "the token must not be forwarded");
     let claims = router.verify_proof(&machine, &received.headers);
     assert_eq!((claims.route, claims.app.as_deref()), (Route::App, Some("notes")));
     // Scripts and images of the owner's own pages are not documents, so they are not framed.
@@ -122,11 +122,11 @@ async fn app_token_opens_only_its_app_on_its_machine() -> Result<()> {
     let other_app = send(router.get(APP_HOST, &format!("/apps/tasks/~{token}/"))).await;
     assert_eq!(other_app.status, StatusCode::FORBIDDEN);
     let on_code = send(router.get(CODE_HOST, "/").bearer_auth(&token)).await;
-    assert_eq!(on_code.status, StatusCode::UNAUTHORIZED, "an app token does not open code-server");
+    assert_eq!(on_code.status, StatusCode::UNAUTHORIZED, "an app token must not open code-server");
     let by_app =
         send(router.post(APP_HOST, "/_svc/app-token").bearer_auth(&token).json(&json!({"app": "tasks"})))
             .await;
-    assert_eq!(by_app.status, StatusCode::FORBIDDEN, "an app cannot create tokens");
+    assert_eq!(by_app.status, StatusCode::FORBIDDEN, "an app must not create tokens");
     let now = jiff::Timestamp::now().as_second();
     let claims = |change: &dyn Fn(&mut Value)| {
         let mut claims = json!({ "iss": "svc-app-token", "sub": "user_1", "aud": machine.id, "app": "notes",

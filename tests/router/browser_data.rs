@@ -1,4 +1,4 @@
-//! Data that one user's machine has stored in a browser cannot act as the browser's next user.
+//! One user's machine cannot use data that it has stored in a browser to act as the browser's next user.
 
 use anyhow::{Context, Result};
 use http::{HeaderMap, StatusCode};

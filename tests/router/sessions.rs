@@ -24,7 +24,11 @@ async fn page_visit_opens_session_that_outlives_the_token() -> Result<()> {
         assert!(line.contains(part), "{line}");
     }
     let other_client = send(router.get(APP_HOST, "/").header("cookie", &cookie)).await;
-    assert_eq!(other_client.cookie("svc_session"), None, "a client that wants no page gets no session");
+    assert_eq!(
+        other_client.cookie("svc_session"),
+        None,
+        "a request that does not accept HTML must not open a session"
+    );
     let own = format!("svc_session={}", page.cookie("svc_session").unwrap());
     assert_eq!(get_with_cookie(&router, APP_HOST, "/", &own).await.status, StatusCode::OK);
     assert_eq!(router.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
@@ -89,9 +93,9 @@ async fn expired_session_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// Returns the cookies of a browser that has a session for `user_1` but in which the provider has signed in `user_2`,
-/// and the session cookie alone.
-async fn disputed_cookies(router: &TestRouter) -> (String, String) {
+/// Returns two values of the `Cookie` header. The first is from a browser that has a session for `user_1`, but in which
+/// the provider has signed in `user_2`; the second contains only the session cookie.
+async fn create_conflicting_cookies(router: &TestRouter) -> (String, String) {
     let session = router.open_session(APP_HOST, "user_1").await;
     (format!("{session}; __session={}", router.token("user_2")), session)
 }
@@ -104,7 +108,7 @@ fn choose_account(router: &TestRouter, cookie: &str, form: &'static str) -> Requ
 #[tokio::test(flavor = "multi_thread")]
 async fn planted_provider_cookie_does_not_switch_account() -> Result<()> {
     let (router, machine) = TestRouter::start_with_machine("user_1").await?;
-    let (both, session) = disputed_cookies(&router).await;
+    let (both, session) = create_conflicting_cookies(&router).await;
     assert_eq!(get_with_cookie(&router, APP_HOST, "/", &both).await.status, StatusCode::OK);
     assert_eq!(router.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
 
@@ -136,7 +140,7 @@ async fn planted_provider_cookie_does_not_switch_account() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn user_can_switch_to_the_provider_account() -> Result<()> {
     let (router, machine) = TestRouter::start_with_machine("user_1").await?;
-    let (both, old) = disputed_cookies(&router).await;
+    let (both, old) = create_conflicting_cookies(&router).await;
     let foreign = choose_account(&router, &both, "account=provider").header("origin", "https://evil.test");
     assert_eq!(send(foreign).await.status, StatusCode::FORBIDDEN);
     assert_eq!(send(choose_account(&router, &both, "account=other")).await.status, StatusCode::BAD_REQUEST);

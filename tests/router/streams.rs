@@ -92,7 +92,8 @@ async fn ten_mebibyte_bodies_pass_unchanged() -> Result<()> {
     Ok(())
 }
 
-/// Each chunk is sent only after the previous one has been echoed: neither direction waits for the end of a body.
+/// Each chunk is sent only after the previous one has been echoed, so the test passes only if neither direction waits
+/// for the end of a body.
 #[tokio::test(flavor = "multi_thread")]
 async fn bodies_are_streamed_in_both_directions() -> Result<()> {
     let (router, _machine) = TestRouter::start_with_machine("user_1").await?;

@@ -380,8 +380,8 @@ impl Simulation<'_> {
     /// Clears the faults, restarts every process that is not alive, and advances the clock until no work remains or the
     /// limit is reached.
     pub async fn settle(&mut self) -> Result<()> {
-        self.provider.heal();
-        self.store.heal();
+        self.provider.clear_faults();
+        self.store.clear_faults();
         let _ = tokio::time::timeout(Duration::from_secs(20), self.wait_for_requests()).await;
         for process in 0..PROCESSES {
             self.processes[process].switch.disarm();

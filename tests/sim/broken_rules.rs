@@ -6,7 +6,8 @@ use super::violation::{BrokenRule, Violation};
 /// Some violations occur in few plans, and under load in even fewer.
 const MAX_SEEDS: u64 = 240;
 
-/// How often the first seeds are tried before all others: a seed does not determine how tasks interleave.
+/// The number of times that the first seeds are tried before all seeds, because a seed does not determine how tasks
+/// interleave.
 const REPEATS: usize = 4;
 
 /// Searches all seeds, beginning with those whose plans usually lead to the violation.

@@ -16,14 +16,14 @@ use super::ledger::{Ledger, RequestRecord};
 use super::memory_provider::OrderedServer;
 use super::process::ApiResponse;
 use super::rng::Rng;
-use super::run_database::Times;
+use super::run_database::StoredTimes;
 use super::snapshot::{self, DatabaseState};
 use crate::platform::stack::{Process, SECRET, Stack};
 
 const PROCESSES: usize = 3;
 const USERS: usize = 9;
 const REQUESTS: u32 = 100;
-/// Maximum attempts per request: with their pauses, twice as long as a caller waits for a process to restart.
+/// Maximum attempts per request. Including pauses, they take twice as long as a caller waits for a process to restart.
 const MAX_ATTEMPTS: usize = 150;
 
 struct Fleet {
@@ -108,8 +108,7 @@ impl Fleet {
         first.or(again).unwrap_or_else(|| panic!("no response to {operation}\n{}", self.stack.log()))
     }
 
-    /// Sends one user's requests, as an operator would. They are random, so some are refused. Returns their
-    /// number.
+    /// Sends one user's requests, as an operator would. They are random, so some are refused. Returns their number.
     async fn send_requests(&self, number: usize, seed: u64) -> u32 {
         let mut rng = Rng::new(seed ^ (number as u64) << 32);
         let user = format!("user_{number}");
@@ -211,7 +210,7 @@ impl Fleet {
     }
 }
 
-/// Kills and restarts processes until `end` is signalled. Returns the processes, all running, and the number of kills.
+/// Kills and restarts processes until `end` is signaled. Returns the processes, all running, and the number of kills.
 async fn kill_repeatedly(
     fleet: Arc<Fleet>,
     mut processes: Vec<Process>,
@@ -256,7 +255,7 @@ async fn run_campaign(seed: u64) -> Result<u32> {
     assert!(sent >= REQUESTS && kills > 3, "{sent} requests, {kills} kills");
 
     let database = fleet.stack.database.connect().await?;
-    let times = Times::read(&database).await?;
+    let times = StoredTimes::read(&database).await?;
     let has_settled = settle(&fleet, &database, &times).await?;
     hosts.abort();
     let database_state = DatabaseState::read(&database).await?;
@@ -295,9 +294,9 @@ fn machines_with_servers(stack: &Stack) -> Vec<String> {
 
 /// Advances the time until no operation is running and no server remains to be deleted. Returns whether that state was
 /// reached.
-async fn settle(fleet: &Fleet, database: &tokio_postgres::Client, times: &Times) -> Result<bool> {
+async fn settle(fleet: &Fleet, database: &tokio_postgres::Client, times: &StoredTimes) -> Result<bool> {
     for _ in 0..300 {
-        let database_state = DatabaseState::read(database).await.context("read the database state")?;
+        let database_state = DatabaseState::read(database).await.context("cannot read the database state")?;
         let in_progress = database_state.operations.iter().any(|operation| operation.state == "running");
         if !in_progress
             && !check::has_leftovers(&database_state, &machines_with_servers(&fleet.stack), &fleet.ledger)

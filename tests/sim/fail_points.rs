@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use svc::host::audit::watcher;
 use svc::host::files::{gate, restore_entry, service};
 use svc::host::link::register;
-use svc::host::records::usage_book;
+use svc::host::records::usage_store;
 use svc::host::retention;
 use svc::host::snapshots::{backup, restore};
 use svc::host::system::upgrade_token;
@@ -49,7 +49,7 @@ fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 25]
         (update::ROLLBACK_FAILPOINTS, "svc::host::update::ROLLBACK_FAILPOINTS", "tests/vault/apply.rs"),
         (update::KEY_FAILPOINTS, "KEY_FAILPOINTS", "tests/vault/update_keys.rs"),
         (retention::FAILPOINTS, "svc::host::retention::FAILPOINTS", "tests/heartbeat.rs"),
-        (usage_book::FAILPOINTS, "FAILPOINTS", "tests/records/usage_after_kills.rs"),
+        (usage_store::FAILPOINTS, "FAILPOINTS", "tests/records/usage_after_kills.rs"),
         (watcher::FAILPOINTS, "svc::host::audit::watcher::FAILPOINTS", "tests/audit/interruptions.rs"),
         (register::FAILPOINTS, "svc::host::link::register::FAILPOINTS", "tests/vault/register.rs"),
         (
@@ -86,9 +86,9 @@ fn collect_sources(dir: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Returns the names in calls to `failpoint::pass`; an expression instead of a name is returned as written.
+/// Returns the names in calls to `failpoint::trigger`; an expression instead of a name is returned as written.
 fn failpoint_calls(text: &str) -> Vec<String> {
-    let calls = text.split("failpoint::pass(").skip(1);
+    let calls = text.split("failpoint::trigger(").skip(1);
     calls.map(|call| call.split(')').next().unwrap_or_default().trim_matches('"').to_owned()).collect()
 }
 
@@ -106,7 +106,7 @@ fn every_failpoint_in_the_source_is_enumerated() {
             let is_switch = SWITCHES.contains(&name.as_str());
             assert!(
                 is_derived || is_switch || known.contains(&name.as_str()),
-                "{}: {name} is not in any FAILPOINTS",
+                "{}: {name} is not in any FAILPOINTS list",
                 file.display()
             );
             found.push(name);
@@ -115,7 +115,7 @@ fn every_failpoint_in_the_source_is_enumerated() {
     for point in known {
         assert!(found.iter().any(|name| name == point), "{point} is enumerated but not in the source");
     }
-    assert_eq!(failpoint_calls("x failpoint::pass(\"a.b\")?; failpoint::pass(&c)"), ["a.b", "&c"]);
+    assert_eq!(failpoint_calls("x failpoint::trigger(\"a.b\")?; failpoint::trigger(&c)"), ["a.b", "&c"]);
 }
 
 #[test]
@@ -128,7 +128,10 @@ fn every_enumeration_has_a_kill_test() {
             .split("\nasync fn ")
             .chain(text.split("\nfn "))
             .any(|function| forms.iter().any(|form| function.contains(form)));
-        assert!(walked && text.contains("return(kill)"), "{test} does not kill at each of {name}");
+        assert!(
+            walked && text.contains("return(kill)"),
+            "{test} does not kill a process at each point in {name}"
+        );
     }
     let kills = read_file("tests/platform/kills.rs");
     for kind in OperationKind::ALL {

@@ -149,12 +149,12 @@ impl Host {
         if stops_after == Some(1) {
             return Ok("stopped after the dump");
         }
-        let side = self.sidecar(key, &content, at);
+        let sidecar = self.sidecar(key, &content, at);
         if broken_rule == Some(BrokenRule::HostDoesNotVerify) {
-            write_pointer_unchecked(&bucket, &slot, &snapshot_ref(&side)).await?;
+            write_pointer_unchecked(&bucket, &slot, &snapshot_ref(&sidecar)).await?;
             return Ok("moved the pointer too early");
         }
-        let recorded = snapshot::write_sidecar(&bucket, &slot, &side, etag).await?;
+        let recorded = snapshot::write_sidecar(&bucket, &slot, &sidecar, etag).await?;
         rows.record_snapshot(&self.prefix(), dump.rows);
         if stops_after == Some(2) {
             return Ok("stopped after the sidecar");
@@ -186,16 +186,16 @@ impl Host {
     }
 }
 
-fn snapshot_ref(side: &Sidecar) -> SnapshotRef {
+fn snapshot_ref(sidecar: &Sidecar) -> SnapshotRef {
     SnapshotRef {
-        key: side.key.clone(),
-        size_bytes: side.size_bytes,
-        sha256: side.sha256.clone(),
+        key: sidecar.key.clone(),
+        size_bytes: sidecar.size_bytes,
+        sha256: sidecar.sha256.clone(),
         etag: None,
-        machine_id: side.machine_id,
-        epoch: side.epoch,
-        taken_at: side.taken_at,
-        verified_at: side.verified_at,
+        machine_id: sidecar.machine_id,
+        epoch: sidecar.epoch,
+        taken_at: sidecar.taken_at,
+        verified_at: sidecar.verified_at,
     }
 }
 

@@ -6,7 +6,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::plan::KillPoint;
 
-/// A process's kill switch. When armed, it kills the process at the n-th call of one kind.
+/// A process's kill switch. When armed, it lets `nth` calls of one kind pass, and kills the process at the next one.
 #[derive(Debug, Default)]
 pub struct KillSwitch {
     dead: CancellationToken,

@@ -1,7 +1,7 @@
 //! An in-memory provider: its state, its rules, and a plan's faults.
 //!
 //! It replaces the adapter and the kit's simulator in most runs, because an HTTP exchange in a dev build costs as much
-//! as a whole step; with `Backends::Wire`, plans run through both.
+//! as a whole step; with `Backends::Http`, plans run through both.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -72,7 +72,7 @@ impl InMemoryProvider {
         self.state().faults.push((call, fault, times));
     }
 
-    pub fn heal(&self) {
+    pub fn clear_faults(&self) {
         self.state().faults.clear();
     }
 
@@ -130,7 +130,7 @@ impl InMemoryProvider {
     }
 
     /// Returns whether the next list of servers will be incomplete.
-    fn is_partial(&self) -> bool {
+    fn is_next_list_incomplete(&self) -> bool {
         let next = |state: &ProviderState| {
             state.faults.iter().find(|(call, _, _)| *call == ProviderCall::Read).map(|found| found.1)
         };
@@ -350,8 +350,8 @@ impl Provider for SharedProvider {
             let found = server.labels.get(label);
             !finds_nothing && found.is_some_and(|found| value.is_none_or(|value| value == found))
         };
-        let is_partial = self.0.is_partial();
-        let is_listed = |(nth, _): &(usize, Server)| !is_partial || nth % 2 == 1;
+        let is_incomplete = self.0.is_next_list_incomplete();
+        let is_listed = |(nth, _): &(usize, Server)| !is_incomplete || nth % 2 == 1;
         let all: Vec<Server> = self
             .0
             .call_read("list servers", |state| {

@@ -8,7 +8,7 @@
 //! | file | content |
 //! |---|---|
 //! | `plan`, `rng` | a seed's plan |
-//! | `simulation`, `run_database`, `process`, `kill_switch` | a run's processes in this process, and their database |
+//! | `simulation`, `run_database`, `process`, `kill_switch` | a run's simulated processes, and their database |
 //! | `memory_provider`, `process_provider`, `run_provider` | the provider, in memory or over HTTP |
 //! | `store`, `host` | the object store, and its writers other than the platform |
 //! | `rows` | acknowledged rows and their locations |

@@ -20,7 +20,7 @@ pub enum Action {
         empty: bool,
         accept_loss: bool,
     },
-    /// `machine` counts back through all machines that a response ever named, in this and the next actions.
+    /// Here and in the next actions, `machine` counts back from the newest of all machines that responses have named.
     Resize {
         machine: usize,
         to: &'static str,
@@ -42,7 +42,7 @@ pub enum Action {
         machine: usize,
         accept_loss: bool,
     },
-    /// `operation` counts back through all operations that a response ever named.
+    /// `operation` counts back from the last of all operations that responses have named.
     Abandon {
         operation: usize,
     },
@@ -53,8 +53,8 @@ pub enum Action {
     Write {
         host: usize,
     },
-    /// `host` counts back through all hosts that ever existed, even if their servers no longer do: a copy of a disk may
-    /// still be running.
+    /// `host` counts back from the newest of all hosts that ever existed. Those without a server are included, because
+    /// a copy of a disk may still be running.
     Register {
         host: usize,
         body: u8,
@@ -97,7 +97,8 @@ pub enum Action {
     Crash {
         process: usize,
     },
-    /// Kills the process at its `nth` next call of this kind, before or after the call's effect.
+    /// Kills the process at a later call of this kind, before or after the call's effect. `nth` is the number of calls
+    /// that pass first.
     CrashAt {
         process: usize,
         kill_point: KillPoint,

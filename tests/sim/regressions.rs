@@ -4,7 +4,7 @@ use super::plan::{Action, Step};
 use super::run::{Backends, RunResult, run_plan};
 use super::run_database::RunDatabase;
 
-/// Long enough for any response: these plans test the order of requests, not their overlap.
+/// Long enough for any response, because these plans test the order of requests, not their overlap.
 const RESPONSE_TIMEOUT_MS: u64 = 5000;
 
 fn step(action: Action, key: Option<u8>) -> Step {

@@ -65,7 +65,7 @@ impl Rows {
         Some(row)
     }
 
-    /// Forgets a row whose write was not acknowledged: it may be lost.
+    /// Removes a row whose write was not acknowledged, because it may be lost.
     pub fn remove_unacknowledged(&self, row: u32) {
         for slot in self.state().slots.values_mut() {
             slot.acknowledged.remove(&row);

@@ -26,7 +26,7 @@ pub enum Backends {
     /// The provider and the store are in this process.
     InProcess,
     /// The production adapter and store client use the kit's provider and S3 server over HTTP.
-    Wire,
+    Http,
 }
 
 pub async fn run_plan(
@@ -37,9 +37,9 @@ pub async fn run_plan(
 ) -> Result<RunResult> {
     let (provider, objects, _s3) = match backends {
         Backends::InProcess => (RunProvider::in_memory(broken_rule), None, None),
-        Backends::Wire => {
+        Backends::Http => {
             let (objects, s3) = start_s3()?;
-            (RunProvider::wire().await?, Some(objects), Some(s3))
+            (RunProvider::over_http().await?, Some(objects), Some(s3))
         }
     };
     let mut simulation = Simulation::new(database, provider, objects, broken_rule).await?;

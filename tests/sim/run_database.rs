@@ -23,7 +23,7 @@ pub struct RunDatabase {
     pub keys: watch::Receiver<Arc<SigningSet>>,
     pub installation: Uuid,
     copy: DatabaseCopy,
-    times: Times,
+    times: StoredTimes,
 }
 
 impl RunDatabase {
@@ -42,11 +42,11 @@ impl RunDatabase {
         let (_, keys) = watch::channel(Arc::new(
             keys::load(&db, &Seal::from_keys(&config.keys), config.timing.keys.overlap).await?,
         ));
-        // Deleting the rows of a few runs is faster than truncating files.
+        // The copy empties tables with `DELETE`, which is faster than `TRUNCATE` for the rows of a few runs.
         let copy = DatabaseCopy::new(&client).await?;
         let sql = "SELECT installation_id FROM installation";
         let installation = client.query_one(sql, &[]).await?.get(0);
-        let times = Times::read(&client).await?;
+        let times = StoredTimes::read(&client).await?;
         Ok(Self { database, client, db, keys, installation, copy, times })
     }
 
@@ -56,7 +56,7 @@ impl RunDatabase {
 
     /// Resets the database, except for the keys.
     pub async fn clear(&self) -> Result<()> {
-        self.copy.drop(&self.client).await?;
+        self.copy.discard(&self.client).await?;
         self.copy.empty_tables(&self.client).await
     }
 
@@ -82,11 +82,11 @@ impl RunDatabase {
 }
 
 /// The statements that move every stored time that affects decisions into the past, so that no test has to wait.
-pub struct Times(Vec<String>);
+pub struct StoredTimes(Vec<String>);
 
-impl Times {
+impl StoredTimes {
     /// Finds the columns in the tables that control work, except purely historical times, and leases, which
-    /// [`Times::advance`] moves separately.
+    /// [`StoredTimes::advance`] moves separately.
     pub async fn read(client: &Client) -> Result<Self> {
         let sql = "SELECT table_name::text, column_name::text FROM information_schema.columns \
                    WHERE table_schema = 'public' AND data_type LIKE 'timestamp%' \

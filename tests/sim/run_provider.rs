@@ -16,7 +16,7 @@ use super::violation::BrokenRule;
 
 pub enum RunProvider {
     InMemory(Arc<InMemoryProvider>),
-    Wire { simulator: Box<Simulator>, created: Mutex<Vec<OrderedServer>> },
+    Http { simulator: Box<Simulator>, created: Mutex<Vec<OrderedServer>> },
 }
 
 impl RunProvider {
@@ -24,16 +24,16 @@ impl RunProvider {
         Self::InMemory(InMemoryProvider::new(broken_rule))
     }
 
-    pub async fn wire() -> Result<Self> {
+    pub async fn over_http() -> Result<Self> {
         let rate_limit = RateLimit { limit: 3600, per_second: 100.0 };
         let options = SimulatorOptions { rate_limit, ..SimulatorOptions::record() };
-        Ok(Self::Wire { simulator: Box::new(Simulator::start(options).await?), created: Mutex::default() })
+        Ok(Self::Http { simulator: Box::new(Simulator::start(options).await?), created: Mutex::default() })
     }
 
     pub fn provider(&self) -> Arc<dyn Provider> {
         match self {
             Self::InMemory(provider) => Arc::new(SharedProvider(Arc::clone(provider))),
-            Self::Wire { simulator, .. } => {
+            Self::Http { simulator, .. } => {
                 let client = client::build(Deadlines::CALL).expect("the client should be created");
                 let base = simulator.base_url().parse().expect("the base URL is valid");
                 let limits = CallLimits {
@@ -52,7 +52,7 @@ impl RunProvider {
     pub fn machines_with_servers(&self) -> Vec<String> {
         match self {
             Self::InMemory(provider) => provider.machines_with_servers(),
-            Self::Wire { simulator, .. } => simulator
+            Self::Http { simulator, .. } => simulator
                 .servers()
                 .into_iter()
                 .map(|server| server.labels.get("svc-machine").cloned().unwrap_or_default())
@@ -64,18 +64,19 @@ impl RunProvider {
     pub fn powered_on(&self) -> Vec<String> {
         match self {
             Self::InMemory(provider) => provider.powered_on(),
-            Self::Wire { simulator, .. } => {
+            Self::Http { simulator, .. } => {
                 let on = simulator.servers().into_iter().filter(|server| server.status == Power::Running);
                 on.filter_map(|server| server.labels.get("svc-machine").cloned()).collect()
             }
         }
     }
 
-    /// Returns the created servers, oldest first. Over HTTP, only those that existed when this was called.
+    /// Returns the created servers, oldest first. Over HTTP, a server that is created and deleted between two calls is
+    /// missing.
     pub fn created_servers(&self) -> Vec<OrderedServer> {
         match self {
             Self::InMemory(provider) => provider.created_servers(),
-            Self::Wire { simulator, created } => {
+            Self::Http { simulator, created } => {
                 let mut created = created.lock().unwrap_or_else(PoisonError::into_inner);
                 for server in simulator.servers() {
                     if !created.iter().any(|known| known.name == server.name) {
@@ -90,7 +91,7 @@ impl RunProvider {
     pub fn had_duplicate(&self) -> bool {
         match self {
             Self::InMemory(provider) => provider.had_duplicate(),
-            Self::Wire { simulator, .. } => {
+            Self::Http { simulator, .. } => {
                 // A second server with the same name is allowed only after the first has been deleted.
                 let mut open = BTreeSet::new();
                 simulator.creations().into_iter().any(|it| it.ended.is_none() && !open.insert(it.name))
@@ -102,21 +103,21 @@ impl RunProvider {
         match self {
             Self::InMemory(provider) => provider.lose_server(name),
             // The server may already have disappeared.
-            Self::Wire { simulator, .. } => drop(simulator.vanish_server(name).await),
+            Self::Http { simulator, .. } => drop(simulator.vanish_server(name).await),
         }
     }
 
     pub fn add_fault(&self, call: ProviderCall, fault: ProviderFault, times: u8) {
         match self {
             Self::InMemory(provider) => provider.add_fault(call, fault, times),
-            Self::Wire { simulator, .. } => simulator.add_fault(fault_rule(call, fault, times)),
+            Self::Http { simulator, .. } => simulator.add_fault(fault_rule(call, fault, times)),
         }
     }
 
-    pub fn heal(&self) {
+    pub fn clear_faults(&self) {
         match self {
-            Self::InMemory(provider) => provider.heal(),
-            Self::Wire { simulator, .. } => simulator.clear_faults(),
+            Self::InMemory(provider) => provider.clear_faults(),
+            Self::Http { simulator, .. } => simulator.clear_faults(),
         }
     }
 }

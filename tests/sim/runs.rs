@@ -7,10 +7,11 @@ use super::run::{Backends, assert_seeds_find_no_violation};
 use super::simulation::Counts;
 
 const CONCURRENT_SEEDS: usize = 5;
-/// So many ranges of seeds run at most.
+/// Maximum number of seed ranges in one test.
 const MAX_BATCHES: u64 = 3;
 
-/// Runs `count` seeds from `first`, and more if they reach too few states: on a starved machine a run gets less far.
+/// Runs `count` seeds from `first`, and more if they reach too few states, because runs make less progress on an
+/// overloaded computer.
 async fn run_in_process(first: u64, count: u64) -> Counts {
     let mut total = Counts::default();
     for batch in 0..MAX_BATCHES {
@@ -24,7 +25,7 @@ async fn run_in_process(first: u64, count: u64) -> Counts {
             return total;
         }
     }
-    panic!("{MAX_BATCHES} times {count} seeds reach too few states to be meaningful: {total:?}");
+    panic!("{MAX_BATCHES} ranges of {count} seeds reached too few states to be meaningful: {total:?}");
 }
 
 /// Returns whether a range of `count` seeds reached enough states to be meaningful.
@@ -52,8 +53,8 @@ async fn seeds_find_no_violation() {
 /// Runs plans through the production adapter and store client, over HTTP.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn plans_over_http_find_no_violation() {
-    let counts = assert_seeds_find_no_violation(10_000..10_012, Backends::Wire, 3).await;
-    println!("12 seeds over the wire: {counts:?}");
+    let counts = assert_seeds_find_no_violation(10_000..10_012, Backends::Http, 3).await;
+    println!("12 seeds over HTTP: {counts:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -71,7 +72,7 @@ async fn long_second_half_of_seeds_finds_no_violation() -> Result<()> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "long: 200 runs over HTTP"]
 async fn long_plans_over_http_find_no_violation() -> Result<()> {
-    let counts = assert_seeds_find_no_violation(300_000..300_200, Backends::Wire, 3).await;
-    println!("200 seeds over the wire: {counts:?}");
-    record_figures("simulated fleets over the wire", &counts)
+    let counts = assert_seeds_find_no_violation(300_000..300_200, Backends::Http, 3).await;
+    println!("200 seeds over HTTP: {counts:?}");
+    record_figures("simulated fleets over HTTP", &counts)
 }

@@ -111,7 +111,7 @@ impl<'a> Simulation<'a> {
 
     /// Checks the invariants of the current state.
     pub async fn check_now(&mut self) -> Result<BTreeSet<Violation>> {
-        // Servers and responses are read first: the database may be newer than them, but not older.
+        // Servers and responses are read first, because the database state may be newer than they are, but not older.
         let live = self.provider.machines_with_servers();
         let caller_view = check::CallerView::from_ledger(&self.ledger);
         let database_state = DatabaseState::read(&self.database.client).await?;

@@ -67,7 +67,7 @@ impl Store {
         lock(&self.faults).push((write, fault, times));
     }
 
-    pub fn heal(&self) {
+    pub fn clear_faults(&self) {
         lock(&self.faults).clear();
     }
 
@@ -205,11 +205,12 @@ impl Store {
         let Some(named) = &pointer.snapshot else { return true };
         let slot = at.as_ref().strip_suffix("system/db/latest").unwrap_or_default();
         let read = async |key: String| self.inner.get(&Path::from(key)).await.ok()?.bytes().await.ok();
-        let (dump, side) = (read(format!("{slot}{}", named.key)), read(format!("{slot}{}.json", named.key)));
-        let (Some(dump), Some(side)) = (dump.await, side.await) else { return false };
-        let Ok(side) = serde_json::from_slice::<Sidecar>(&side) else { return false };
+        let (dump, sidecar) =
+            (read(format!("{slot}{}", named.key)), read(format!("{slot}{}.json", named.key)));
+        let (Some(dump), Some(sidecar)) = (dump.await, sidecar.await) else { return false };
+        let Ok(sidecar) = serde_json::from_slice::<Sidecar>(&sidecar) else { return false };
         let digest = hex::encode(Sha256::digest(&dump));
-        digest == named.sha256 && side.sha256 == named.sha256 && dump.len() as u64 == named.size_bytes
+        digest == named.sha256 && sidecar.sha256 == named.sha256 && dump.len() as u64 == named.size_bytes
     }
 
     /// Removes all of the slot's snapshots except the one that the pointer names.

@@ -45,20 +45,20 @@ async fn store_backup(
     epoch: u32,
     at: i64,
 ) -> Result<snapshot::Sidecar> {
-    let side = sidecar(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
+    let sidecar = sidecar(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
     fixture
         .bucket
-        .put(&slot.snapshot(&side.key).context("the key is not a snapshot key")?, &b"dump"[..])
+        .put(&slot.snapshot(&sidecar.key).context("the key is not a snapshot key")?, &b"dump"[..])
         .await?;
-    Ok(side)
+    Ok(sidecar)
 }
 
 async fn advance(
     fixture: &StoreFixture,
     slot: &SlotPrefix,
-    side: &snapshot::Sidecar,
+    sidecar: &snapshot::Sidecar,
 ) -> Result<(), PointerError> {
-    let recorded = snapshot::write_sidecar(&fixture.bucket, slot, side, None).await?;
+    let recorded = snapshot::write_sidecar(&fixture.bucket, slot, sidecar, None).await?;
     pointer_io::advance(&fixture.bucket, slot, &recorded).await
 }
 
@@ -98,13 +98,16 @@ pub async fn pointer_follows_backups_and_fences(fixture: &StoreFixture) -> Resul
 pub async fn pointer_moves_once_when_responses_are_lost(fixture: &StoreFixture) -> Result<Support> {
     let slot = slot_of("user_1")?;
     pointer_io::fence(&fixture.bucket, &slot, &Fence::unsigned(Epoch(1), machine(1))).await?;
-    let side = store_backup(fixture, &slot, 1, 1).await?;
+    let sidecar = store_backup(fixture, &slot, 1, 1).await?;
     let lost =
         fixture.server.add_fault(Rule::new(Fault::LostReply).method("PUT").key("pointer-log/").times(1));
-    advance(fixture, &slot, &side).await?;
+    advance(fixture, &slot, &sidecar).await?;
     ensure!(lost.hits() == 1, "the fault did not occur");
     let end = pointer_io::read(&fixture.bucket, &slot).await?.context("the slot has no pointer")?.value;
-    ensure!(end.snapshot.is_some_and(|named| named.key == side.key), "the pointer names the wrong snapshot");
+    ensure!(
+        end.snapshot.is_some_and(|named| named.key == sidecar.key),
+        "the pointer names the wrong snapshot"
+    );
     let entries = fixture.server.objects(BUCKET, &pointer_log(&slot));
     ensure!(entries.len() as u64 == end.seq, "{} entries for seq {}", entries.len(), end.seq);
     Ok(Support::Yes)
@@ -115,8 +118,8 @@ pub async fn missing_pointer_with_snapshots_is_reported_as_damaged(
 ) -> Result<Support> {
     let slot = slot_of("user_1")?;
     pointer_io::fence(&fixture.bucket, &slot, &Fence::unsigned(Epoch(1), machine(1))).await?;
-    let side = store_backup(fixture, &slot, 1, 1).await?;
-    advance(fixture, &slot, &side).await?;
+    let sidecar = store_backup(fixture, &slot, 1, 1).await?;
+    advance(fixture, &slot, &sidecar).await?;
     ensure!(fixture.server.remove(BUCKET, slot.pointer().as_ref()), "there was no pointer");
     for entry in fixture.server.objects(BUCKET, &pointer_log(&slot)) {
         fixture.server.remove(BUCKET, &entry.key);
@@ -218,7 +221,7 @@ pub async fn interrupted_download_resumes_on_the_same_version(fixture: &StoreFix
     if read.len() < content.len() {
         read.extend_from_slice(&rest(read.len() as u64).await?.bytes().await?);
     }
-    ensure!(read == content, "{} bytes that differ from those stored", read.len());
+    ensure!(read == content, "the {} bytes that were read differ from the stored ones", read.len());
     fixture.bucket.put(&key, &b"another version"[..]).await?;
     match rest(3).await {
         Err(object_store::Error::Precondition { .. }) => Ok(Support::Yes),
@@ -254,7 +257,7 @@ pub async fn list_of_many_keys_is_complete_and_sorted(fixture: &StoreFixture) ->
     fixture.bucket.put(&Path::from("user_1/primary/system/db/pointer-log-other"), &b"{}"[..]).await?;
     let listed: Vec<Path> =
         fixture.bucket.raw().list(Some(&folder)).map_ok(|object| object.location).try_collect().await?;
-    ensure!(listed == keys, "{} keys, or in a different order", listed.len());
+    ensure!(listed == keys, "{} keys were listed, or their order differs", listed.len());
     let after: Vec<Path> = fixture
         .bucket
         .raw()
@@ -278,7 +281,7 @@ pub async fn session_reaches_only_its_slot(fixture: &StoreFixture) -> Result<Sup
     let role = "arn:aws:iam::000000000000:role/svc-host".to_owned();
     let endpoint = fixture.server.endpoint().parse()?;
     let sts = Sts::new(endpoint, fixture.s3.region.clone(), role, fixture.s3.credential())?;
-    let policy = policy::slot_policy("aws", BUCKET, &own, SnapshotWrites::Any);
+    let policy = policy::slot_policy("aws", BUCKET, &own, SnapshotWrites::Overwritable);
     let session = match sts.assume_role("svc-test", &policy, Duration::from_secs(900)).await {
         Ok(session) => session,
         Err(error) => return Ok(Support::No(error.to_string())),

@@ -233,7 +233,7 @@ async fn units_stop_with_their_release() -> Result<()> {
     assert_eq!(
         service_calls[rollback_start + 1],
         "daemon-reload",
-        "the unit file exists until the unit is stopped: {service_calls:?}"
+        "the unit file must exist until the unit is stopped: {service_calls:?}"
     );
     for calls in [&service_calls[..rollback_start], &service_calls[rollback_start..]] {
         assert!(calls.iter().any(|call| call == "restart svc-shell.service"), "{service_calls:?}");

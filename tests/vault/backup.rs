@@ -13,15 +13,15 @@ use super::machine::{self, BUCKET, Machine, USER, path_str, slot, tools_with_scr
 
 const ROWS: &str = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM generate_series(1, 1000)";
 /// A table larger than one upload part.
-const NOISE: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
-     FROM generate_series(1, 600) n, generate_series(1, 1000) m GROUP BY n";
+const LARGE_TABLE: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), \
+     'hex') AS bytes FROM generate_series(1, 600) n, generate_series(1, 1000) m GROUP BY n";
 
 fn snapshots(store: &S3Server) -> Vec<String> {
     let objects = store.objects(BUCKET, &format!("{USER}/primary/system/db/snapshots/"));
     objects.into_iter().map(|object| object.key).collect()
 }
 
-async fn machine_with(store: &S3Server, content: &str) -> Result<Machine> {
+async fn create_machine_with_tables(store: &S3Server, content: &str) -> Result<Machine> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute(content).await?;
     Ok(machine)
@@ -45,7 +45,7 @@ async fn assert_pointer_valid(store: &S3Server) -> Result<()> {
 #[tokio::test]
 async fn invalid_dump_never_becomes_an_object() -> Result<()> {
     let store = machine::store()?;
-    let machine = machine_with(&store, &format!("{ROWS}; {NOISE}")).await?;
+    let machine = create_machine_with_tables(&store, &format!("{ROWS}; {LARGE_TABLE}")).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let good = machine::pointer(&store).await?;
     let before = snapshots(&store);
@@ -66,7 +66,7 @@ async fn invalid_dump_never_becomes_an_object() -> Result<()> {
         let result = machine.run_with(&["svc-db-backup"], &[("SVC_PG_BIN_DIR", path_str(tools.path()))])?;
         assert_eq!(result.code, Some(70), "{name}: {}", result.stderr);
         assert_eq!(snapshots(&store), before, "{name}");
-        assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{name}: the upload was aborted");
+        assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{name}: the upload must be aborted");
         assert_eq!(machine::pointer(&store).await?, good, "{name}");
         let record = machine.backup_records()?.pop().context("no record")?;
         assert_eq!(
@@ -84,7 +84,7 @@ async fn invalid_dump_never_becomes_an_object() -> Result<()> {
 #[tokio::test]
 async fn password_is_not_in_arguments_or_output() -> Result<()> {
     let store = machine::store()?;
-    let machine = machine_with(&store, ROWS).await?;
+    let machine = create_machine_with_tables(&store, ROWS).await?;
     let seen = tempfile::tempdir()?;
     let script =
         format!("#!/bin/sh\ncat /proc/$$/cmdline > {}/args\nexec REAL \"$@\"\n", path_str(seen.path()));
@@ -103,7 +103,7 @@ async fn password_is_not_in_arguments_or_output() -> Result<()> {
 #[tokio::test]
 async fn transient_store_faults_are_retried() -> Result<()> {
     let store = machine::store()?;
-    let machine = machine_with(&store, NOISE).await?;
+    let machine = create_machine_with_tables(&store, LARGE_TABLE).await?;
     let faults = [
         ("a part fails twice", Rule::new(Fault::Status(500)).query("partNumber=2").times(2)),
         ("a part's response is lost", Rule::new(Fault::LostReply).query("partNumber=1")),
@@ -135,7 +135,7 @@ async fn transient_store_faults_are_retried() -> Result<()> {
 #[tokio::test]
 async fn backup_without_store_or_database_exits_with_69() -> Result<()> {
     let store = machine::store()?;
-    let machine = machine_with(&store, ROWS).await?;
+    let machine = create_machine_with_tables(&store, ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let good = machine::pointer(&store).await?;
     store.take_down();
@@ -163,7 +163,7 @@ async fn backup_without_store_or_database_exits_with_69() -> Result<()> {
 #[tokio::test]
 async fn replaced_machine_does_not_move_the_pointer() -> Result<()> {
     let store = machine::store()?;
-    let machine = machine_with(&store, ROWS).await?;
+    let machine = create_machine_with_tables(&store, ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let bucket = machine::bucket(&store)?;
 
@@ -196,7 +196,7 @@ async fn replaced_machine_does_not_move_the_pointer() -> Result<()> {
 #[tokio::test]
 async fn concurrent_run_reports_the_first_and_request_waits() -> Result<()> {
     let store = machine::store()?;
-    let machine = machine_with(&store, ROWS).await?;
+    let machine = create_machine_with_tables(&store, ROWS).await?;
     let first = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.snapshot=sleep(1500)")])?;
     wait_until("the lock", || machine.path("var/lib/svc/backup.lock").exists()).await?;
     // The lock file is created and locked in two system calls.
@@ -207,7 +207,7 @@ async fn concurrent_run_reports_the_first_and_request_waits() -> Result<()> {
     let request = machine.path("var/lib/svc/requests/backup");
     svc::fsx::write_atomic(&request, b"", 0o600)?;
     machine.run(&["svc-db-backup", "run", "--request"])?.expect(0);
-    assert!(!request.exists(), "a served request is removed");
+    assert!(!request.exists(), "a served request must be removed");
     first.wait()?.expect(0);
     assert_eq!(machine.backup_records()?.len(), 2);
     assert_eq!(machine::pointer(&store).await?.context("there is no pointer")?.seq, 2);
@@ -217,7 +217,7 @@ async fn concurrent_run_reports_the_first_and_request_waits() -> Result<()> {
 #[tokio::test]
 async fn killed_run_leaves_a_valid_pointer_and_next_run_succeeds() -> Result<()> {
     let store = machine::store()?;
-    let machine = machine_with(&store, ROWS).await?;
+    let machine = create_machine_with_tables(&store, ROWS).await?;
     for (n, point) in (1_u64..).zip(svc::host::snapshots::backup::FAILPOINTS) {
         machine.client().await?.execute(&format!("INSERT INTO t VALUES ({})", 10_000 + n), &[]).await?;
         let kill = format!("{point}=return(kill)");
@@ -225,9 +225,9 @@ async fn killed_run_leaves_a_valid_pointer_and_next_run_succeeds() -> Result<()>
         assert_pointer_valid(&store).await.with_context(|| format!("after {point}"))?;
         machine.run(&["svc-db-backup"])?.expect(0);
         let latest = snapshot::find_latest(&machine::bucket(&store)?, &slot()).await?;
-        let side = snapshot::read_sidecar(&machine::bucket(&store)?, &slot(), &latest).await?;
-        assert_eq!(side.tables[0].rows, 1000 + n, "after {point}");
-        assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "after {point}: the next run aborts it");
+        let sidecar = snapshot::read_sidecar(&machine::bucket(&store)?, &slot(), &latest).await?;
+        assert_eq!(sidecar.tables[0].rows, 1000 + n, "after {point}");
+        assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "after {point}: the next run must abort it");
         assert_eq!(machine.backup_records()?.pop().context("no record")?["status"], "success");
     }
     Ok(())
@@ -236,7 +236,7 @@ async fn killed_run_leaves_a_valid_pointer_and_next_run_succeeds() -> Result<()>
 #[tokio::test]
 async fn failed_step_is_recorded_and_publishes_nothing_partial() -> Result<()> {
     let store = machine::store()?;
-    let machine = machine_with(&store, ROWS).await?;
+    let machine = create_machine_with_tables(&store, ROWS).await?;
     for point in svc::host::snapshots::backup::FAILPOINTS {
         let error = format!("{point}=return(error)");
         machine.run_with(&["svc-db-backup"], &[("FAILPOINTS", &error)])?.expect(70);
@@ -251,7 +251,7 @@ async fn failed_step_is_recorded_and_publishes_nothing_partial() -> Result<()> {
 #[tokio::test]
 async fn backup_refuses_to_run_before_gate_opens() -> Result<()> {
     let store = machine::store()?;
-    let old = machine_with(&store, ROWS).await?;
+    let old = create_machine_with_tables(&store, ROWS).await?;
     old.run(&["svc-db-backup"])?.expect(0);
     let good = machine::pointer(&store).await?;
     let new = Machine::new(&store, 2).await?;
@@ -263,7 +263,7 @@ async fn backup_refuses_to_run_before_gate_opens() -> Result<()> {
 #[tokio::test]
 async fn termination_aborts_the_upload() -> Result<()> {
     let store = machine::store()?;
-    let machine = machine_with(&store, NOISE).await?;
+    let machine = create_machine_with_tables(&store, LARGE_TABLE).await?;
     let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.streaming=sleep(200)")])?;
     wait_until("the upload", || !store.uploads(BUCKET).is_empty()).await?;
     let stop_requested = Instant::now();
@@ -279,7 +279,7 @@ async fn termination_aborts_the_upload() -> Result<()> {
 #[tokio::test]
 async fn memory_does_not_grow_with_the_dump() -> Result<()> {
     let store = machine::store()?;
-    let machine = machine_with(
+    let machine = create_machine_with_tables(
         &store,
         "CREATE TABLE big AS SELECT n, string_agg(sha512((n || '-' || m)::bytea), '') AS bytes \
          FROM generate_series(1, 1000) n, generate_series(1, 1000) m GROUP BY n",

@@ -10,7 +10,7 @@ const ROWS: &str = "CREATE ROLE app_t NOLOGIN; CREATE TABLE t (id int PRIMARY KE
      INSERT INTO t SELECT n, md5(n::text) FROM generate_series(1, 20000) n";
 
 /// Creates a machine with `count` snapshots. Returns the machine and the snapshots' keys.
-async fn machine_with_snapshots(store: &S3Server, count: usize) -> Result<(Machine, Vec<String>)> {
+async fn create_machine_with_snapshots(store: &S3Server, count: usize) -> Result<(Machine, Vec<String>)> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute(ROWS).await?;
     let mut keys = Vec::new();
@@ -42,20 +42,20 @@ fn read_last_check(machine: &Machine, kind: &str) -> Result<Value> {
 fn store_older_copy(store: &S3Server, key: &str, time: &str) -> Result<String> {
     let copy_key = format!("system/db/snapshots/{time}-1.dump");
     let dump = store.read(BUCKET, &object(key)).context("the object is missing")?;
-    let side = store.read(BUCKET, &object(&format!("{key}.json"))).context("the sidecar is missing")?;
+    let sidecar = store.read(BUCKET, &object(&format!("{key}.json"))).context("the sidecar is missing")?;
     store.write(BUCKET, &object(&copy_key), dump);
-    let mut side: Value = serde_json::from_slice(&side)?;
-    side["key"] = copy_key.as_str().into();
+    let mut sidecar: Value = serde_json::from_slice(&sidecar)?;
+    sidecar["key"] = copy_key.as_str().into();
     let taken_at = svc::store::key::taken_at(&copy_key).context("no time in the key")?;
-    side["takenAt"] = svc::clock::rfc3339_ms(taken_at).into();
-    store.write(BUCKET, &object(&format!("{copy_key}.json")), side.to_string());
+    sidecar["takenAt"] = svc::clock::rfc3339_ms(taken_at).into();
+    store.write(BUCKET, &object(&format!("{copy_key}.json")), sidecar.to_string());
     Ok(copy_key)
 }
 
 #[tokio::test]
 async fn verify_detects_every_kind_of_damage() -> Result<()> {
     let store = machine::store()?;
-    let (machine, keys) = machine_with_snapshots(&store, 6).await?;
+    let (machine, keys) = create_machine_with_snapshots(&store, 6).await?;
     let result = machine.run(&["svc-db-backup", "verify", "--all"])?.expect(0);
     assert!(result.stdout.starts_with("6 snapshots, "), "{}", result.stdout);
 
@@ -93,14 +93,14 @@ async fn verify_detects_every_kind_of_damage() -> Result<()> {
     let check = read_last_check(&machine, "verify")?;
     assert_eq!((&check["status"], &check["key"]), (&"success".into(), &keys[5].as_str().into()), "{check}");
     machine.run(&["svc-db-backup", "verify", "system/db/snapshots/../../x.dump"])?.expect(65);
-    assert_eq!(read_checks(&machine)?.len(), 9, "one line for each run");
+    assert_eq!(read_checks(&machine)?.len(), 9, "there must be one line for each run");
     Ok(())
 }
 
 #[tokio::test]
 async fn daily_share_of_snapshots_is_verified() -> Result<()> {
     let store = machine::store()?;
-    let (machine, keys) = machine_with_snapshots(&store, 1).await?;
+    let (machine, keys) = create_machine_with_snapshots(&store, 1).await?;
     // The snapshot that its backup has just verified is not read again.
     let result = machine.run(&["svc-db-backup", "verify"])?.expect(0);
     assert!(result.stdout.starts_with("0 snapshots"), "{}", result.stdout);
@@ -126,7 +126,7 @@ async fn daily_share_of_snapshots_is_verified() -> Result<()> {
 #[tokio::test]
 async fn store_failure_is_not_reported_as_damage() -> Result<()> {
     let store = machine::store()?;
-    let (machine, keys) = machine_with_snapshots(&store, 1).await?;
+    let (machine, keys) = create_machine_with_snapshots(&store, 1).await?;
     // The download is interrupted twice, and resumes.
     store.add_fault(Rule::new(Fault::TruncateBody(20_000)).method("GET").key_ending(".dump").times(2));
     machine.run(&["svc-db-backup", "verify", "--latest"])?.expect(0);
@@ -195,13 +195,13 @@ async fn drill_restores_compares_and_cleans_up() -> Result<()> {
 #[tokio::test]
 async fn snapshot_with_missing_rows_fails_the_drill() -> Result<()> {
     let store = machine::store()?;
-    let (machine, keys) = machine_with_snapshots(&store, 1).await?;
-    let side = format!("{}.json", object(&keys[0]));
-    let record = String::from_utf8(store.read(BUCKET, &side).context("the sidecar is missing")?)?;
-    store.write(BUCKET, &side, record.replace("\"rows\":20000", "\"rows\":20001"));
+    let (machine, keys) = create_machine_with_snapshots(&store, 1).await?;
+    let sidecar_key = format!("{}.json", object(&keys[0]));
+    let record = String::from_utf8(store.read(BUCKET, &sidecar_key).context("the sidecar is missing")?)?;
+    store.write(BUCKET, &sidecar_key, record.replace("\"rows\":20000", "\"rows\":20001"));
     let result = machine.run(&["svc-db-backup", "drill"])?.expect(65);
     assert!(result.stderr.contains("public.t: 20000 rows restored"), "{}", result.stderr);
-    store.write(BUCKET, &side, record);
+    store.write(BUCKET, &sidecar_key, record);
     let mut dump = store.read(BUCKET, &object(&keys[0])).context("the object is missing")?;
     let middle = dump.len() / 2;
     dump[middle] ^= 1;
@@ -250,7 +250,7 @@ async fn check_run_by_root_switches_to_the_unit_user() -> Result<()> {
 #[tokio::test]
 async fn lost_database_does_not_replace_its_snapshot() -> Result<()> {
     let store = machine::store()?;
-    let (machine, keys) = machine_with_snapshots(&store, 1).await?;
+    let (machine, keys) = create_machine_with_snapshots(&store, 1).await?;
     let good = machine::pointer(&store).await?;
     // The tables that the gateway creates at startup are not the owner's data.
     let lost = "DROP TABLE t; CREATE SCHEMA svc; CREATE TABLE svc.apps (slug text); INSERT INTO svc.apps VALUES ('notes'); \
@@ -259,7 +259,7 @@ async fn lost_database_does_not_replace_its_snapshot() -> Result<()> {
     let result = machine.run(&["svc-db-backup"])?.expect(65);
     assert!(result.stderr.contains(&keys[0]) && result.stderr.contains("20000"), "{}", result.stderr);
     assert_eq!(machine::pointer(&store).await?, good);
-    assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "the upload was aborted");
+    assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "the upload must be aborted");
     let record = machine.backup_records()?.pop().context("no record")?;
     assert_eq!((&record["status"], &record["stage"]), (&"error".into(), &"dump".into()), "{record}");
     machine.run(&["svc-db-backup", "run", "--allow-empty"])?.expect(0);

@@ -18,7 +18,7 @@ use object_store::aws::AwsCredential;
 use secrecy::ExposeSecret;
 use serde_json::{Value, json};
 use svc::clock::rfc3339_ms;
-use svc::host::system::config::PlatformLink;
+use svc::host::system::config::PlatformAccess;
 use svc::host::system::store_credentials::RenewingCredentials;
 use svc::host::system::upgrade_token::UpgradeToken;
 use svc::machine::epoch::Epoch;
@@ -90,7 +90,11 @@ impl Platform {
         Ok(self
             .service
             .sts
-            .assume_role("svc-host", &policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once), HOUR)
+            .assume_role(
+                "svc-host",
+                &policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::CreateOnly),
+                HOUR,
+            )
             .await?)
     }
 
@@ -133,7 +137,7 @@ async fn respond(State(service): State<Arc<CredentialService>>, uri: Uri, header
         CredentialResponse::Unavailable => return problem(503, "store_unavailable"),
         CredentialResponse::Unauthorized => return problem(401, "unauthorized"),
     }
-    let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once);
+    let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::CreateOnly);
     match service.sts.assume_role("svc-host", &policy, HOUR).await {
         Ok(session) => {
             let mut response = session_json(&session);
@@ -161,7 +165,8 @@ fn session_json(session: &TemporaryCredentials) -> Value {
 async fn outage_session(sts: &Sts) -> Option<TemporaryCredentials> {
     let (from, lifetime) = (Timestamp::now(), HOUR * 12);
     let window = SessionWindow { from, until: from.checked_add(lifetime).ok()? };
-    let policy = policy::outage_policy("aws", BUCKET, (&slot(), Epoch(1)), window, SnapshotWrites::Once);
+    let policy =
+        policy::outage_policy("aws", BUCKET, (&slot(), Epoch(1)), window, SnapshotWrites::CreateOnly);
     sts.assume_role("svc-outage", &policy, lifetime).await.ok()
 }
 
@@ -173,7 +178,7 @@ async fn sts_client_works_with_another_server() -> Result<()> {
     let caller = AwsCredential { key_id: key(), secret_key: key(), token: None };
     let role = "arn:aws:iam::123456789012:role/svc-host".to_owned();
     let sts = Sts::new(moto.s3().endpoint().parse()?, "us-east-1".to_owned(), role, caller)?;
-    let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once);
+    let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::CreateOnly);
     let session = sts.assume_role("svc-host", &policy, Duration::from_secs(900)).await?;
     let remaining = session.expires_at.duration_since(Timestamp::now());
     assert!((600..=960).contains(&remaining.as_secs()), "{remaining}");
@@ -184,7 +189,7 @@ async fn sts_client_works_with_another_server() -> Result<()> {
     Ok(())
 }
 
-pub(super) async fn machine_with_credentials(
+pub(super) async fn create_machine_with_credentials(
     store: &S3Server,
     platform: &Platform,
     expires_in: SignedDuration,
@@ -199,7 +204,7 @@ pub(super) async fn machine_with_credentials(
 async fn valid_credentials_are_used_unchanged() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
+    let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     assert_eq!(platform.request_count(), 0);
     assert!(machine::pointer(&store).await?.is_some());
@@ -210,14 +215,14 @@ async fn valid_credentials_are_used_unchanged() -> Result<()> {
 async fn expired_credentials_are_renewed_and_stored() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_secs(-60)).await?;
+    let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_secs(-60)).await?;
     store.expire_sessions();
     let result = machine.run(&["svc-db-backup"])?.expect(0);
     assert_eq!(platform.request_count(), 1, "{}", result.stderr);
     let stored = machine.path("var/lib/svc/store-credentials.json");
     assert_eq!(std::fs::metadata(&stored)?.permissions().mode() & 0o777, 0o600);
     machine.run(&["svc-db-backup"])?.expect(0);
-    assert_eq!(platform.request_count(), 1, "the second run starts with the first run's session");
+    assert_eq!(platform.request_count(), 1, "the second run must start with the first run's session");
     let stored: Value = serde_json::from_slice(&std::fs::read(&stored)?)?;
     for secret in ["secretAccessKey", "sessionToken"] {
         assert!(!result.stderr.contains(stored[secret].as_str().context("no secret")?), "{}", result.stderr);
@@ -229,13 +234,13 @@ async fn expired_credentials_are_renewed_and_stored() -> Result<()> {
 async fn wrong_clock_costs_one_request() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_hours(9)).await?;
+    let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(9)).await?;
     store.expire_sessions();
     store.clear_requests();
     machine.run(&["svc-db-backup"])?.expect(0);
     assert_eq!(platform.request_count(), 1);
     let refused = store.requests().into_iter().filter(|request| request.status == Some(400)).count();
-    assert_eq!(refused, 1, "the store refused one request, which was retried");
+    assert_eq!(refused, 1, "the store must refuse exactly one request");
     Ok(())
 }
 
@@ -243,7 +248,7 @@ async fn wrong_clock_costs_one_request() -> Result<()> {
 async fn backup_survives_expiring_sessions() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_hours(9)).await?;
+    let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(9)).await?;
     let noise = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
         FROM generate_series(1, 2000) n, generate_series(1, 1000) m GROUP BY n";
     machine.client().await?.batch_execute(noise).await?;
@@ -255,7 +260,7 @@ async fn backup_survives_expiring_sessions() -> Result<()> {
     assert!(platform.request_count() >= 2, "{}", platform.request_count());
     assert!(store.uploads(BUCKET).is_empty());
     let latest = svc::store::snapshot::find_latest(&machine::bucket(&store)?, &slot()).await?;
-    assert!(latest.size_bytes > 10 << 20, "several parts: {}", latest.size_bytes);
+    assert!(latest.size_bytes > 10 << 20, "the dump must have several parts: {} bytes", latest.size_bytes);
     Ok(())
 }
 
@@ -263,7 +268,7 @@ async fn backup_survives_expiring_sessions() -> Result<()> {
 async fn restore_works_after_initial_credentials_expire() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    machine_with_credentials(&store, &platform, SignedDuration::from_hours(1))
+    create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1))
         .await?
         .run(&["svc-db-backup"])?
         .expect(0);
@@ -284,7 +289,7 @@ async fn restore_works_after_initial_credentials_expire() -> Result<()> {
 async fn replaced_machine_gets_no_credentials_and_reports_it() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
+    let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let before = machine::pointer(&store).await?;
     platform.set_response(CredentialResponse::Superseded);
@@ -300,7 +305,7 @@ async fn replaced_machine_gets_no_credentials_and_reports_it() -> Result<()> {
     platform.write_credentials(&new, SignedDuration::from_secs(-1)).await?;
     let result = new.run(&["svc-restore"])?.expect(77);
     assert!(result.stderr.contains("this machine has been replaced"), "{}", result.stderr);
-    assert!(!new.has_marker(), "the gate remains closed");
+    assert!(!new.has_marker(), "the gate must remain closed");
     Ok(())
 }
 
@@ -308,17 +313,17 @@ async fn replaced_machine_gets_no_credentials_and_reports_it() -> Result<()> {
 async fn platform_outage_matters_only_after_expiry() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_mins(10)).await?;
+    let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_mins(10)).await?;
     platform.set_response(CredentialResponse::Unavailable);
     machine.run(&["svc-db-backup"])?.expect(0);
     assert_eq!(
         platform.request_count(),
         1,
-        "requested once before expiry, and not again while they are valid"
+        "while the credentials are valid, new ones must be requested only once"
     );
     platform.write_credentials(&machine, SignedDuration::from_secs(-1)).await?;
     machine.run(&["svc-db-backup"])?.expect(69);
-    assert!(platform.request_count() >= 3, "requested repeatedly: {}", platform.request_count());
+    assert!(platform.request_count() >= 3, "the request must be repeated: {}", platform.request_count());
     platform.set_response(CredentialResponse::Unauthorized);
     machine.run(&["svc-db-backup"])?.expect(69);
     platform.set_response(CredentialResponse::Issue);
@@ -330,7 +335,7 @@ async fn platform_outage_matters_only_after_expiry() -> Result<()> {
 async fn agent_renews_many_sessions() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_secs(-1)).await?;
+    let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_secs(-1)).await?;
     store.set_session_lifetime(Some(Duration::from_secs(2)));
     let extra = [
         ("GATEWAY_LISTEN", "127.0.0.1:9"),
@@ -353,7 +358,7 @@ fn renewing_credentials(
     dir: &std::path::Path,
     expires_in: SignedDuration,
 ) -> Result<Arc<RenewingCredentials>> {
-    let link = PlatformLink {
+    let access = PlatformAccess {
         base: platform.base.parse()?,
         upgrade_token: UpgradeToken::fixed("upgrade-token-of-a-machine".to_owned().into()),
     };
@@ -364,7 +369,7 @@ fn renewing_credentials(
         expires_at: Timestamp::now().checked_add(expires_in)?,
     };
     let machine = "00000000-0000-7000-8000-000000000001".parse()?;
-    Ok(Arc::new(RenewingCredentials::new(machine, link, dir.join("credentials.json"), &initial)?))
+    Ok(Arc::new(RenewingCredentials::new(machine, access, dir.join("credentials.json"), &initial)?))
 }
 
 #[tokio::test(flavor = "multi_thread")]

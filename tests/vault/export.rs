@@ -47,21 +47,21 @@ async fn machine_with_archive(store: &S3Server) -> Result<(Machine, PathBuf)> {
 }
 
 fn run_import(machine: &Machine, archive: &Path, extra_args: &[&str]) -> Result<RunResult> {
-    let words = ["svc-restore", "import", archive.to_str().context("the path is not UTF-8")?];
-    let words: Vec<&str> = words.iter().chain(extra_args).copied().collect();
-    machine.run(&words)
+    let args = ["svc-restore", "import", archive.to_str().context("the path is not UTF-8")?];
+    let args: Vec<&str> = args.iter().chain(extra_args).copied().collect();
+    machine.run(&args)
 }
 
-/// Lists every path below the home directory with its mode, its content hash or link target, and each file's time.
-/// Leaves out anything that an import has moved aside.
+/// Lists every path below the home directory: a link with its target, a directory with its mode, a file with its mode,
+/// modification time and content hash. Leaves out anything that an import has moved aside.
 fn list_tree(machine: &Machine) -> Result<Vec<String>> {
     let home = machine.path("home/svc/home");
     let (mut lines, mut all) = (Vec::new(), vec![home.clone()]);
     while let Some(path) = all.pop() {
         let meta = fs::symlink_metadata(&path)?;
         let name = path.strip_prefix(&home)?.to_owned();
-        let is_aside = |name: &std::ffi::OsStr| name.to_string_lossy().starts_with(".before-import-");
-        if path.file_name().is_some_and(is_aside) {
+        let is_moved_aside = |name: &std::ffi::OsStr| name.to_string_lossy().starts_with(".before-import-");
+        if path.file_name().is_some_and(is_moved_aside) {
             continue;
         }
         let what = if meta.is_symlink() {
@@ -91,7 +91,7 @@ async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
     write_file(&other, "projects/here", b"was here")?;
     write_file(&other, "untouched/file", b"stays")?;
     write_file(&other, "system/config.json", b"{}")?;
-    write_file(&other, "system/logs/activity.log", b"of the new one\n")?;
+    write_file(&other, "system/logs/activity.log", b"from the new machine\n")?;
     other.client().await?.batch_execute("CREATE TABLE before (a int)").await?;
     // A check changes nothing.
     run_import(&other, &archive, &["--check"])?.expect(0);
@@ -111,7 +111,7 @@ async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
     let mut expected = list_tree(&machine)?;
     let mut found = list_tree(&other)?;
     let only_here = |line: &String| line.contains("untouched") || line.contains("config.json");
-    assert_eq!(found.iter().filter(|line| only_here(line)).count(), 3, "files with other names are kept");
+    assert_eq!(found.iter().filter(|line| only_here(line)).count(), 3, "files with other names must be kept");
     found.retain(|line| !only_here(line));
     let backup = |line: &String| line.contains("backup");
     found.retain(|line| !backup(line));
@@ -127,9 +127,9 @@ async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
     assert_eq!(fs::read(aside("home/svc/home")?.join("projects/here"))?, b"was here");
     // The backup before the import is also logged.
     let replaced = fs::read(aside("home/svc/home/system")?.join("logs/activity.log"))?;
-    assert!(replaced.starts_with(b"of the new one\n"));
+    assert!(replaced.starts_with(b"from the new machine\n"));
     assert!(other.databases().await?.iter().any(|name| name.starts_with("svc_before_")));
-    assert!(other.path("var/lib/svc/requests/backup").exists(), "a backup is requested");
+    assert!(other.path("var/lib/svc/requests/backup").exists(), "a backup must be requested");
     other.run(&["svc-db-backup", "run", "--request"])?.expect(0);
     Ok(())
 }
@@ -163,19 +163,19 @@ async fn archive_is_readable_with_stock_tools() -> Result<()> {
     let client = postgres.connect("elsewhere").await?;
     assert_eq!(client.query_one("SELECT count(*) FROM app_notes.notes", &[]).await?.get::<_, i64>(0), 5000);
     let mode = fs::metadata(&archive)?.mode() & 0o777;
-    assert_eq!(mode, 0o600, "the archive contains all data");
+    assert_eq!(mode, 0o600, "the archive contains all data, so only its owner may read it");
     // An existing archive is not overwritten, and a partial one never has its final name.
     let output = archive.to_str().context("the path is not UTF-8")?;
     machine.run(&["svc-db-backup", "export", "--output", output])?.expect(65);
     for point in svc::host::snapshots::backup::EXPORT_FAILPOINTS {
         let next = machine.path("next.tar");
-        let words = ["svc-db-backup", "export", "--output", next.to_str().context("the path is not UTF-8")?];
-        machine.run_with(&words, &[("FAILPOINTS", &format!("{point}=return(error)"))])?.expect(70);
+        let args = ["svc-db-backup", "export", "--output", next.to_str().context("the path is not UTF-8")?];
+        machine.run_with(&args, &[("FAILPOINTS", &format!("{point}=return(error)"))])?.expect(70);
         assert!(!next.exists() && !machine.path("next.tar.partial").exists(), "after an error at {point}");
         let kill = format!("{point}=return(kill)");
-        machine.run_with(&words, &[("FAILPOINTS", &kill)])?.expect_step_killed();
+        machine.run_with(&args, &[("FAILPOINTS", &kill)])?.expect_step_killed();
         assert!(!next.exists() && !machine.path("next.tar.partial").exists(), "after a kill at {point}");
-        machine.run(&words)?.expect(0);
+        machine.run(&args)?.expect(0);
         fs::remove_file(next)?;
     }
     Ok(())
@@ -188,9 +188,9 @@ async fn killed_import_is_resumed() -> Result<()> {
     let other = Machine::in_use(&store, 2).await?;
     other.client().await?.batch_execute("CREATE TABLE before (a int)").await?;
     write_file(&other, "projects/here", b"was here")?;
-    let words = ["svc-restore", "import", archive.to_str().context("the path is not UTF-8")?];
+    let args = ["svc-restore", "import", archive.to_str().context("the path is not UTF-8")?];
     for point in svc::host::snapshots::restore::IMPORT_FAILPOINTS {
-        let result = other.run_with(&words, &[("FAILPOINTS", &format!("{point}=return(kill)"))])?;
+        let result = other.run_with(&args, &[("FAILPOINTS", &format!("{point}=return(kill)"))])?;
         match *point {
             "import.done" => drop(result.expect_killed()),
             _ => drop(result.expect_step_killed()),
@@ -202,7 +202,7 @@ async fn killed_import_is_resumed() -> Result<()> {
             assert!(other.path("home/svc/home/projects/here").exists(), "after a kill at {point}");
         }
     }
-    other.run(&words)?.expect(0);
+    other.run(&args)?.expect(0);
     assert_eq!(count_rows(&other).await?, 5000);
     let remaining: Vec<_> =
         fs::read_dir(other.path("home/svc/home"))?.flatten().map(|entry| entry.file_name()).collect();
@@ -210,7 +210,7 @@ async fn killed_import_is_resumed() -> Result<()> {
     let kept = remaining
         .iter()
         .filter_map(|name| fs::read(other.path("home/svc/home").join(name).join("projects/here")).ok());
-    assert_eq!(kept.collect::<Vec<_>>(), [b"was here"], "the folder was moved aside once, and is kept");
+    assert_eq!(kept.collect::<Vec<_>>(), [b"was here"], "the folder must be moved aside once, and kept");
     Ok(())
 }
 
@@ -261,7 +261,7 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
                 hostile.set_size(1);
                 hostile.set_mode(0o600);
                 hostile.set_mtime(0);
-                // The library refuses to write some of these paths.
+                // Copied into the header, because the library refuses to write some of these paths.
                 let name = &mut hostile.as_old_mut().name;
                 name[..path.len()].copy_from_slice(path.as_bytes());
                 hostile.set_cksum();
@@ -274,7 +274,7 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
         }
         refused(&tar.into_inner()?, expected)?;
     }
-    // A closed gate, and an archive from another user.
+    // An import also fails while the gate is closed, or with an archive from another user.
     fs::write(&file, &bytes)?;
     let archive = file;
     drop(machine);

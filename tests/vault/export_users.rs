@@ -11,7 +11,7 @@ use tokio_postgres::error::SqlState;
 
 use super::machine::{self, Machine};
 
-/// The ids assigned by the machine's sysusers configuration.
+/// The user ids that the machine's sysusers configuration assigns.
 const GATEWAY: u32 = 940;
 const OWNER: u32 = 1940;
 
@@ -79,7 +79,7 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
     machine.client().await?.batch_execute("CREATE TABLE public.t AS SELECT 1 AS a").await?;
     write_as(&machine, "projects/file", "mine", OWNER, OWNER)?;
     write_as(&machine, "system/logs/activity.log", "a record", GATEWAY, OWNER)?;
-    // A secret that belongs to root, as a link and as a file that the owner cannot read.
+    // Root's secret: in a file that the owner cannot read, and behind a link.
     write_as(&machine, "roots", "S3CRET", 0, 0)?;
     fs::write(machine.path("secret"), "S3CRET")?;
     fs::set_permissions(machine.path("secret"), Permissions::from_mode(0o600))?;
@@ -107,7 +107,7 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
     let refused = other.run(&["svc-restore", "import", path_str(&archive)?])?.expect(70);
     assert!(refused.stderr.contains("move it away first"), "{}", refused.stderr);
     let error =
-        other.client().await?.query("SELECT FROM public.t", &[]).await.expect_err("no table was imported");
+        other.client().await?.query("SELECT FROM public.t", &[]).await.expect_err("the table must be absent");
     assert_eq!(error.code(), Some(&SqlState::UNDEFINED_TABLE), "{error}");
     lchown(&planted, Some(OWNER), Some(OWNER))?;
     write_as(&other, "system/logs/activity.log", "another record", GATEWAY, OWNER)?;
@@ -119,7 +119,7 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
     assert_eq!(owner_of("projects/file")?, (OWNER, OWNER));
     assert_eq!(owner_of("system/logs/activity.log")?, (GATEWAY, OWNER));
     assert_eq!(fs::read_to_string(other.path("home/svc/home/projects/file"))?, "mine");
-    assert_eq!(fs::read_dir(&trap)?.count(), 0, "no file was written through the link");
+    assert_eq!(fs::read_dir(&trap)?.count(), 0, "no file may be written through the link");
     assert_eq!(fs::metadata(other.path("var/lib/svc/restore-complete"))?.uid(), GATEWAY);
     assert_eq!(fs::metadata(other.path("var/lib/svc/requests/backup"))?.uid(), GATEWAY);
     let rows: i64 = other.client().await?.query_one("SELECT count(*) FROM public.t", &[]).await?.get(0);

@@ -1,4 +1,4 @@
-//! The restore gate: it opens only with a complete snapshot, or with a confirmed and permitted absence.
+//! The restore gate: it opens only with a complete snapshot, or if the absence of one is confirmed and permitted.
 
 use std::time::Duration;
 
@@ -110,8 +110,8 @@ pub async fn assert_untouched(machine: &Machine, case: &str) -> Result<()> {
     Ok(())
 }
 
-fn run_restore(machine: &Machine, extra: RunEnv<'_>) -> Result<RunResult> {
-    machine.run_with(&["svc-restore"], extra)
+fn run_restore(machine: &Machine, extra_env: RunEnv<'_>) -> Result<RunResult> {
+    machine.run_with(&["svc-restore"], extra_env)
 }
 
 #[tokio::test]
@@ -137,12 +137,15 @@ async fn requested_earlier_snapshot_is_restored_then_backed_up() -> Result<()> {
     new.run(&["svc-restore"])?.expect(0);
     let rows = new.client().await?.query_one("SELECT count(*) FROM t", &[]).await?.get::<_, i64>(0);
     assert_eq!(rows, 1);
-    assert!(new.path("var/lib/svc/requests/backup").exists(), "the pointer still names a different snapshot");
+    assert!(
+        new.path("var/lib/svc/requests/backup").exists(),
+        "a backup must be requested, because the pointer still names a different snapshot"
+    );
     new.run(&["svc-db-backup", "run", "--request"])?.expect(0);
     let pointer = machine::pointer(&store).await?.context("there is no pointer")?;
     assert_eq!(pointer.snapshot.context("the pointer names no snapshot")?.epoch, new.epoch);
 
-    // A missing snapshot is not an absence that permits an empty start.
+    // If the requested snapshot is missing, the machine may not start empty.
     let none = Machine::new(&store, 3).await?;
     let absent = earlier.key.replace("Z-1", "Z-9");
     none.write_boot_env(&[("SVC_RESTORE_SNAPSHOT", &absent), ("SVC_RESTORE_MODE", "empty")])?;
@@ -163,12 +166,12 @@ async fn snapshot_from_a_newer_postgresql_is_refused() -> Result<()> {
         .snapshot
         .context("the pointer names no snapshot")?
         .key;
-    let side = format!("{USER}/primary/{key}.json");
-    let record = String::from_utf8(store.read(BUCKET, &side).context("the sidecar is missing")?)?;
+    let sidecar_key = format!("{USER}/primary/{key}.json");
+    let record = String::from_utf8(store.read(BUCKET, &sidecar_key).context("the sidecar is missing")?)?;
     let with_pg_version =
         |version: &str| record.replace("\"pgVersion\":\"16.", &format!("\"pgVersion\":\"{version}."));
     let new = Machine::new(&store, 2).await?;
-    store.write(BUCKET, &side, with_pg_version("17"));
+    store.write(BUCKET, &sidecar_key, with_pg_version("17"));
     let result = new.run(&["svc-restore"])?.expect(70);
     assert!(
         result.stderr.contains("was taken with PostgreSQL 17, but this machine has PostgreSQL 16"),
@@ -176,7 +179,7 @@ async fn snapshot_from_a_newer_postgresql_is_refused() -> Result<()> {
         result.stderr
     );
     assert!(!new.has_marker());
-    store.write(BUCKET, &side, with_pg_version("15"));
+    store.write(BUCKET, &sidecar_key, with_pg_version("15"));
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.has_marker());
     Ok(())
@@ -185,7 +188,7 @@ async fn snapshot_from_a_newer_postgresql_is_refused() -> Result<()> {
 #[tokio::test]
 async fn interrupted_download_is_resumed_within_a_run() -> Result<()> {
     let (store, new) = new_machine_after_loss().await?;
-    // After two reads of the sidecar, more downloads are truncated than the store client retries on its own.
+    // Skips two reads of the sidecar, then truncates more downloads than the store client retries.
     let truncated = Rule::new(Fault::TruncateBody(400_000)).method("GET").key(".dump");
     let hits = store.add_fault(truncated.after(2).times(6));
     run_restore(&new, &[])?.expect(0);
@@ -221,7 +224,7 @@ async fn damaged_snapshot_keeps_the_gate_closed() -> Result<()> {
     let (store, new) = new_machine_after_loss().await?;
     let once = store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").after(2));
     run_restore(&new, &[])?.expect(0);
-    assert_eq!(once.hits(), 1, "a damaged transfer is retried once");
+    assert_eq!(once.hits(), 1, "a damaged transfer must be retried once");
 
     let (store, new) = new_machine_after_loss().await?;
     let key = dump_key(&store);
@@ -232,7 +235,7 @@ async fn damaged_snapshot_keeps_the_gate_closed() -> Result<()> {
     store.write(BUCKET, &key, bad);
     let result = run_restore(&new, &[])?.expect(70);
     assert!(result.stderr.contains("SHA-256"), "{}", result.stderr);
-    assert_untouched(&new, "one bit").await?;
+    assert_untouched(&new, "one bit changed").await?;
 
     store.write(BUCKET, &key, good[..good.len() - 1].to_vec());
     run_restore(&new, &[])?.expect(70);
@@ -301,10 +304,10 @@ async fn marker_is_written_through_its_link() -> Result<()> {
     let (link, target) = (new.path("opt/svc/restore-complete"), new.path("var/lib/svc/restore-complete"));
     std::os::unix::fs::symlink(&target, &link)?;
     run_restore(&new, &[])?.expect(70);
-    assert!(!new.has_marker(), "a dangling link does not open the gate");
+    assert!(!new.has_marker(), "a dangling link must not open the gate");
     new.write_boot_env(&[("SVC_RESTORE_MODE", "empty")])?;
     run_restore(&new, &[])?.expect(0);
-    assert_eq!(std::fs::read_link(&link)?, target, "the link remains");
+    assert_eq!(std::fs::read_link(&link)?, target, "the link must remain");
     assert!(new.has_marker() && std::fs::symlink_metadata(&target)?.is_file());
     run_restore(&new, &[])?.expect(0);
     Ok(())
@@ -324,10 +327,10 @@ async fn database_in_use_is_kept_without_the_store() -> Result<()> {
 async fn unusable_pointer_is_refused_in_both_modes() -> Result<()> {
     let (store, new) = new_machine_after_loss().await?;
     let pointer = format!("{USER}/primary/system/db/latest");
-    let side = format!("{}.json", dump_key(&store));
+    let sidecar_key = format!("{}.json", dump_key(&store));
     let good = (
         store.read(BUCKET, &pointer).context("the pointer is missing")?,
-        store.read(BUCKET, &side).context("the sidecar is missing")?,
+        store.read(BUCKET, &sidecar_key).context("the sidecar is missing")?,
     );
     for mode in ["required", "empty"] {
         new.write_boot_env(&[("SVC_RESTORE_MODE", mode)])?;
@@ -337,14 +340,14 @@ async fn unusable_pointer_is_refused_in_both_modes() -> Result<()> {
             assert_untouched(&new, mode).await?;
         }
         store.write(BUCKET, &pointer, good.0.clone());
-        store.remove(BUCKET, &side);
+        store.remove(BUCKET, &sidecar_key);
         run_restore(&new, &[])?.expect(70);
         assert_untouched(&new, "without sidecar").await?;
-        store.write(BUCKET, &side, good.1.clone());
+        store.write(BUCKET, &sidecar_key, good.1.clone());
     }
     let mut other: serde_json::Value = serde_json::from_slice(&good.1)?;
     other["tables"][0]["rows"] = 501.into();
-    store.write(BUCKET, &side, serde_json::to_vec(&other)?);
+    store.write(BUCKET, &sidecar_key, serde_json::to_vec(&other)?);
     let result = run_restore(&new, &[])?.expect(70);
     assert!(result.stderr.contains("501 rows"), "{}", result.stderr);
     assert_untouched(&new, "a row is missing").await
@@ -416,8 +419,8 @@ async fn restore_waits_for_a_starting_database() -> Result<()> {
     Ok(())
 }
 
-/// The `pg_restore` of a killed run continues for a while; its database is deleted, and it never reaches the next run's
-/// database.
+/// The `pg_restore` of a killed run continues for a while; its database is deleted, and it never writes to the next
+/// run's database.
 #[tokio::test]
 async fn leftover_pg_restore_of_a_killed_run_is_harmless() -> Result<()> {
     let (_store, new) = new_machine_after_loss().await?;
@@ -439,8 +442,8 @@ async fn leftover_pg_restore_of_a_killed_run_is_harmless() -> Result<()> {
     Ok(())
 }
 
-/// The platform gets progress reports, so that the restore of a large database does not look like a hung boot.
-/// Rejecting them does not stop the restore.
+/// The platform receives progress reports, because the restore of a large database would otherwise look like a hung
+/// boot. A rejected report does not stop the restore.
 #[tokio::test]
 async fn restore_reports_its_progress_to_the_platform() -> Result<()> {
     for status in [204, 400, 500] {
@@ -456,7 +459,7 @@ async fn restore_reports_its_progress_to_the_platform() -> Result<()> {
         let body: serde_json::Value = serde_json::from_str(&call.body)?;
         assert_eq!(body["stage"], "restore");
         assert!(body["progress"]["totalBytes"].as_u64() > Some(1 << 20), "{body}");
-        assert!(calls.len() <= 2, "at most every 10 s");
+        assert!(calls.len() <= 2, "reports must be at least 10 s apart");
     }
     Ok(())
 }

@@ -24,7 +24,7 @@ const MAX_RESIDENT_BYTES: u64 = 160 << 20;
 struct ValidArchive {
     info: Vec<u8>,
     dump: Vec<u8>,
-    side: Value,
+    sidecar: Value,
 }
 
 impl ValidArchive {
@@ -47,7 +47,7 @@ impl ValidArchive {
                 archive.to_str().context("the path is not UTF-8")?,
             ])?
             .expect(0);
-        let mut found = Self { info: Vec::new(), dump: Vec::new(), side: Value::Null };
+        let mut found = Self { info: Vec::new(), dump: Vec::new(), sidecar: Value::Null };
         for entry in tar::Archive::new(File::open(&archive)?).entries()? {
             let mut entry = entry?;
             let (path, mut body) = (entry.path()?.into_owned(), Vec::new());
@@ -55,7 +55,7 @@ impl ValidArchive {
             match path.to_str() {
                 Some("export.json") => found.info = body,
                 Some("database.dump") => found.dump = body,
-                Some("database.json") => found.side = serde_json::from_slice(&body)?,
+                Some("database.json") => found.sidecar = serde_json::from_slice(&body)?,
                 _ => {}
             }
         }
@@ -74,11 +74,11 @@ impl ValidArchive {
         assert_eq!(&dump[end - 3..end], b"x';");
         dump[begin..end].fill(b' ');
         dump[begin..begin + statement.len()].copy_from_slice(statement.as_bytes());
-        let mut side = self.side.clone();
-        side["sha256"] = json!(sha256(&dump));
-        let side = serde_json::to_vec(&side)?;
+        let mut sidecar = self.sidecar.clone();
+        sidecar["sha256"] = json!(sha256(&dump));
+        let sidecar = serde_json::to_vec(&sidecar)?;
         let mut entries =
-            vec![("export.json", self.info.clone()), ("database.dump", dump), ("database.json", side)];
+            vec![("export.json", self.info.clone()), ("database.dump", dump), ("database.json", sidecar)];
         let listed: Vec<ArchiveEntry> = entries
             .iter()
             .map(|(path, body)| ArchiveEntry {
@@ -173,10 +173,10 @@ async fn import_runs_archive_sql_without_privileges() -> Result<()> {
 async fn import_drops_settings_and_owners_of_the_archive() -> Result<()> {
     let store = machine::store()?;
     let mut valid = ValidArchive::export(&store).await?;
-    valid.side["database"]["settings"] =
+    valid.sidecar["database"]["settings"] =
         json!([{"role": null, "name": "session_preload_libraries", "value": "x"}]);
-    valid.side["database"]["owner"] = json!("app_notes");
-    valid.side["database"]["roles"] = json!([{"name": "app_notes", "createRole": true, "settings": [],
+    valid.sidecar["database"]["owner"] = json!("app_notes");
+    valid.sidecar["database"]["roles"] = json!([{"name": "app_notes", "createRole": true, "settings": [],
         "memberOf": [{"role": "pg_execute_server_program", "admin": true, "inherit": true, "set": true}]}]);
     let machine = Machine::in_use(&store, 2).await?;
     let archive = machine.path("settings.tar");
@@ -200,14 +200,14 @@ async fn import_drops_settings_and_owners_of_the_archive() -> Result<()> {
     let row = client.query_one(sql, &[]).await?;
     let owners: [&str; 3] = [row.get(0), row.get(2), row.get(3)];
     assert_eq!(owners, ["postgres"; 3]);
-    assert!(row.get::<_, bool>(1), "no privilege from the archive is kept");
+    assert!(row.get::<_, bool>(1), "no privilege from the archive may be kept");
     assert_eq!(row.get::<_, i32>(4), -1);
     let rows: i64 = client.query_one("SELECT count(*) FROM app_notes.notes", &[]).await?.get(0);
     assert_eq!(rows, 50);
     Ok(())
 }
 
-/// Returns a header without a body, with the claimed size.
+/// Returns a tar header with the claimed size, without a body.
 fn header(kind: u8, path: &str, size: u64) -> Vec<u8> {
     let mut header = tar::Header::new_gnu();
     header.as_old_mut().name[..path.len()].copy_from_slice(path.as_bytes());

@@ -23,7 +23,7 @@ async fn machine_with_backup(store: &kit::s3::S3Server) -> Result<Machine> {
     Ok(machine)
 }
 
-/// Loses the volume: a new PostgreSQL server, whose database has the same rows, takes the place of the first.
+/// Simulates the loss of the volume: a new PostgreSQL server, whose database has the same rows, replaces the first.
 async fn lose_volume(machine: &mut Machine) -> Result<()> {
     let other = PgServer::start(&binaries()?, PgOptions::default()).await?;
     other.create_database("svc").await?;
@@ -50,7 +50,7 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
         result.stderr
     );
     assert_eq!(machine::pointer(&store).await?, good);
-    assert_eq!(machine.backup_records()?.last().context("no record")?["status"], "error");
+    assert_eq!(machine.backup_records()?.last().context("backup.jsonl is empty")?["status"], "error");
     // A host restart changes nothing.
     machine.run(&["svc-restore"])?.expect(0);
     machine.run(&["svc-db-backup"])?.expect(65);
@@ -101,14 +101,14 @@ async fn marker_from_an_earlier_release_adopts_its_database_once() -> Result<()>
         .await?
         .and_then(|pointer| pointer.snapshot)
         .context("the pointer names no snapshot")?;
-    let key = machine::slot().sidecar(&snapshot.key).context("no key")?;
-    let side: Value =
-        serde_json::from_slice(&store.read(machine::BUCKET, key.as_ref()).context("no record")?)?;
-    assert_eq!(side["databaseIdentity"], identity);
-    assert!(side["databaseIdentity"]["restoreId"].is_string(), "{side}");
-    assert_eq!(side["database"]["settings"], json!([]), "the id is not the owner's setting");
+    let key = machine::slot().sidecar(&snapshot.key).context("not a snapshot key")?;
+    let sidecar: Value =
+        serde_json::from_slice(&store.read(machine::BUCKET, key.as_ref()).context("no sidecar")?)?;
+    assert_eq!(sidecar["databaseIdentity"], identity);
+    assert!(sidecar["databaseIdentity"]["restoreId"].is_string(), "{sidecar}");
+    assert_eq!(sidecar["database"]["settings"], json!([]), "the id must not be recorded as a setting");
     machine.run(&["svc-db-backup"])?.expect(0);
-    assert_eq!(marker(&machine)?["databaseIdentity"], identity, "it is adopted once");
+    assert_eq!(marker(&machine)?["databaseIdentity"], identity, "it must be adopted only once");
     lose_volume(&mut machine).await?;
     machine.run(&["svc-db-backup"])?.expect(65);
     Ok(())
@@ -124,7 +124,7 @@ async fn restore_refuses_to_replace_unknown_rows() -> Result<()> {
         "{}",
         result.stderr
     );
-    assert!(!new.has_marker(), "the gate remains closed");
+    assert!(!new.has_marker(), "the gate must remain closed");
     let rows: i64 = new.client().await?.query_one("SELECT count(*) FROM local", &[]).await?.get(0);
     assert_eq!(rows, 1);
     new.run(&["svc-restore", "adopt"])?.expect(0);
@@ -135,9 +135,9 @@ async fn restore_refuses_to_replace_unknown_rows() -> Result<()> {
     Ok(())
 }
 
-/// A power cut during an import's swap leaves a marker and an open journal; the next boot completes it.
+/// A power cut during an import's swap leaves a marker and an open journal; the next boot completes or undoes the swap.
 #[tokio::test]
-async fn interrupted_import_is_completed_at_the_next_boot() -> Result<()> {
+async fn interrupted_import_is_resolved_at_the_next_boot() -> Result<()> {
     for (point, restored) in [("restore.closed", false), ("restore.renamed", true), ("import.swapped", true)]
     {
         let store = machine::store()?;
@@ -153,12 +153,12 @@ async fn interrupted_import_is_completed_at_the_next_boot() -> Result<()> {
             .await?
             .and_then(|pointer| pointer.snapshot)
             .context("the pointer names no snapshot")?;
-        let key = machine::slot().sidecar(&saved.key).context("no key")?;
-        let side: Value =
-            serde_json::from_slice(&store.read(machine::BUCKET, key.as_ref()).context("no record")?)?;
+        let key = machine::slot().sidecar(&saved.key).context("not a snapshot key")?;
+        let sidecar: Value =
+            serde_json::from_slice(&store.read(machine::BUCKET, key.as_ref()).context("no sidecar")?)?;
         assert_eq!(
-            side["tables"][0]["rows"], 11,
-            "a snapshot of the replaced database is created first: {side}"
+            sidecar["tables"][0]["rows"], 11,
+            "a snapshot of the replaced database must be created first: {sidecar}"
         );
         machine.run(&["svc-restore"])?.expect(0);
         let rows: i64 =
@@ -182,15 +182,15 @@ async fn shrunken_snapshot_is_held_until_accepted() -> Result<()> {
         "{}",
         result.stderr
     );
-    assert_eq!(machine::pointer(&store).await?, good, "the held snapshot is not the latest");
+    assert_eq!(machine::pointer(&store).await?, good, "the held snapshot must not be the latest");
     let held: Value =
         serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/held-snapshot.json"))?)?;
-    let key = held["key"].as_str().context("no key")?.to_owned();
-    let (object, side) = (machine::slot().snapshot(&key), machine::slot().sidecar(&key));
-    for object in [object, side] {
+    let key = held["key"].as_str().context("the held snapshot has no key")?.to_owned();
+    let (object, sidecar) = (machine::slot().snapshot(&key), machine::slot().sidecar(&key));
+    for object in [object, sidecar] {
         assert!(
-            store.read(machine::BUCKET, object.context("no key")?.as_ref()).is_some(),
-            "the object is kept"
+            store.read(machine::BUCKET, object.context("not a snapshot key")?.as_ref()).is_some(),
+            "the object must be kept"
         );
     }
     svc::fsx::write_atomic(&machine.path("var/lib/svc/requests/accept"), b"{}", 0o600)?;
@@ -227,7 +227,7 @@ async fn loss_confirmed_by_three_hourly_snapshots_is_accepted() -> Result<()> {
         );
         Ok(())
     };
-    // Requested runs, and runs within the same hour, do not confirm each other, regardless of their number.
+    // Requested runs, and runs within the same hour, do not confirm the loss, regardless of their number.
     for _ in 0..3 {
         svc::fsx::write_atomic(&machine.path("var/lib/svc/requests/backup"), b"{}", 0o600)?;
         assert_held(&["svc-db-backup", "run", "--request"])?;
@@ -237,15 +237,15 @@ async fn loss_confirmed_by_three_hourly_snapshots_is_accepted() -> Result<()> {
     let last: Value = serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/last-backup.json"))?)?;
     assert_eq!(last["status"], "error", "{last}");
     assert_eq!(last["held"]["loss"], "the table public.t with 10 rows is missing", "{last}");
-    let let_an_hour_pass = || -> Result<()> {
+    let simulate_elapsed_hour = || -> Result<()> {
         let mut held: Value = serde_json::from_slice(&std::fs::read(machine.path(HELD))?)?;
-        let at = held["countedAtUptimeMs"].as_i64().context("no uptime")?;
+        let at = held["countedAtUptimeMs"].as_i64().context("the held snapshot has no uptime")?;
         held["countedAtUptimeMs"] = (at - 3_600_000).into();
         Ok(std::fs::write(machine.path(HELD), held.to_string())?)
     };
-    let_an_hour_pass()?;
+    simulate_elapsed_hour()?;
     assert_held(&hourly)?;
-    let_an_hour_pass()?;
+    simulate_elapsed_hour()?;
     machine.run(&hourly)?.expect(0);
     assert!(!machine.path(HELD).exists());
     Ok(())
@@ -258,8 +258,8 @@ async fn replaced_databases(machine: &Machine) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// A replaced database makes it possible to undo a mistaken restore. It is deleted after seven days, when it is empty,
-/// or when space is short.
+/// A replaced database makes it possible to undo a mistaken restore. It is deleted after seven days, or earlier if it
+/// is empty or if space is short.
 #[tokio::test]
 async fn replaced_databases_are_kept_for_seven_days() -> Result<()> {
     let store = machine::store()?;

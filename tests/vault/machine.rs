@@ -1,4 +1,4 @@
-//! A customer machine in its own `SVC_ROOT`, with its own PostgreSQL, on a shared store.
+//! A customer machine in its own `SVC_ROOT`, with its own PostgreSQL and a shared object store.
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
@@ -110,7 +110,7 @@ pub struct Machine {
     env: Vec<(String, String)>,
 }
 
-/// Variables for a single run, for example `FAILPOINTS`.
+/// Environment variables for a single run, for example `FAILPOINTS`.
 pub type RunEnv<'a> = &'a [(&'a str, &'a str)];
 
 impl Machine {
@@ -207,8 +207,7 @@ impl Machine {
         let path = self.path("opt/svc/env").join(file);
         let mut text = fs::read_to_string(&path)?;
         for (name, value) in pairs {
-            // systemd uses the last line for a name, but this program would use the first, so earlier lines are
-            // removed.
+            // systemd uses the last line for a name, but the product would use the first, so earlier lines are removed.
             text = text
                 .lines()
                 .filter(|line| !line.starts_with(&format!("{name}=")))
@@ -239,15 +238,15 @@ impl Machine {
         Ok(rows.iter().map(|row| row.get(0)).collect())
     }
 
-    pub fn spawn(&self, words: &[&str], extra: RunEnv<'_>) -> Result<Running> {
+    pub fn spawn(&self, args: &[&str], extra_env: RunEnv<'_>) -> Result<Running> {
         let out = tempfile::NamedTempFile::new()?;
         let err = tempfile::NamedTempFile::new()?;
         let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
         command
-            .args(words)
+            .args(args)
             .env_clear()
             .envs(self.env.iter().map(|(name, value)| (name, value)))
-            .envs(extra.iter().copied())
+            .envs(extra_env.iter().copied())
             .stdin(Stdio::null())
             .stdout(out.reopen()?)
             .stderr(err.reopen()?);
@@ -255,12 +254,12 @@ impl Machine {
     }
 
     /// Runs an applet until it exits.
-    pub fn run_with(&self, words: &[&str], extra: RunEnv<'_>) -> Result<RunResult> {
-        self.spawn(words, extra)?.wait()
+    pub fn run_with(&self, args: &[&str], extra_env: RunEnv<'_>) -> Result<RunResult> {
+        self.spawn(args, extra_env)?.wait()
     }
 
-    pub fn run(&self, words: &[&str]) -> Result<RunResult> {
-        self.run_with(words, &[])
+    pub fn run(&self, args: &[&str]) -> Result<RunResult> {
+        self.run_with(args, &[])
     }
 
     pub fn has_marker(&self) -> bool {
@@ -270,7 +269,7 @@ impl Machine {
     /// Returns the lines of `backup.jsonl`.
     pub fn backup_records(&self) -> Result<Vec<serde_json::Value>> {
         let text = fs::read_to_string(self.path("home/svc/home/system/logs/backup.jsonl"))?;
-        assert!(text.ends_with('\n'), "the last line is complete");
+        assert!(text.ends_with('\n'), "the last line must be complete");
         text.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()
     }
 }
@@ -321,9 +320,9 @@ fn parse_resident_bytes(status: &str) -> Option<u64> {
 }
 
 /// Waits until the condition holds, usually because of another process.
-pub async fn wait_until(what: &str, mut holds: impl FnMut() -> bool) -> Result<()> {
+pub async fn wait_until(what: &str, mut condition: impl FnMut() -> bool) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(60);
-    while !holds() {
+    while !condition() {
         if Instant::now() > deadline {
             bail!("timed out waiting for: {what}");
         }
@@ -332,7 +331,8 @@ pub async fn wait_until(what: &str, mut holds: impl FnMut() -> bool) -> Result<(
     Ok(())
 }
 
-/// Creates a directory with all PostgreSQL programs, in which a shell script replaces one of them.
+/// Creates a directory with all PostgreSQL programs, in which a shell script replaces one of them. `REAL` in the script
+/// is replaced by the path of the original program.
 pub fn tools_with_script(program: &str, script: &str) -> Result<tempfile::TempDir> {
     use std::os::unix::fs::PermissionsExt;
     let real = binaries()?;

@@ -1,11 +1,11 @@
-//! `vps-meta.json` with an unreliable store: a write whose reply is lost counts as done, and no earlier machine
-//! overwrites it.
+//! `vps-meta.json` with an unreliable store: a write whose reply is lost is confirmed by a read, and no earlier machine
+//! overwrites the metadata.
 
 use anyhow::{Context, Result};
 use kit::s3::{Fault, Rule, S3Server};
 use svc::machine::epoch::Epoch;
 use svc::machine::id::MachineId;
-use svc::store::meta::{self, FORMAT, MetaError, VpsMeta};
+use svc::store::meta::{self, FORMAT, VpsMeta, VpsMetaError};
 
 use super::machine::{self, BUCKET, USER, slot};
 
@@ -55,7 +55,7 @@ async fn lost_reply_is_resolved_by_reading_back() -> Result<()> {
             assert_eq!(
                 (hits.hits(), count_writes(&store)),
                 (1, 1),
-                "{fault:?}: written once: {:?}",
+                "{fault:?}: it must be written once: {:?}",
                 store.requests()
             );
         }
@@ -72,7 +72,7 @@ async fn earlier_machine_never_overwrites_a_later_one() -> Result<()> {
     // The old machine reads the value from before the new one's write; its conditional put detects that.
     let stale = store.add_fault(meta_rule(Fault::StaleRead).method("GET"));
     let refused = meta::write(&bucket, &slot(), &make_metadata(1, 3)?).await;
-    assert!(matches!(refused, Err(MetaError::Fenced(_))), "{refused:?}");
+    assert!(matches!(refused, Err(VpsMetaError::Fenced(_))), "{refused:?}");
     assert_eq!(stale.hits(), 1);
     assert_eq!(read_metadata(&store)?, make_metadata(2, 2)?);
     Ok(())

@@ -12,12 +12,12 @@ use svc::machine::epoch::Epoch;
 use svc::store::bucket::{Condition, StoreError};
 use svc::store::{key, snapshots};
 
-use super::credentials::{CredentialResponse, Platform, machine_with_credentials};
+use super::credentials::{CredentialResponse, Platform, create_machine_with_credentials};
 use super::machine::{self, BUCKET, Machine, slot, wait_until};
 
 /// Creates a machine whose platform is unreachable and whose working session has expired. It has an outage session.
 async fn machine_without_platform(store: &S3Server, platform: &Platform) -> Result<Machine> {
-    let machine = machine_with_credentials(store, platform, SignedDuration::from_secs(-60)).await?;
+    let machine = create_machine_with_credentials(store, platform, SignedDuration::from_secs(-60)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let stored = machine.path("var/lib/svc/store-credentials.json");
     let mut file: Value = serde_json::from_slice(&std::fs::read(&stored)?)?;
@@ -39,7 +39,7 @@ async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> 
     let (bucket, slot) = (machine::bucket(&store)?, slot());
     let window = snapshots::PageWindow { before: None, latest: None, limit: 10 };
     let records = snapshots::list_page(&bucket, &slot, window).await?.records;
-    assert_eq!(records.len(), 2, "the snapshot from the outage is complete");
+    assert_eq!(records.len(), 2, "the snapshot from the outage must be complete");
     let last: Value = serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/last-backup.json"))?)?;
     assert_eq!((&last["stage"], &last["key"]), (&json!("pointer"), &json!(records[0].key)), "{last}");
     // Only a working session can read snapshots.
@@ -48,7 +48,7 @@ async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> 
     platform.set_response(CredentialResponse::Issue);
     machine.run(&["svc-db-backup"])?.expect(0);
     let latest = svc::store::snapshot::find_latest(&bucket, &slot).await?;
-    assert!(latest.key > records[0].key, "the next run creates its own: {}", latest.key);
+    assert!(latest.key > records[0].key, "the next run must create its own: {}", latest.key);
     Ok(())
 }
 
@@ -58,7 +58,7 @@ async fn retry_publishes_the_snapshot_stored_during_an_outage() -> Result<()> {
     let platform = Platform::start(&store).await?;
     let machine = machine_without_platform(&store, &platform).await?;
     let running = machine.spawn(&["svc-db-backup", "run", "--retry"], &[("BACKUP_RETRY_SECONDS", "1")])?;
-    let stored = wait_until("a snapshot is stored", || {
+    let stored = wait_until("the stored snapshot", || {
         let dumps = store.objects(BUCKET, "").into_iter().filter(|object| object.key.ends_with(".dump.json"));
         dumps.count() == 2
     });
@@ -66,9 +66,9 @@ async fn retry_publishes_the_snapshot_stored_during_an_outage() -> Result<()> {
     platform.set_response(CredentialResponse::Issue);
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     let dumps = store.objects(BUCKET, "").into_iter().filter(|object| object.key.ends_with(".dump"));
-    assert_eq!(dumps.count(), 2, "no third snapshot was created");
+    assert_eq!(dumps.count(), 2, "no third snapshot may be created");
     let log = std::fs::read_to_string(machine.path("home/svc/home/system/logs/backup.jsonl"))?;
-    let last: Value = serde_json::from_str(log.lines().last().context("no line")?)?;
+    let last: Value = serde_json::from_str(log.lines().last().context("backup.jsonl is empty")?)?;
     let latest = svc::store::snapshot::find_latest(&machine::bucket(&store)?, &slot()).await?;
     assert_eq!((&last["status"], &last["key"]), (&json!("success"), &json!(latest.key)), "{last}");
     assert_eq!(last["sizeBytes"], json!(latest.size_bytes), "{last}");
@@ -79,14 +79,16 @@ async fn retry_publishes_the_snapshot_stored_during_an_outage() -> Result<()> {
 async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
+    let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let latest = svc::store::snapshot::find_latest(&machine::bucket(&store)?, &slot()).await?;
     let session = platform.outage_session().await.context("no outage session")?;
     let bucket = machine::bucket_as(&store, &session)?;
-    let own = slot().snapshot(&latest.key).context("no key")?;
-    assert!(bucket.head(&own).await?.is_some(), "its own snapshot");
-    let name = |at: Timestamp, epoch| slot().snapshot(&key::snapshot_key(at, Epoch(epoch))).context("no key");
+    let own = slot().snapshot(&latest.key).context("not a snapshot key")?;
+    assert!(bucket.head(&own).await?.is_some(), "the machine's own snapshot must be readable");
+    let name = |at: Timestamp, epoch| {
+        slot().snapshot(&key::snapshot_key(at, Epoch(epoch))).context("not a snapshot key")
+    };
     let now = Timestamp::now();
     let foreign = name(now, 2)?;
     // One day more than the permitted clock skew.
@@ -103,7 +105,10 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
         assert!(matches!(refused, StoreError::Denied { .. }), "{key}: {refused:?}");
     }
     let refused = bucket.put(&own, &b"x"[..]).await.unwrap_err();
-    assert!(matches!(refused, StoreError::Denied { .. }), "an object can be written only once: {refused:?}");
+    assert!(
+        matches!(refused, StoreError::Denied { .. }),
+        "an object must be writable only once: {refused:?}"
+    );
     let entry = slot().pointer_entry(9);
     let refused = bucket.put_if(&entry, &b"x"[..], Condition::Absent).await.unwrap_err();
     assert!(matches!(refused, StoreError::Denied { .. }), "{refused:?}");
@@ -116,18 +121,18 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
 async fn agent_renews_the_outage_session() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
+    let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     let stored = machine.path("var/lib/svc/store-credentials.json");
     let extra = [("GATEWAY_LISTEN", "127.0.0.1:9"), ("HEARTBEAT_SECONDS", "1"), ("VPS_META_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
     wait_until("the first renewal", || stored.exists()).await?;
     let beats = platform.heartbeats() + 4;
     wait_until("four more heartbeats", || platform.heartbeats() >= beats).await?;
-    assert_eq!(platform.request_count(), 1, "a recent session is kept");
+    assert_eq!(platform.request_count(), 1, "a recent session must be kept");
     let mut file: Value = serde_json::from_slice(&std::fs::read(&stored)?)?;
-    assert!(file["outage"]["sessionToken"].is_string(), "it has an outage session");
+    assert!(file["outage"]["sessionToken"].is_string(), "there must be an outage session");
     file["renewedAt"] = json!(rfc3339_ms(Timestamp::now().checked_sub(SignedDuration::from_mins(51))?));
-    // As written by another applet that renewed the session later.
+    // As if another applet had renewed the session later.
     file["expiresAt"] = json!(rfc3339_ms(Timestamp::now().checked_add(SignedDuration::from_hours(2))?));
     svc::fsx::write_atomic(&stored, &serde_json::to_vec(&file)?, 0o600)?;
     wait_until("another renewal", || platform.request_count() >= 2).await?;
@@ -146,7 +151,7 @@ async fn backup_uses_no_outage_session_after_a_refusal() -> Result<()> {
         let code = if response == CredentialResponse::Superseded { 77 } else { 69 };
         machine.run(&["svc-db-backup"])?.expect(code);
         let dumps = store.objects(BUCKET, "").into_iter().filter(|object| object.key.ends_with(".dump"));
-        assert_eq!(dumps.count(), 1, "no snapshot is stored");
+        assert_eq!(dumps.count(), 1, "no snapshot may be stored");
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! A fake platform that gives scripted responses and records the calls it receives, and a gateway that is ready.
+//! A fake platform that sends scripted responses and records the calls it receives, and a gateway that is ready.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -23,7 +23,7 @@ pub struct Call {
     pub body: String,
 }
 
-/// A scripted response. `Lost` counts the call, but sends no response.
+/// A scripted response. `Lost` records the call, but breaks off the response.
 #[derive(Debug, Clone)]
 pub enum ScriptedResponse {
     Json(u16, serde_json::Value),
@@ -84,7 +84,7 @@ async fn respond(
         Some(ScriptedResponse::Json(status, body)) => {
             (StatusCode::from_u16(status).expect("the status is valid"), axum::Json(body)).into_response()
         }
-        // hyper would close the connection if the handler panicked. Here, the response body fails instead.
+        // The response body fails, so hyper closes the connection.
         _ => {
             let broken = futures_util::stream::iter([Err::<bytes::Bytes, _>(std::io::Error::other("lost"))]);
             Response::new(axum::body::Body::from_stream(broken))

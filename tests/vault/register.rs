@@ -1,4 +1,5 @@
-//! Registration: once, and with an identical body until there is a response, even across restarts.
+//! Registration: a machine registers once, and resends an identical body until it gets a response, even across
+//! restarts.
 
 use anyhow::{Context, Result};
 use serde_json::json;
@@ -12,10 +13,10 @@ fn registered_response() -> ScriptedResponse {
     ScriptedResponse::Json(200, json!({ "status": "running", "epoch": 1 }))
 }
 
-/// Runs on another thread, because the test's runtime serves the platform and the gateway.
-async fn register(machine: &Machine, words: &[&str], extra: RunEnv<'_>) -> Result<RunResult> {
-    let words: Vec<&str> = ["svc-register"].iter().chain(words).copied().collect();
-    let running = machine.spawn(&words, extra)?;
+/// Waits for `svc-register` on another thread, because the test's runtime serves the platform and the gateway.
+async fn register(machine: &Machine, args: &[&str], extra_env: RunEnv<'_>) -> Result<RunResult> {
+    let args: Vec<&str> = ["svc-register"].iter().chain(args).copied().collect();
+    let running = machine.spawn(&args, extra_env)?;
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
@@ -33,9 +34,9 @@ async fn machine_with_release(platform: &Platform) -> Result<(Machine, String)> 
 async fn machine_is_registered_once() -> Result<()> {
     let platform = Platform::start(registered_response()).await?;
     let (machine, listen) = machine_with_release(&platform).await?;
-    let extra = [("GATEWAY_LISTEN", listen.as_str())];
-    register(&machine, &[], &extra).await?.expect(0);
-    register(&machine, &["register"], &extra).await?.expect(0);
+    let extra_env = [("GATEWAY_LISTEN", listen.as_str())];
+    register(&machine, &[], &extra_env).await?.expect(0);
+    register(&machine, &["register"], &extra_env).await?.expect(0);
     let calls = platform.calls();
     assert_eq!(calls.len(), 1, "{calls:?}");
     assert_eq!(calls[0].path, "/vps/register");
@@ -57,13 +58,14 @@ async fn machine_is_registered_once() -> Result<()> {
 async fn registration_body_survives_lost_replies_and_kills() -> Result<()> {
     let platform = Platform::start(registered_response()).await?;
     let (machine, listen) = machine_with_release(&platform).await?;
-    let extra =
+    let extra_env =
         |points: &'static str| [("GATEWAY_LISTEN", listen.clone()), ("FAILPOINTS", points.to_owned())];
     for point in svc::host::link::register::FAILPOINTS {
         let kill: &'static str = Box::leak(format!("{point}=return(kill)").into_boxed_str());
-        let extra = extra(kill);
-        let extra: Vec<(&str, &str)> = extra.iter().map(|(name, value)| (*name, value.as_str())).collect();
-        register(&machine, &[], &extra).await?.expect_killed();
+        let extra_env = extra_env(kill);
+        let extra_env: Vec<(&str, &str)> =
+            extra_env.iter().map(|(name, value)| (*name, value.as_str())).collect();
+        register(&machine, &[], &extra_env).await?.expect_killed();
     }
     platform.queue([
         ScriptedResponse::Lost,
@@ -73,7 +75,7 @@ async fn registration_body_survives_lost_replies_and_kills() -> Result<()> {
     ]);
     register(&machine, &[], &[("GATEWAY_LISTEN", &listen)]).await?.expect(0);
     let calls = platform.calls();
-    assert_eq!(calls.len(), 5, "one call before the last kill, and four after it: {calls:?}");
+    assert_eq!(calls.len(), 5, "there must be one call before the last kill, and four after it: {calls:?}");
     assert!(calls.iter().all(|call| call == &calls[0]), "{calls:?}");
     Ok(())
 }
@@ -83,19 +85,19 @@ async fn refusal_is_final_and_a_timeout_is_retried() -> Result<()> {
     let refused = json!({ "code": "registration_rejected", "detail": "The token was used." });
     let platform = Platform::start(ScriptedResponse::Json(401, refused)).await?;
     let (machine, listen) = machine_with_release(&platform).await?;
-    let extra = [("GATEWAY_LISTEN", listen.as_str()), ("REGISTER_PLATFORM_DEADLINE_SECONDS", "1")];
-    let result = register(&machine, &[], &extra).await?.expect(77);
+    let extra_env = [("GATEWAY_LISTEN", listen.as_str()), ("REGISTER_PLATFORM_DEADLINE_SECONDS", "1")];
+    let result = register(&machine, &[], &extra_env).await?.expect(77);
     assert!(result.stderr.contains("The token was used."), "{}", result.stderr);
     assert_eq!(platform.calls().len(), 1);
 
     let silent = Platform::start(ScriptedResponse::Lost).await?;
     silent.configure(&machine)?;
-    register(&machine, &[], &extra).await?.expect(75);
+    register(&machine, &[], &extra_env).await?.expect(75);
     assert!(silent.calls().len() > 1);
 
     let broken = Platform::start(ScriptedResponse::Json(400, json!({ "detail": "no" }))).await?;
     broken.configure(&machine)?;
-    register(&machine, &[], &extra).await?.expect(70);
+    register(&machine, &[], &extra_env).await?.expect(70);
     Ok(())
 }
 
@@ -103,12 +105,12 @@ async fn refusal_is_final_and_a_timeout_is_retried() -> Result<()> {
 async fn registration_waits_for_the_gateway_with_the_stored_key() -> Result<()> {
     let platform = Platform::start(registered_response()).await?;
     let (machine, listen) = machine_with_release(&platform).await?;
-    let extra = [("GATEWAY_LISTEN", listen.as_str()), ("REGISTER_GATEWAY_DEADLINE_SECONDS", "1")];
-    // Another gateway's key is in place of the machine's.
+    let extra_env = [("GATEWAY_LISTEN", listen.as_str()), ("REGISTER_GATEWAY_DEADLINE_SECONDS", "1")];
+    // Another gateway's key replaces the machine's.
     gateway(&machine).await?;
-    register(&machine, &[], &extra).await?.expect(75);
+    register(&machine, &[], &extra_env).await?.expect(75);
     std::fs::remove_dir_all(machine.path("var/lib/svc/tls"))?;
-    register(&machine, &[], &extra).await?.expect(75);
+    register(&machine, &[], &extra_env).await?.expect(75);
     assert!(platform.calls().is_empty());
     Ok(())
 }

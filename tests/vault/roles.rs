@@ -46,22 +46,22 @@ async fn restore_keeps_roles_or_reports_differences() -> Result<()> {
         "SELECT count(*) FROM pg_db_role_setting WHERE setrole = 0 AND 'lock_timeout=3s' = ANY (setconfig)";
     assert_eq!(new.client().await?.query_one(timeout, &[]).await?.get::<_, i64>(0), 1);
 
-    // No password is in the record, and the restored server's own superuser is unchanged.
+    // The sidecar contains no passwords, so these roles cannot log in. A restore makes no role a superuser.
     let logins = "SELECT count(*) FROM pg_roles WHERE rolname IN ('app_notes', 'reporting', 'dba') AND (rolcanlogin OR rolsuper)";
     assert_eq!(new.client().await?.query_one(logins, &[]).await?.get::<_, i64>(0), 0);
     let log = &result.stderr;
-    assert!(log.contains("not kept by the restore"), "{log}");
+    assert!(log.contains("not restored from the snapshot"), "{log}");
     Ok(())
 }
 
 #[tokio::test]
-async fn restore_reports_role_facts_it_does_not_keep() -> Result<()> {
+async fn restore_reports_role_attributes_it_does_not_keep() -> Result<()> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute(CONTENT).await?;
     old.run(&["svc-db-backup"])?.expect(0);
     let new = Machine::new(&store, 2).await?;
-    // An operator created roles before the restore.
+    // An operator created a role before the restore.
     new.client().await?.batch_execute("CREATE ROLE team NOLOGIN CONNECTION LIMIT 1").await?;
     let log = new.run(&["svc-restore"])?.expect(0).stderr;
     for words in [

@@ -43,7 +43,8 @@ ALTER ROLE reader IN DATABASE svc SET work_mem = '7MB';
 "#;
 
 /// Owner, privileges and settings, which a dump of the content does not contain.
-const FACTS: &str = "SELECT coalesce((SELECT string_agg(coalesce(r.rolname, 'PUBLIC') || ' ' || a.privilege_type, ',' \
+const DATABASE_ATTRIBUTES: &str = "\
+     SELECT coalesce((SELECT string_agg(coalesce(r.rolname, 'PUBLIC') || ' ' || a.privilege_type, ',' \
      ORDER BY r.rolname, a.privilege_type) FROM aclexplode(d.datacl) a LEFT JOIN pg_roles r ON r.oid = a.grantee), '-') \
      || ' | ' || (SELECT string_agg(coalesce(r.rolname, '*') || ' ' || c, ' ; ' ORDER BY r.rolname, c) \
      FROM pg_db_role_setting s CROSS JOIN unnest(s.setconfig) c LEFT JOIN pg_roles r ON r.oid = s.setrole \
@@ -74,20 +75,20 @@ async fn restored_database_equals_the_backed_up_one() -> Result<()> {
     let object = format!("{USER}/primary/{}", snapshot.key);
     let dump = store.read(BUCKET, &object).context("the object is missing")?;
     assert_eq!(dump.len() as u64, snapshot.size_bytes);
-    assert!(dump.len() > 11 << 20, "{} bytes: it must need three parts", dump.len());
+    assert!(dump.len() > 11 << 20, "{} bytes: the upload must need three parts", dump.len());
     let parts: Vec<_> =
         store.requests().into_iter().filter(|request| request.query.contains("partNumber=")).collect();
     assert!(parts.len() >= 3, "{parts:?}");
 
-    let side: Sidecar = serde_json::from_slice(
+    let sidecar: Sidecar = serde_json::from_slice(
         &store.read(BUCKET, &format!("{object}.json")).context("the sidecar is missing")?,
     )?;
-    assert_eq!(side.roles, ["app_To do", "app_notes", "reader"]);
-    let rows = |name: &str| side.tables.iter().find(|table| table.name == name).map(|table| table.rows);
+    assert_eq!(sidecar.roles, ["app_To do", "app_notes", "reader"]);
+    let rows = |name: &str| sidecar.tables.iter().find(|table| table.name == name).map(|table| table.rows);
     assert_eq!(rows("app_notes.notes"), Some(5000));
     assert_eq!(rows("\"app_To do\".\"It\"\"em\""), Some(300));
     assert_eq!((rows("public.parent"), rows("public.child")), (Some(1), Some(2)));
-    assert_eq!(rows("public.events"), None, "a partitioned table's rows are in its partitions");
+    assert_eq!(rows("public.events"), None, "a partitioned table's rows must be counted in its partitions");
 
     let record = &old.backup_records()?[0];
     assert_eq!(record["status"], "success");
@@ -100,19 +101,23 @@ async fn restored_database_equals_the_backed_up_one() -> Result<()> {
     assert!(new.has_marker());
     assert_eq!(plain_dump(&new)?, plain_dump(&old)?);
 
-    let facts = async |machine: &Machine| -> Result<String> {
-        Ok(machine.postgres().connect("postgres").await?.query_one(FACTS, &[]).await?.get(0))
+    let database_attributes = async |machine: &Machine| -> Result<String> {
+        Ok(machine.postgres().connect("postgres").await?.query_one(DATABASE_ATTRIBUTES, &[]).await?.get(0))
     };
-    assert_eq!(facts(&new).await?, facts(&old).await?);
+    assert_eq!(database_attributes(&new).await?, database_attributes(&old).await?);
     let logins = "SELECT count(*) FROM pg_roles WHERE rolcanlogin AND rolname ~ '^app_'";
     assert_eq!(new.client().await?.query_one(logins, &[]).await?.get::<_, i64>(0), 0);
     let remaining = new.databases().await?;
     assert!(
         remaining.iter().any(|name| name.starts_with("svc_before_")),
-        "the old database is kept: {remaining:?}"
+        "the old database must be kept: {remaining:?}"
     );
     assert!(!remaining.iter().any(|name| name.starts_with("svc_restore_")), "{remaining:?}");
-    assert_eq!(std::fs::read_dir(new.path("var/lib/svc/restore"))?.count(), 1, "the lock file remains");
+    assert_eq!(
+        std::fs::read_dir(new.path("var/lib/svc/restore"))?.count(),
+        1,
+        "only the lock file may remain"
+    );
 
     new.run(&["svc-db-backup"])?.expect(0);
     assert!(!new.databases().await?.iter().any(|name| name.starts_with("svc_before_")));
@@ -140,7 +145,7 @@ async fn stock_pg_restore_reads_the_object() -> Result<()> {
     Ok(())
 }
 
-/// Concurrent writes are in neither the dump nor the counts, because both use one snapshot.
+/// Concurrent writes cannot make the dump and the row counts differ, because both use the same snapshot.
 #[tokio::test]
 async fn database_in_use_is_backed_up_at_one_instant() -> Result<()> {
     let store = machine::store()?;

@@ -40,9 +40,9 @@ pub async fn machine_with_side_database(store: &S3Server) -> Result<Machine> {
     Ok(machine)
 }
 
-pub fn run_side(machine: &Machine, words: &[&str]) -> Result<machine::RunResult> {
-    let words: Vec<&str> = ["svc-db-backup", "side"].iter().chain(words).copied().collect();
-    machine.run(&words)
+pub fn run_side(machine: &Machine, args: &[&str]) -> Result<machine::RunResult> {
+    let args: Vec<&str> = ["svc-db-backup", "side"].iter().chain(args).copied().collect();
+    machine.run(&args)
 }
 
 /// Returns all rows of a table, as text.
@@ -65,7 +65,7 @@ pub fn read_state(machine: &Machine) -> Result<Value> {
     Ok(serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/side.json"))?)?)
 }
 
-const ALL: [&str; 3] = ["app_shop.customers", "app_shop.log", "app_shop.orders"];
+const TABLES: [&str; 3] = ["app_shop.customers", "app_shop.log", "app_shop.orders"];
 
 #[tokio::test]
 async fn missing_rows_are_copied_and_existing_ones_unchanged() -> Result<()> {
@@ -87,9 +87,9 @@ async fn missing_rows_are_copied_and_existing_ones_unchanged() -> Result<()> {
     assert_eq!(nothing_yet.get::<_, i64>(0), 0, "{}", dry_run.stdout);
     let backups = machine.backup_records()?.len();
     let copied = run_side(&machine, &["copy", tables[0], tables[1]])?.expect(0);
-    assert_eq!(machine.backup_records()?.len(), backups + 1, "a backup precedes the copy");
+    assert_eq!(machine.backup_records()?.len(), backups + 1, "a backup must precede the copy");
     let last_copy = read_state(&machine)?["lastCopy"].clone();
-    // One row's address now belongs to another customer, so that row is not copied.
+    // One row's email address now belongs to another customer, so that row is not copied.
     let copied_table = |name: &str| {
         last_copy["tables"].as_array().unwrap().iter().find(|table| table["name"] == name).unwrap().clone()
     };
@@ -127,7 +127,7 @@ async fn dangling_reference_aborts_the_copy_without_changes() -> Result<()> {
     assert_eq!(read_state(&machine)?["status"], "open");
     assert!(read_state(&machine)?["lastCopy"]["error"].as_str().unwrap().contains("orders_customer_fkey"));
     run_side(&machine, &["copy", "app_shop.orders", "app_shop.customers"])?.expect(0);
-    assert_as_in_snapshot(&machine, &ALL).await?;
+    assert_as_in_snapshot(&machine, &TABLES).await?;
     Ok(())
 }
 
@@ -148,7 +148,7 @@ async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
         result.stderr
     );
 
-    run_side(&machine, &["copy", "--mode", "overwrite", ALL[0], ALL[2]])?.expect(0);
+    run_side(&machine, &["copy", "--mode", "overwrite", TABLES[0], TABLES[2]])?.expect(0);
     let copied = read_state(&machine)?["lastCopy"]["tables"].clone();
     assert_eq!(
         (&copied[0]["updated"], &copied[0]["inserted"], &copied[0]["deleted"]),
@@ -156,14 +156,14 @@ async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
         "{copied}"
     );
     assert_eq!((&copied[1]["updated"], &copied[1]["inserted"]), (&0.into(), &666.into()), "{copied}");
-    assert_eq!(rows(&machine, "svc", ALL[0]).await?.len(), 503, "the new customer is kept");
+    assert_eq!(rows(&machine, "svc", TABLES[0]).await?.len(), 503, "the new customer must be kept");
 
-    // The new customer's order was not requested, and would be deleted with the customer.
-    let result = run_side(&machine, &["copy", "--mode", "replace", ALL[0]])?.expect(65);
+    // Refused, because it would also delete the new customer's order, which is in a table that was not requested.
+    let result = run_side(&machine, &["copy", "--mode", "replace", TABLES[0]])?.expect(65);
     assert!(result.stderr.contains("app_shop.orders"), "{}", result.stderr);
     client.batch_execute("TRUNCATE app_shop.log; INSERT INTO app_shop.log VALUES ('since')").await?;
-    run_side(&machine, &["copy", "--mode", "replace", ALL[0], ALL[1], ALL[2]])?.expect(0);
-    assert_as_in_snapshot(&machine, &ALL).await?;
+    run_side(&machine, &["copy", "--mode", "replace", TABLES[0], TABLES[1], TABLES[2]])?.expect(0);
+    assert_as_in_snapshot(&machine, &TABLES).await?;
     // Sequences continue after the copied values.
     client
         .batch_execute(
@@ -172,14 +172,15 @@ async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
         .await?;
 
     client.batch_execute("DROP SCHEMA app_shop CASCADE").await?;
-    let dry_run = run_side(&machine, &["copy", ALL[1], "--dry-run"])?.expect(0);
+    let dry_run = run_side(&machine, &["copy", TABLES[1], "--dry-run"])?.expect(0);
     assert!(dry_run.stdout.contains("300 inserted"), "{}", dry_run.stdout);
-    // The enum type was dropped with the schema. A table that cannot be recreated is reported, and nothing remains.
-    let result = run_side(&machine, &["copy", ALL[0]])?.expect(65);
+    // The enum type was dropped with the schema. A table that cannot be recreated is reported, and nothing of it
+    // remains.
+    let result = run_side(&machine, &["copy", TABLES[0]])?.expect(65);
     assert!(result.stderr.contains("pg_restore") && result.stderr.contains("mood"), "{}", result.stderr);
     client.batch_execute("CREATE TYPE app_shop.mood AS ENUM ('good', 'bad')").await?;
-    run_side(&machine, &["copy", ALL[0], ALL[1], ALL[2], "--no-backup"])?.expect(0);
-    assert_as_in_snapshot(&machine, &ALL).await?;
+    run_side(&machine, &["copy", TABLES[0], TABLES[1], TABLES[2], "--no-backup"])?.expect(0);
+    assert_as_in_snapshot(&machine, &TABLES).await?;
     let owner =
         client.query_one("SELECT tableowner::text FROM pg_tables WHERE tablename = 'log'", &[]).await?;
     let indexes = client.query("SELECT FROM pg_indexes WHERE tablename = 'log'", &[]).await?;
@@ -202,9 +203,9 @@ async fn open_selects_snapshot_by_time_and_close_cleans_up() -> Result<()> {
     assert_eq!(read_state(&machine)?["key"], first);
     let result = run_side(&machine, &["open", "--at", "2020-01-01T00:00:00Z"])?.expect(65);
     assert!(result.stderr.contains("no snapshot taken at or before 2020-01-01"), "{}", result.stderr);
-    let result = run_side(&machine, &["copy", ALL[0]])?.expect(65);
+    let result = run_side(&machine, &["copy", TABLES[0]])?.expect(65);
     assert!(result.stderr.contains("side open"), "{}", result.stderr);
-    run_side(&machine, &["open", first.as_str().context("no key")?])?.expect(0);
+    run_side(&machine, &["open", first.as_str().context("side.json has no key")?])?.expect(0);
     for invalid_table in ["svc.side_copies", "public.nothing", "app_shop.orders; DROP TABLE x"] {
         run_side(&machine, &["copy", invalid_table])?.expect(65);
     }
@@ -272,7 +273,7 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
         client
             .batch_execute("DELETE FROM app_shop.orders WHERE id = 7; DROP TABLE IF EXISTS app_shop.log")
             .await?;
-        let tables = json!(ALL);
+        let tables = json!(TABLES);
         request_side(
             json!({"action": "copy", "tables": tables, "mode": "overwrite", "dryRun": false, "backup": true}),
         )?;
@@ -295,7 +296,7 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
             assert_eq!(price.get::<_, &str>(0), "42", "after a kill at {point}");
             client.batch_execute("UPDATE app_shop.customers SET price = 9.90 WHERE id = 9").await?;
         }
-        assert_as_in_snapshot(&machine, &ALL).await?;
+        assert_as_in_snapshot(&machine, &TABLES).await?;
     }
     request_side(json!({"action": "fly"}))?;
     serve("")?.expect(65);
@@ -308,10 +309,10 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
 async fn killed_command_is_completed() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with_side_database(&store).await?;
-    let killed = |words: &[&str], point: &str| {
+    let killed = |args: &[&str], point: &str| {
         let points = format!("{point}=return(kill)");
-        let words: Vec<&str> = ["svc-db-backup", "side"].iter().chain(words).copied().collect();
-        machine.run_with(&words, &[("FAILPOINTS", &points)]).map(machine::RunResult::expect_killed)
+        let args: Vec<&str> = ["svc-db-backup", "side"].iter().chain(args).copied().collect();
+        machine.run_with(&args, &[("FAILPOINTS", &points)]).map(machine::RunResult::expect_killed)
     };
     killed(&["open"], "side.loaded")?;
     assert_eq!(read_state(&machine)?["status"], "opening");
@@ -323,7 +324,7 @@ async fn killed_command_is_completed() -> Result<()> {
     let result = run_side(&machine, &["close"])?.expect(0);
     assert!(
         result.stdout.contains("1 inserted"),
-        "the earlier request is completed first: {}",
+        "the earlier request must be completed first: {}",
         result.stdout
     );
     assert_eq!(read_state(&machine)?["status"], "closed");

@@ -110,6 +110,6 @@ async fn unrecreatable_dependents_are_reported() -> Result<()> {
     client
         .batch_execute("INSERT INTO app_shop.orders (customer) VALUES (88888)")
         .await
-        .expect_err("a new row is checked");
+        .expect_err("a new row must be checked");
     Ok(())
 }

@@ -56,7 +56,7 @@ async fn heartbeat_reports_the_state_of_the_machine() -> Result<()> {
     assert!(first["disk"]["totalBytes"].as_u64() >= first["disk"]["freeBytes"].as_u64());
     assert_eq!(first["proofKids"], json!(["first"]));
     let second: Value = serde_json::from_str(&calls[1].body)?;
-    assert_eq!(second["proofKids"], json!(["second"]), "delivered keys are active");
+    assert_eq!(second["proofKids"], json!(["second"]), "delivered keys must be active");
 
     let meta: VpsMeta =
         serde_json::from_slice(&store.read(BUCKET, &meta_key).context("the metadata is missing")?)?;
@@ -84,7 +84,7 @@ async fn replaced_machine_stops() -> Result<()> {
         let record: Value = serde_json::from_slice(&fs::read(machine.path("var/lib/svc/superseded.json"))?)?;
         assert_eq!(record["mine"], 3);
         wait_for_exit(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(77);
-        assert_eq!(platform.calls().len(), 1, "no heartbeat follows");
+        assert_eq!(platform.calls().len(), 1, "no heartbeat may follow");
     }
     Ok(())
 }
@@ -161,12 +161,12 @@ async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
         (&request_body["imageVersion"], &request_body["requestId"]),
         (&json!("2.0.0"), &json!("rollout-one"))
     );
-    // The updater takes the request, and the update fails.
+    // The updater consumes the request, and the update fails.
     let journal = machine.path("var/lib/svc/update/journal.json");
     svc::fsx::write_atomic(&journal, b"{}", 0o644)?;
     std::fs::remove_file(&request)?;
     let is_reported = |text: &str| platform.calls().iter().any(|call| call.body.contains(text));
-    wait_until("it reports the update as running", || is_reported("\"updating\":true")).await?;
+    wait_until("a report of the running update", || is_reported("\"updating\":true")).await?;
     let last = json!({ "version": "2.0.0", "outcome": "failed", "stage": "manifest", "error": "x", "at": "2026-11-21T00:00:00.000Z" });
     let mut stored = last.clone();
     stored["requestId"] = json!("rollout-one");
@@ -178,13 +178,13 @@ async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
     std::fs::remove_file(&journal)?;
     let before = platform.calls().len();
     wait_until("more heartbeats", || platform.calls().len() >= before + 3).await?;
-    assert!(!request.exists(), "a failed update is requested again");
+    assert!(!request.exists(), "a failed update must not be requested again");
     let heartbeat: Value =
         serde_json::from_str(&platform.calls().last().context("no call was recorded")?.body)?;
     assert_eq!((&heartbeat["lastUpdate"], &heartbeat["updating"]), (&last, &json!(false)));
     // The next rollout of the same release is a new request.
     platform.queue([ScriptedResponse::Json(200, desired_release("rollout-two"))]);
-    wait_until("the other request", || request.exists()).await?;
+    wait_until("the second request", || request.exists()).await?;
     let request_body: Value = serde_json::from_slice(&std::fs::read(&request)?)?;
     assert_eq!(
         (&request_body["imageVersion"], &request_body["requestId"]),
@@ -195,7 +195,7 @@ async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
     Ok(())
 }
 
-/// An epoch from a heartbeat response is used for heartbeats, metadata and backups, and never decreases.
+/// The epoch from a heartbeat response is used for heartbeats, metadata and backups, and never decreases.
 #[tokio::test]
 async fn raised_epoch_is_stored_and_used_by_backups() -> Result<()> {
     let store = machine::store()?;
@@ -253,10 +253,10 @@ async fn writers_resume_when_response_names_no_operation() -> Result<()> {
     platform.queue([ScriptedResponse::Json(500, json!({})), ScriptedResponse::Lost]);
     let before = platform.calls().len();
     wait_until("more heartbeats", || platform.calls().len() >= before + 3).await?;
-    assert!(layout.quiesce().exists(), "a missing response does not end the operation");
+    assert!(layout.quiesce().exists(), "a missing response must not end the operation");
     platform
         .queue([ScriptedResponse::Json(200, json!({ "epoch": 3, "superseded": false, "quiesce": null }))]);
-    wait_until("writers resume", || !layout.quiesce().exists()).await?;
+    wait_until("writers to resume", || !layout.quiesce().exists()).await?;
     running.signal(Signal::SIGTERM)?;
     wait_for_exit(running).await?.expect(0);
     Ok(())
@@ -277,7 +277,7 @@ async fn metadata_is_written_only_when_it_changes() -> Result<()> {
     let extra = [("HEARTBEAT_SECONDS", "1"), ("VPS_META_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
     wait_until("five heartbeats", || platform.calls().len() >= 5).await?;
-    assert_eq!(writes(), 1, "the metadata is unchanged");
+    assert_eq!(writes(), 1, "unchanged metadata must not be written again");
     let layout = svc::host::system::layout::Layout::new(machine.path(""));
     platform.queue((0..60).map(|_| ScriptedResponse::Lost));
     let lock = svc::host::system::quiesce::acquire_lock(&layout).await?;
@@ -311,7 +311,7 @@ async fn certificate_settings_are_stored_and_certificate_is_reported() -> Result
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("HEARTBEAT_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
     let stored = machine.path("var/lib/svc/tls/settings.json");
-    wait_until("the settings are stored", || stored.exists()).await?;
+    wait_until("the stored settings", || stored.exists()).await?;
     running.signal(Signal::SIGTERM)?;
     wait_for_exit(running).await?.expect(0);
     assert_eq!(serde_json::from_slice::<Value>(&fs::read(&stored)?)?, settings);

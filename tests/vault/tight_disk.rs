@@ -1,5 +1,5 @@
 //! A restore on a disk without space for both the database and the dump: the dump is streamed from the store, and the
-//! new database is swapped in only if the SHA-256 and the rows match the record.
+//! new database is swapped in only if its SHA-256 and row counts match the sidecar.
 
 use std::fs;
 
@@ -20,10 +20,11 @@ const DISK_MIB: u64 = 256;
 async fn machine_with_tight_disk(percent: u64) -> Result<Option<(S3Server, Machine, SmallDisk)>> {
     let (store, new) = new_machine_after_loss().await?;
     let Some(disk) = SmallDisk::mount(new.path("var/lib/svc"), DISK_MIB)? else { return Ok(None) };
-    let side = store.read(BUCKET, &format!("{}.json", dump_key(&store))).context("the sidecar is missing")?;
-    let side: Value = serde_json::from_slice(&side)?;
+    let sidecar =
+        store.read(BUCKET, &format!("{}.json", dump_key(&store))).context("the sidecar is missing")?;
+    let sidecar: Value = serde_json::from_slice(&sidecar)?;
     let size = |value: &Value| value.as_u64().context("not a size");
-    let (dump, database) = (size(&side["sizeBytes"])?, size(&side["database"]["sizeBytes"])?);
+    let (dump, database) = (size(&sidecar["sizeBytes"])?, size(&sidecar["database"]["sizeBytes"])?);
     disk.fill(database + MARGIN + dump * percent / 100)?;
     Ok(Some((store, new, disk)))
 }
@@ -36,7 +37,7 @@ fn count_dumps(machine: &Machine) -> usize {
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_streams_dump_that_does_not_fit_on_disk() -> Result<()> {
     let Some((store, new, _disk)) = machine_with_tight_disk(50).await? else { return Ok(()) };
-    // The transfer is interrupted twice, and continues.
+    // The transfer is interrupted and resumed twice.
     let broken =
         store.add_fault(Rule::new(Fault::TruncateBody(300_000)).method("GET").key_ending(".dump").times(2));
     let result = new.run(&["svc-restore"])?.expect(0);
@@ -52,11 +53,11 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
     let Some((store, new, _disk)) = machine_with_tight_disk(50).await? else { return Ok(()) };
     let key = dump_key(&store);
     let good = store.read(BUCKET, &key).context("the dump is missing")?;
-    // The record of another dump of the same size: pg_restore accepts these bytes.
+    // The sidecar and the pointer get the digest of another dump of the same size; pg_restore accepts the stored bytes.
     let record = format!("{key}.json");
-    let text = String::from_utf8(store.read(BUCKET, &record).context("no record")?)?;
-    let side: Value = serde_json::from_str(&text)?;
-    let sha256 = side["sha256"].as_str().context("no digest")?;
+    let text = String::from_utf8(store.read(BUCKET, &record).context("the sidecar is missing")?)?;
+    let sidecar: Value = serde_json::from_str(&text)?;
+    let sha256 = sidecar["sha256"].as_str().context("the sidecar has no digest")?;
     let other = "0".repeat(64);
     store.write(BUCKET, &record, text.replace(sha256, &other));
     let pointer = format!("{USER}/primary/system/db/latest");

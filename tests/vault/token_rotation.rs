@@ -10,7 +10,7 @@ use serde_json::json;
 use super::machine::{self, Machine, RunResult, Running, wait_until};
 use super::platform::{Platform, ScriptedResponse};
 
-const FILE: &str = "var/lib/svc/upgrade-token.json";
+const TOKEN_FILE: &str = "var/lib/svc/upgrade-token.json";
 
 fn token(machine: &Machine, generation: u32) -> String {
     let generation_part = if generation == 1 { String::new() } else { format!("{generation}_") };
@@ -40,7 +40,7 @@ fn sent_token(platform: &Platform, nth: usize) -> String {
     platform.calls()[nth].authorization.trim_start_matches("Bearer ").to_owned()
 }
 
-const EACH_SECOND: (&str, &str) = ("HEARTBEAT_SECONDS", "1");
+const HEARTBEAT_EVERY_SECOND: (&str, &str) = ("HEARTBEAT_SECONDS", "1");
 
 #[tokio::test]
 async fn next_token_is_stored_privately_and_used() -> Result<()> {
@@ -48,14 +48,14 @@ async fn next_token_is_stored_privately_and_used() -> Result<()> {
     let machine = machine_with_token(&platform).await?;
     let (first, second) = (token(&machine, 1), token(&machine, 2));
     platform.queue([response_with_token(&second)]);
-    let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND])?;
+    let running = machine.spawn(&["svc-sync-agent"], &[HEARTBEAT_EVERY_SECOND])?;
     wait_until("two heartbeats", || platform.calls().len() >= 2).await?;
     running.signal(Signal::SIGTERM)?;
     let result = wait_for_exit(running).await?.expect(0);
     assert_eq!((sent_token(&platform, 0), sent_token(&platform, 1)), (first, second.clone()));
-    assert_eq!(fs::metadata(machine.path(FILE))?.mode() & 0o777, 0o600);
+    assert_eq!(fs::metadata(machine.path(TOKEN_FILE))?.mode() & 0o777, 0o600);
     assert!(!result.stderr.contains("svcu_"), "a token is in the log: {}", result.stderr);
-    // The next process starts with it.
+    // The next process starts with the second token.
     let before = platform.calls().len();
     let running = machine.spawn(&["svc-sync-agent"], &[])?;
     wait_until("a heartbeat", || platform.calls().len() > before).await?;
@@ -72,11 +72,15 @@ async fn agent_killed_while_storing_token_keeps_valid_one() -> Result<()> {
         let machine = machine_with_token(&platform).await?;
         platform.queue([response_with_token(&token(&machine, 2))]);
         let kill = format!("{point}=return(kill)");
-        let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND, ("FAILPOINTS", &kill)])?;
+        let running = machine.spawn(&["svc-sync-agent"], &[HEARTBEAT_EVERY_SECOND, ("FAILPOINTS", &kill)])?;
         let result = wait_for_exit(running).await?;
         assert!(result.stderr.len() < 100_000);
-        assert_eq!(platform.calls().len(), 1, "{point}: killed before the second heartbeat");
-        let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND])?;
+        assert_eq!(
+            platform.calls().len(),
+            1,
+            "{point}: the agent must be killed before the second heartbeat"
+        );
+        let running = machine.spawn(&["svc-sync-agent"], &[HEARTBEAT_EVERY_SECOND])?;
         wait_until("a heartbeat", || platform.calls().len() >= 2).await?;
         running.signal(Signal::SIGTERM)?;
         wait_for_exit(running).await?.expect(0);
@@ -93,7 +97,7 @@ async fn refused_token_falls_back_to_the_previous_one() -> Result<()> {
     let (first, second) = (token(&machine, 1), token(&machine, 2));
     platform
         .queue([response_with_token(&second), ScriptedResponse::Json(401, json!({"code": "unauthorized"}))]);
-    let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND])?;
+    let running = machine.spawn(&["svc-sync-agent"], &[HEARTBEAT_EVERY_SECOND])?;
     wait_until("four heartbeats", || platform.calls().len() >= 4).await?;
     running.signal(Signal::SIGTERM)?;
     wait_for_exit(running).await?.expect(0);
@@ -102,7 +106,7 @@ async fn refused_token_falls_back_to_the_previous_one() -> Result<()> {
     Ok(())
 }
 
-/// The updater has written the current token to `host.env` for the release that it switches to.
+/// By then, the updater has written the current token to `host.env`, for the release that it switches to.
 #[tokio::test]
 async fn no_token_is_adopted_during_an_update() -> Result<()> {
     let platform = Platform::start(ScriptedResponse::Json(200, json!({ "superseded": false }))).await?;
@@ -110,9 +114,9 @@ async fn no_token_is_adopted_during_an_update() -> Result<()> {
     fs::create_dir_all(machine.path("var/lib/svc/update"))?;
     fs::write(machine.path("var/lib/svc/update/journal.json"), "{}")?;
     platform.queue([response_with_token(&token(&machine, 2))]);
-    let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND])?;
+    let running = machine.spawn(&["svc-sync-agent"], &[HEARTBEAT_EVERY_SECOND])?;
     wait_until("two heartbeats", || platform.calls().len() >= 2).await?;
-    assert!(!machine.path(FILE).exists());
+    assert!(!machine.path(TOKEN_FILE).exists());
     running.signal(Signal::SIGTERM)?;
     wait_for_exit(running).await?.expect(0);
     assert_eq!(sent_token(&platform, 1), token(&machine, 1));

@@ -25,9 +25,9 @@ fn machine(addr: std::net::SocketAddr, digest: &str) -> Result<Machine> {
     Ok(machine)
 }
 
-/// Runs on another thread, because the test's runtime serves the bundle.
-async fn boot(machine: &Machine, extra: RunEnv<'_>) -> Result<RunResult> {
-    let running = machine.spawn(&["svc-update", "boot"], extra)?;
+/// Waits for `svc-update boot` on another thread, because the test's runtime serves the bundle.
+async fn boot(machine: &Machine, extra_env: RunEnv<'_>) -> Result<RunResult> {
+    let running = machine.spawn(&["svc-update", "boot"], extra_env)?;
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
@@ -65,7 +65,7 @@ async fn bundle_becomes_the_current_release_once() -> Result<()> {
     boot(&machine, &[]).await?.expect(0);
     assert_current(&machine)?;
     boot(&machine, &[]).await?.expect(0);
-    assert_eq!(source.requests().len(), 1, "an installed release is not fetched again");
+    assert_eq!(source.requests().len(), 1, "an installed release must not be fetched again");
 
     let json = machine.run(&["svc-update", "status", "--json"])?.expect(0).stdout;
     let status: serde_json::Value = serde_json::from_str(&json)?;
@@ -133,8 +133,8 @@ async fn wrong_digest_does_not_switch_releases() -> Result<()> {
     assert!(result.stderr.contains("9.9.9"), "{}", result.stderr);
     assert_untouched(&machine)?;
 
-    source.replace(b"no archive".to_vec());
-    machine.add_env("update.env", &[("SVC_BUNDLE_SHA256", &bundle::digest(b"no archive"))])?;
+    source.replace(b"not an archive".to_vec());
+    machine.add_env("update.env", &[("SVC_BUNDLE_SHA256", &bundle::digest(b"not an archive"))])?;
     boot(&machine, &[]).await?.expect(70);
     assert_untouched(&machine)?;
     let _ = digest;
@@ -144,14 +144,15 @@ async fn wrong_digest_does_not_switch_releases() -> Result<()> {
 #[tokio::test]
 async fn token_is_sent_only_to_the_platform() -> Result<()> {
     let (source, digest) = source().await?;
-    let elsewhere = machine(source.addr, &digest)?;
-    boot(&elsewhere, &[]).await?.expect(0);
+    let other_host_machine = machine(source.addr, &digest)?;
+    boot(&other_host_machine, &[]).await?.expect(0);
     assert_eq!(source.requests()[0].authorization, None);
 
     let (platform, digest) = self::source().await?;
-    let own = machine(platform.addr, &digest)?;
-    own.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &format!("http://{}", platform.addr))])?;
-    boot(&own, &[]).await?.expect(0);
+    let platform_host_machine = machine(platform.addr, &digest)?;
+    platform_host_machine
+        .add_env("host.env", &[("PLATFORM_INTERNAL_URL", &format!("http://{}", platform.addr))])?;
+    boot(&platform_host_machine, &[]).await?.expect(0);
     assert_eq!(platform.requests()[0].authorization.as_deref(), Some("Bearer upgrade-token-of-a-machine"));
     Ok(())
 }

@@ -19,7 +19,7 @@ pub const CREATED_AT: &str = "2026-01-02T03:04:05.000Z";
 const EXPIRES_AT: &str = "2126-01-02T03:04:05.000Z";
 
 /// A fake `systemctl` that records its calls. A restart sets the gateway's state: failed if the current release
-/// contains `app/broken`, otherwise active. The state of any other unit comes from its own file, or else is the
+/// contains `app/broken`, otherwise active. Any other unit has the state in its own file or, without such a file, the
 /// gateway's. A started backup succeeds immediately, unless the file `backup` contains a command.
 const SYSTEMCTL: &str = r#"#!/bin/sh
 echo "$*" >>"$SVC_ROOT/calls"
@@ -126,21 +126,21 @@ impl UpdateFixture {
         Ok(fixture)
     }
 
-    pub async fn run(&self, words: &[&str], failpoints: Option<&str>) -> Result<RunResult> {
-        let running = self.spawn_with(words, failpoints)?;
+    pub async fn run(&self, args: &[&str], failpoints: Option<&str>) -> Result<RunResult> {
+        let running = self.spawn_with(args, failpoints)?;
         tokio::task::spawn_blocking(move || running.wait()).await?
     }
 
-    pub fn spawn(&self, words: &[&str]) -> Result<Running> {
-        self.spawn_with(words, None)
+    pub fn spawn(&self, args: &[&str]) -> Result<Running> {
+        self.spawn_with(args, None)
     }
 
-    pub fn spawn_with(&self, words: &[&str], failpoints: Option<&str>) -> Result<Running> {
-        let words: Vec<&str> = ["svc-update"].iter().chain(words).copied().collect();
+    pub fn spawn_with(&self, args: &[&str], failpoints: Option<&str>) -> Result<Running> {
+        let args: Vec<&str> = ["svc-update"].iter().chain(args).copied().collect();
         let mut env: Vec<(&str, &str)> =
             self.env.iter().map(|(name, value)| (*name, value.as_str())).collect();
         env.extend(failpoints.map(|points| ("FAILPOINTS", points)));
-        self.machine.spawn(&words, &env)
+        self.machine.spawn(&args, &env)
     }
 
     pub async fn apply(&self, version: &str) -> Result<RunResult> {
@@ -205,7 +205,7 @@ impl UpdateFixture {
     /// Asserts that no service was restarted or stopped.
     pub fn assert_untouched(&self) -> Result<()> {
         self.assert_running(OLD_VERSION)?;
-        assert_eq!(self.service_calls()?, ["daemon-reload"], "only the boot's calls");
+        assert_eq!(self.service_calls()?, ["daemon-reload"], "there must be only the boot's calls");
         Ok(())
     }
 

@@ -12,7 +12,7 @@ use svc::host::update::{KEY_FAILPOINTS, ROLLBACK_FAILPOINTS};
 use super::machine::RunResult;
 use super::update_fixture::{NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFixture, key};
 
-const ENV: &str = "opt/svc/env/update.env";
+const UPDATE_ENV_FILE: &str = "opt/svc/env/update.env";
 
 fn new_key() -> Result<SigningKey> {
     SigningKey::from_pem(rcgen::KeyPair::generate_for(&rcgen::PKCS_ED25519)?.serialize_pem().as_bytes())
@@ -33,8 +33,8 @@ fn publish(
     published.serve(&fixture.source)?;
     let text = published.manifest.text()?;
     let lines: String = signers.iter().map(|key| key.signature_line(text.as_bytes())).collect();
-    let end = format!("/{}/svc-host-bundle.tar.gz.json.sig", published.manifest.image_version);
-    fixture.source.put(&end, Some(lines.into_bytes()));
+    let path_suffix = format!("/{}/svc-host-bundle.tar.gz.json.sig", published.manifest.image_version);
+    fixture.source.put(&path_suffix, Some(lines.into_bytes()));
     Ok(())
 }
 
@@ -42,9 +42,9 @@ fn release(version: &str) -> Result<PublishedRelease> {
     PublishedRelease::new(version, &[])
 }
 
-/// Reads the sequence and the keys from root's file.
-fn read_trusted(fixture: &UpdateFixture) -> Result<(String, String)> {
-    let text = fs::read_to_string(fixture.machine.path(ENV))?;
+/// Reads the sequence and the keys from `update.env`.
+fn read_trusted_keys(fixture: &UpdateFixture) -> Result<(String, String)> {
+    let text = fs::read_to_string(fixture.machine.path(UPDATE_ENV_FILE))?;
     let pairs =
         svc::config::parse_env_file(&text).map_err(|line| anyhow::anyhow!("line {line} of {text}"))?;
     let value = |name: &str| {
@@ -61,7 +61,7 @@ fn expected_keys(sequence: &str, keys: &[&SigningKey]) -> (String, String) {
     (sequence.to_owned(), keys.join(","))
 }
 
-fn read_reported(fixture: &UpdateFixture) -> Result<Value> {
+fn read_reported_keys(fixture: &UpdateFixture) -> Result<Value> {
     let path = fixture.machine.path("var/lib/svc/update/trusted-keys.json");
     Ok(serde_json::from_slice(&fs::read(path)?)?)
 }
@@ -74,27 +74,31 @@ fn assert_refused_by_key(result: &RunResult) {
 async fn key_is_added_used_and_the_old_one_dropped() -> Result<()> {
     let (old, new) = (key()?, new_key()?);
     let fixture = UpdateFixture::new().await?;
-    assert_eq!(read_reported(&fixture)?, json!({"sequence": 0, "ids": [old.id()]}), "from the first boot");
+    assert_eq!(
+        read_reported_keys(&fixture)?,
+        json!({"sequence": 0, "ids": [old.id()]}),
+        "the keys must be reported from the first boot"
+    );
     publish(&fixture, release("2026.3.0")?, &[&new], None)?;
     assert_refused_by_key(&fixture.apply("2026.3.0").await?.expect(65));
 
     publish(&fixture, release(NEW_VERSION)?, &[&old], key_set(1, &[&old, &new]))?;
     fixture.apply(NEW_VERSION).await?.expect(0);
     fixture.assert_running(NEW_VERSION)?;
-    assert_eq!(read_trusted(&fixture)?, expected_keys("1", &[&old, &new]));
-    assert_eq!(read_reported(&fixture)?, json!({"sequence": 1, "ids": [old.id(), new.id()]}));
+    assert_eq!(read_trusted_keys(&fixture)?, expected_keys("1", &[&old, &new]));
+    assert_eq!(read_reported_keys(&fixture)?, json!({"sequence": 1, "ids": [old.id(), new.id()]}));
 
     fixture.apply("2026.3.0").await?.expect(0);
     assert_eq!(
-        read_trusted(&fixture)?,
+        read_trusted_keys(&fixture)?,
         expected_keys("1", &[&old, &new]),
-        "a release without a key set changes no key"
+        "a release without a key set must change no key"
     );
 
     publish(&fixture, release("2026.4.0")?, &[&new], key_set(2, &[&new]))?;
     fixture.apply("2026.4.0").await?.expect(0);
-    assert_eq!(read_trusted(&fixture)?, expected_keys("2", &[&new]));
-    assert_eq!(read_reported(&fixture)?, json!({"sequence": 2, "ids": [new.id()]}));
+    assert_eq!(read_trusted_keys(&fixture)?, expected_keys("2", &[&new]));
+    assert_eq!(read_reported_keys(&fixture)?, json!({"sequence": 2, "ids": [new.id()]}));
 
     publish(&fixture, release("2026.5.0")?, &[&old], key_set(3, &[&old]))?;
     assert_refused_by_key(&fixture.apply("2026.5.0").await?.expect(65));
@@ -102,12 +106,12 @@ async fn key_is_added_used_and_the_old_one_dropped() -> Result<()> {
     // A rollback to the previous release needs no verification, and keeps the keys.
     fixture.run(&["rollback"], None).await?.expect(0);
     fixture.assert_running("2026.3.0")?;
-    assert_eq!(read_trusted(&fixture)?, expected_keys("2", &[&new]));
+    assert_eq!(read_trusted_keys(&fixture)?, expected_keys("2", &[&new]));
     // An older release that is signed again with the new key does not bring the old key back.
     publish(&fixture, release(NEW_VERSION)?, &[&new], key_set(1, &[&old, &new]))?;
     fixture.run(&["apply", "--version", NEW_VERSION, "--allow-downgrade"], None).await?.expect(0);
     fixture.assert_running(NEW_VERSION)?;
-    assert_eq!(read_trusted(&fixture)?, expected_keys("2", &[&new]));
+    assert_eq!(read_trusted_keys(&fixture)?, expected_keys("2", &[&new]));
     assert_refused_by_key(&fixture.apply("2026.5.0").await?.expect(65));
     publish(&fixture, release("2026.6.0")?, &[&new], None)?;
     fixture.apply("2026.6.0").await?.expect(0);
@@ -121,7 +125,7 @@ async fn release_signed_with_both_keys_updates_a_late_machine() -> Result<()> {
     let fixture = UpdateFixture::new().await?;
     publish(&fixture, release(NEW_VERSION)?, &[&old, &new], key_set(2, &[&new]))?;
     fixture.apply(NEW_VERSION).await?.expect(0);
-    assert_eq!(read_trusted(&fixture)?, expected_keys("2", &[&new]));
+    assert_eq!(read_trusted_keys(&fixture)?, expected_keys("2", &[&new]));
     // This also works where the old key is no longer trusted.
     publish(&fixture, release("2026.3.0")?, &[&old, &new], key_set(2, &[&new]))?;
     fixture.apply("2026.3.0").await?.expect(0);
@@ -132,7 +136,7 @@ async fn release_signed_with_both_keys_updates_a_late_machine() -> Result<()> {
 async fn rolled_back_release_changes_no_key() -> Result<()> {
     let (old, new) = (key()?, new_key()?);
     let fixture = UpdateFixture::new().await?;
-    let before = fs::read(fixture.machine.path(ENV))?;
+    let before = fs::read(fixture.machine.path(UPDATE_ENV_FILE))?;
     publish(
         &fixture,
         PublishedRelease::new(NEW_VERSION, &[("app/broken", "")])?,
@@ -142,8 +146,8 @@ async fn rolled_back_release_changes_no_key() -> Result<()> {
     fixture.apply(NEW_VERSION).await?.expect(65);
     fixture.assert_running(OLD_VERSION)?;
     assert_eq!(fixture.last_update()?["outcome"], "rolled_back");
-    assert_eq!(fs::read(fixture.machine.path(ENV))?, before);
-    assert_eq!(read_reported(&fixture)?["sequence"], 0);
+    assert_eq!(fs::read(fixture.machine.path(UPDATE_ENV_FILE))?, before);
+    assert_eq!(read_reported_keys(&fixture)?["sequence"], 0);
     publish(&fixture, release("2026.3.0")?, &[&old], None)?;
     fixture.apply("2026.3.0").await?.expect(0);
     fixture.assert_running("2026.3.0")
@@ -154,7 +158,7 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
     let (old, new) = (key()?, new_key()?);
     let fixture = UpdateFixture::new().await?;
     fixture.machine.add_env("update.env", &[("SVC_BUNDLE_KEYS_SEQUENCE", "5")])?;
-    let before = fs::read(fixture.machine.path(ENV))?;
+    let before = fs::read(fixture.machine.path(UPDATE_ENV_FILE))?;
     for (what, signers, keys, words) in [
         ("a new key that did not sign", &[&old][..], key_set(6, &[&new]), "has signed it"),
         (
@@ -172,18 +176,18 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
         assert!(result.stderr.contains(words), "{what}: {}", result.stderr);
         assert_eq!(fixture.last_update()?["stage"], "manifest", "{what}");
         fixture.assert_untouched().context(what)?;
-        assert_eq!(fs::read(fixture.machine.path(ENV))?, before, "{what}");
+        assert_eq!(fs::read(fixture.machine.path(UPDATE_ENV_FILE))?, before, "{what}");
     }
     // A different key replaces one in the signed manifest.
     publish(&fixture, release(NEW_VERSION)?, &[&old], key_set(6, &[&old, &new]))?;
     let mut forged = release(NEW_VERSION)?;
     forged.manifest.trusted_keys = key_set(6, &[&old, &new_key()?]);
-    let end = format!("/{NEW_VERSION}/svc-host-bundle.tar.gz.json");
-    fixture.source.put(&end, Some(forged.manifest.text()?.into_bytes()));
+    let path_suffix = format!("/{NEW_VERSION}/svc-host-bundle.tar.gz.json");
+    fixture.source.put(&path_suffix, Some(forged.manifest.text()?.into_bytes()));
     let result = fixture.apply(NEW_VERSION).await?.expect(65);
     assert!(result.stderr.contains("does not match this manifest"), "{}", result.stderr);
     fixture.assert_untouched()?;
-    assert_eq!(fs::read(fixture.machine.path(ENV))?, before);
+    assert_eq!(fs::read(fixture.machine.path(UPDATE_ENV_FILE))?, before);
     Ok(())
 }
 
@@ -200,16 +204,16 @@ async fn adoption_killed_at_any_step_is_finished_by_the_next_run() -> Result<()>
         let is_adopted = KEY_FAILPOINTS[1..].contains(&point) || point == "update.outcome_recorded";
         let current = if is_adopted { expected_keys("1", &[new]) } else { expected_keys("", &[old]) };
         assert_eq!(
-            read_trusted(&fixture)?,
+            read_trusted_keys(&fixture)?,
             current,
-            "{point}: keys are adopted only with a healthy release, and completely"
+            "{point}: keys must be adopted only with a healthy release, and completely"
         );
         // The next release is verified in the run that completes this one.
         publish(&fixture, release("2026.3.0")?, &[new], None)?;
         fixture.apply("2026.3.0").await?.expect(0);
         fixture.assert_running("2026.3.0").context(point)?;
-        assert_eq!(read_trusted(&fixture)?, expected_keys("1", &[new]), "{point}");
-        assert_eq!(read_reported(&fixture)?, json!({"sequence": 1, "ids": [new.id()]}), "{point}");
+        assert_eq!(read_trusted_keys(&fixture)?, expected_keys("1", &[new]), "{point}");
+        assert_eq!(read_reported_keys(&fixture)?, json!({"sequence": 1, "ids": [new.id()]}), "{point}");
         let outcomes: Vec<Value> = fixture.history()?.iter().map(|line| line["outcome"].clone()).collect();
         assert_eq!(outcomes, ["updated", "updated"], "{point}");
         anyhow::Ok(())
@@ -222,8 +226,8 @@ async fn adoption_killed_at_any_step_is_finished_by_the_next_run() -> Result<()>
         "update.outcome_recorded",
     ]);
     let all: Vec<_> = points.map(check_point).collect();
-    let ends: Vec<Result<()>> = futures_util::stream::iter(all).buffer_unordered(4).collect().await;
-    ends.into_iter().collect()
+    let results: Vec<Result<()>> = futures_util::stream::iter(all).buffer_unordered(4).collect().await;
+    results.into_iter().collect()
 }
 
 #[tokio::test]
@@ -244,10 +248,10 @@ async fn rollback_killed_at_any_step_changes_no_key() -> Result<()> {
         fixture.run(&["apply", "--request"], None).await?.expect(0);
         fixture.assert_running(OLD_VERSION).context(point)?;
         assert_eq!(fixture.last_update()?["outcome"], "rolled_back", "{point}");
-        assert_eq!(read_trusted(&fixture)?, expected_keys("", &[old]), "{point}");
+        assert_eq!(read_trusted_keys(&fixture)?, expected_keys("", &[old]), "{point}");
         anyhow::Ok(())
     };
     let all: Vec<_> = ROLLBACK_FAILPOINTS.iter().copied().map(check_point).collect();
-    let ends: Vec<Result<()>> = futures_util::stream::iter(all).buffer_unordered(4).collect().await;
-    ends.into_iter().collect()
+    let results: Vec<Result<()>> = futures_util::stream::iter(all).buffer_unordered(4).collect().await;
+    results.into_iter().collect()
 }

@@ -1,4 +1,5 @@
-//! An update creates a snapshot before it switches releases, or waits: real `svc-db-backup`, real PostgreSQL, real S3.
+//! An update creates a snapshot before it switches releases; until it has one, it waits. The tests use the real
+//! `svc-db-backup`, a real PostgreSQL and a real S3 server.
 
 use std::fs;
 
@@ -116,13 +117,13 @@ async fn operator_skips_the_snapshot_for_a_waiting_update() -> Result<()> {
     fixture.set_backup_command("exit 1\n")?;
     fixture.request_update(NEW_VERSION)?;
     let running = fixture.spawn(&["apply", "--request"])?;
-    wait_until("the wait", || read_waiting_state(&fixture).is_some()).await?;
+    wait_until("the update to start waiting", || read_waiting_state(&fixture).is_some()).await?;
     let words = ["apply", "--version", NEW_VERSION, "--without-snapshot"];
     fixture.run(&words, None).await?.expect(0);
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     fixture.assert_running(NEW_VERSION)?;
-    assert!(machine::pointer(&store).await?.is_none(), "no snapshot was taken");
-    // The request applied only to this update.
+    assert!(machine::pointer(&store).await?.is_none(), "no snapshot may be taken");
+    // The waiver applied only to this update.
     let waiver = fixture.machine.path("var/lib/svc/update/without-snapshot.json");
     assert!(!waiver.exists());
     Ok(())
@@ -141,7 +142,7 @@ async fn rollback_needs_no_snapshot() -> Result<()> {
         .run(&["apply", "--version", NEW_VERSION, "--allow-quarantined", "--without-snapshot"], None)
         .await?
         .expect(0);
-    // An update to the previous release, by its version.
+    // An update to the previous release, by its version, needs no snapshot either.
     PublishedRelease::new(OLD_VERSION, &[])?.serve(&fixture.source)?;
     fixture.run(&["apply", "--version", OLD_VERSION, "--allow-downgrade"], None).await?.expect(0);
     fixture.assert_running(OLD_VERSION)?;

@@ -36,7 +36,8 @@ pub struct Args {
     /// Fail if a target is missed
     #[arg(long)]
     strict: bool,
-    /// Also measure this revision, in turn, and fail if a figure got worse; built once in target/compare
+    /// Also build and measure this revision, in alternation with the binary, and fail if a figure of the binary is
+    /// worse; the build is kept in target/compare
     #[arg(long, value_name = "REVISION", conflicts_with = "strict")]
     compare: Option<String>,
 }
@@ -71,7 +72,7 @@ fn find_binary(area: &str, given: Option<PathBuf>) -> Result<PathBuf> {
             built
         }
     };
-    path.canonicalize().with_context(|| format!("find {}", path.display()))
+    path.canonicalize().with_context(|| format!("cannot find {}", path.display()))
 }
 
 /// Builds what the area measures, at the given revision, or returns an earlier build of it.
@@ -81,9 +82,9 @@ fn build_revision(revision: &str, area: &str) -> Result<PathBuf> {
         git(&root, &["rev-parse", "--verify", "--end-of-options", &format!("{revision}^{{commit}}")])?;
     let dir = fetch::target_dir().join("compare");
     let program = if area == RECORDS { RECORDS } else { "svc" };
-    let kept = dir.join(format!("{program}-{commit}"));
-    if kept.exists() {
-        return Ok(kept);
+    let cached_build = dir.join(format!("{program}-{commit}"));
+    if cached_build.exists() {
+        return Ok(cached_build);
     }
     println!("bench: building {program} at {revision} in {}", dir.display());
     let (tree, target_dir) = (dir.join("tree"), dir.join("target"));
@@ -103,15 +104,15 @@ fn build_revision(revision: &str, area: &str) -> Result<PathBuf> {
     };
     // Renamed into place, so that an interrupted copy is not mistaken for a build.
     let copied = dir.join(".copied");
-    std::fs::copy(&built, &copied).with_context(|| format!("copy {}", built.display()))?;
-    std::fs::rename(&copied, &kept)?;
-    Ok(kept)
+    std::fs::copy(&built, &copied).with_context(|| format!("cannot copy {}", built.display()))?;
+    std::fs::rename(&copied, &cached_build)?;
+    Ok(cached_build)
 }
 
 fn git(dir: &Path, args: &[&str]) -> Result<String> {
-    let output = Command::new("git").args(args).current_dir(dir).output().context("start git")?;
+    let output = Command::new("git").args(args).current_dir(dir).output().context("cannot start git")?;
     let error = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "`git {}`: {}", args.join(" "), error.trim());
+    ensure!(output.status.success(), "`git {}` failed: {}", args.join(" "), error.trim());
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
@@ -122,7 +123,7 @@ fn build_bench_program(tree: &Path, target_dir: &Path) -> Result<PathBuf> {
     let mut build = cargo::command(&args);
     build.current_dir(tree).env("CARGO_TARGET_DIR", target_dir);
     build.arg("--message-format=json-render-diagnostics").stderr(Stdio::inherit());
-    let output = build.output().with_context(|| format!("build {name}"))?;
+    let output = build.output().with_context(|| format!("cannot start the build of {name}"))?;
     ensure!(output.status.success(), "building {name} failed: {}", output.status);
     let messages = String::from_utf8_lossy(&output.stdout);
     let messages = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());

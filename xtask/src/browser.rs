@@ -11,7 +11,7 @@ use crate::resolve_svc;
 
 #[derive(Parser)]
 pub struct Args {
-    /// The binary to run (default: built)
+    /// The binary to run (default: build it)
     #[arg(long, value_name = "PATH")]
     svc: Option<PathBuf>,
     /// Include code-server with its Node.js (fetched from npm once, 600 MB) and its tests
@@ -24,7 +24,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let svc = resolve_svc(args.svc)?;
-    let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
+    let runtime = tokio::runtime::Runtime::new().context("cannot start a runtime")?;
     let options = browser::Options { svc, code_server: args.code_server, only: args.only };
     runtime.block_on(browser::run(&options))?;
     Ok(ExitCode::SUCCESS)

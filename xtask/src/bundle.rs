@@ -20,12 +20,12 @@ pub struct Args {
     /// The binary in the bundle (default: the static one from `cargo xtask dist`)
     #[arg(long, value_name = "PATH")]
     svc: Option<PathBuf>,
-    /// Signs the manifest: Ed25519, PKCS#8 PEM, as from `openssl genpkey -algorithm ed25519`; repeatable: a host that
-    /// trusts any of the keys accepts the release
+    /// Key that signs the manifest: Ed25519, PKCS#8 PEM, as from `openssl genpkey -algorithm ed25519`; repeatable. A
+    /// host that trusts any of the keys accepts the release
     #[arg(long = "signing-key", value_name = "FILE")]
     signing_keys: Vec<PathBuf>,
-    /// Public keys that hosts trust from this release on (once it is healthy), base64 of 32 bytes each; one must belong
-    /// to a signing key
+    /// Public keys that a host trusts once this release is healthy there, base64 of 32 bytes each; at least one must
+    /// belong to a signing key
     #[arg(long, value_name = "KEYS", value_delimiter = ',', requires = "keys_sequence")]
     trust_keys: Vec<String>,
     /// Sequence number of this key set; must be higher than all earlier ones
@@ -39,21 +39,21 @@ pub struct Args {
     /// machine is running a release with that part
     #[arg(long, value_name = "PART")]
     removes: Vec<String>,
-    /// Validity of the signed manifest, from the commit date
+    /// Days for which the signed manifest is valid, from the commit date
     #[arg(long, value_name = "DAYS", default_value_t = bundle::DEFAULT_VALID_DAYS)]
     valid_days: u32,
     /// Add Node.js, code-server, Claude Code and Codex, each at its pinned version unless --runtime names another
     #[arg(long)]
     full: bool,
-    /// NAME=DIR or NAME=npm:PACKAGE@VERSION, as runtime/NAME: node, code-server, postgres (default: the pinned client
-    /// tools of PostgreSQL 16), agents/NAME; repeatable
+    /// The source of runtime/NAME, as NAME=DIR or NAME=npm:PACKAGE@VERSION; repeatable. NAME is node, code-server,
+    /// postgres (default: the pinned client tools of PostgreSQL 16) or agents/AGENT
     #[arg(long = "runtime", value_name = "SOURCE")]
-    runtimes: Vec<runtime::Source>,
+    runtimes: Vec<runtime::RuntimeSource>,
     /// Leave out the shell, which needs NEXT_PUBLIC_IDP_PUBLISHABLE_KEY
     #[arg(long)]
     no_shell: bool,
-    /// Leave out PostgreSQL's client tools (for processes that have others); a machine could neither back up nor
-    /// restore
+    /// Leave out PostgreSQL's client tools, for hosts that run as local processes and have others; without any, a
+    /// machine can neither back up nor restore
     #[arg(long)]
     no_postgres: bool,
     /// The smallest bundle that boots: the test build of the binary, two test apps, and PostgreSQL's client tools
@@ -89,7 +89,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let built = bundle::build(&options)?;
     println!("{}\n{} bytes, sha256 {}", built.dir.join(ARCHIVE).display(), built.size_bytes, built.sha256);
     if options.signing_keys.is_empty() {
-        println!("the manifest is not signed (--signing-key): hosts that require a signature will refuse it");
+        println!("the manifest is unsigned, so hosts that require a signature refuse it: use --signing-key");
     }
     Ok(ExitCode::SUCCESS)
 }

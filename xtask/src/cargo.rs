@@ -10,8 +10,8 @@ pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map_or_else(PathBuf::new, Path::to_owned)
 }
 
-/// Returns a command for the cargo that started this process, in the workspace root, with the environment that a shell
-/// has.
+/// Returns a command for the cargo that started this process, in the workspace root, without the variables that cargo
+/// sets for the current package.
 pub fn command(args: &[&str]) -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
@@ -27,15 +27,15 @@ pub fn command(args: &[&str]) -> Command {
     command
 }
 
-/// Returns the command that builds and runs a program in the workspace. Only one xtask command needs it, so the others
-/// do not compile it.
+/// Returns the command that builds and runs a program in the workspace. xtask does not depend on it, so commands that
+/// do not need it do not compile it.
 pub fn program(name: &str) -> Command {
     command(&["run", "--quiet", "--bin", name, "--"])
 }
 
 /// Replaces this process, so that signals reach the program.
 pub fn become_program(mut program: Command) -> Result<ExitCode> {
-    Err(program.exec()).with_context(|| format!("start {program:?}"))
+    Err(program.exec()).with_context(|| format!("cannot start {program:?}"))
 }
 
 pub fn run(args: &[&str]) -> Result<()> {
@@ -44,9 +44,9 @@ pub fn run(args: &[&str]) -> Result<()> {
 
 /// Runs a cargo command. Returns an error unless it succeeds.
 pub fn run_checked(mut command: Command) -> Result<()> {
-    let status = command.status().with_context(|| format!("start {command:?}"))?;
+    let status = command.status().with_context(|| format!("cannot start {command:?}"))?;
     let args = command.get_args().map(|arg| arg.to_string_lossy().into_owned()).collect::<Vec<_>>();
-    ensure!(status.success(), "`cargo {}`: {status}", args.join(" "));
+    ensure!(status.success(), "`cargo {}` failed: {status}", args.join(" "));
     Ok(())
 }
 

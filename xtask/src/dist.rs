@@ -1,8 +1,8 @@
 //! `cargo xtask dist`: builds the static executable and verifies it.
 //!
 //! The target is named explicitly, so that build scripts and procedural macros are not affected by its flags. glibc is
-//! linked statically, so the executable needs nothing from its machine. It contains no fail points and no paths from
-//! the build machine.
+//! linked statically, so the executable needs no libraries on the machine that runs it. It contains no fail points and
+//! no paths from the build machine.
 
 use std::ffi::OsString;
 use std::fs;
@@ -15,14 +15,14 @@ use kit::{child, fetch};
 
 use crate::cargo;
 
-/// Maximum size of the binary. The footprint bench has a lower target. The split into packages added 1.8 MiB,
-/// because each compiles its own copies of generic code. Host certificates added 0.6 MiB. The release checks, which the
-/// platform and svcctl both contain, added another 0.6 MiB, together with quotes and the object store probes. Backups of
-/// files, with zstd and the matcher of `.svcignore`, added 2.2 MiB; earlier states of files, with their archives, their
-/// routes on host and platform, and their verification, another 1.4 MiB; the state of the backup, 0.3 MiB.
+/// Maximum size of the binary; the footprint bench has a lower target. The largest additions were: the split into
+/// packages, each of which compiles its own copies of generic code (1.8 MiB); host certificates (0.6 MiB); the release
+/// checks, which the platform and svcctl both contain, with quotes and the object store probes (0.6 MiB); file backups,
+/// with zstd and `.svcignore` matching (2.2 MiB); earlier states of files, with their archives, routes and verification
+/// (1.4 MiB); and the state of the backup (0.3 MiB).
 const MAX_BYTES: u64 = 37 << 20;
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// The variable that activates fail points: a build that contains its name has fail points.
+/// The variable that activates fail points. A binary with fail points contains its name.
 const FAIL_POINTS_VAR: &[u8] = b"FAILPOINTS";
 
 #[cfg(target_arch = "x86_64")]
@@ -33,7 +33,7 @@ const TARGET: &str = "aarch64-unknown-linux-gnu";
 /// Sources of the executable, relative to the root.
 const SOURCES: [&str; 6] = ["src", "migrations", "cloud-init", "build.rs", "Cargo.toml", "Cargo.lock"];
 
-/// Returns `target/dist/svc`, and rebuilds it if it is missing or older than the sources.
+/// Returns `target/dist/svc`, and rebuilds it if it is missing or does not match the sources.
 pub fn build_if_outdated() -> Result<PathBuf> {
     let svc = fetch::target_dir().join("dist/svc");
     if svc.is_file() {
@@ -43,7 +43,7 @@ pub fn build_if_outdated() -> Result<PathBuf> {
     build()
 }
 
-/// Returns the reason why an executable does not match the sources at `root`, if any. Without git, it is assumed to
+/// Returns why an executable does not match the sources at `root`, or `None` if it does. Without git, it is assumed to
 /// match.
 fn outdated_reason(svc: &Path, root: &Path) -> Result<Option<String>> {
     let git = |args: &[&str]| {
@@ -71,7 +71,7 @@ fn outdated_reason(svc: &Path, root: &Path) -> Result<Option<String>> {
         // A deleted file has no modification time.
         modified.map_or(true, |modified| modified > built)
     });
-    Ok(newer.map(|path| format!("{path} has changed since")))
+    Ok(newer.map(|path| format!("{path} has changed since the build")))
 }
 
 /// Builds `target/dist/svc` with its `.sha256`, and verifies it.
@@ -80,9 +80,9 @@ pub fn build() -> Result<PathBuf> {
     let dir = fetch::target_dir().join("dist");
     fs::create_dir_all(&dir)?;
     let svc = dir.join("svc");
-    // Renamed into place: processes that are running the old executable keep it.
+    // Renamed into place, so that processes that are running the old executable keep it.
     let staged = dir.join(".svc-new");
-    fs::copy(&built, &staged).with_context(|| format!("copy {}", built.display()))?;
+    fs::copy(&built, &staged).with_context(|| format!("cannot copy {}", built.display()))?;
     fs::rename(&staged, &svc)?;
     verify_executable(&svc)?;
     let sha256 = fetch::sha256(&svc)?;
@@ -119,7 +119,7 @@ fn compile() -> Result<PathBuf> {
     ];
     if cfg!(target_arch = "x86_64") {
         // Functions with the same code share one copy, which makes the binary 2% smaller. Nothing compares function
-        // addresses. On other architectures, Rust does not link with LLD, which can do this.
+        // addresses. This needs LLD, with which Rust does not link on other architectures.
         flags.push("-Clink-arg=-Wl,--icf=all".to_owned());
     }
     flags.extend(maps.iter().map(|(from, to)| format!("--remap-path-prefix={}={to}", from.display())));
@@ -135,7 +135,7 @@ fn compile() -> Result<PathBuf> {
 fn cargo_home() -> Result<PathBuf> {
     let home = std::env::var_os("CARGO_HOME").filter(|home| !home.is_empty()).map(PathBuf::from);
     let default = || std::env::home_dir().map(|home| home.join(".cargo"));
-    home.or_else(default).context("find cargo's home directory")
+    home.or_else(default).context("cannot find cargo's home directory")
 }
 
 fn verify_executable(svc: &Path) -> Result<()> {
@@ -163,7 +163,7 @@ fn verify_executable(svc: &Path) -> Result<()> {
     check_unknown_host_error(svc)
 }
 
-/// A static glibc cannot use the system's resolver: a host name that does not exist must still be reported as such.
+/// A static glibc cannot use the system's resolver, but a host name that does not exist must still be reported as such.
 fn check_unknown_host_error(svc: &Path) -> Result<()> {
     let mut list = Command::new(svc);
     list.args(["svcctl", "list", "--platform-url", "https://platform.invalid", "--timeout", "5"]);
@@ -176,7 +176,7 @@ fn check_unknown_host_error(svc: &Path) -> Result<()> {
 
 /// Returns the output of ldd, from both streams. ldd fails for a static executable, so its status is ignored.
 fn run_ldd(svc: &Path) -> Result<String> {
-    let output = Command::new("ldd").arg(svc).output().context("start ldd")?;
+    let output = Command::new("ldd").arg(svc).output().context("cannot start ldd")?;
     Ok([output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat())
 }
 
@@ -192,7 +192,7 @@ mod tests {
     use super::*;
 
     /// Writes a program that reports `commit` as its version.
-    fn program(path: &Path, commit: &str) {
+    fn write_program(path: &Path, commit: &str) {
         fs::write(path, format!("#!/bin/sh\necho 'svc 0.1.0 (commit {commit}, 2026-01-01)'\n")).unwrap();
         fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
     }
@@ -204,9 +204,9 @@ mod tests {
         let source = root.join("src/main.rs");
         fs::create_dir_all(root.join("src")).unwrap();
         fs::write(&source, "fn main() {}").unwrap();
-        program(&svc, "of-an-archive");
+        write_program(&svc, "of-an-archive");
         let reason = || outdated_reason(&svc, &root).unwrap();
-        assert_eq!(reason(), None, "without git, it is assumed to match");
+        assert_eq!(reason(), None, "without git, it must be assumed to match");
 
         let git = |args: &[&str]| {
             let mut git = Command::new("git");
@@ -217,18 +217,18 @@ mod tests {
         git(&["add", "."]);
         git(&["commit", "--quiet", "--message", "first"]);
         assert!(reason().unwrap().starts_with("it was built from of-an-archive, but the sources are at "));
-        program(&svc, git(&["rev-parse", "--short=12", "HEAD"]).trim());
+        write_program(&svc, git(&["rev-parse", "--short=12", "HEAD"]).trim());
         assert_eq!(reason(), None);
 
         let at = |seconds| SystemTime::now() + Duration::from_secs(seconds);
         fs::write(&source, "fn main() { }").unwrap();
         fs::File::open(&source).unwrap().set_modified(at(60)).unwrap();
-        assert_eq!(reason().unwrap(), "src/main.rs has changed since");
+        assert_eq!(reason().unwrap(), "src/main.rs has changed since the build");
         fs::File::open(&svc).unwrap().set_modified(at(120)).unwrap();
-        assert_eq!(reason(), None, "older than the executable");
+        assert_eq!(reason(), None, "the change is older than the executable");
         fs::write(root.join("README.md"), "not a source").unwrap();
         assert_eq!(reason(), None);
         fs::remove_file(&source).unwrap();
-        assert_eq!(reason().unwrap(), "src/main.rs has changed since");
+        assert_eq!(reason().unwrap(), "src/main.rs has changed since the build");
     }
 }

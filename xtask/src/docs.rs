@@ -1,5 +1,5 @@
-//! `cargo xtask docs`: writes the generated parts of the pages. The test program `reference` generates them,
-//! because the tools do not link the product.
+//! `cargo xtask docs`: writes the generated parts of the pages. The test program `reference` generates them, because
+//! xtask does not link the product.
 
 use std::process::ExitCode;
 

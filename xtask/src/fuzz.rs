@@ -1,7 +1,7 @@
 //! `cargo xtask fuzz`: runs the parsers in tests/fuzz under libFuzzer, one after another, with limits on time, memory
 //! and input. One executable contains all targets. Only the workspace's `svc` is compiled with coverage
-//! (`tests/libfuzzer/rustc.sh`), and the dependencies are those of every other development build, so any stable
-//! compiler with a C++ compiler works.
+//! (`tests/libfuzzer/rustc.sh`); the dependencies are those of every other development build. Any stable Rust compiler
+//! works, together with a C++ compiler.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ const MAX_INPUT_BYTES: u32 = 64 * 1024;
 const MAX_RSS_MIB: u32 = 1024;
 /// Timeout per input.
 const INPUT_TIMEOUT_SECONDS: u32 = 10;
-/// Added to the fuzzing time, for reading the corpus before it and minimising the corpus after it.
+/// Added to the fuzzing time, for reading the corpus before and minimizing it afterward.
 const MARGIN: Duration = Duration::from_secs(300);
 
 #[derive(clap::Args)]
@@ -30,7 +30,7 @@ pub struct Args {
     /// Seconds per target (default: 60)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     seconds: Option<u64>,
-    /// Ten minutes per target
+    /// Fuzz each target for ten minutes
     #[arg(long, conflicts_with = "seconds")]
     long: bool,
 }
@@ -42,7 +42,7 @@ impl Args {
 }
 
 /// Fuzzes each target, seeded with `tests/corpus`, valid samples, and the corpus of earlier runs. Writes a summary to
-/// `target/libfuzzer/report.json`; fails if a rule was broken.
+/// `target/libfuzzer/report.json`; fails if an input violated a rule.
 pub fn run(args: &Args) -> Result<ExitCode> {
     let program = build()?;
     let known = list_targets(&program)?;
@@ -59,25 +59,25 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     }
     let report = dir.join("report.json");
     fs::write(&report, serde_json::to_vec_pretty(&json!({ "targets": rows }))?)
-        .with_context(|| format!("write {}", report.display()))?;
+        .with_context(|| format!("cannot write {}", report.display()))?;
     println!("written to {}", report.display());
     let has_no_crash = rows.iter().all(|row| row["crashes"] == json!([]));
     Ok(if has_no_crash { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Builds the executable next to the development builds: cargo keeps the output of a wrapped compiler separate from
-/// theirs.
+/// Builds the executable in the same target directory as the development builds; cargo keeps the output of a wrapped
+/// compiler separate.
 fn build() -> Result<PathBuf> {
     ensure!(has_cpp_compiler(), "libFuzzer needs a C++ compiler: install g++ or clang");
-    // All members, so that dependencies get the same features as in every other command.
+    // Builds all members, so that dependencies get the same features as in every other command.
     let args = ["build", "--workspace", "--bin", "svc-libfuzzer", "--features", "svc-libfuzzer/libfuzzer"];
     let mut build = cargo::command(&args);
     build.env("RUSTC_WORKSPACE_WRAPPER", cargo::root().join("tests/libfuzzer/rustc.sh"));
-    // It is not edited and rebuilt often; incremental data would be larger than the executable.
+    // The executable is rarely rebuilt, and its incremental data would be larger than the executable.
     build.env("CARGO_INCREMENTAL", "0");
     cargo::run_checked(build)?;
     let program = kit::fetch::target_dir().join("debug/svc-libfuzzer");
-    std::path::absolute(&program).with_context(|| format!("find {}", program.display()))
+    std::path::absolute(&program).with_context(|| format!("cannot find {}", program.display()))
 }
 
 fn has_cpp_compiler() -> bool {
@@ -92,7 +92,7 @@ fn has_cpp_compiler() -> bool {
 /// Lists all targets, as the executable prints them.
 fn list_targets(program: &Path) -> Result<Vec<String>> {
     let output = Command::new(program).env("SVC_FUZZ_LIST", "1").stdin(Stdio::null()).output();
-    let output = output.with_context(|| format!("start {}", program.display()))?;
+    let output = output.with_context(|| format!("cannot start {}", program.display()))?;
     ensure!(output.status.success(), "{} failed to list its targets", program.display());
     let names = String::from_utf8(output.stdout).context("target names are not UTF-8")?;
     Ok(names.lines().map(str::to_owned).collect())
@@ -107,10 +107,10 @@ struct FuzzRun<'a> {
 impl FuzzRun<'_> {
     fn run(&self, seconds: u64) -> Result<Value> {
         let checked_in = cargo::root().join("tests/corpus").join(self.target);
-        let [found, samples, crashes, minimised] =
-            ["corpus", "samples", "crashes", "minimised"].map(|name| self.dir.join(name).join(self.target));
-        for dir in [&found, &samples, &crashes, &minimised] {
-            fs::create_dir_all(dir).with_context(|| format!("create {}", dir.display()))?;
+        let [found, samples, crashes, minimized] =
+            ["corpus", "samples", "crashes", "minimized"].map(|name| self.dir.join(name).join(self.target));
+        for dir in [&found, &samples, &crashes, &minimized] {
+            fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
         }
         self.write_samples(&samples)?;
 
@@ -122,15 +122,15 @@ impl FuzzRun<'_> {
         let text = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
         let crashes = list_files(&crashes)?;
         if !status.success() && crashes.is_empty() {
-            bail!("{} ended with {status}: see {}", self.target, log.display());
+            bail!("{} failed ({status}): see {}", self.target, log.display());
         }
 
         // The next run starts only from the inputs that add coverage.
-        fs::remove_dir_all(&minimised).and_then(|()| fs::create_dir(&minimised))?;
+        fs::remove_dir_all(&minimized).and_then(|()| fs::create_dir(&minimized))?;
         let mut merge = self.program(&self.dir.join(format!("{}.merge.log", self.target)))?;
-        merge.arg("-merge=1").args([&minimised, &found]);
+        merge.arg("-merge=1").args([&minimized, &found]);
         if wait(merge.spawn()?, MARGIN)?.success() {
-            fs::remove_dir_all(&found).and_then(|()| fs::rename(&minimised, &found))?;
+            fs::remove_dir_all(&found).and_then(|()| fs::rename(&minimized, &found))?;
         }
         Ok(json!({
             "target": self.target,
@@ -147,7 +147,7 @@ impl FuzzRun<'_> {
     /// Has the target write valid documents as samples.
     fn write_samples(&self, dir: &Path) -> Result<()> {
         let input = dir.join("empty");
-        File::create(&input).with_context(|| format!("create {}", input.display()))?;
+        File::create(&input).with_context(|| format!("cannot create {}", input.display()))?;
         let log = self.dir.join(format!("{}.samples.log", self.target));
         let mut write = self.program(&log)?;
         write.arg(&input).env("SVC_FUZZ_SAMPLES", dir);
@@ -157,7 +157,7 @@ impl FuzzRun<'_> {
     }
 
     fn program(&self, log: &Path) -> Result<Command> {
-        let log = File::create(log).with_context(|| format!("create {}", log.display()))?;
+        let log = File::create(log).with_context(|| format!("cannot create {}", log.display()))?;
         let mut command = Command::new(self.program);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).args([
             format!("-max_len={MAX_INPUT_BYTES}"),
@@ -187,7 +187,7 @@ fn wait(mut child: Child, timeout: Duration) -> Result<ExitStatus> {
 
 fn list_files(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut all = Vec::new();
-    for entry in fs::read_dir(dir).with_context(|| format!("read {}", dir.display()))? {
+    for entry in fs::read_dir(dir).with_context(|| format!("cannot read {}", dir.display()))? {
         all.push(entry?.path());
     }
     all.sort();

@@ -18,7 +18,7 @@ use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use kit::pg::PgBinaries;
 use kit::stores::StoreKind;
-use kit::story::{self, Breakage};
+use kit::story::{self, InjectedDefect};
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "Builds, tests, packages and benchmarks the project")]
@@ -33,13 +33,13 @@ enum Command {
     Setup,
     /// Build a host bundle: archive, digest, and manifest with its signature
     Bundle(bundle::Args),
-    /// Test the shell, the apps and code-server in Chromium; screenshots in target/browser
+    /// Test the shell, the apps and code-server in Chromium; writes screenshots to target/browser
     Browser(browser::Args),
     /// Run the main scenario against real services; writes target/demo/report.json
     Demo {
         /// Break one thing (backup|restore|pin|fence): the demo must then fail
-        #[arg(long = "break", value_name = "WHAT", value_parser = Breakage::from_str)]
-        breakage: Option<Breakage>,
+        #[arg(long = "break", value_name = "WHAT", value_parser = InjectedDefect::from_str)]
+        defect: Option<InjectedDefect>,
         /// The object store (kit|moto|seaweedfs)
         #[arg(long, value_name = "STORE", default_value = "kit", value_parser = StoreKind::from_str)]
         store: StoreKind,
@@ -70,7 +70,7 @@ enum Command {
         /// Run only these steps, on a newly provisioned machine: `--only update,bad-update`
         #[arg(long, value_name = "STEP", value_delimiter = ',', conflicts_with = "quick")]
         only: Vec<String>,
-        /// The size of the owner's files that are saved and restored by a recovery, in MiB
+        /// Total size, in MiB, of the owner's files that the lab backs up and a recovery restores
         #[arg(long, value_name = "MIB", default_value_t = 32)]
         files_mib: u64,
         /// The binary to run (default: the one from `cargo xtask dist`)
@@ -81,7 +81,7 @@ enum Command {
     Dist,
     /// Build the Debian packages and the software bill of materials into target/deb
     Deb {
-        /// Install, start, upgrade, remove and purge them in a fresh Debian chroot (needs root)
+        /// Install, start, upgrade, remove and purge the packages in a fresh Debian chroot (needs root)
         #[arg(long)]
         check: bool,
         /// The packaged binary (default: target/dist/svc, rebuilt if outdated)
@@ -104,11 +104,11 @@ enum Command {
         #[arg(long)]
         check: bool,
     },
-    /// Fuzz the parsers with libFuzzer, a minute each; needs a C++ compiler, writes target/libfuzzer
+    /// Fuzz the parsers with libFuzzer, a minute each; needs a C++ compiler; writes target/libfuzzer
     Fuzz(fuzz::Args),
-    /// Quick checks for each edit: format, clippy on the product, unit tests, house rules
+    /// Run the quick checks for each edit: format, clippy on the product, unit tests, house rules
     Check,
-    /// All other checks: format, clippy, documentation, dependencies
+    /// Run the static checks: format, clippy, documentation, dependencies
     Ci {
         #[arg(long, required = true)]
         rest: bool,
@@ -123,7 +123,7 @@ fn main() -> ExitCode {
         }),
         Command::Bundle(args) => bundle::run(args),
         Command::Browser(args) => browser::run(args),
-        Command::Demo { breakage, store, svc, keep } => demo(breakage, store, svc, keep),
+        Command::Demo { defect, store, svc, keep } => demo(defect, store, svc, keep),
         Command::Dev { svc, dir, bundle } => dev(svc, dir, bundle.as_deref()),
         Command::Lab { quick, only, files_mib, svc } => lab(quick, &only, files_mib, svc),
         Command::Test { long, filters } => setup().and_then(|()| test::run(long, &filters)),
@@ -155,7 +155,7 @@ fn setup() -> Result<()> {
     Ok(())
 }
 
-/// Fetches the tools of single tests. A test whose tool is still missing fetches it.
+/// Fetches the tools that only a few tests need. A test whose tool is still missing fetches it itself.
 fn fetch_test_tools() {
     let tools = [
         ("shellcheck", kit::checkers::shellcheck().map(drop)),
@@ -173,13 +173,13 @@ fn fetch_test_tools() {
 
 fn deb(check: bool, svc: Option<PathBuf>) -> Result<ExitCode> {
     let svc = match svc {
-        Some(svc) => svc.canonicalize().with_context(|| format!("find {}", svc.display()))?,
+        Some(svc) => svc.canonicalize().with_context(|| format!("cannot find {}", svc.display()))?,
         None => dist::build_if_outdated()?,
     };
     let out = kit::fetch::target_dir().join("deb");
     let options = kit::deb::Options::new(svc, cargo::root(), out);
     if check {
-        let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
+        let runtime = tokio::runtime::Runtime::new().context("cannot start a runtime")?;
         runtime.block_on(kit::deb::check::check(&options))?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -189,28 +189,33 @@ fn deb(check: bool, svc: Option<PathBuf>) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn demo(breakage: Option<Breakage>, store: StoreKind, svc: Option<PathBuf>, keep: bool) -> Result<ExitCode> {
+fn demo(
+    defect: Option<InjectedDefect>,
+    store: StoreKind,
+    svc: Option<PathBuf>,
+    keep: bool,
+) -> Result<ExitCode> {
     let svc = resolve_svc(svc)?;
     let report = kit::fetch::target_dir().join("demo/report.json");
-    let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
-    let options = story::Options { svc, breakage, store, keep, report: Some(report) };
+    let runtime = tokio::runtime::Runtime::new().context("cannot start a runtime")?;
+    let options = story::ScenarioOptions { svc, defect, store, keep, report: Some(report) };
     let report = runtime.block_on(story::run(options))?;
     Ok(if report.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn dev(svc: Option<PathBuf>, dir: Option<PathBuf>, bundle: Option<&Path>) -> Result<ExitCode> {
     let dir = dir.unwrap_or_else(kit::dev::default_dir);
-    // Claimed before the build, so that a running instance keeps its binary.
+    // Acquired before the build, so that a running instance keeps its binary.
     let lock = kit::dev::DevLock::acquire(&dir)?;
     let svc = resolve_svc(svc)?;
-    let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
+    let runtime = tokio::runtime::Runtime::new().context("cannot start a runtime")?;
     runtime.block_on(kit::dev::run(lock, &svc, bundle))?;
     Ok(ExitCode::SUCCESS)
 }
 
 fn lab(quick: bool, only: &[String], files_mib: u64, svc: Option<PathBuf>) -> Result<ExitCode> {
     let svc = match svc {
-        Some(path) => path.canonicalize().with_context(|| format!("find {}", path.display()))?,
+        Some(path) => path.canonicalize().with_context(|| format!("cannot find {}", path.display()))?,
         None => dist::build_if_outdated()?,
     };
     let mut lab = cargo::program("lab");
@@ -224,12 +229,12 @@ fn resolve_svc(svc: Option<PathBuf>) -> Result<PathBuf> {
     let path = match svc {
         Some(path) => path,
         None => {
-            // The same packages as the tests build: a different selection would rebuild the dependencies.
+            // Builds the same packages as the tests, because a different selection would rebuild the dependencies.
             cargo::run(&["build", "--workspace"])?;
             kit::fetch::target_dir().join("debug/svc")
         }
     };
-    path.canonicalize().with_context(|| format!("find {}", path.display()))
+    path.canonicalize().with_context(|| format!("cannot find {}", path.display()))
 }
 
 #[cfg(test)]

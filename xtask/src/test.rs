@@ -22,12 +22,12 @@ type Variables = Vec<(&'static str, OsString)>;
 /// Runs the tests whose names contain a filter (default: all), and lists those that were skipped. `long` adds the
 /// ignored ones and writes the sums of their figures to `target/long/report.json`.
 pub fn run(long: bool, filters: &[String]) -> Result<ExitCode> {
-    // Build first: compiling during the tests would use up their timeouts.
+    // Built first, because compiling during the tests would use up their timeouts.
     cargo::run(&["build", "--workspace"])?;
-    let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
+    let runtime = tokio::runtime::Runtime::new().context("cannot start a runtime")?;
     let server = runtime.block_on(RunServer::start())?;
     let skipped = kit::fetch::target_dir().join("skipped-tests.txt");
-    std::fs::write(&skipped, "").with_context(|| format!("empty {}", skipped.display()))?;
+    std::fs::write(&skipped, "").with_context(|| format!("cannot empty {}", skipped.display()))?;
     let mut variables: Variables =
         vec![(skip::SKIP_REPORT_VAR, std::path::absolute(&skipped)?.into_os_string())];
     let temporary = create_temp_dir()?;
@@ -41,23 +41,25 @@ pub fn run(long: bool, filters: &[String]) -> Result<ExitCode> {
     exit
 }
 
-/// Creates the directory for the temporary files of all tests: in memory if there is room and `TMPDIR` is not set. Also
-/// removes what killed tests leave behind. Its name is short, because Unix socket paths must be.
+/// Creates the directory for the temporary files of all tests, in memory if `TMPDIR` is not set and enough memory is
+/// free. It is removed at the end, with any files that killed tests have left. Its name is short, because the length of
+/// Unix socket paths is limited.
 fn create_temp_dir() -> Result<TempDir> {
     let chosen = std::env::var_os("TMPDIR").map(PathBuf::from);
     let parent = chosen.or_else(|| disk::in_memory_dir(MIN_FREE_MEMORY).map(Path::to_owned));
     let parent = parent.unwrap_or_else(std::env::temp_dir);
     let temporary = tempfile::Builder::new().prefix("t").rand_bytes(5).tempdir_in(&parent);
-    let temporary = temporary.with_context(|| format!("create a directory in {}", parent.display()))?;
+    let temporary =
+        temporary.with_context(|| format!("cannot create a directory in {}", parent.display()))?;
     child::remove_on_exit(temporary.path());
     Ok(temporary)
 }
 
 fn run_long(filters: &[String], mut variables: Variables) -> Result<ExitCode> {
     let dir = kit::fetch::target_dir().join("long");
-    std::fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
+    std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
     let (figures, report) = (dir.join("figures.jsonl"), dir.join("report.json"));
-    std::fs::write(&figures, "").with_context(|| format!("empty {}", figures.display()))?;
+    std::fs::write(&figures, "").with_context(|| format!("cannot empty {}", figures.display()))?;
     variables.push((long_tests::LONG_REPORT_VAR, std::path::absolute(&figures)?.into_os_string()));
     let exit = run_tests(true, filters, variables)?;
     let sums = Sums::collect(&figures, &report)?;
@@ -88,9 +90,9 @@ fn run_tests(long: bool, filters: &[String], variables: Variables) -> Result<Exi
 /// Runs the command, forwards its output, and sums up the result lines of cargo's runner.
 fn run_command(command: &mut Command) -> Result<(ExitCode, String)> {
     use std::io::{BufRead, BufReader};
-    // In a truncated log, the messages of failed tests matter more than the backtraces.
+    // If the log is truncated, backtraces would displace the messages of failed tests.
     command.env("RUST_BACKTRACE", "0");
-    let mut child = command.spawn().with_context(|| format!("start {command:?}"))?;
+    let mut child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
     let (mut passed, mut failed) = (0, 0);
     if let Some(stdout) = child.stdout.take() {
         for line in BufReader::new(stdout).lines() {

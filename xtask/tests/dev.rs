@@ -2,7 +2,7 @@
 
 #![allow(
     clippy::unwrap_used,
-    reason = "the whole file is test code; clippy recognises only #[test] functions"
+    reason = "the whole file is test code; clippy recognizes only #[test] functions"
 )]
 
 use std::fs;
@@ -86,8 +86,9 @@ fn stdout(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Returns the command lines that mention the directory, and those of processes whose working directory is in it.
-fn processes(dir: &str) -> Vec<String> {
+/// Returns the command lines of the processes that have the directory in their arguments or whose working directory is
+/// in it.
+fn list_processes(dir: &str) -> Vec<String> {
     let entries = fs::read_dir("/proc").unwrap().flatten();
     let lines = entries.filter_map(|entry| {
         let line = fs::read(entry.path().join("cmdline")).ok()?;
@@ -98,10 +99,10 @@ fn processes(dir: &str) -> Vec<String> {
     lines.collect()
 }
 
-fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + STOP_TIMEOUT;
-    while !holds() {
-        assert!(Instant::now() < deadline, "{what}");
+    while !condition() {
+        assert!(Instant::now() < deadline, "timed out: {what}");
         std::thread::sleep(Duration::from_millis(50));
     }
 }
@@ -160,15 +161,15 @@ fn dev_runs_printed_commands_and_cleans_up() {
     let refused = String::from_utf8_lossy(&second.stderr).into_owned();
     assert!(!second.status.success());
     assert!(refused.contains(json["platformUrl"].as_str().unwrap()), "{refused}");
-    assert!(is_listening(json["platformUrl"].as_str().unwrap()), "the first instance is still running");
+    assert!(is_listening(json["platformUrl"].as_str().unwrap()), "the first instance must still be running");
 
     let disks = json["dir"].as_str().unwrap().to_owned();
-    assert!(!processes(&disks).is_empty());
+    assert!(!list_processes(&disks).is_empty());
     dev.signal("INT");
     assert!(dev.wait().success(), "{}", dev.output());
     assert!(!dir.exists(), "{:?}", fs::read_dir(&dir).map(Iterator::count));
-    eventually("its processes exit", || processes(&disks).is_empty());
-    eventually("its disks are deleted", || !Path::new(&disks).exists());
+    eventually("its processes are still running", || list_processes(&disks).is_empty());
+    eventually("its disks still exist", || !Path::new(&disks).exists());
     assert!(
         !is_listening(json["platformUrl"].as_str().unwrap())
             && !is_listening(json["routerUrl"].as_str().unwrap())
@@ -189,8 +190,8 @@ fn killed_instance_does_not_block_the_next() {
     assert_ne!(fresh["platformUrl"], json["platformUrl"]);
     assert_eq!(fresh["pid"], json!(next.process.id()));
     let disks = json["dir"].as_str().unwrap();
-    eventually("the killed instance's processes exit", || processes(disks).is_empty());
-    eventually("its disks are deleted", || !Path::new(disks).exists());
+    eventually("the killed instance's processes are still running", || list_processes(disks).is_empty());
+    eventually("its disks still exist", || !Path::new(disks).exists());
     assert!(is_listening(fresh["platformUrl"].as_str().unwrap()));
     next.signal("TERM");
     assert!(next.wait().success(), "{}", next.output());

@@ -103,7 +103,7 @@ function renderList(): void {
   notes.forEach((note, index) => {
     const item = items.get(note.id) ?? createItem(note.id);
     updateItem(item, note);
-    // Moving an element takes the focus away from it, so items that are in place stay.
+    // An element loses the focus when it is moved, so items that are already in place are not moved.
     if (list.children[index] !== item) list.insertBefore(item, list.children[index] ?? null);
   });
   emptyMessage.hidden = notes.length > 0 || !store.isLoaded;
@@ -157,10 +157,10 @@ function createNote(): void {
 function deleteNote(note: Note): void {
   const notes = store.sortedNotes();
   const index = notes.indexOf(note);
-  const neighbour = notes[index + 1] ?? notes[index - 1];
+  const nextNote = notes[index + 1] ?? notes[index - 1];
   const restore = store.remove(note);
   if (openNote === note) showNote(null);
-  focusItem(neighbour?.id);
+  focusItem(nextNote?.id);
   toast.show(`Deleted “${note.heading.slice(0, 40)}”.`, { label: "Undo", run: restore });
 }
 

@@ -8,7 +8,7 @@ import { compareNotes, isEmpty, isSameContent, Note, type NoteContent, type Note
 const SAVE_DELAY_MS = 500;
 
 export interface StoreListener {
-  /** Called when `note` has changed, or with `null` when any notes, or the set of notes, have changed. */
+  /** Called after a change to `note`; `null` if several notes may have changed, or one was added or removed. */
   onChange(note: Note | null): void;
   onError(note: Note | null, error: BridgeError): void;
   /** Called when a note was edited both here and elsewhere; `copy` has this page's version. */

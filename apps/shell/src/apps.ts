@@ -35,15 +35,15 @@ export class AppIcons {
 
   /** Shows an icon for each app. Existing elements are reused, so their images are not requested again. */
   render(apps: App[]): void {
-    const listed = apps.filter((app) => app.slug && app.url);
-    const slugs = new Set(listed.map((app) => app.slug));
+    const listedApps = apps.filter((app) => app.slug && app.url);
+    const slugs = new Set(listedApps.map((app) => app.slug));
     for (const [slug, item] of this.items) {
       if (slugs.has(slug)) continue;
       item.remove();
       this.items.delete(slug);
     }
-    this.columns = Math.max(1, Math.min(MAX_COLUMNS, Math.ceil(Math.sqrt(listed.length * 1.6))));
-    listed.forEach((app, index) => {
+    this.columns = Math.max(1, Math.min(MAX_COLUMNS, Math.ceil(Math.sqrt(listedApps.length * 1.6))));
+    listedApps.forEach((app, index) => {
       const item = this.items.get(app.slug) ?? this.createItem(app);
       this.updateItem(item, app);
       item.style.left = `${(index % this.columns) * CELL.width}px`;
@@ -107,7 +107,7 @@ export class AppIcons {
   }
 }
 
-/** Derives a hue from a string, so that an app always has the same colour. */
+/** Derives a hue from a string, so that an app always has the same color. */
 function hashToHue(text: string): number {
   let hue = 0;
   for (const letter of text) hue = (hue * 31 + letter.codePointAt(0)!) % 360;

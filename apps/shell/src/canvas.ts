@@ -43,7 +43,7 @@ export class Canvas {
     addEventListener("resize", () => (this.isFitted ? this.fit() : this.applyTransform()));
   }
 
-  /** Centres everything in the window, zoomed out if needed. */
+  /** Centers everything in the window, zoomed out if needed. */
   fit(): void {
     const { width, height } = this.contentSize();
     const { clientWidth, clientHeight } = this.surface;
@@ -54,7 +54,7 @@ export class Canvas {
     this.applyTransform();
   }
 
-  /** Zooms around the centre of the window. */
+  /** Zooms around the center of the window. */
   zoomBy(factor: number): void {
     this.zoomAround({ x: this.surface.clientWidth / 2, y: this.surface.clientHeight / 2 }, factor);
   }
@@ -78,7 +78,7 @@ export class Canvas {
     this.applyTransform();
   }
 
-  /** Zooms so that what is displayed at `center` stays in place. */
+  /** Zooms around `center`, which stays in place. */
   private zoomAround(center: Point, factor: number): void {
     const zoom = Math.min(MAX_ZOOM, Math.max(MIN_ZOOM, this.zoom * factor));
     const ratio = zoom / this.zoom;
@@ -110,7 +110,7 @@ export class Canvas {
     const previousDistance = Math.hypot(previous.x - other.x, previous.y - other.y);
     const center = { x: (current.x + other.x) / 2, y: (current.y + other.y) / 2 };
     if (previousDistance > 0) this.zoomAround(center, distance / previousDistance);
-    // Two fingers also pan: the canvas follows their centre, which moves half as far as each finger.
+    // Two fingers also pan: the canvas follows their center, which moves half as far as each finger.
     this.panBy({ x: (current.x - previous.x) / 2, y: (current.y - previous.y) / 2 });
   }
 

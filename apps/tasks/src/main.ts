@@ -52,18 +52,18 @@ function isListed(task: Task): boolean {
 
 function render(): void {
   const tasks = store.sortedTasks();
-  const listed = tasks.filter(isListed);
-  const ids = new Set(listed.map((task) => task.id));
+  const listedTasks = tasks.filter(isListed);
+  const ids = new Set(listedTasks.map((task) => task.id));
   for (const [id, item] of items) {
     if (ids.has(id)) continue;
     item.remove();
     items.delete(id);
   }
-  listed.forEach((task, index) => {
+  listedTasks.forEach((task, index) => {
     const item = items.get(task.id) ?? createItem(task.id);
     updateItem(item, task);
     if (list.children[index] === item) return;
-    // Moving an element takes the focus away from it.
+    // An element loses the focus when it is moved.
     const focused = item.contains(document.activeElement) ? (document.activeElement as HTMLElement) : null;
     list.insertBefore(item, list.children[index] ?? null);
     focused?.focus();
@@ -71,7 +71,7 @@ function render(): void {
   const doneCount = tasks.filter((task) => task.done).length;
   counts.textContent = store.isLoaded ? `${tasks.length - doneCount} open, ${doneCount} done` : "";
   deleteCompletedButton.hidden = doneCount === 0 || filter === "open";
-  emptyMessage.hidden = listed.length > 0 || !store.isLoaded;
+  emptyMessage.hidden = listedTasks.length > 0 || !store.isLoaded;
   emptyMessage.textContent = {
     open: "Nothing to do. Press N to add a task.",
     done: "No completed tasks yet.",
@@ -145,11 +145,11 @@ function deleteTasks(tasks: Task[]): void {
   const index = listedIds.indexOf(tasks[0]?.id ?? "");
   const remainingIds = listedIds.filter((id) => !tasks.some((task) => task.id === id));
   const restore = store.remove(tasks);
-  const neighbour = items.get(remainingIds[Math.min(index, remainingIds.length - 1)] ?? "");
-  const checkbox = neighbour?.firstElementChild as HTMLElement | undefined;
+  const nextItem = items.get(remainingIds[Math.min(index, remainingIds.length - 1)] ?? "");
+  const checkbox = nextItem?.firstElementChild as HTMLElement | undefined;
   (checkbox ?? titleInput).focus();
-  const what = tasks.length === 1 ? `“${tasks[0]!.title.slice(0, 40)}”` : pluralize(tasks.length, "task");
-  toast.show(`Deleted ${what}.`, { label: "Undo", run: restore });
+  const deletedLabel = tasks.length === 1 ? `“${tasks[0]!.title.slice(0, 40)}”` : pluralize(tasks.length, "task");
+  toast.show(`Deleted ${deletedLabel}.`, { label: "Undo", run: restore });
 }
 
 function moveFocus(offset: 1 | -1): void {

@@ -164,7 +164,7 @@ families! {
     FILES_PENDING_BYTES: Gauges<0> = "svc_files_pending_bytes", [], on Host,
         "Estimate of the bytes of changes that have waited for a minute and are not saved; 0 if there are none.";
     FILES_CHECK_OK: Gauges<1> = "svc_files_check_last_success", ["check"], on Host,
-        "1 if the last check of the file backup found all intact, else 0. verify: reads a share of it again. \
+        "1 if the last check of the file backup found everything intact, else 0. verify: rereads a share of it. \
          drill: restores a sample and compares it with the files on the machine.";
     FILES_CHECK_AT: Gauges<1> = "svc_files_check_last_timestamp_seconds", ["check"], on Host,
         "Unix time of the last check of the file backup, by check.";

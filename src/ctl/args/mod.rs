@@ -38,7 +38,7 @@ const DEFAULT_WAIT_SECONDS: &str = "2400";
 
 const ENVIRONMENT_HELP: &str = "The platform's URL is read from PLATFORM_PUBLIC_URL or --platform-url; the platform's secret or an \
 operator's token from PLATFORM_SECRET or --secret-file. `bundle` reads the object store from OBJECT_STORE_URL, \
-OBJECT_STORE_ENDPOINT and AWS_*. Output is coloured only on a terminal, and only if NO_COLOR is not set.
+OBJECT_STORE_ENDPOINT and AWS_*. Output is colored only on a terminal, and only if NO_COLOR is not set.
 
 Exit codes: 0 done, 64 usage, 65 refused, 69 unavailable or operation failed, 70 internal, 75 try again, 77 permission, \
 78 configuration.
@@ -145,14 +145,14 @@ Example: svcctl recover user_1 --server-type cpx32 --location hel1 --wait"
 Example: svcctl power reboot ada --wait"
     )]
     Power(PowerCommand),
-    /// Take a machine out of service; its server stays until it is recovered, reprovisioned or deleted
+    /// Take a machine out of service; its server stays until the machine is recovered, reprovisioned or deleted
     #[command(
         after_help = "The machine keeps its slot, and its server stays on with all data. `svcctl resume` puts it back into \
 service if its host is healthy. A machine that has not served yet is abandoned: the machine that it was to replace gets \
 the slot back.\n\nExample: svcctl fail ada --reason 'disk errors'"
     )]
     Fail(Fail),
-    /// Delete a machine after a final backup; its server is kept for a grace period, its snapshots stay
+    /// Delete a machine after a final backup; its server is kept for a grace period, and its snapshots stay
     #[command(
         after_help = "If its host responds but cannot take the final backup, the deletion waits for your decision. The server \
 is powered off and kept for the platform's DELETE_GRACE_SECONDS: until then `svcctl undelete` restores the machine.\n\n\
@@ -208,8 +208,8 @@ Example: svcctl operator add ada --scope read,operate --token-file ada.token"
     Operator(OperatorCommand),
     /// Show the cost of a machine's dispatches
     #[command(
-        after_help = "Requires the scope billing. Without the scope read, name the machine by its id. The audit records who \
-read it, and for which days.\n\nExample: svcctl usage ada --from 2026-11-01 --to 2026-11-30 --by model"
+        after_help = "Requires the `billing` scope. Without the `read` scope, name the machine by its id. The audit log records \
+who read the cost, and for which days.\n\nExample: svcctl usage ada --from 2026-11-01 --to 2026-11-30 --by model"
     )]
     Usage(Usage),
     /// Show who changed what, and who read an owner's data

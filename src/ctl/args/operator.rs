@@ -71,13 +71,13 @@ pub struct TokenOptions {
 
 #[derive(Debug, Args)]
 pub struct Audit {
-    /// Only entries by this actor: an operator's name, `operator` for PLATFORM_SECRET, `platform`, `machine:ID`
+    /// Only entries by this actor: an operator's name, `operator` for PLATFORM_SECRET, `platform`, or `machine:ID`
     #[arg(long, value_name = "NAME")]
     pub actor: Option<String>,
     /// Only entries with this action, such as `recover` or `operator.add`
     #[arg(long, value_name = "ACTION")]
     pub action: Option<String>,
-    /// Only entries about this target: a machine's id, USER/SLOT, an operator's name
+    /// Only entries about this target: a machine's id, USER/SLOT, or an operator's name
     #[arg(long, value_name = "TARGET")]
     pub target: Option<String>,
     /// Only entries since this time: RFC 3339, or an age such as 24h

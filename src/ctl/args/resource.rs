@@ -197,7 +197,7 @@ impl fmt::Display for SlotTarget {
 pub enum FilesCommand {
     /// Show the location and the password of a slot's file backups, for `restic`
     #[command(
-        after_help = "The password opens all of the owner's files, so the command needs the scope admin and is recorded in \
+        after_help = "The password opens all of the owner's files, so the command needs the `admin` scope and is recorded in \
 the audit log. `restic` also needs credentials for the object store in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.\n\n\
 Example: svcctl files key user_1"
     )]
@@ -205,7 +205,7 @@ Example: svcctl files key user_1"
         #[command(flatten)]
         slot: SlotTarget,
     },
-    /// Show what a machine's file backup has saved, what it leaves out, and what its checks have found
+    /// Show what a machine's file backup has saved, what it excludes, and what its checks have found
     #[command(
         after_help = "The paths are the owner's data, so the request is recorded in the audit log.\n\n\
 Example: svcctl files status ada"
@@ -246,10 +246,10 @@ Example: svcctl files list ada projects --time 2026-11-27T18:00:00Z"
         #[arg(long)]
         time: Option<Timestamp>,
     },
-    /// Bring a file or directory back as it was, on the running machine
+    /// Restore an earlier version of a file or directory on the running machine
     #[command(
-        after_help = "It is restored to its own place; if something is there, beside it under a new name. With --replace, what \
-is there is saved first, and stays under another name. Nothing is deleted.\n\n\
+        after_help = "It is restored to its original path or, if that path exists, next to it under a new name. With --replace, \
+an existing file or directory is saved first and kept under another name. Nothing is deleted.\n\n\
 Example: svcctl files restore ada projects/app --time 2026-11-27T18:00:00Z"
     )]
     Restore {
@@ -263,23 +263,23 @@ Example: svcctl files restore ada projects/app --time 2026-11-27T18:00:00Z"
         /// Restore to this path, which must not exist
         #[arg(long)]
         into: Option<String>,
-        /// Replace what is there
+        /// Replace an existing file or directory
         #[arg(long)]
         replace: bool,
-        /// Do not wait until it is restored
+        /// Do not wait for the restore to end
         #[arg(long)]
         no_wait: bool,
     },
     /// Verify a share of a machine's file backup now, instead of with the next daily run
     #[command(
-        after_help = "The host reads the share again that was verified longest ago, and all shares with damaged packs. The row \
-files of `svcctl status` shows the result.\n\nExample: svcctl files verify ada"
+        after_help = "The host rereads the share that was verified longest ago, and all shares with damaged packs. The `files` \
+row of `svcctl status` shows the result.\n\nExample: svcctl files verify ada"
     )]
     Verify {
         /// A machine's id, its user's handle, or USER/SLOT
         machine: MachineTarget,
     },
-    /// Show what a slot's file backups take in the store
+    /// Show how much storage a slot's file backups use
     #[command(after_help = "Example: svcctl files usage user_1")]
     Usage {
         #[command(flatten)]
@@ -287,8 +287,8 @@ files of `svcctl status` shows the result.\n\nExample: svcctl files verify ada"
     },
     /// Prune a slot's file backups now, instead of with the next daily pruning
     #[command(
-        after_help = "Expired snapshots are removed, and what no other snapshot needs is deleted three days later. The latest \
-snapshot is always kept.\n\nExample: svcctl files prune user_1 --dry-run"
+        after_help = "Expired snapshots are removed; data that no remaining snapshot needs is deleted three days later. The \
+latest snapshot is always kept.\n\nExample: svcctl files prune user_1 --dry-run"
     )]
     Prune {
         #[command(flatten)]

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use jiff::Timestamp;
 use object_store::path::Path;
 
-use super::{PublishError, Updates};
+use super::{PublishError, UpdateSupport};
 use svc_base::clock::rfc3339_ms;
 use svc_machine::name::ImageVersion;
 use svc_store::bucket::{Bucket, Condition, StoreError, Versioned};
@@ -181,7 +181,7 @@ async fn put_companion(
         // Either another publisher won, or the response to our own write was lost.
         Err(StoreError::Precondition { .. }) => match bucket.get(&key, MAX_COMPANION_BYTES).await? {
             Some(stored) if stored.value == *content => Ok(()),
-            _ => Err(PublishError::Raced { version: context.version.clone() }),
+            _ => Err(PublishError::PublishedConcurrently { version: context.version.clone() }),
         },
         Err(error) => Err(error.into()),
     }
@@ -211,17 +211,20 @@ impl StoredCompanions {
 }
 
 /// Checks whether hosts can update to the stored bundle.
-pub async fn check_updates(bucket: &Bucket, context: &BundleContext<'_>) -> Result<Updates, StoreError> {
+pub async fn check_updates(
+    bucket: &Bucket,
+    context: &BundleContext<'_>,
+) -> Result<UpdateSupport, StoreError> {
     let stored = StoredCompanions::read(bucket, context).await?;
     let Some(manifest) = &stored.manifest else {
-        return Ok(Updates::Impossible("it has no manifest".to_owned()));
+        return Ok(UpdateSupport::Impossible("it has no manifest".to_owned()));
     };
     let checked = match stored.signed() {
         Some(signed) => context.check_trust(&signed),
         None => match context.parse_manifest(&manifest.value) {
-            Ok(_) => return Ok(Updates::Impossible("its manifest is not signed".to_owned())),
+            Ok(_) => return Ok(UpdateSupport::Impossible("its manifest is not signed".to_owned())),
             Err(why) => Err(why),
         },
     };
-    Ok(checked.map_or_else(|why| Updates::Impossible(why.to_string()), |()| Updates::Possible))
+    Ok(checked.map_or_else(|why| UpdateSupport::Impossible(why.to_string()), |()| UpdateSupport::Possible))
 }

@@ -164,7 +164,7 @@ async fn wait_until_ended(
         "succeeded" => Ok(()),
         _ if rollout.is_halted() => {
             let error = anyhow!(
-                "the rollout waits for your decision{why}\n  next: fix the cause, then `svcctl deploy resume` \
+                "the rollout is waiting for your decision{why}\n  next: fix the cause, then `svcctl deploy resume` \
                  verifies again; or `svcctl deploy abort`"
             );
             Err(Failure::new(Exit::TryAgain, error))

@@ -18,7 +18,7 @@ use svc_base::clock::rfc3339_ms;
 use svc_base::untrusted_text::one_line;
 use svc_wire::files::{FileRestoreAccepted, FileRestoreResponse, FileRestoreStatus, MAX_ENTRIES};
 
-/// How long a restore is waited for. It continues after that.
+/// Maximum time to wait for a restore, which continues after that.
 const RESTORE_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 const PRUNE_PATH: [&str; 3] = ["vps", "slots", "files-prune"];
 
@@ -55,7 +55,7 @@ pub async fn run(api: &ApiClient, command: FilesCommand, out: &Output) -> Result
             let response = api.send(Method::POST, &restore_path(&id), Some(&body)).await?;
             if no_wait {
                 return out.print_response(&response, |_| {
-                    Ok("the machine will restore it; its activity log says where\n".to_owned())
+                    Ok("the machine will restore it; its activity log shows where\n".to_owned())
                 });
             }
             let accepted: FileRestoreAccepted = response.parse()?;
@@ -66,7 +66,7 @@ pub async fn run(api: &ApiClient, command: FilesCommand, out: &Output) -> Result
             let response = api.send(Method::POST, &["vps", &id, "files", "verify"], Some(&json!({}))).await?;
             out.print_response(&response, |_| {
                 Ok(format!(
-                    "the host verifies a share; the row files of `svcctl status {id}` shows the result\n"
+                    "the host verifies a share; the `files` row of `svcctl status {id}` shows the result\n"
                 ))
             })
         }
@@ -94,7 +94,7 @@ fn restore_path(id: &str) -> [&str; 4] {
     ["vps", id, "files", "restore"]
 }
 
-/// Waits until a machine has ended a restore, and shows the result.
+/// Waits until a machine's restore has ended, and shows the result.
 async fn wait_for_restore(api: &ApiClient, id: &str, request: &str, out: &Output) -> Result<(), Failure> {
     let ended = poll_until(RESTORE_TIMEOUT, async || {
         let response = match api.poll(&restore_path(id), &[]).await {

@@ -22,7 +22,7 @@ use svc_machine::id::OperationId;
 use svc_wire::change::UndeletedMachine;
 use svc_wire::copies::KeptServer;
 use svc_wire::machine::{DiscardedMachine, MachineDetail, MachinePage};
-use svc_wire::text::Text;
+use svc_wire::text::WireString;
 
 /// Maximum number of machines in a response.
 const MAX_PAGE_SIZE: &str = "500";
@@ -90,7 +90,7 @@ pub async fn discard(api: &ApiClient, args: Discard, out: &Output) -> Result<(),
 }
 
 /// Waits for the operation that deletes the server, which the platform creates shortly after the request.
-async fn wait_for_removal(api: &ApiClient, id: &str) -> Option<Text<OperationId>> {
+async fn wait_for_removal(api: &ApiClient, id: &str) -> Option<WireString<OperationId>> {
     let removal = wait::poll_until(REMOVAL_CREATED_TIMEOUT, async || {
         let Ok((_, machine)) = wait::poll_machine(api, id).await? else { return Ok(None) };
         let mut operations = machine.operations.into_iter();

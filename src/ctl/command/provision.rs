@@ -15,7 +15,7 @@ use crate::show::quote as shown;
 use svc_base::applet::{Exit, Failure};
 use svc_wire::change::ProvisionedMachine;
 use svc_wire::quote::{Price, ProvisionQuote};
-use svc_wire::text::Text;
+use svc_wire::text::WireString;
 
 const CONFIRMATION_WORD: &str = "yes";
 
@@ -134,7 +134,7 @@ fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<
 ///
 /// # Errors
 /// [`Exit::Refused`] if the cost is above the limit, in a different currency, or unknown.
-fn check_cost(what: &str, cost: Option<&Text<Price>>, limit: &Price) -> Result<(), Failure> {
+fn check_cost(what: &str, cost: Option<&WireString<Price>>, limit: &Price) -> Result<(), Failure> {
     let cost = cost.and_then(|cost| cost.as_str().parse::<Price>().ok());
     match cost {
         Some(cost) if cost.currency == limit.currency && cost.micros <= limit.micros => Ok(()),

@@ -9,7 +9,7 @@ use svc_wire::change::{
     UndeletedMachine,
 };
 use svc_wire::copies::{NewerSnapshot, SnapshotSource};
-use svc_wire::text::Text;
+use svc_wire::text::WireString;
 
 /// An accepted change: the fields of the platform's response that are shown.
 #[derive(Debug, Default)]
@@ -24,7 +24,7 @@ pub struct AcceptedChange {
     deletion: Option<DeletedMachine>,
     /// For an undelete: whether the deletion had already been undone.
     already_undone: Option<bool>,
-    power: Option<Text<PowerAction>>,
+    power: Option<WireString<PowerAction>>,
 }
 
 impl From<ProvisionedMachine> for AcceptedChange {
@@ -146,7 +146,7 @@ pub fn show(view: &View, accepted: &AcceptedChange) -> String {
         &[
             ("slot", deletion.map(slot).unwrap_or_default().into()),
             ("machine", accepted.machine_id.clone().into()),
-            ("with it", accepted.also_deleted.as_ref().map(also_deleted).unwrap_or_default().into()),
+            ("also deleted", accepted.also_deleted.as_ref().map(also_deleted).unwrap_or_default().into()),
             ("replaces", or_empty(accepted.old_machine_id.as_ref()).into()),
             ("type", or_empty(accepted.server_type.as_ref()).into()),
             ("status", Cell::state(accepted.status_word())),

@@ -4,7 +4,7 @@ use jiff::Timestamp;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Colour, View, compact};
+use super::{Color, View, compact};
 
 /// Maximum number of changes shown per entry; `--json` shows all of them.
 const MAX_CHANGES: usize = 4;
@@ -51,8 +51,8 @@ pub fn list(view: &View, page: &AuditEntryPage) -> String {
 pub fn line(view: &View, entry: &AuditEntry) -> String {
     let member = |name: &str| compact(entry.json.get(name));
     let at = entry.at.strftime("%Y-%m-%d %H:%M:%S UTC").to_string();
-    let actor = view.paint(Some(Colour::Strong), &member("actor"));
-    let mut parts = vec![view.paint(Some(Colour::Faint), &at), actor, member("action"), member("target")];
+    let actor = view.paint(Some(Color::Strong), &member("actor"));
+    let mut parts = vec![view.paint(Some(Color::Faint), &at), actor, member("action"), member("target")];
     let changes = format_changes(&entry.json["before"], &entry.json["after"]);
     if !changes.is_empty() {
         parts.push(changes);
@@ -94,7 +94,7 @@ mod tests {
 
     use super::*;
 
-    const VIEW: View = View { now: Timestamp::UNIX_EPOCH, colours: false, width: None };
+    const VIEW: View = View { now: Timestamp::UNIX_EPOCH, has_colors: false, width: None };
 
     fn entry(before: &Value, after: &Value) -> Value {
         json!({"auditId": "019a0000-0000-7000-8000-000000000001", "at": "2026-01-02T03:04:05.000Z", "actor": "ada",

@@ -2,7 +2,7 @@
 
 use super::human::{format_bytes, format_time};
 use super::table::{self, Cell};
-use super::{Colour, View};
+use super::{Color, View};
 use svc_wire::backup::{Backup, BackupPage};
 
 pub fn list(view: &View, page: &BackupPage) -> String {
@@ -10,7 +10,7 @@ pub fn list(view: &View, page: &BackupPage) -> String {
         return "no backups\n".to_owned();
     }
     let row = |b: &Backup| {
-        let latest = Cell::painted(Some(Colour::Good), if b.latest { "latest" } else { "" });
+        let latest = Cell::painted(Some(Color::Good), if b.latest { "latest" } else { "" });
         let taken = format_time(view.now, &b.taken_at);
         vec![
             taken.into(),

@@ -1,24 +1,24 @@
 //! The release keys that hosts trust: the text view for `svcctl bundle keys`, and findings for the doctor.
 
 use super::table::{self, Cell};
-use super::{Colour, View};
+use super::{Color, View};
 use svc_base::diagnosis::Findings;
 use svc_base::quantity::pluralize;
 use svc_machine::name::Handle;
 use svc_wire::fleet::{BundleKey, BundleKeys};
-use svc_wire::text::Text;
+use svc_wire::text::WireString;
 
 const ROTATION_ADVICE: &str =
     "svcctl bundle --help explains the steps of a rotation; svcctl bundle keys shows its progress";
 
 /// Formats a machine count with handles, as `3 machines (ada, bob, cy)`.
-fn format_machines(count: u64, handles: &[Text<Handle>]) -> String {
+fn format_machines(count: u64, handles: &[WireString<Handle>]) -> String {
     let ellipsis = if count > handles.len() as u64 { ", …" } else { "" };
     format!("{} ({}{ellipsis})", pluralize(count, "machine"), join_handles(handles))
 }
 
-fn join_handles(handles: &[Text<Handle>]) -> String {
-    handles.iter().map(Text::as_str).collect::<Vec<_>>().join(", ")
+fn join_handles(handles: &[WireString<Handle>]) -> String {
+    handles.iter().map(WireString::as_str).collect::<Vec<_>>().join(", ")
 }
 
 fn choose_form(count: u64, one: &'static str, many: &'static str) -> &'static str {
@@ -70,7 +70,7 @@ fn key_findings(key: &BundleKey, findings: Findings) -> Findings {
 
 fn row(key: &BundleKey) -> Vec<Cell> {
     let BundleKey { key_id, is_configured, trusting, not_trusting, .. } = key;
-    let colour = (*is_configured && *not_trusting > 0).then_some(Colour::Bad);
+    let color = (*is_configured && *not_trusting > 0).then_some(Color::Bad);
     let not_trusted_by = if *not_trusting == 0 {
         "0".to_owned()
     } else {
@@ -80,7 +80,7 @@ fn row(key: &BundleKey) -> Vec<Cell> {
         key_id.clone().into(),
         if *is_configured { "yes" } else { "no" }.into(),
         trusting.to_string().into(),
-        Cell::painted(colour, not_trusted_by),
+        Cell::painted(color, not_trusted_by),
     ]
 }
 
@@ -154,7 +154,7 @@ mod tests {
 
     #[test]
     fn show_lists_keys_and_machines_without_them() {
-        let view = View { now: jiff::Timestamp::UNIX_EPOCH, colours: false, width: None };
+        let view = View { now: jiff::Timestamp::UNIX_EPOCH, has_colors: false, width: None };
         let shown = show(&view, &keys());
         for part in
             ["aaaaaaaaaaaaaaaa  yes", "7 machines (bob, …)", "1 machine (cy) has not reported any key"]

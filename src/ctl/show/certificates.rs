@@ -1,17 +1,17 @@
 //! Machine certificates: a line for the fleet and one for a machine, and findings for the doctor.
 
-use super::Colour;
+use super::Color;
 use super::table::Cell;
 use svc_base::diagnosis::Findings;
 use svc_base::quantity::pluralize;
 use svc_machine::name::Handle;
 use svc_wire::fleet::Certificates;
 use svc_wire::host::HostCertificate;
-use svc_wire::text::Text;
+use svc_wire::text::WireString;
 
-fn join_handles(handles: &[Text<Handle>], count: u64) -> String {
+fn join_handles(handles: &[WireString<Handle>], count: u64) -> String {
     let ellipsis = if count > handles.len() as u64 { ", …" } else { "" };
-    let handles: Vec<_> = handles.iter().map(Text::as_str).collect();
+    let handles: Vec<_> = handles.iter().map(WireString::as_str).collect();
     format!("{}{ellipsis}", handles.join(", "))
 }
 
@@ -35,7 +35,7 @@ pub fn fleet_cell(certificates: Option<&Certificates>) -> Cell {
     }
     let required = if seen.is_required { "; required" } else { "; not required" };
     let is_bad = seen.expiring > 0 || (seen.is_required && seen.missing > seen.exempt);
-    Cell::painted(is_bad.then_some(Colour::Bad), words.join(", ") + required)
+    Cell::painted(is_bad.then_some(Color::Bad), words.join(", ") + required)
 }
 
 /// Adds a finding for machines without a trusted certificate, which are unreachable once `CUSTOMER_VPS_TLS_VERIFY` is
@@ -65,7 +65,7 @@ pub fn machine_cell(seen: &HostCertificate) -> Cell {
     let trust = if seen.is_trusted { "trusted" } else { "not trusted" };
     let line = format!("{}, {trust}, until {}", seen.source, seen.expires_at);
     match &seen.error {
-        Some(error) => Cell::painted(Some(Colour::Bad), format!("{line}; last attempt: {error}")),
+        Some(error) => Cell::painted(Some(Color::Bad), format!("{line}; last attempt: {error}")),
         None if seen.source.as_str() == "self_signed" && seen.next_attempt_at.is_none() => {
             format!("{line}; neither an authority (ACME_DIRECTORY_URL) nor GATEWAY_TLS_CERT_FILE is set")
                 .into()

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::failure;
 use super::human::{format_span, format_time, seconds_between};
 use super::table::Cell;
-use super::{Colour, View};
+use super::{Color, View};
 use svc_wire::copies::{Copies, KeptServer, NewerSnapshot, UnrestoredSnapshot};
 use svc_wire::machine::{Machine, MachineDetail};
 use svc_wire::text::Time;
@@ -42,7 +42,9 @@ pub fn rows(
         (name, kept_cell(view, copies, kept, left_slot_at(machine, kept, slot_exit_times)))
     }));
     rows.push(("snapshot", snapshot_cell(view, copies, machine)));
-    rows.extend(copies.newer_snapshot.as_ref().map(|newer| ("newer one", newer_cell(view, newer, machine))));
+    rows.extend(
+        copies.newer_snapshot.as_ref().map(|newer| ("newer snapshot", newer_cell(view, newer, machine))),
+    );
     rows.extend(
         copies
             .unrestored_snapshot
@@ -55,18 +57,19 @@ pub fn rows(
 
 fn live_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
     let Some(live) = &copies.live else {
-        return Cell::painted(Some(Colour::Warning), describe_no_live_server(machine));
+        return Cell::painted(Some(Color::Warning), describe_no_live_server(machine));
     };
     let mut server = format_server_id(live.provider_server_id.as_ref());
     if live.machine_id != machine.machine_id {
         server.push_str(&format!(" of machine {}", live.machine_id));
     }
     if live.machine_id == machine.machine_id && failure::is_held_by_another(machine) {
-        let line = format!("{server}: not powered on, because the store names another machine as the slot's");
-        return Cell::painted(Some(Colour::Bad), line);
+        let line =
+            format!("{server}: not powered on, because the store names another machine as the slot's holder");
+        return Cell::painted(Some(Color::Bad), line);
     }
     match &live.missing_since {
-        Some(since) => Cell::painted(Some(Colour::Bad), format!("{server}: {}", format_missing(view, since))),
+        Some(since) => Cell::painted(Some(Color::Bad), format!("{server}: {}", format_missing(view, since))),
         None => server.into(),
     }
 }
@@ -75,7 +78,7 @@ fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_slot_at: Opti
     let id = &kept.machine_id;
     let server =
         format!("{} of {} machine {id}", format_server_id(kept.provider_server_id.as_ref()), kept.reason);
-    let bad = |line: String| Cell::painted(Some(Colour::Bad), format!("{server}: {line}"));
+    let bad = |line: String| Cell::painted(Some(Color::Bad), format!("{server}: {line}"));
     let held = kept.unsaved_since.as_ref().map(|since| format_unsaved(view, since, left_slot_at));
     if let Some(since) = &kept.missing_since {
         let missing = format_missing(view, since);
@@ -128,16 +131,16 @@ fn snapshot_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell 
     });
     let line = known.clone().unwrap_or_else(|| "none known".to_owned());
     match &copies.snapshot_problem {
-        Some(problem) => Cell::painted(Some(Colour::Bad), format!("{line}; {problem}")),
+        Some(problem) => Cell::painted(Some(Color::Bad), format!("{line}; {problem}")),
         None if known.is_some() => line.into(),
-        None => Cell::painted(copies.live.as_ref().map(|_| Colour::Bad), line),
+        None => Cell::painted(copies.live.as_ref().map(|_| Color::Bad), line),
     }
 }
 
 fn risk_cell(copies: &Copies) -> Cell {
     let Some(exposed) = copies.exposed_seconds else { return "".into() };
-    let colour = (exposed > MAX_NORMAL_EXPOSURE_SECONDS).then_some(Colour::Bad);
-    Cell::painted(colour, format!("losing the live server now would cost {}", format_cost(copies, exposed)))
+    let color = (exposed > MAX_NORMAL_EXPOSURE_SECONDS).then_some(Color::Bad);
+    Cell::painted(color, format!("losing the live server now would cost {}", format_cost(copies, exposed)))
 }
 
 fn format_cost(copies: &Copies, exposed: u64) -> String {
@@ -199,7 +202,7 @@ fn newer_cell(view: &View, newer: &NewerSnapshot, machine: &Machine) -> Cell {
          --snapshot {key}` restores it",
         format_time(view.now, &newer.taken_at)
     );
-    Cell::painted(Some(Colour::Warning), line)
+    Cell::painted(Some(Color::Warning), line)
 }
 
 /// A snapshot that an operator did not restore when the previous machine was replaced.
@@ -213,7 +216,7 @@ fn unrestored_cell(view: &View, snapshot: &UnrestoredSnapshot, machine: &Machine
         "{at}of the previous machine: newer than the snapshot that this one restored; `svcctl recover {user} --slot {slot} \
          --snapshot {key}` restores it"
     );
-    Cell::painted(Some(Colour::Warning), line)
+    Cell::painted(Some(Color::Warning), line)
 }
 
 /// `43 min of changes that are in no snapshot`; `left_slot_at` is when the machine left its slot, if known.
@@ -242,7 +245,7 @@ mod tests {
         let copies = json!({"live": null, "kept": [], "newestSnapshotAt": "2026-11-21T09:51:00.000Z", "exposedSeconds": null,
             "newerSnapshot": {"takenAt": "2026-11-21T11:55:00.000Z", "machineId": MACHINE, "key": key}});
         let shown = machine::details(&plain_view(), &with_copies(running_machine(), copies));
-        let line = shown.lines().find(|line| line.starts_with("newer one")).unwrap();
+        let line = shown.lines().find(|line| line.starts_with("newer snapshot")).unwrap();
         assert!(
             line.contains("stored but not the latest") && line.contains(&format!("--snapshot {key}`")),
             "{line}"

@@ -2,12 +2,12 @@
 
 use super::human::format_ago;
 use super::table::{self, Cell};
-use super::{Colour, View};
+use super::{Color, View};
 use svc_base::untrusted_text::one_line;
 use svc_wire::rollout::{
     Rollout, RolloutFinding, RolloutList, RolloutMachine, RolloutSummary, RolloutTotals,
 };
-use svc_wire::text::Text;
+use svc_wire::text::WireString;
 
 fn totals_line(totals: &RolloutTotals) -> String {
     let RolloutTotals { waiting, asked, updated, failed, skipped } = totals;
@@ -16,7 +16,7 @@ fn totals_line(totals: &RolloutTotals) -> String {
 
 /// Formats a machine's state as `ada/primary failed: why`.
 pub fn machine_line(view: &View, machine: &RolloutMachine) -> String {
-    let state = view.paint(colour(&machine.state), &machine.state);
+    let state = view.paint(state_color(&machine.state), &machine.state);
     let error = machine.error.as_deref().map(|error| format!(": {}", one_line(error))).unwrap_or_default();
     format!("{}/{} {state}{error}", machine.handle, machine.slot)
 }
@@ -24,18 +24,15 @@ pub fn machine_line(view: &View, machine: &RolloutMachine) -> String {
 /// A rollout's state, with its reason, if any.
 fn state_cell(rollout: &RolloutSummary) -> Cell {
     let why = rollout.why.as_deref().map(|why| format!(" ({why})")).unwrap_or_default();
-    Cell::painted(colour(&rollout.state), format!("{}{why}", rollout.state))
+    Cell::painted(state_color(&rollout.state), format!("{}{why}", rollout.state))
 }
 
 /// `passed 5 min ago on ada`; empty if no verification has run.
 fn verification_cell(view: &View, rollout: &RolloutSummary) -> Cell {
     let Some(last) = &rollout.verification else { return Cell::from("") };
-    let (word, colour) = if last.passed { ("passed", Colour::Good) } else { ("failed", Colour::Bad) };
-    let handles: Vec<_> = last.handles.iter().map(Text::as_str).collect();
-    Cell::painted(
-        Some(colour),
-        format!("{word} {} on {}", format_ago(view.now, &last.at), handles.join(", ")),
-    )
+    let (word, color) = if last.passed { ("passed", Color::Good) } else { ("failed", Color::Bad) };
+    let handles: Vec<_> = last.handles.iter().map(WireString::as_str).collect();
+    Cell::painted(Some(color), format!("{word} {} on {}", format_ago(view.now, &last.at), handles.join(", ")))
 }
 
 /// Formats a rollout's progress, as in `running to 2026.11.2: 1 updated, …`.
@@ -43,12 +40,12 @@ pub fn progress_line(rollout: &RolloutSummary) -> String {
     format!("{} to {}: {}", rollout.state, rollout.image_version, totals_line(&rollout.totals))
 }
 
-fn colour(state: &str) -> Option<Colour> {
+fn state_color(state: &str) -> Option<Color> {
     match state {
-        "updated" | "succeeded" => Some(Colour::Good),
-        "failed" | "stopped" => Some(Colour::Bad),
-        "asked" | "running" | "paused" => Some(Colour::Warning),
-        _ => Some(Colour::Faint),
+        "updated" | "succeeded" => Some(Color::Good),
+        "failed" | "stopped" => Some(Color::Bad),
+        "asked" | "running" | "paused" => Some(Color::Warning),
+        _ => Some(Color::Faint),
     }
 }
 
@@ -62,7 +59,7 @@ pub fn list(view: &View, page: &RolloutList) -> String {
             state_cell(rollout),
             totals_line(&rollout.totals).into(),
             format_ago(view.now, &rollout.created_at).into(),
-            Cell::painted(Some(Colour::Faint), rollout.rollout_id.clone()),
+            Cell::painted(Some(Color::Faint), rollout.rollout_id.clone()),
         ]
     };
     let rows: Vec<_> = page.rollouts.iter().map(row).collect();
@@ -74,7 +71,7 @@ pub fn show(view: &View, rollout: &Rollout) -> String {
         view,
         &[
             ("rollout", Cell::from(rollout.rollout_id.clone())),
-            ("release", Cell::painted(Some(Colour::Strong), rollout.image_version.clone())),
+            ("release", Cell::painted(Some(Color::Strong), rollout.image_version.clone())),
             ("state", state_cell(rollout)),
             ("machines", totals_line(&rollout.totals).into()),
             ("verified", verification_cell(view, rollout)),
@@ -84,7 +81,7 @@ pub fn show(view: &View, rollout: &Rollout) -> String {
     let findings = rollout.verification.iter().flat_map(|last| &last.findings);
     for RolloutFinding { handle, check, what, next, .. } in findings {
         let line = format!("{handle}: {check}: {}", one_line(what));
-        shown.push_str(&format!("{}\n", view.paint(Some(Colour::Bad), &line)));
+        shown.push_str(&format!("{}\n", view.paint(Some(Color::Bad), &line)));
         if let Some(next) = next {
             shown.push_str(&format!("  next: {}\n", one_line(next)));
         }
@@ -98,7 +95,7 @@ pub fn show(view: &View, rollout: &Rollout) -> String {
             batch.into(),
             machine.handle.clone().into(),
             machine.slot.clone().into(),
-            Cell::painted(colour(&machine.state), machine.state.as_str()),
+            Cell::painted(state_color(&machine.state), machine.state.as_str()),
             machine.image_version.clone().into(),
             machine.error.clone().unwrap_or_default().into(),
         ]
@@ -129,7 +126,7 @@ mod tests {
         }))
         .unwrap();
         let now = "2026-11-21T00:01:00Z".parse().unwrap();
-        let text = show(&View { now, colours: false, width: None }, &rollout);
+        let text = show(&View { now, has_colors: false, width: None }, &rollout);
         assert!(text.contains("stopped (the canary failed)"), "{text}");
         assert!(text.contains("canary") && text.contains("rolled_back: x"), "{text}");
         assert!(rollout.has_ended() && rollout.machines[0].has_ended() && !rollout.machines[1].has_ended());

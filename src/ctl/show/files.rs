@@ -4,7 +4,7 @@ use secrecy::ExposeSecret;
 
 use super::human::{format_bytes, format_time};
 use super::table::{self, Cell};
-use super::{Colour, View};
+use super::{Color, View};
 use crate::args::SlotTarget;
 use svc_base::quantity::pluralize;
 use svc_base::untrusted_text::one_line;
@@ -12,11 +12,11 @@ use svc_wire::files::{
     ExcludedFiles, FileBackupStatus, FileEntry, FileKind, FileListing, FileRestore, FileVersions,
     FilesAccess, FilesPrunePlan, FilesUsage,
 };
-use svc_wire::host::FilesReport;
+use svc_wire::host::FileBackupReport;
 use svc_wire::text::Time;
 
 /// The state of a machine's file backup: `saved 2026-01-01 00:00:00 UTC, 5 s ago; 1234 files, 5 GiB`.
-pub fn cell(view: &View, report: &FilesReport) -> Cell {
+pub fn cell(view: &View, report: &FileBackupReport) -> Cell {
     let saved = match report.saved_until.as_deref() {
         Some(at) => format!("saved {}", format_time(view.now, at)),
         None => "not saved yet".to_owned(),
@@ -32,10 +32,10 @@ pub fn cell(view: &View, report: &FilesReport) -> Cell {
         line.push_str(&format!("; verified {}", format_time(view.now, at)));
     }
     if let Some(damage) = &report.damage {
-        return Cell::painted(Some(Colour::Bad), format!("{line}; damaged: {damage}"));
+        return Cell::painted(Some(Color::Bad), format!("{line}; damaged: {damage}"));
     }
     match &report.error {
-        Some(error) => Cell::painted(Some(Colour::Bad), format!("{line}; the last save failed: {error}")),
+        Some(error) => Cell::painted(Some(Color::Bad), format!("{line}; the last save failed: {error}")),
         None => line.into(),
     }
 }
@@ -55,7 +55,7 @@ pub fn status(view: &View, status: &FileBackupStatus) -> String {
     let time = |at: &Option<Time>| {
         at.as_deref().map_or_else(|| "not yet".to_owned(), |at| format_time(view.now, at))
     };
-    let bad = |text: String| Cell::painted(Some(Colour::Bad), one_line(&text).into_owned());
+    let bad = |text: String| Cell::painted(Some(Color::Bad), one_line(&text).into_owned());
     let mut pairs = vec![("saved", Cell::from(time(&status.saved_until)))];
     if status.changed_since.is_some() {
         let bytes =
@@ -82,7 +82,7 @@ pub fn status(view: &View, status: &FileBackupStatus) -> String {
     table::render_pairs(view, &pairs)
 }
 
-/// The sum of what is excluded, and the largest entries.
+/// The total size of the excluded files, and the largest entries.
 fn excluded_pairs(view: &View, excluded: &ExcludedFiles) -> Vec<(&'static str, Cell)> {
     let size = |entries, bytes| format!("{}, {}", pluralize(entries, "item"), format_bytes(bytes));
     let at_least = if excluded.complete { "" } else { "at least " };
@@ -96,7 +96,7 @@ fn excluded_pairs(view: &View, excluded: &ExcludedFiles) -> Vec<(&'static str, C
     pairs
 }
 
-/// Shows what the slot's file backups take.
+/// Shows the storage that the slot's file backups use.
 pub fn usage(view: &View, slot: &SlotTarget, usage: &FilesUsage) -> String {
     let time =
         |at: &Option<Time>| at.as_deref().map_or_else(|| "never".to_owned(), |at| format_time(view.now, at));
@@ -116,7 +116,7 @@ pub fn usage(view: &View, slot: &SlotTarget, usage: &FilesUsage) -> String {
         ("pruned", time(&usage.pruned_at).into()),
     ];
     if let Some(error) = &usage.prune_error {
-        pairs.push(("pruning failed", Cell::painted(Some(Colour::Bad), one_line(error).into_owned())));
+        pairs.push(("pruning failed", Cell::painted(Some(Color::Bad), one_line(error).into_owned())));
     }
     table::render_pairs(view, &pairs)
 }
@@ -133,7 +133,7 @@ pub fn prune_plan(view: &View, slot: &SlotTarget, plan: &FilesPrunePlan) -> Stri
     table::render_pairs(view, &pairs)
 }
 
-/// Shows a page of versions, the newest first.
+/// Shows a page of versions, newest first.
 pub fn versions(view: &View, page: &FileVersions) -> String {
     if page.versions.is_empty() {
         return format!("no saved versions of {}\n", one_line(&page.path));
@@ -156,7 +156,10 @@ pub fn versions(view: &View, page: &FileVersions) -> String {
         text.push_str(&format!("{snapshots} could not be searched\n"));
     }
     if let Some(before) = &page.next_before {
-        text.push_str(&format!("there are earlier versions: --before {}\n", one_line(before)));
+        text.push_str(&format!(
+            "earlier versions: repeat the command with `--before {}`\n",
+            one_line(before)
+        ));
     }
     text
 }
@@ -203,14 +206,14 @@ pub fn restored(view: &View, state: &FileRestore) -> String {
         ("files", format!("{}, {}", state.files, format_bytes(state.total_bytes)).into()),
     ];
     if let Some(kept) = &state.kept_as {
-        pairs.push(("previous one", one_line(kept).into_owned().into()));
+        pairs.push(("previous version", one_line(kept).into_owned().into()));
     }
     if state.incomplete > 0 {
         let entries = format!(
             "the mode, times or attributes of {} could not be set",
             pluralize(state.incomplete, "item")
         );
-        pairs.push(("incomplete", Cell::painted(Some(Colour::Bad), entries)));
+        pairs.push(("incomplete", Cell::painted(Some(Color::Bad), entries)));
     }
     table::render_pairs(view, &pairs)
 }

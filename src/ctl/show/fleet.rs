@@ -8,7 +8,7 @@ use super::human::format_span;
 use super::machine::UPDATE_ADVICE;
 use super::operation::kind_noun;
 use super::table::{self, Cell};
-use super::{Colour, View, bundle_keys, certificates, compact, deploy, quote};
+use super::{Color, View, bundle_keys, certificates, compact, deploy, quote};
 use crate::args;
 use svc_base::diagnosis::Findings;
 use svc_base::quantity::pluralize;
@@ -157,7 +157,7 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
     let mut shown = table::render_pairs(
         view,
         &[
-            ("machines", Cell::painted(Some(Colour::Strong), totals.machines.to_string())),
+            ("machines", Cell::painted(Some(Color::Strong), totals.machines.to_string())),
             ("status", format_counts(&totals.by_status).into()),
             ("health", format_counts(&totals.by_health).into()),
             ("images", format_counts(&totals.by_image_version).into()),
@@ -168,15 +168,15 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
         ],
     );
     for alarm in &fleet.alarms {
-        let line = view.paint(Some(Colour::Bad), &format!("alarm: {}", alarm_line(alarm)));
+        let line = view.paint(Some(Color::Bad), &format!("alarm: {}", alarm_line(alarm)));
         shown.push_str(&format!("\n{line}\n  next: {}\n", alarm.next));
     }
     for overdue in &fleet.overdue_operations {
-        let line = view.paint(Some(Colour::Bad), &overdue_line(overdue));
+        let line = view.paint(Some(Color::Bad), &overdue_line(overdue));
         shown.push_str(&format!("\n{line}\n  next: {}\n", overdue_advice(overdue)));
     }
     if fleet.attention.is_empty() {
-        shown.push_str(&format!("\n{}\n", view.paint(Some(Colour::Good), "no machine needs attention")));
+        shown.push_str(&format!("\n{}\n", view.paint(Some(Color::Good), "no machine needs attention")));
         return shown;
     }
     let row = |a: &MachineNeedingAttention| {
@@ -185,7 +185,7 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
             Cell::state(attention_state(a)),
             a.idp_user_id.clone().into(),
             a.slot.clone().into(),
-            Cell::painted(Some(Colour::Bad), a.reasons.join(", ")),
+            Cell::painted(Some(Color::Bad), a.reasons.join(", ")),
             next_step(a, &fleet.alarms).into(),
         ]
     };
@@ -212,15 +212,15 @@ fn format_counts(counts: &BTreeMap<String, u64>) -> String {
 fn exercises_cell(view: &View, exercises: Option<&Exercises>) -> Cell {
     let Some(exercises) = exercises else { return Cell::from("") };
     let are_current = exercises.recovery.is_current && exercises.rollback.is_current;
-    let colour = if are_current { Colour::Good } else { Colour::Warning };
-    Cell::painted(Some(colour), quote::exercises(view, exercises))
+    let color = if are_current { Color::Good } else { Color::Warning };
+    Cell::painted(Some(color), quote::exercises(view, exercises))
 }
 
 /// The open rollout with its id.
 fn rollout_cell(open: Option<&RolloutSummary>) -> Cell {
     let line =
         open.map(|open| format!("{} ({})", deploy::progress_line(open), open.rollout_id)).unwrap_or_default();
-    Cell::painted(Some(Colour::Warning), line)
+    Cell::painted(Some(Color::Warning), line)
 }
 
 fn backups_cell(backups: &BackupAges) -> Cell {
@@ -272,7 +272,7 @@ fn advice(reason: &str) -> &'static str {
         "backup_overdue" | "backup_failing" => "svcctl backup now HANDLE --wait",
         "gateway_failing" | "database_failing" => "check its logs; recover if it persists",
         "code_failing" => {
-            "on its host journalctl -u svc-code has the error; the owner's settings can be the cause"
+            "on its host journalctl -u svc-code has the error; the owner's settings may be the cause"
         }
         "disk_unknown" => "its host cannot measure its disk: journalctl -u svc-sync-agent has the error",
         "update_rolled_back" | "update_failed" => UPDATE_ADVICE,

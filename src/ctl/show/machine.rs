@@ -3,7 +3,7 @@
 use super::copies::{SlotExitTimes, format_unsaved};
 use super::human::{format_ago, format_bytes, format_time, seconds_between};
 use super::table::{self, Cell};
-use super::{Colour, View, boot, certificates, copies, failure, files, operation, or_empty, token};
+use super::{Color, View, boot, certificates, copies, failure, files, operation, or_empty, token};
 use crate::args;
 use svc_store::bucket::is_unusable_pointer;
 use svc_wire::host::{ComponentStatus, LastBackup, LastUpdate, Outcome, UpdateOutcome};
@@ -19,7 +19,7 @@ fn attention_cell(item: &Attention, handle: &str) -> Cell {
         "snapshot_held" => format!("; if that is intended: `svcctl backup accept {handle}`"),
         _ => String::new(),
     };
-    Cell::painted(Some(Colour::Bad), format!("{}: {}{next}", item.code, item.detail))
+    Cell::painted(Some(Color::Bad), format!("{}: {}{next}", item.code, item.detail))
 }
 
 /// Shows the machine whose server is being deleted.
@@ -49,8 +49,8 @@ pub fn discarded(view: &View, discarded: &DiscardedMachine) -> String {
 
 /// Returns the machine's state, or `off` instead of `running` while it is powered off.
 pub fn shown_state(machine: &Machine) -> &str {
-    let is_off = machine.powered_off_at.is_some() && machine.state_word() == "running";
-    if is_off { "off" } else { machine.state_word() }
+    let is_off = machine.powered_off_at.is_some() && machine.display_state() == "running";
+    if is_off { "off" } else { machine.display_state() }
 }
 
 /// The time at which the machine was powered off, and the command that powers it on.
@@ -63,7 +63,7 @@ fn power_cell(view: &View, machine: &Machine) -> Cell {
         format_time(view.now, at),
         machine.handle
     );
-    Cell::painted(Some(Colour::Bad), line)
+    Cell::painted(Some(Color::Bad), line)
 }
 
 /// Describes the changes that exist only on the machine's server, if known.
@@ -87,7 +87,7 @@ fn heartbeat_cell(view: &View, machine: &Machine, format: fn(jiff::Timestamp, &s
     let is_stale =
         seconds_between(at, &view.now.to_string()).is_some_and(|age| age > MAX_HEARTBEAT_AGE_SECONDS);
     let is_overdue = is_stale && shown_state(machine) == "running";
-    Cell::painted(is_overdue.then_some(Colour::Bad), format(view.now, at))
+    Cell::painted(is_overdue.then_some(Color::Bad), format(view.now, at))
 }
 
 /// The advice after a failed update.
@@ -105,7 +105,7 @@ fn update_cell(view: &View, update: &LastUpdate) -> Cell {
         return format!("{version} {outcome}, {at}").into();
     }
     let error = error.as_deref().map(|error| format!(": {error}")).unwrap_or_default();
-    Cell::painted(Some(Colour::Bad), format!("{version} {outcome} at {stage}{error}; {at}"))
+    Cell::painted(Some(Color::Bad), format!("{version} {outcome} at {stage}{error}; {at}"))
 }
 
 pub fn list(view: &View, page: &MachinePage) -> String {
@@ -123,7 +123,7 @@ pub fn list(view: &View, page: &MachinePage) -> String {
             m.epoch.to_string().into(),
             heartbeat_cell(view, m, format_ago),
             backup_cell(view, m.last_backup.as_ref(), format_ago),
-            Cell::painted(Some(Colour::Faint), m.machine_id.clone()),
+            Cell::painted(Some(Color::Faint), m.machine_id.clone()),
         ]
     };
     let rows: Vec<_> = page.machines.iter().map(row).collect();
@@ -171,13 +171,13 @@ pub fn details_with_slot_exit_times(
         m.copies.as_ref().map(|copies| copies::rows(view, copies, m, slot_exit_times)).unwrap_or_default();
     let mut rows = vec![
         ("machine", m.machine_id.clone().into()),
-        ("handle", Cell::painted(Some(Colour::Strong), m.handle.clone())),
+        ("handle", Cell::painted(Some(Color::Strong), m.handle.clone())),
         ("user", m.idp_user_id.clone().into()),
         ("slot", m.slot.clone().into()),
         ("kind", m.kind.clone().into()),
         ("status", Cell::state(shown_state(m))),
         ("power", power_cell(view, m)),
-        ("failure", Cell::painted(Some(Colour::Bad), failure.map(failure::summary_line).unwrap_or_default())),
+        ("failure", Cell::painted(Some(Color::Bad), failure.map(failure::summary_line).unwrap_or_default())),
         ("next", next.into()),
         (
             "boot",
@@ -229,7 +229,7 @@ fn health_cell(health: Option<&Health>) -> Cell {
         |disk| format!("{} of {} disk free", format_bytes(disk.free_bytes), format_bytes(disk.total_bytes)),
     ));
     let is_healthy = [gateway, database].into_iter().chain(code).all(|status| status.is(ComponentStatus::Ok));
-    Cell::painted(Some(if is_healthy { Colour::Good } else { Colour::Bad }), words.join(", "))
+    Cell::painted(Some(if is_healthy { Color::Good } else { Color::Bad }), words.join(", "))
 }
 
 /// The last backup, as reported by the host.
@@ -241,7 +241,7 @@ fn backup_cell(
     let Some(backup) = backup else { return "".into() };
     if backup.status.is(Outcome::Error) {
         let error = backup.error.as_deref().unwrap_or_default();
-        return Cell::painted(Some(Colour::Bad), format!("error: {error}"));
+        return Cell::painted(Some(Color::Bad), format!("error: {error}"));
     }
     let Some(taken) = &backup.taken_at else { return backup.status.clone().into() };
     let size = backup.size_bytes.map(|bytes| format!(", {}", format_bytes(bytes))).unwrap_or_default();
@@ -259,5 +259,5 @@ pub fn data_at_risk(view: &View, m: &MachineDetail) -> String {
             |at| format!("its last backup is from {}", format_time(view.now, at)),
         )
     };
-    format!("It is {} as {}; {}.", m.state_word(), m.handle, known.unwrap_or_else(reported))
+    format!("It is {} as {}; {}.", m.display_state(), m.handle, known.unwrap_or_else(reported))
 }

@@ -38,13 +38,13 @@ use svc_base::vars::NO_COLOR;
 #[derive(Debug, Clone, Copy)]
 pub struct View {
     pub now: Timestamp,
-    pub colours: bool,
+    pub has_colors: bool,
     /// The terminal's width; `None` for unlimited lines.
     pub width: Option<u16>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Colour {
+pub enum Color {
     Good,
     Warning,
     Bad,
@@ -53,22 +53,22 @@ pub enum Colour {
 }
 
 impl View {
-    /// Returns the view for standard output: colours and a width only on a terminal, and no colours with `NO_COLOR`.
+    /// Returns the view for standard output: colors and a width only on a terminal, and no colors with `NO_COLOR`.
     pub fn for_stdout() -> Self {
         let terminal = std::io::stdout().is_terminal();
         let width = terminal.then(|| comfy_table::Table::new().width()).flatten();
-        Self { now: Timestamp::now(), colours: terminal && may_colour(), width }
+        Self { now: Timestamp::now(), has_colors: terminal && is_color_allowed(), width }
     }
 
-    pub fn paint(&self, colour: Option<Colour>, text: &str) -> String {
-        match colour.filter(|_| self.colours && !text.is_empty()) {
-            Some(colour) => format!("\x1b[{}m{text}\x1b[0m", colour.code()),
+    pub fn paint(&self, color: Option<Color>, text: &str) -> String {
+        match color.filter(|_| self.has_colors && !text.is_empty()) {
+            Some(color) => format!("\x1b[{}m{text}\x1b[0m", color.code()),
             None => text.to_owned(),
         }
     }
 }
 
-impl Colour {
+impl Color {
     fn code(self) -> &'static str {
         match self {
             Self::Good => "32",
@@ -79,7 +79,7 @@ impl Colour {
         }
     }
 
-    /// Returns the colour for a state in the API: that of a machine, an operation or a step.
+    /// Returns the color for a state in the API: that of a machine, an operation or a step.
     pub fn for_state(state: &str) -> Option<Self> {
         match state {
             "running" | "succeeded" | "done" | "active" => Some(Self::Good),
@@ -91,8 +91,8 @@ impl Colour {
     }
 }
 
-/// Whether colours are allowed (see no-color.org); a dumb terminal has none.
-fn may_colour() -> bool {
+/// Whether colors are allowed (see no-color.org); a dumb terminal has none.
+fn is_color_allowed() -> bool {
     NO_COLOR.from_process().is_none() && vars::TERM.from_process().is_none_or(|term| term != "dumb")
 }
 

@@ -1,7 +1,7 @@
 //! Text view of an operation and its log.
 
 use super::human::{format_ago, seconds_between};
-use super::{Colour, View};
+use super::{Color, View};
 use svc_base::quantity::pluralize;
 use svc_base::untrusted_text::one_line;
 use svc_wire::operation::{LogLine, Operation, OperationState, Question};
@@ -95,8 +95,8 @@ pub fn line(view: &View, operation: &Operation, entry: &LogLine) -> String {
     let parts = [
         format_offset(operation, &entry.at),
         entry.step.clone(),
-        view.paint(Colour::for_state(outcome), outcome),
-        view.paint(Some(Colour::Faint), &detail),
+        view.paint(Color::for_state(outcome), outcome),
+        view.paint(Some(Color::Faint), &detail),
         format_repeats(operation, entry),
     ];
     parts.iter().filter(|part| !part.is_empty()).cloned().collect::<Vec<_>>().join("  ")
@@ -142,24 +142,24 @@ pub fn kind_noun(kind: &str) -> &str {
 
 pub fn details(view: &View, o: &Operation) -> String {
     let mut head = vec![
-        view.paint(Some(Colour::Strong), &o.kind),
-        view.paint(Colour::for_state(operation_colour(&o.state)), &o.state),
+        view.paint(Some(Color::Strong), &o.kind),
+        view.paint(Color::for_state(operation_color_state(&o.state)), &o.state),
     ];
     if o.is_in_progress() {
         head.push(format!("at {}", o.step));
         head.extend((o.attempts > 0).then(|| format!("attempt {}", o.attempts + 1)));
     }
-    head.extend(o.error_code.as_ref().map(|code| view.paint(Some(Colour::Bad), code)));
+    head.extend(o.error_code.as_ref().map(|code| view.paint(Some(Color::Bad), code)));
     head.push(format_ago(view.now, &o.created_at));
     let took = o.ended_at.as_ref().and_then(|ended| seconds_between(&o.created_at, ended));
     head.extend(took.map(|took| format!("took {took:.1} s")));
-    head.push(view.paint(Some(Colour::Faint), &o.operation_id));
+    head.push(view.paint(Some(Color::Faint), &o.operation_id));
     let mut shown = head.join("  ") + "\n";
     if let Some(why) = waiting_reason(o) {
-        shown.push_str(&format!("{}\n", view.paint(Some(Colour::Warning), &format!("waiting: {why}"))));
+        shown.push_str(&format!("{}\n", view.paint(Some(Color::Warning), &format!("waiting: {why}"))));
     }
     for line in question_lines(o) {
-        shown.push_str(&format!("{}\n", view.paint(Some(Colour::Bad), &line)));
+        shown.push_str(&format!("{}\n", view.paint(Some(Color::Bad), &line)));
     }
     let omitted = o.log_omitted.unwrap_or_default();
     if omitted > 0 {
@@ -172,9 +172,9 @@ pub fn details(view: &View, o: &Operation) -> String {
     shown
 }
 
-/// Returns the state whose colour an operation gets: a running operation is in progress, while a running machine is
-/// healthy.
-fn operation_colour(state: &str) -> &str {
+/// Returns the state that determines an operation's color: a running operation is in progress, while a running machine
+/// is healthy.
+fn operation_color_state(state: &str) -> &str {
     if state == "running" { "retry" } else { state }
 }
 

@@ -4,23 +4,23 @@ use std::path::Path;
 
 use super::human::format_time;
 use super::table::{self, Cell};
-use super::{Colour, View, or_empty};
+use super::{Color, View, or_empty};
 use svc_wire::operator::{IssuedToken, Operator, Scope, WhoAmI};
-use svc_wire::text::Text;
+use svc_wire::text::WireString;
 
 pub fn list(view: &View, operators: &[Operator]) -> String {
     if operators.is_empty() {
         return "no named operators; PLATFORM_SECRET is the only credential\n".to_owned();
     }
     let row = |o: &Operator| {
-        let colour = match o.state.as_str() {
-            "active" => Colour::Good,
-            _ => Colour::Faint,
+        let color = match o.state.as_str() {
+            "active" => Color::Good,
+            _ => Color::Faint,
         };
         vec![
             o.name.clone().into(),
             join_scopes(&o.scopes, ",").into(),
-            Cell::painted(Some(colour), o.state.as_str()),
+            Cell::painted(Some(color), o.state.as_str()),
             format_time(view.now, &o.expires_at).into(),
             o.last_used_at.as_deref().map(|at| format_time(view.now, at)).unwrap_or_default().into(),
             o.created_by.clone().into(),
@@ -72,15 +72,15 @@ pub fn who_am_i(view: &View, me: &WhoAmI) -> String {
 }
 
 /// Joins scope names with a separator.
-pub fn join_scopes(scopes: &[Text<Scope>], separator: &str) -> String {
-    scopes.iter().map(Text::as_str).collect::<Vec<_>>().join(separator)
+pub fn join_scopes(scopes: &[WireString<Scope>], separator: &str) -> String {
+    scopes.iter().map(WireString::as_str).collect::<Vec<_>>().join(separator)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const VIEW: View = View { now: jiff::Timestamp::UNIX_EPOCH, colours: false, width: None };
+    const VIEW: View = View { now: jiff::Timestamp::UNIX_EPOCH, has_colors: false, width: None };
 
     fn issued_token() -> IssuedToken {
         serde_json::from_str(

@@ -2,18 +2,18 @@
 
 use super::human::{format_bytes, format_time};
 use super::table::{self, Cell};
-use super::{Colour, View};
+use super::{Color, View};
 use crate::args::SlotTarget;
 use svc_wire::pointer::{Pointer, PointerInspection, PointerState, RebuiltPointer};
 
 pub fn inspection(view: &View, slot: &SlotTarget, found: &PointerInspection) -> String {
     let is_sound = found.state.is(PointerState::Sound);
-    let colour = if is_sound { Colour::Good } else { Colour::Bad };
+    let color = if is_sound { Color::Good } else { Color::Bad };
     let target =
         |pointer: &Option<Pointer>| pointer.as_ref().map(|pointer| line(view, pointer)).unwrap_or_default();
     let pairs = [
         ("slot", slot.to_string().into()),
-        ("pointer", Cell::painted(Some(colour), found.state.as_str())),
+        ("pointer", Cell::painted(Some(color), found.state.as_str())),
         ("problem", found.problem.clone().unwrap_or_default().into()),
         ("points to", target(&found.current).into()),
         ("after a rebuild", target(&found.rebuilt).into()),

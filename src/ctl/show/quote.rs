@@ -2,7 +2,7 @@
 
 use super::human::{format_ago, format_time};
 use super::table::{self, Cell};
-use super::{Colour, View};
+use super::{Color, View};
 use svc_wire::fleet::{Exercise, Exercises};
 use svc_wire::quote::{LocationCost, ProvisionQuote};
 
@@ -40,11 +40,11 @@ pub fn show(view: &View, quote: &ProvisionQuote) -> String {
         &[
             (
                 "environment",
-                Cell::painted(Some(Colour::Strong), format!("{environment}, {}", quote.platform_url)),
+                Cell::painted(Some(Color::Strong), format!("{environment}, {}", quote.platform_url)),
             ),
             (
                 "provider",
-                Cell::painted(Some(Colour::Strong), format!("{}, project {project}", quote.provider)),
+                Cell::painted(Some(Color::Strong), format!("{}, project {project}", quote.provider)),
             ),
             ("slot", format!("{}/{}", quote.idp_user_id, quote.slot).into()),
             ("subscription", subscription(view, quote).into()),
@@ -63,7 +63,7 @@ pub fn show(view: &View, quote: &ProvisionQuote) -> String {
         &[("quota", quota(quote).into()), ("exercised", exercises(view, &quote.exercises).into())],
     ));
     for warning in warnings(quote) {
-        shown.push_str(&format!("{} {warning}\n", view.paint(Some(Colour::Warning), "warning:")));
+        shown.push_str(&format!("{} {warning}\n", view.paint(Some(Color::Warning), "warning:")));
     }
     shown
 }

@@ -1,14 +1,14 @@
 //! Text view of a findings report.
 
-use super::{Colour, View};
+use super::{Color, View};
 use svc_base::diagnosis::{Level, Report};
 
-fn colour(level: Level) -> Colour {
+fn level_color(level: Level) -> Color {
     match level {
-        Level::Ok => Colour::Good,
-        Level::Warning => Colour::Warning,
-        Level::Problem => Colour::Bad,
-        Level::Skipped => Colour::Faint,
+        Level::Ok => Color::Good,
+        Level::Warning => Color::Warning,
+        Level::Problem => Color::Bad,
+        Level::Skipped => Color::Faint,
     }
 }
 
@@ -22,7 +22,7 @@ pub fn show(view: &View, report: &Report) -> String {
         let what = finding.what.replace('\n', &format!("\n{indent}"));
         text.push_str(&format!(
             "{}  {:<check_width$}  {what}\n",
-            view.paint(Some(colour(finding.level)), &word),
+            view.paint(Some(level_color(finding.level)), &word),
             finding.check
         ));
         if let Some(next) = &finding.next {

@@ -2,31 +2,31 @@
 
 use std::borrow::Cow;
 
-use comfy_table::{Attribute, Cell as TableCell, Color, ContentArrangement, Table, presets};
+use comfy_table::{Attribute, Cell as TableCell, Color as TableColor, ContentArrangement, Table, presets};
 
-use super::{Colour, View};
+use super::{Color, View};
 use svc_base::untrusted_text::one_line;
 
 #[derive(Debug, Clone)]
 pub struct Cell {
     text: String,
-    colour: Option<Colour>,
+    color: Option<Color>,
 }
 
 impl Cell {
     /// A single-line cell: line breaks in the text, which may come from a host or the provider, are replaced.
-    pub fn painted(colour: Option<Colour>, text: impl Into<String>) -> Self {
+    pub fn painted(color: Option<Color>, text: impl Into<String>) -> Self {
         let text = text.into();
         let text = match one_line(&text) {
             Cow::Borrowed(_) => text,
             Cow::Owned(flat) => flat,
         };
-        Self { text, colour }
+        Self { text, color }
     }
 
-    /// A cell that shows a state in the state's colour.
+    /// A cell that shows a state in the state's color.
     pub fn state(state: &str) -> Self {
-        Self::painted(Colour::for_state(state), state)
+        Self::painted(Color::for_state(state), state)
     }
 }
 
@@ -47,7 +47,7 @@ pub fn render(view: &View, heading: &[&str], rows: &[Vec<Cell>]) -> String {
     if let Some(width) = view.width {
         table.set_width(width);
     }
-    if view.colours {
+    if view.has_colors {
         table.enforce_styling();
     } else {
         table.force_no_tty();
@@ -66,13 +66,13 @@ pub fn render(view: &View, heading: &[&str], rows: &[Vec<Cell>]) -> String {
 fn styled_cell(cell: &Cell) -> TableCell {
     let text = if cell.text.is_empty() { "-" } else { &cell.text };
     let shown = TableCell::new(text);
-    match cell.colour {
+    match cell.color {
         None => shown,
-        Some(Colour::Good) => shown.fg(Color::DarkGreen),
-        Some(Colour::Warning) => shown.fg(Color::DarkYellow),
-        Some(Colour::Bad) => shown.fg(Color::DarkRed),
-        Some(Colour::Faint) => shown.add_attribute(Attribute::Dim),
-        Some(Colour::Strong) => shown.add_attribute(Attribute::Bold),
+        Some(Color::Good) => shown.fg(TableColor::DarkGreen),
+        Some(Color::Warning) => shown.fg(TableColor::DarkYellow),
+        Some(Color::Bad) => shown.fg(TableColor::DarkRed),
+        Some(Color::Faint) => shown.add_attribute(Attribute::Dim),
+        Some(Color::Strong) => shown.add_attribute(Attribute::Bold),
     }
 }
 
@@ -82,8 +82,8 @@ pub fn render_pairs(view: &View, pairs: &[(&str, Cell)]) -> String {
     let present = pairs.iter().filter(|(_, value)| !value.text.is_empty());
     present
         .map(|(name, value)| {
-            let name = view.paint(Some(Colour::Faint), &format!("{name:<width$}"));
-            format!("{name}{}\n", view.paint(value.colour, &value.text))
+            let name = view.paint(Some(Color::Faint), &format!("{name:<width$}"));
+            format!("{name}{}\n", view.paint(value.color, &value.text))
         })
         .collect()
 }

@@ -9,7 +9,7 @@ pub(super) const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
 pub(super) const OTHER: &str = "019a0000-0000-7000-8000-000000000002";
 
 pub(super) fn plain_view() -> View {
-    View { now: "2026-11-21T12:00:00Z".parse().unwrap(), colours: false, width: None }
+    View { now: "2026-11-21T12:00:00Z".parse().unwrap(), has_colors: false, width: None }
 }
 
 pub(super) fn from_json<T: serde::de::DeserializeOwned>(value: Value) -> T {

@@ -1,4 +1,4 @@
-//! Tests for the text views of all responses, and for colours and width on a terminal.
+//! Tests for the text views of all responses, and for colors and width on a terminal.
 
 use serde_json::{Value, json};
 
@@ -431,20 +431,20 @@ fn list_shows_slots() {
 }
 
 #[test]
-fn only_a_terminal_gets_colours_and_width() {
+fn only_terminal_gets_colors_and_width() {
     let page = from_json(json!({"machines": [running_machine(), failed_machine()], "nextCursor": null}));
     let narrow = View { width: Some(80), ..plain_view() };
     let shown = machine::list(&narrow, &page);
     assert!(shown.lines().all(|line| line.chars().count() <= 80), "{shown}");
-    let coloured = machine::list(&View { colours: true, ..plain_view() }, &page);
-    assert!(coloured.contains("\x1b["), "{coloured}");
+    let colored = machine::list(&View { has_colors: true, ..plain_view() }, &page);
+    assert!(colored.contains("\x1b["), "{colored}");
     for shown in
         [machine::list(&plain_view(), &page), machine::details(&plain_view(), &from_json(failed_machine()))]
     {
         assert!(!shown.contains('\x1b'), "{shown}");
     }
     assert!(
-        machine::details(&View { colours: true, ..plain_view() }, &from_json(failed_machine()))
+        machine::details(&View { has_colors: true, ..plain_view() }, &from_json(failed_machine()))
             .contains("\x1b[31m")
     );
 }

@@ -44,7 +44,7 @@ mod tests {
 
     use super::*;
 
-    const VIEW: View = View { now: Timestamp::UNIX_EPOCH, colours: false, width: None };
+    const VIEW: View = View { now: Timestamp::UNIX_EPOCH, has_colors: false, width: None };
 
     #[test]
     fn usage_shows_each_entry_and_the_total() {

@@ -55,7 +55,7 @@ impl Batch {
     /// Adds an entry.
     ///
     /// # Errors
-    /// [`FilesError::Corrupt`] if a chunk is in no index.
+    /// [`FilesError::Corrupt`] if a chunk is not in the index.
     pub(super) fn add(
         &mut self,
         path: PathBuf,

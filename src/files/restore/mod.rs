@@ -166,7 +166,7 @@ async fn restore_from(
     restore = restore.add(batch).await?;
     let (attributes, target) = (restore.attributes, options.target.clone());
     let restored = run_blocking(move || attributes.finish(&target)).await?;
-    failpoint::pass("files.restore.completed")?;
+    failpoint::trigger("files.restore.completed")?;
     Ok(restored)
 }
 
@@ -186,11 +186,11 @@ impl Restore<'_> {
     async fn add(mut self, batch: Batch) -> Result<Self, FilesError> {
         let target = self.target.to_owned();
         let batch = run_blocking(move || batch.create_entries(&target).map(|()| batch)).await?;
-        failpoint::pass("files.restore.planned")?;
+        failpoint::trigger("files.restore.planned")?;
         let written =
             content::write_contents(self.repository, self.locations, batch, self.target, self.progress).await;
         let batch = written.map_err(|error| error.or_no_space(self.needed_bytes))?;
-        failpoint::pass("files.restore.written")?;
+        failpoint::trigger("files.restore.written")?;
         let (mut attributes, target) = (self.attributes, self.target.to_owned());
         self.attributes = run_blocking(move || attributes.apply(batch, &target).map(|()| attributes)).await?;
         Ok(self)

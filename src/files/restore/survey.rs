@@ -26,7 +26,7 @@ impl Survey {
     /// Reads all trees, and finds the location of each chunk.
     ///
     /// # Errors
-    /// Those of [`Walk::next`]; [`FilesError::Corrupt`] if a chunk is in no index.
+    /// Those of [`Walk::next`]; [`FilesError::Corrupt`] if a chunk is not in the index.
     pub(super) async fn create(mut walk: Walk<'_>, locations: &BlobLocations) -> Result<Self, FilesError> {
         let mut survey = Self::default();
         let mut first_names = FirstNames::default();

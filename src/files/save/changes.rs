@@ -1,4 +1,4 @@
-//! Which directories have changed since the parent snapshot, so that a save need not walk the whole home.
+//! The directories that have changed since the parent snapshot, so that a save does not have to walk the whole home.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -6,15 +6,15 @@ use std::path::{Component, Path};
 
 /// Changed paths below the home.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Changes {
+pub struct ChangeSet {
     /// Whether an entry was added to, removed from or changed in this directory.
     has_changed: bool,
     /// Whether anything below the directory may have changed.
     is_subtree_marked: bool,
-    below: HashMap<OsString, Changes>,
+    below: HashMap<OsString, ChangeSet>,
 }
 
-impl Changes {
+impl ChangeSet {
     pub fn is_empty(&self) -> bool {
         !self.has_changed && !self.is_subtree_marked && self.below.is_empty()
     }
@@ -24,7 +24,7 @@ impl Changes {
         self.entry_mut(path).has_changed = true;
     }
 
-    /// Marks a directory with all that is below it.
+    /// Marks a directory and everything below it.
     pub fn mark_subtree(&mut self, path: &Path) {
         self.entry_mut(path).is_subtree_marked = true;
     }
@@ -51,7 +51,7 @@ pub(super) enum Scope<'a> {
     /// Every entry, at any depth.
     All,
     /// The entries that these changes mark.
-    Changed(&'a Changes),
+    Changed(&'a ChangeSet),
 }
 
 impl<'a> Scope<'a> {
@@ -72,7 +72,7 @@ impl<'a> Scope<'a> {
         }
     }
 
-    /// The marked entries, if the directory itself is not listed.
+    /// The names of the marked entries, for a directory that is not listed.
     pub(super) fn marked_names(self) -> impl Iterator<Item = &'a OsString> {
         let below = match self {
             Self::All => None,
@@ -88,7 +88,7 @@ mod tests {
 
     #[test]
     fn scope_covers_marked_paths_only() {
-        let mut changes = Changes::default();
+        let mut changes = ChangeSet::default();
         assert!(changes.is_empty());
         changes.mark_directory(Path::new("a/b"));
         changes.mark_subtree(Path::new("c"));
@@ -102,7 +102,7 @@ mod tests {
         let c = scope.below(OsStr::new("c")).unwrap();
         assert!(c.lists_directory() && matches!(c.below(OsStr::new("any")), Some(Scope::All)));
 
-        let mut more = Changes::default();
+        let mut more = ChangeSet::default();
         more.mark_directory(Path::new(""));
         changes.merge(more);
         assert!(Scope::Changed(&changes).lists_directory());

@@ -1,17 +1,18 @@
-//! SQLite databases that programs write meanwhile: what is saved of them must open again.
+//! SQLite databases that programs write during a save: the saved files must form a database that can be opened.
 //!
-//! In WAL mode, commits append to `X-wal`, and only a checkpoint changes `X`. While the lock of a reader that reads no
-//! frames is held (`WAL_READ_LOCK(0)` in `X-shm`), no checkpoint can do so: `X`, and then a prefix of `X-wal`, are the
-//! state after some commit. Readers and writers do not wait for this lock, except behind a checkpoint that waits for it.
-//! The last connection checkpoints without that lock when it closes, but only if it gets `X` exclusively.
+//! In WAL mode, commits append to `X-wal`, and only a checkpoint changes `X`. `WAL_READ_LOCK(0)` in `X-shm` is the lock
+//! of a reader that reads no frames of the log. While it is held, no checkpoint can change `X`, so `X` and a prefix of
+//! `X-wal` that is read after it contain the state after some commit. Readers and writers do not wait for this lock,
+//! except behind a checkpoint that waits for it. When the last connection closes, it runs a checkpoint without this
+//! lock, but only if it can lock `X` exclusively.
 //!
-//! In the other modes, a commit changes `X` after `X-journal` has the old pages. A database that changed while it was read
-//! is read once more under the lock of a reader, for which writers wait.
+//! In the other modes, a commit changes `X` after it has written the old pages to `X-journal`. A database that changed
+//! while it was read is read once more under a reader's lock, which makes writers wait.
 //!
-//! Locks are released after [`MAX_LOCK_TIME`]. Without one, a copy counts only if the database did not change while it was
-//! read.
+//! Locks are released after [`MAX_LOCK_TIME`]. A copy that was made without a lock counts as consistent only if the
+//! database did not change while it was read.
 //!
-//! Source: <https://www.sqlite.org/walformat.html>, <https://www.sqlite.org/lockingv3.html>.
+//! Sources: <https://www.sqlite.org/walformat.html>, <https://www.sqlite.org/lockingv3.html>.
 
 use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
@@ -33,17 +34,17 @@ use super::entry_stat::{open_in, stat_in, stat_open};
 const MAGIC: &[u8] = b"SQLite format 3\0";
 const WAL_SUFFIX: &[u8] = b"-wal";
 const JOURNAL_SUFFIX: &[u8] = b"-journal";
-/// `WAL_READ_LOCK(0)`: its byte in the shared memory file.
+/// The byte of `WAL_READ_LOCK(0)` in the shared-memory file.
 const WAL_READ_LOCK: Range = (123, 1);
-/// A writer takes this byte before it waits for readers to end.
+/// The byte that a writer locks before it waits for readers to finish.
 const PENDING_LOCK: Range = (0x4000_0000, 1);
-/// The bytes that each reader locks, and a writer while it changes the database.
+/// The bytes that each reader locks, and that a writer locks while it changes the database.
 const SHARED_LOCK: Range = (0x4000_0002, 510);
-/// Writers of larger databases would wait too long.
+/// Larger databases are not locked for reading, because their writers would wait too long.
 const MAX_LOCKED_BYTES: u64 = 256 << 20;
-/// Shorter than usual busy timeouts, which are 5 s.
+/// Shorter than the usual busy timeout of 5 s.
 const MAX_LOCK_TIME: Duration = Duration::from_secs(3);
-/// The smallest page.
+/// SQLite's minimum page size.
 const MIN_DATABASE_BYTES: u64 = 512;
 const LOCK_ATTEMPTS: u32 = 50;
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
@@ -56,14 +57,15 @@ pub(super) struct DatabaseFiles {
     has_wal: bool,
 }
 
-/// Locks that are released when this is dropped, and after [`MAX_LOCK_TIME`]: the save may be waiting for the store.
+/// Locks that are released on drop, and in any case after [`MAX_LOCK_TIME`], because the save may be waiting for the
+/// store.
 pub(super) struct ReadLock {
-    held: Arc<HeldLocks>,
-    /// Dropping it ends the thread that releases the locks in time.
+    held: Arc<LockSet>,
+    /// Dropping it ends the thread that releases the locks after [`MAX_LOCK_TIME`].
     _end: mpsc::Sender<()>,
 }
 
-struct HeldLocks {
+struct LockSet {
     locks: Vec<(OwnedFd, Range)>,
     is_released: AtomicBool,
 }
@@ -71,7 +73,7 @@ struct HeldLocks {
 /// The first byte of a lock, and the number of bytes.
 type Range = (i64, i64);
 
-impl HeldLocks {
+impl LockSet {
     fn release(&self) {
         if !self.is_released.swap(true, Ordering::AcqRel) {
             for (file, range) in &self.locks {
@@ -83,7 +85,7 @@ impl HeldLocks {
 
 impl ReadLock {
     fn new(locks: Vec<(OwnedFd, Range)>) -> Self {
-        let held = Arc::new(HeldLocks { locks, is_released: AtomicBool::new(false) });
+        let held = Arc::new(LockSet { locks, is_released: AtomicBool::new(false) });
         let (end, ended) = mpsc::channel();
         let timed = Arc::clone(&held);
         let release = move || {
@@ -91,14 +93,14 @@ impl ReadLock {
                 timed.release();
             }
         };
-        // Without the thread, nothing is held.
+        // Without the thread, the locks could be held too long.
         if std::thread::Builder::new().name("files-lock".to_owned()).spawn(release).is_err() {
             held.release();
         }
         Self { held, _end: end }
     }
 
-    /// Whether the locks have been held until now.
+    /// Whether the locks are still held.
     pub(super) fn is_held(&self) -> bool {
         !self.held.is_released.load(Ordering::Acquire)
     }
@@ -111,8 +113,8 @@ impl Drop for ReadLock {
 }
 
 impl DatabaseFiles {
-    /// Takes the names of databases that are being written, and of the files beside them, out of a directory's names.
-    pub(super) fn take_from(names: &mut Vec<OsString>) -> Vec<Self> {
+    /// Removes the files of databases that are being written from a directory's names, and returns them by database.
+    pub(super) fn extract_from(names: &mut Vec<OsString>) -> Vec<Self> {
         let all: HashSet<&OsStr> = names.iter().map(OsString::as_os_str).collect();
         let mut found = Vec::new();
         for name in names.iter() {
@@ -124,7 +126,7 @@ impl DatabaseFiles {
                 found.push(Self { names: present, has_wal: suffix == WAL_SUFFIX });
             }
         }
-        // A database has one of the two; if it has both, the files belong to the first.
+        // A database has a log or a journal. If it has both, the one that was found first is used.
         let mut taken: HashSet<OsString> = HashSet::new();
         found.retain(|files| {
             files.names.iter().all(|name| !taken.contains(name)) && {
@@ -136,27 +138,29 @@ impl DatabaseFiles {
         found
     }
 
-    /// Keeps checkpoints from changing the database; `None` if no program has it open in WAL mode, or one has it open
-    /// exclusively.
+    /// Prevents checkpoints from changing the database; `None` if no program has it open in WAL mode, or if one has it
+    /// open exclusively.
     pub(super) fn lock(&self, directory: &OwnedFd) -> Option<ReadLock> {
         let base = self.names.first().filter(|_| self.has_wal)?;
         let open = |name: &OsStr| open_in(directory, name, OFlags::NONBLOCK | OFlags::NOCTTY).ok();
         let (database, shared_name) = (open(base)?, with_suffix(base, b"-shm"));
         let shared = open(&shared_name)?;
-        // Every connection holds this lock, too. The last one to close the database then leaves its log in place.
+        // Every connection holds this lock as well. Because it is held here, the last connection to close the database
+        // leaves the log in place.
         if !lock(&database, SHARED_LOCK) {
             return None;
         }
         let is_locked = lock(&shared, WAL_READ_LOCK);
         let held = ReadLock::new(vec![(database, SHARED_LOCK), (shared.try_clone().ok()?, WAL_READ_LOCK)]);
-        // The last connection may have closed the database before, and another one may have created a new file.
+        // The last connection may have closed the database before it was locked, and a later one may have created a new
+        // file.
         let inode = stat_open(&shared).ok()?.stx_ino;
         let is_current = stat_in(directory, &shared_name).is_ok_and(|stat| stat.stx_ino == inode);
         (is_locked && is_current).then_some(held)
     }
 
-    /// Locks the database as a reader does, so that no writer changes it; `None` if it is large, or a writer does not let
-    /// go of it.
+    /// Locks the database as a reader does, so that no writer changes it; `None` if it is too large, or if a writer
+    /// does not release its lock in time.
     pub(super) fn lock_as_reader(&self, directory: &OwnedFd) -> Option<ReadLock> {
         let opened = open_in(directory, self.database()?, OFlags::NONBLOCK | OFlags::NOCTTY).ok()?;
         let file = File::from(opened);
@@ -164,7 +168,7 @@ impl DatabaseFiles {
         lock_as_reader(&file, size)
     }
 
-    /// The database, whose state at the end must be that at the beginning, unless it was locked.
+    /// The name of the database itself, which must not change while it is saved.
     pub(super) fn database(&self) -> Option<&OsStr> {
         self.names.first().map(OsString::as_os_str)
     }
@@ -176,13 +180,13 @@ fn with_suffix(base: &OsStr, suffix: &[u8]) -> OsString {
     name
 }
 
-/// Locks a small database as a reader does, so that no writer changes it; `None` for other files, or if a writer
-/// keeps its lock.
+/// Locks a small database as a reader does, so that no writer changes it; `None` for other files, or if a writer does
+/// not release its lock in time.
 pub(super) fn lock_as_reader(file: &File, size: u64) -> Option<ReadLock> {
     if size > MAX_LOCKED_BYTES || !is_database(file, size) {
         return None;
     }
-    // Closing a duplicate keeps the locks of an open file description.
+    // Locks of an open file description are released only when all of its descriptors are closed.
     let file = file.as_fd().try_clone_to_owned().ok()?;
     let pending = lock(&file, PENDING_LOCK);
     let shared = pending && lock(&file, SHARED_LOCK);
@@ -192,13 +196,13 @@ pub(super) fn lock_as_reader(file: &File, size: u64) -> Option<ReadLock> {
     shared.then(|| ReadLock::new(vec![(file, SHARED_LOCK)]))
 }
 
-/// Whether a file begins as a database does.
+/// Whether a file begins like a database.
 pub(super) fn is_database(file: &File, size: u64) -> bool {
     let mut start = [0; MAGIC.len()];
     size >= MIN_DATABASE_BYTES && file.read_exact_at(&mut start, 0).is_ok() && start == MAGIC
 }
 
-/// Takes a read lock, which a writer may hold for a moment.
+/// Takes a read lock. Retries, because a writer may briefly hold a conflicting lock.
 fn lock(file: &OwnedFd, range: Range) -> bool {
     (0..LOCK_ATTEMPTS).any(|attempt| {
         if attempt > 0 {
@@ -208,8 +212,8 @@ fn lock(file: &OwnedFd, range: Range) -> bool {
     })
 }
 
-/// The locks of an open file description conflict with those that SQLite takes, and are not lost when another descriptor of
-/// the file is closed. Read locks do not conflict with each other.
+/// Sets or releases a lock of an open file description. Such locks conflict with those that SQLite takes, and are not
+/// lost when another descriptor of the file is closed. Read locks do not conflict with each other.
 fn set_lock(file: &OwnedFd, (start, length): Range, kind: i32) -> bool {
     let lock = libc::flock {
         l_type: i16::try_from(kind).unwrap_or_default(),
@@ -229,7 +233,7 @@ mod tests {
     fn files_of_a_database_are_taken_together() {
         let mut names: Vec<OsString> =
             ["a", "a-journal", "b", "b-shm", "b-wal", "b-wal-notes", "c-wal", "d"].map(OsString::from).into();
-        let found = DatabaseFiles::take_from(&mut names);
+        let found = DatabaseFiles::extract_from(&mut names);
         let names_of = |files: &DatabaseFiles| -> Vec<String> {
             files.names.iter().map(|name| name.to_string_lossy().into_owned()).collect()
         };

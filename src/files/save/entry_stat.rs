@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use crate::tree::Node;
 
-/// File systems record changes at this granularity or a finer one. Two changes within it can leave the same times.
+/// File systems record changes at this granularity or a finer one. Two changes within it can result in the same times.
 const TIME_GRANULARITY: Duration = Duration::from_millis(20);
 /// The kernel writes a changed page back within 35 s (`vm.dirty_expire_centisecs` and `vm.dirty_writeback_centisecs`).
 const WRITE_BACK_TIME: Duration = Duration::from_secs(120);
@@ -20,7 +20,7 @@ const WRITE_BACK_TIME: Duration = Duration::from_secs(120);
 const CACHE_TAG_START: &[u8] = b"Signature: 8a477f597d28d172789f06886806bc55";
 pub(super) const CACHE_TAG: &str = "CACHEDIR.TAG";
 
-/// Fields of a stat, of which at least one differs after any change.
+/// Fields of a file's `stat`. Any change to the file changes at least one of them.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct StatFingerprint {
     mtime: Timestamp,
@@ -73,13 +73,13 @@ pub(super) fn stat_settled(file: &File) -> Result<(Statx, bool), Errno> {
     Ok((stat, is_settled(&stat)))
 }
 
-/// Whether the file may have pages in memory that are not written to the disk yet.
+/// Whether the file may have pages in memory that have not been written to disk yet.
 pub(super) fn has_changed_recently(stat: &Statx) -> bool {
     let changed = SystemTime::from(to_timestamp(stat.stx_ctime));
     SystemTime::now().duration_since(changed).map_or(true, |age| age < WRITE_BACK_TIME)
 }
 
-/// Whether the directory's CACHEDIR.TAG has the signature.
+/// Whether the directory's CACHEDIR.TAG has a valid signature.
 pub(super) fn is_cache_tag(directory: &OwnedFd) -> bool {
     let mut start = [0; CACHE_TAG_START.len()];
     open_in(directory, OsStr::new(CACHE_TAG), OFlags::NONBLOCK | OFlags::NOCTTY)

@@ -13,36 +13,36 @@ use super::entry_stat::{open_in, stat_in, stat_open};
 
 /// Maximum number of entries that are counted, which bounds the duration.
 const MAX_ENTRIES: u64 = 1_000_000;
-/// Directories that are nested deeper are not counted: each level takes a descriptor and stack.
+/// Directories that are nested deeper are not counted: each level takes a file descriptor and stack space.
 const MAX_DEPTH: usize = 1000;
 /// Maximum length of [`ExcludedSizes::largest`].
 const MAX_LISTED_ENTRIES: usize = 20;
 
-/// The sizes of what a save excluded.
+/// The sizes of the entries that a save excluded.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ExcludedSizes {
-    /// The number of entries, with everything in excluded directories.
+    /// The number of entries, including everything in excluded directories.
     pub entries: u64,
     /// The sum of the files' sizes.
     pub bytes: u64,
     /// Whether some entries were not counted: there are too many, they are nested too deep, or they cannot be read.
     pub is_partial: bool,
-    /// The largest of the excluded files and directories, the largest first.
+    /// The largest excluded files and directories, largest first.
     pub largest: Vec<ExcludedEntry>,
 }
 
 /// An excluded file or directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExcludedEntry {
-    /// Below the directory that is saved.
+    /// The path, relative to the saved directory.
     pub path: PathBuf,
-    /// The number of entries, with everything in the directory.
+    /// The number of entries, including everything in the directory.
     pub entries: u64,
     pub bytes: u64,
 }
 
 impl ExcludedSizes {
-    /// Adds an entry, with everything below it. Entries on other file systems than the save's are not counted.
+    /// Adds an entry and everything below it. Entries on other file systems are not counted.
     pub(super) fn add(
         &mut self,
         directory: &OwnedFd,
@@ -111,7 +111,7 @@ impl SizeCounter {
             let name = entry.file_name().to_bytes();
             if !matches!(name, b"." | b"..") {
                 let added = self.add(&opened, OsStr::from_bytes(name), depth + 1, is_stopped);
-                // An entry that has vanished meanwhile does not make the sum incomplete.
+                // An entry that has vanished does not make the sum incomplete.
                 is_complete &= added.unwrap_or_else(|error| error == Errno::NOENT);
             }
         }

@@ -10,7 +10,7 @@ use ignore::gitignore::{Gitignore, GitignoreBuilder};
 /// The entries that a save excludes.
 #[derive(Debug, Clone, Default)]
 pub struct Exclusions {
-    /// Paths below the directory that is saved.
+    /// Paths relative to the saved directory.
     pub paths: Vec<PathBuf>,
     rules: Option<Arc<Rules>>,
 }
@@ -18,12 +18,12 @@ pub struct Exclusions {
 /// Rules in the syntax of `.gitignore`.
 #[derive(Debug)]
 struct Rules {
-    /// For everything.
+    /// Applies outside `owner_root`.
     defaults: Gitignore,
-    /// The defaults, then the owner's rules; for everything below `owner_root`.
+    /// The defaults, then the owner's rules. Applies below `owner_root`.
     owner: Gitignore,
     owner_root: PathBuf,
-    /// Paths that no rule excludes.
+    /// Paths that are never excluded by a rule.
     kept: Vec<PathBuf>,
 }
 
@@ -31,7 +31,7 @@ impl Exclusions {
     /// Adds rules in the syntax of `.gitignore`. `defaults` apply everywhere, and the owner's below `owner_root`, where
     /// they take precedence: `!name/` includes what the defaults exclude. The paths in `kept` are never excluded.
     ///
-    /// Returns the owner's lines that are no valid rules; they are left out.
+    /// Returns the owner's lines that are not valid rules; they are ignored.
     pub fn set_rules(
         &mut self,
         defaults: &[&str],
@@ -50,7 +50,7 @@ impl Exclusions {
                 invalid.push(line.to_owned());
             }
         }
-        // Rules can be too large together.
+        // All rules together may be too large.
         let owner = builder.build().unwrap_or_else(|error| {
             invalid.push(error.to_string());
             defaults.clone()

@@ -19,11 +19,11 @@ use crate::pack::BlobType;
 use crate::tree::{Node, NodeType};
 use crate::xattrs::read_xattrs;
 
-/// Larger files are not saved: their lists of chunks would not fit in memory. Only sparse files are so large.
+/// Larger files are not saved: their lists of chunks would not fit in memory. Only sparse files are this large.
 const MAX_FILE_BYTES: u64 = 1 << 40;
 /// Smaller holes are read as zeros.
 const MIN_HOLE_BYTES: u64 = 1 << 20;
-/// The size in which `stx_blocks` counts.
+/// The unit of `stx_blocks`.
 const BLOCK_BYTES: u64 = 512;
 
 /// The content of a file with several names.
@@ -65,8 +65,8 @@ impl Walker<'_> {
         check_same(found, &stat_open(&file)?)?;
         let mut reads = 0;
         loop {
-            // A write through a memory map changes the file's times only if its page is clean. Old pages are: the kernel
-            // writes them back within half a minute.
+            // A write through a memory map changes the file's times only if the page is clean. A page that has not
+            // changed for half a minute is clean: the kernel has written it back.
             if has_changed_recently(&stat_open(&file)?) {
                 rustix::fs::fdatasync(&file)?;
             }
@@ -95,7 +95,7 @@ impl Walker<'_> {
                 continue;
             }
             if !is_stable {
-                // No file has the number 0, so that the next save reads the file again.
+                // No file has the inode 0, so the next save reads the file again.
                 (node.inode, node.links) = (0, 1);
                 self.counts.unstable += 1;
                 self.retry.mark_subtree(&self.path);
@@ -122,7 +122,7 @@ impl Walker<'_> {
         Some(content)
     }
 
-    /// Saves the file's chunks, up to the size in `stat`: a file that grows meanwhile is not stable.
+    /// Saves the file's chunks, up to the size in `stat`: a file that grows in the meantime is unstable.
     fn read_content(&mut self, file: &mut File, stat: &Statx) -> Result<(Vec<Id>, u64), EntryError> {
         let (mut content, mut size) = (Vec::new(), 0);
         let is_sparse = stat.stx_blocks.saturating_mul(BLOCK_BYTES) < stat.stx_size;
@@ -163,7 +163,7 @@ impl Walker<'_> {
             content.extend((1..whole).map(|_| id));
         }
         if rest > 0 {
-            // The remainder of a division by 8 MiB fits in memory.
+            // The remainder of a division by 8 MiB fits in `usize`.
             self.add_chunk(vec![0; usize::try_from(rest).unwrap_or(0)], content)?;
         }
         Ok(())
@@ -175,7 +175,7 @@ fn find_data(file: &File, from: u64, size: u64) -> io::Result<(u64, u64)> {
     use rustix::fs::SeekFrom::{Data, Hole};
     let seek = |to, otherwise| match rustix::fs::seek(file, to) {
         Ok(at) => Ok(at.min(size)),
-        // There is no data up to the end.
+        // There is no data between here and the end.
         Err(Errno::NXIO) => Ok(otherwise),
         Err(error) => Err(io::Error::from(error)),
     };

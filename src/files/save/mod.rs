@@ -2,7 +2,7 @@
 //! chunks that the repository does not have, and this task uploads their packs.
 //!
 //! A snapshot is written last, after the packs that it needs and the index of their blobs. A save that fails leaves
-//! packs behind that the next one uses if they are in an index.
+//! packs behind. The next save uses those that are in the index.
 
 mod changes;
 mod database;
@@ -36,7 +36,7 @@ use crate::repository::{Kind, Repository};
 use crate::snapshot::{Snapshot, SnapshotOrigin};
 use crate::tree_reader::TreeReader;
 
-pub use changes::Changes;
+pub use changes::ChangeSet;
 use changes::Scope;
 pub use excluded::{ExcludedEntry, ExcludedSizes};
 pub use exclusions::Exclusions;
@@ -48,15 +48,15 @@ pub const FAILPOINTS: &[&str] =
 
 /// Default number of threads that compress and encrypt.
 const DEFAULT_WORKERS: usize = 1;
-/// The stack of the walking thread, for deep directories. It takes memory only where it is used.
+/// The stack size of the walking thread, for deep directories. Unused parts of the stack take no memory.
 const WALK_STACK_BYTES: usize = 64 << 20;
 
-/// The directory to save, and how its snapshots are labelled.
+/// The directory to save, and how its snapshots are labeled.
 #[derive(Debug, Clone)]
 pub struct SaveOptions {
     /// The directory to save.
     pub home: PathBuf,
-    /// The directory's path as the snapshot shows it.
+    /// The directory's path as shown in the snapshot.
     pub shown_path: String,
     /// The snapshots' host name: the owner's handle.
     pub hostname: String,
@@ -93,7 +93,7 @@ impl SaveOptions {
     }
 }
 
-/// The counts of a save. A save of [`Changes`] counts only what it visited.
+/// The counts of a save. A save of [`ChangeSet`] counts only what it visited.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SaveCounts {
     pub files: u64,
@@ -119,23 +119,23 @@ pub struct SaveCounts {
 
 /// A finished save.
 #[derive(Debug, Clone)]
-pub struct Saved {
+pub struct SaveResult {
     pub id: Id,
     pub snapshot: Snapshot,
     pub counts: SaveCounts,
-    /// Files that could not be read, or that changed meanwhile: the next save of changes must visit them.
-    pub retry: Changes,
-    /// Uploaded bytes of packs.
+    /// Files that could not be read, or that changed during the save. The next save of changes must visit them.
+    pub retry: ChangeSet,
+    /// The number of bytes uploaded in packs.
     pub uploaded_bytes: u64,
     /// Whether nothing had changed, so that no snapshot was written and `id` is the parent.
     pub is_unchanged: bool,
 }
 
-/// Saves one directory again and again.
+/// Saves one directory repeatedly.
 pub struct Saver {
     repository: Repository,
     options: SaveOptions,
-    /// `None` before the first save, and after a save that failed: its packs may not be in the repository.
+    /// `None` before the first save, and after a failed save, whose packs may not be in the repository.
     known: Option<LoadedIndex>,
     /// Blobs that the repository has only in damaged packs: they count as missing.
     damaged: HashSet<Id>,
@@ -160,8 +160,8 @@ impl Saver {
         &mut self.options
     }
 
-    /// Sets the blobs that the repository has only in damaged packs. [`Self::save`] writes those again that the directory
-    /// still has.
+    /// Sets the blobs that the repository has only in damaged packs. [`Self::save`] writes them again if the directory
+    /// still has their content.
     pub fn set_damaged(&mut self, damaged: HashSet<Id>) {
         if self.damaged != damaged {
             self.damaged = damaged;
@@ -169,33 +169,34 @@ impl Saver {
         }
     }
 
-    /// Saves the whole directory. `parent` is the earlier snapshot, whose unchanged files are not read again.
+    /// Saves the whole directory. `parent` is the previous snapshot; files that have not changed since then are not
+    /// read again.
     ///
     /// # Errors
     /// [`FilesError`]. The repository stays consistent; the next save reuses the packs that are already indexed.
-    pub async fn save(&mut self, parent: Option<(Id, Snapshot)>) -> Result<Saved, FilesError> {
+    pub async fn save(&mut self, parent: Option<(Id, Snapshot)>) -> Result<SaveResult, FilesError> {
         self.save_scope(parent, None).await
     }
 
     /// Saves what has changed since the snapshot `parent`. Nothing else is visited.
     ///
     /// # Errors
-    /// Those of [`Self::save`].
+    /// See [`Self::save`].
     pub async fn save_changes(
         &mut self,
         parent: (Id, Snapshot),
-        changes: Changes,
-    ) -> Result<Saved, FilesError> {
+        changes: ChangeSet,
+    ) -> Result<SaveResult, FilesError> {
         self.save_scope(Some(parent), Some(changes)).await
     }
 
     async fn save_scope(
         &mut self,
         parent: Option<(Id, Snapshot)>,
-        changes: Option<Changes>,
-    ) -> Result<Saved, FilesError> {
+        changes: Option<ChangeSet>,
+    ) -> Result<SaveResult, FilesError> {
         let (LoadedIndex { blobs: mut known, mut files }, is_new) = self.take_index().await?;
-        // Without its tree, the parent says nothing: the whole home is read.
+        // A parent without its tree is of no use, so the whole home is read.
         let is_readable = |tree| {
             known.contains(BlobType::Tree, tree) || matches!(self.repository.cached_tree(tree), Ok(Some(_)))
         };
@@ -203,12 +204,12 @@ impl Saver {
         if let Some((_, snapshot)) = parent.as_ref().filter(|_| is_new) {
             match self.load_missing_trees(snapshot.tree).await {
                 Ok(()) => {}
-                // The files are all here: they are read again, and their trees are written again.
+                // The files still exist in the home: read them again, and write their trees again.
                 Err(
                     error @ (FilesError::Corrupt { .. } | FilesError::Store(StoreError::NotFound { .. })),
                 ) => {
                     tracing::error!(%error, "a tree of the latest snapshot is damaged; saving everything again");
-                    known.forget_trees();
+                    known.remove_trees();
                     parent = None;
                 }
                 Err(error) => return Err(error),
@@ -233,28 +234,28 @@ impl Saver {
             .name("files-walk".to_owned())
             .stack_size(WALK_STACK_BYTES)
             .spawn(move || {
-                // The receiver is gone if the save was cancelled.
+                // There is no receiver if the save was cancelled.
                 let scope = changes.as_ref().map_or(Scope::All, Scope::Changed);
                 let _ = result.send(walk.run(parent_tree, scope));
             })
             .map_err(FilesError::Thread)?;
         let uploaded = upload::upload(repository, finished_packs, self.options.max_bytes_per_second).await;
         is_stopped.0.store(uploaded.is_err(), Ordering::Relaxed);
-        // The error of the upload is the cause if both failed.
+        // If both failed, the upload's error is the cause.
         let walked = walked.await.map_err(|_| FilesError::Stopped);
-        let upload::Uploaded { bytes: uploaded_bytes, index_files } = uploaded?;
+        let upload::UploadResult { bytes: uploaded_bytes, index_files } = uploaded?;
         files.extend(index_files);
-        let walk::Walked { tree, counts, retry, trees, known } = walked??;
+        let walk::WalkResult { tree, counts, retry, trees, known } = walked??;
         if let Some(trees) = trees {
             repository.retain_cached_trees(&trees);
         }
-        failpoint::pass("files.save.walked")?;
+        failpoint::trigger("files.save.walked")?;
         if let Some((id, snapshot)) = &parent
             && snapshot.tree == tree
         {
             self.known = Some(LoadedIndex { blobs: known, files });
             let (id, snapshot) = (*id, snapshot.clone());
-            return Ok(Saved { id, snapshot, counts, retry, uploaded_bytes, is_unchanged: true });
+            return Ok(SaveResult { id, snapshot, counts, retry, uploaded_bytes, is_unchanged: true });
         }
         let snapshot = Snapshot {
             time,
@@ -265,14 +266,14 @@ impl Saver {
             username: self.options.username.clone(),
             tags: self.options.origin.to_tags(),
         };
-        failpoint::pass("files.save.snapshot")?;
+        failpoint::trigger("files.save.snapshot")?;
         let id = repository.write_json(Kind::Snapshot, &snapshot).await?;
         self.known = Some(LoadedIndex { blobs: known, files });
-        Ok(Saved { id, snapshot, counts, retry, uploaded_bytes, is_unchanged: false })
+        Ok(SaveResult { id, snapshot, counts, retry, uploaded_bytes, is_unchanged: false })
     }
 
-    /// Returns the index, and whether it was read. It is read again if one of its files was replaced: blobs that were
-    /// known may be marked for deletion since.
+    /// Returns the index, and whether it was read. It is read again if one of its files was replaced, because known
+    /// blobs may have been marked for deletion.
     async fn take_index(&mut self) -> Result<(LoadedIndex, bool), FilesError> {
         if let Some(loaded) = self.known.take() {
             let present: HashSet<Id> = self.repository.list(Kind::Index).await?.into_iter().collect();
@@ -281,13 +282,13 @@ impl Saver {
             }
         }
         let (mut blobs, files) = self.repository.load_known_blobs().await?;
-        blobs.forget(&self.damaged);
-        self.repository.retain_cached_index(&files.iter().copied().collect());
+        blobs.remove(&self.damaged);
+        self.repository.retain_cached_index_files(&files.iter().copied().collect());
         Ok((LoadedIndex { blobs, files }, true))
     }
 
-    /// Puts the trees of the parent into the cache, from which the walk reads them. If one is missing there, the walk
-    /// reads all files below.
+    /// Loads the parent's trees into the cache, from which the walk reads them. If a tree is missing there, the walk
+    /// reads all files below it.
     async fn load_missing_trees(&self, root: Id) -> Result<(), FilesError> {
         let mut pending = vec![root];
         while let Some(id) = pending.pop() {

@@ -9,19 +9,19 @@ use jiff::Timestamp;
 use rustix::fs::{Dir, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::changes::{Changes, Scope};
+use super::changes::{ChangeSet, Scope};
 use super::entry_stat::{is_cache_tag, open_in, stat_in, stat_open, to_timestamp};
 use super::exclusions::Exclusions;
 
-/// Maximum number of entries that an estimate looks at.
+/// Maximum number of entries that an estimate examines.
 const MAX_ENTRIES: u32 = 100_000;
 const MAX_DEPTH: usize = 1000;
 
-/// Estimates the bytes of the files that `changes` mark and that have changed since `since`, without holes and without
-/// what is excluded. Links are not followed. What cannot be read is not counted.
+/// Estimates the total size of the files that `changes` mark and that have changed since `since`. Holes, excluded
+/// entries and unreadable entries are not counted. Links are not followed.
 pub fn estimate_pending_bytes(
     home: &Path,
-    changes: &Changes,
+    changes: &ChangeSet,
     exclusions: &Exclusions,
     since: Option<Timestamp>,
 ) -> u64 {
@@ -43,18 +43,18 @@ struct Estimate<'a> {
     /// The current entry, below the home.
     path: PathBuf,
     bytes: u64,
-    /// How many more entries may be looked at.
+    /// How many more entries may be examined.
     remaining: u32,
 }
 
 impl Estimate<'_> {
     fn add_directory(&mut self, directory: &OwnedFd, scope: Scope<'_>, depth: usize) {
         let names: Vec<OsString> = if scope.lists_directory() {
-            // Of a cache, only the tag is saved.
+            // Only the tag of a cache directory is saved.
             if depth > 0 && is_cache_tag(directory) {
                 return;
             }
-            list(directory, self.remaining).unwrap_or_default()
+            list_names(directory, self.remaining).unwrap_or_default()
         } else {
             scope.marked_names().cloned().collect()
         };
@@ -100,8 +100,8 @@ impl Estimate<'_> {
     }
 }
 
-/// Returns the names in a directory, but not more than the estimate may still look at.
-fn list(directory: &OwnedFd, remaining: u32) -> Result<Vec<OsString>, Errno> {
+/// Returns the names in a directory, at most as many as the estimate may still examine.
+fn list_names(directory: &OwnedFd, remaining: u32) -> Result<Vec<OsString>, Errno> {
     let mut names = Vec::new();
     for entry in Dir::read_from(directory)?.take(remaining as usize) {
         let entry = entry?;
@@ -137,8 +137,8 @@ mod tests {
         std::os::unix::fs::symlink("/etc", home.path().join("new/link")).unwrap();
         let sparse = fs::File::create(home.path().join("new/sparse")).unwrap();
         sparse.set_len(1 << 40).unwrap();
-        let mut changes = Changes::default();
-        // A new file is marked itself, as is its directory.
+        let mut changes = ChangeSet::default();
+        // Both a new file and its directory are marked.
         for path in ["notes", "gone", "new"] {
             changes.mark_directory(Path::new(path));
         }

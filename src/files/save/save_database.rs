@@ -11,7 +11,7 @@ use super::walk::{EntryError, Walker};
 use crate::tree::{Node, NodeType};
 
 impl Walker<'_> {
-    /// Saves databases again whose log or journal was created after the directory was listed.
+    /// Saves again the databases whose log or journal was created after the directory was listed.
     pub(super) fn save_started_databases(
         &mut self,
         directory: &OwnedFd,
@@ -22,7 +22,7 @@ impl Walker<'_> {
         let counts = self.counts.clone();
         let mut names = self.list(directory)?;
         self.counts = counts;
-        let started = DatabaseFiles::take_from(&mut names);
+        let started = DatabaseFiles::extract_from(&mut names);
         for database in started.into_iter().filter(|database| !known.contains(database)) {
             let mut earlier = BTreeMap::new();
             nodes.retain(|node| {
@@ -38,7 +38,7 @@ impl Walker<'_> {
         Ok(())
     }
 
-    /// Saves the files of a database, so that they belong together.
+    /// Saves the files of a database in a consistent state.
     pub(super) fn save_database(
         &mut self,
         directory: &OwnedFd,
@@ -60,8 +60,8 @@ impl Walker<'_> {
             }
             let is_unchanged = is_unchanged(directory, database, &nodes);
             if is_unchanged && lock.as_ref().is_some_and(ReadLock::is_held) {
-                // A log that grows while it is read has the state after one of its commits. It is read again with the next
-                // save.
+                // A log that grows while it is read still contains the state after one of its commits. The next save
+                // reads it again.
                 (self.counts.unstable, self.counts.notes) = (counts.unstable, counts.notes);
                 return Ok(nodes);
             }
@@ -71,7 +71,7 @@ impl Walker<'_> {
                 if !is_consistent {
                     self.counts.unstable += 1;
                     self.retry.mark_subtree(&self.path);
-                    self.note("a database was written while it was read, in");
+                    self.note("a database in this directory changed while it was read");
                 }
                 return Ok(nodes);
             }
@@ -80,7 +80,7 @@ impl Walker<'_> {
     }
 }
 
-/// Whether a database is as it was saved.
+/// Whether a database has not changed since it was saved.
 fn is_unchanged(directory: &OwnedFd, database: &DatabaseFiles, nodes: &[Node]) -> bool {
     let Some(name) = database.database() else { return true };
     let saved = nodes.iter().find(|node| node.file_name().as_deref() == Some(name));

@@ -15,7 +15,7 @@ use crate::index::{IndexFile, IndexedPack};
 use crate::pack::FinishedPack;
 use crate::repository::{Kind, Repository};
 
-/// Packs in flight; each takes its size in memory.
+/// Maximum number of packs in flight, which are held in memory.
 const MAX_CONCURRENT_UPLOADS: usize = 2;
 /// An index file is written once its packs hold this many blobs or bytes, so that a failed save leaves reusable packs.
 const MAX_INDEX_BLOBS: usize = 20_000;
@@ -23,7 +23,7 @@ const MAX_INDEX_BYTES: u64 = 512 << 20;
 
 /// The result of an upload.
 #[derive(Default)]
-pub(super) struct Uploaded {
+pub(super) struct UploadResult {
     pub(super) bytes: u64,
     pub(super) index_files: Vec<Id>,
 }
@@ -31,22 +31,22 @@ pub(super) struct Uploaded {
 /// Uploads packs until all senders are dropped.
 ///
 /// # Errors
-/// The errors of the store. The packs of an upload that failed are in no index.
+/// If the store fails. A pack whose upload failed is not in the index.
 pub(super) async fn upload(
     repository: &Repository,
     mut packs: mpsc::Receiver<FinishedPack>,
     max_bytes_per_second: Option<NonZeroU64>,
-) -> Result<Uploaded, FilesError> {
+) -> Result<UploadResult, FilesError> {
     let mut uploads = FuturesUnordered::new();
-    let mut pace = Pace::new(max_bytes_per_second, Instant::now());
+    let mut limiter = RateLimiter::new(max_bytes_per_second, Instant::now());
     let mut index = PendingIndex::default();
-    let mut uploaded = Uploaded::default();
+    let mut uploaded = UploadResult::default();
     let mut is_open = true;
     while is_open || !uploads.is_empty() {
         tokio::select! {
             pack = packs.recv(), if is_open && uploads.len() < MAX_CONCURRENT_UPLOADS => match pack {
                 Some(pack) => {
-                    let pause = pace.admit(pack.bytes.len() as u64, Instant::now());
+                    let pause = limiter.admit(pack.bytes.len() as u64, Instant::now());
                     uploads.push(upload_pack(repository, pack, pause));
                 }
                 None => is_open = false,
@@ -65,13 +65,13 @@ pub(super) async fn upload(
 }
 
 /// Limits the rate of uploads. Pure: the caller passes the time.
-struct Pace {
+struct RateLimiter {
     max_bytes_per_second: Option<NonZeroU64>,
-    /// When all admitted bytes have been uploaded at this rate.
+    /// The time at which all admitted bytes will have been uploaded at this rate.
     free_at: Instant,
 }
 
-impl Pace {
+impl RateLimiter {
     fn new(max_bytes_per_second: Option<NonZeroU64>, now: Instant) -> Self {
         Self { max_bytes_per_second, free_at: now }
     }
@@ -91,7 +91,7 @@ async fn upload_pack(
     pause: Duration,
 ) -> Result<FinishedPack, FilesError> {
     tokio::time::sleep(pause).await;
-    failpoint::pass("files.save.pack")?;
+    failpoint::trigger("files.save.pack")?;
     repository.write_pack(&pack).await?;
     Ok(pack)
 }
@@ -117,7 +117,7 @@ impl PendingIndex {
         if self.blobs == 0 {
             return Ok(None);
         }
-        failpoint::pass("files.save.index")?;
+        failpoint::trigger("files.save.index")?;
         let Self { file, .. } = std::mem::take(self);
         Ok(Some(repository.write_json(Kind::Index, &file).await?))
     }
@@ -128,16 +128,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn uploads_keep_their_rate_and_save_up_nothing() {
+    fn uploads_are_limited_and_idle_time_gives_no_credit() {
         let start = Instant::now();
         let after = |seconds: u64| start + Duration::from_secs(seconds);
-        let mut pace = Pace::new(NonZeroU64::new(1000), start);
-        assert_eq!(pace.admit(2000, start), Duration::ZERO);
-        assert_eq!(pace.admit(1000, start), Duration::from_secs(2));
-        assert_eq!(pace.admit(1000, after(1)), Duration::from_secs(2), "3 s of uploads began a second ago");
-        assert_eq!(pace.admit(5000, after(100)), Duration::ZERO);
-        assert_eq!(pace.admit(1000, after(100)), Duration::from_secs(5), "an idle time gives no credit");
-        let mut unlimited = Pace::new(None, start);
+        let mut limiter = RateLimiter::new(NonZeroU64::new(1000), start);
+        assert_eq!(limiter.admit(2000, start), Duration::ZERO);
+        assert_eq!(limiter.admit(1000, start), Duration::from_secs(2));
+        assert_eq!(
+            limiter.admit(1000, after(1)),
+            Duration::from_secs(2),
+            "3 s of uploads began a second ago"
+        );
+        assert_eq!(limiter.admit(5000, after(100)), Duration::ZERO);
+        assert_eq!(limiter.admit(1000, after(100)), Duration::from_secs(5), "idle time gives no credit");
+        let mut unlimited = RateLimiter::new(None, start);
         assert_eq!(
             (unlimited.admit(1 << 40, start), unlimited.admit(1, start)),
             (Duration::ZERO, Duration::ZERO)

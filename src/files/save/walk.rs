@@ -19,7 +19,7 @@ use tokio::sync::mpsc;
 use svc_base::accounts::{AccountNames, Accounts};
 use svc_base::untrusted_text::truncate_printable;
 
-use super::changes::{Changes, Scope};
+use super::changes::{ChangeSet, Scope};
 use super::database::DatabaseFiles;
 use super::entry_stat::{CACHE_TAG, is_cache_tag, open_in, stat_in, stat_open, to_timestamp};
 use super::file::HardLinkedContent;
@@ -34,11 +34,11 @@ use crate::repository::Repository;
 use crate::tree::{Node, NodeType, Tree};
 use crate::xattrs::read_xattrs;
 
-/// A file that changes while it is read is read again, up to this number of times in all.
+/// Maximum number of times that a file is read if it changes during each read.
 pub(super) const MAX_READ_ATTEMPTS: u32 = 3;
-/// Directories that are nested deeper are not saved: each level takes a descriptor and stack.
+/// Directories that are nested deeper are not saved: each level takes a file descriptor and stack space.
 const MAX_DEPTH: usize = 1000;
-/// Paths that are named in the result.
+/// Maximum number of notes in the result.
 const MAX_NOTES: usize = 20;
 pub(super) struct Walk {
     pub(super) repository: Repository,
@@ -48,18 +48,18 @@ pub(super) struct Walk {
     pub(super) is_stopped: Arc<AtomicBool>,
 }
 
-pub(super) struct Walked {
+pub(super) struct WalkResult {
     pub(super) tree: Id,
     pub(super) counts: SaveCounts,
-    pub(super) retry: Changes,
+    pub(super) retry: ChangeSet,
     /// All trees of the home; `None` if only changes were visited.
     pub(super) trees: Option<HashSet<Id>>,
     pub(super) known: KnownBlobs,
 }
 
 impl Walk {
-    /// Walks the home, and hands over all packs. `parent` is the tree of the snapshot before.
-    pub(super) fn run(self, parent: Option<Id>, scope: Scope<'_>) -> Result<Walked, FilesError> {
+    /// Walks the home, and sends all packs to the uploader. `parent` is the tree of the previous snapshot.
+    pub(super) fn run(self, parent: Option<Id>, scope: Scope<'_>) -> Result<WalkResult, FilesError> {
         let Self { repository, options, known, packs, is_stopped } = self;
         let home = &options.home;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -78,7 +78,7 @@ impl Walk {
             is_stopped,
             workers: &workers,
             counts: SaveCounts::default(),
-            retry: Changes::default(),
+            retry: ChangeSet::default(),
             trees: HashSet::new(),
             linked: HashMap::new(),
             path: PathBuf::new(),
@@ -90,7 +90,7 @@ impl Walk {
         let saved = walker.save_home(&directory, parent, scope);
         let Walker { counts, retry, trees, known, packs, .. } = walker;
         drop(packs);
-        // An error of a worker is the cause if it stopped the walk.
+        // If a worker's error stopped the walk, that error is the cause.
         let finished = workers.finish();
         let tree = match (saved, finished) {
             (Ok(tree), Ok(())) => tree,
@@ -98,10 +98,10 @@ impl Walk {
                 return Err(error);
             }
         };
-        // The trees below a directory that could not be read are not in the set, but in the snapshot.
+        // The trees below a directory that could not be read are in the snapshot, but not in the set.
         let is_complete = matches!(scope, Scope::All) && counts.unreadable == 0;
         let trees = is_complete.then_some(trees);
-        Ok(Walked { tree, counts, retry, trees, known })
+        Ok(WalkResult { tree, counts, retry, trees, known })
     }
 }
 
@@ -117,8 +117,8 @@ pub(super) struct Walker<'a> {
     names: AccountNames,
     device: (u32, u32),
     pub(super) counts: SaveCounts,
-    /// The directories of files that were not saved as they are now.
-    pub(super) retry: Changes,
+    /// Files that were not saved in their current state.
+    pub(super) retry: ChangeSet,
     /// The visited directories' trees.
     trees: HashSet<Id>,
     pub(super) linked: HashMap<u64, HardLinkedContent>,
@@ -185,7 +185,7 @@ impl Walker<'_> {
     ) -> Result<Vec<Node>, EntryError> {
         let mut nodes = Vec::new();
         let mut names = self.list(directory)?;
-        let databases = DatabaseFiles::take_from(&mut names);
+        let databases = DatabaseFiles::extract_from(&mut names);
         for database in &databases {
             nodes.extend(self.save_database(directory, database, &mut earlier, scope)?);
         }
@@ -226,7 +226,7 @@ impl Walker<'_> {
     }
 
     /// Returns the earlier nodes of a directory by name; `None` if there is no earlier tree, or if it is not in the
-    /// cache: then all files are read again.
+    /// cache, in which case all files are read again.
     fn load_earlier(&self, tree: Option<Id>) -> Result<Option<BTreeMap<OsString, Node>>, FilesError> {
         let Some(tree) = tree.map(|id| self.repository.cached_tree(id)).transpose()?.flatten() else {
             return Ok(None);
@@ -234,8 +234,8 @@ impl Walker<'_> {
         Ok(Some(tree.nodes.into_iter().filter_map(|node| Some((node.file_name()?, node))).collect()))
     }
 
-    /// Returns the names in a directory, sorted. Of a cache's directory, only the tag is saved; the home itself is never
-    /// a cache.
+    /// Returns the names in a directory, sorted. For a cache directory, returns only the tag; the home itself never
+    /// counts as a cache.
     pub(super) fn list(&mut self, directory: &OwnedFd) -> Result<Vec<OsString>, EntryError> {
         let mut names = Vec::new();
         for entry in Dir::read_from(directory)? {
@@ -246,7 +246,7 @@ impl Walker<'_> {
             }
         }
         names.sort_unstable();
-        // Some file systems list a name twice if it is removed and created again meanwhile.
+        // Some file systems list a name twice if it is removed and created again during the listing.
         names.dedup();
         let is_tag = |name: &OsString| name == CACHE_TAG;
         if !self.path.as_os_str().is_empty() && names.iter().any(is_tag) && is_cache_tag(directory) {
@@ -261,7 +261,7 @@ impl Walker<'_> {
         Ok(names)
     }
 
-    /// Saves an entry; `None` if it is left out or has vanished.
+    /// Saves an entry; `None` if it is skipped or has vanished.
     pub(super) fn save_entry(
         &mut self,
         directory: &OwnedFd,
@@ -284,7 +284,7 @@ impl Walker<'_> {
             Ok(node) => Ok(node),
             Err(EntryError::Vanished) => Ok(None),
             Err(EntryError::Replaced) => {
-                Ok(self.keep_unreadable(&"it was replaced again and again", earlier))
+                Ok(self.keep_unreadable(&"it was replaced during every attempt to read it", earlier))
             }
             Err(EntryError::Unreadable(error)) => Ok(self.keep_unreadable(&error, earlier)),
             Err(EntryError::Fatal(error)) => Err(error),
@@ -322,7 +322,7 @@ impl Walker<'_> {
         }
     }
 
-    /// Adds the current entry, which is excluded, to the measurement, if there is one.
+    /// Measures the current entry, which is excluded, if excluded entries are measured.
     fn measure_excluded(&mut self, directory: &OwnedFd, name: &OsStr) {
         if let Some(sizes) = &mut self.counts.excluded_sizes {
             sizes.add(directory, name, &self.path, self.device, &self.is_stopped);
@@ -365,7 +365,7 @@ impl Walker<'_> {
         scope: Scope<'_>,
     ) -> Result<Option<Node>, EntryError> {
         if self.path.components().count() > MAX_DEPTH {
-            let why = format!("nested more than {MAX_DEPTH} deep");
+            let why = format!("nested more than {MAX_DEPTH} levels deep");
             return Err(EntryError::Unreadable(io::Error::other(why)));
         }
         let opened = open_in(directory, name, OFlags::DIRECTORY)?;
@@ -373,12 +373,12 @@ impl Walker<'_> {
         check_same(stat, &opened_stat)?;
         let mut node = self.new_node(name, NodeType::Dir, &opened_stat);
         node.extended_attributes = read_xattrs(&opened)?;
-        // A directory of another inode is another one, moved here; nothing is known about it.
+        // A directory with a different inode was moved here, and nothing is known about it.
         let scope = match earlier {
             Some(earlier) if earlier.inode == node.inode => scope.below(name),
             _ => Some(Scope::All),
         };
-        // Times also differ if the directory was moved away, changed, and moved back, or if the number was reused.
+        // The ctime also differs if the directory was moved away, changed and moved back, or if its inode was reused.
         let is_untouched = earlier.is_some_and(|earlier| earlier.ctime == node.ctime);
         let earlier = earlier.and_then(|node| node.subtree);
         node.subtree = match (scope, earlier) {
@@ -410,7 +410,7 @@ pub(super) enum EntryError {
     /// Another entry took its place during the save.
     Replaced,
     Unreadable(io::Error),
-    /// The save cannot go on.
+    /// The save cannot continue.
     Fatal(FilesError),
 }
 
@@ -437,7 +437,7 @@ impl From<Errno> for EntryError {
 }
 
 /// # Errors
-/// `Replaced` if the opened entry is not the one that was found by its name, but possibly one on another file system.
+/// `Replaced` if the opened entry is not the one that was found by its name; it may even be on another file system.
 pub(super) fn check_same(found: &Statx, opened: &Statx) -> Result<(), EntryError> {
     let identity = |stat: &Statx| (stat.stx_dev_major, stat.stx_dev_minor, stat.stx_ino);
     if identity(found) == identity(opened) { Ok(()) } else { Err(EntryError::Replaced) }

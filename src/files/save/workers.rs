@@ -11,7 +11,7 @@ use crate::id::Id;
 use crate::key::MasterKey;
 use crate::pack::{BlobType, FinishedPack, PackWriter};
 
-/// Chunks that wait for a worker; each has up to 8 MiB.
+/// Maximum number of chunks that wait for a worker; each has up to 8 MiB.
 const MAX_WAITING: usize = 1;
 
 type Chunk = (Id, Vec<u8>);

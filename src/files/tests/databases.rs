@@ -5,8 +5,8 @@ use std::process::{Child, Command, Output, Stdio};
 
 use super::*;
 
-/// Commits again and again: moves an amount between two accounts in different tables, and appends to a log. The sum of
-/// the accounts is always 1000.
+/// Commits repeatedly: moves an amount between two accounts in different tables, and appends to a log. The sum of the
+/// accounts is always 1000.
 const WRITER: &str = r#"
 import sqlite3, sys, time
 path, mode, pause = sys.argv[1], sys.argv[2], float(sys.argv[3])
@@ -100,7 +100,7 @@ async fn assert_saved_states_open(mode: &str, pause: &str) {
             fixture.last = None;
         }
         let saved = fixture.save().await;
-        // It is known to be inconsistent, and saved again with the next save.
+        // The database is known to be inconsistent; the next save reads it again.
         if saved.counts.unstable > 0 {
             continue;
         }
@@ -118,7 +118,7 @@ async fn database_in_wal_mode_is_saved_as_after_a_commit() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn database_that_is_closed_again_and_again_is_saved_as_after_a_commit() {
+async fn reopened_database_is_saved_consistently() {
     assert_saved_states_open("wal-reopened", "0.02").await;
 }
 
@@ -129,9 +129,9 @@ async fn database_with_a_journal_is_saved_as_after_a_commit() {
     }
 }
 
-/// A writer that never pauses: the reader's lock is needed.
+/// The writer never pauses, so the reader's lock is needed.
 #[tokio::test(flavor = "multi_thread")]
-async fn database_that_never_rests_is_read_under_a_lock() {
+async fn busy_database_is_read_under_a_lock() {
     for mode in ["delete", "persist"] {
         assert_saved_states_open(mode, "0").await;
     }

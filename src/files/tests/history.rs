@@ -55,7 +55,7 @@ async fn versions_begin_and_end_with_the_changes_of_an_entry() {
         [] as [bool; 0]
     );
 
-    // Pages continue where the last one ended, however they were bounded.
+    // Each page continues where the previous one ended, regardless of the limits.
     for (limit, max_snapshots) in [(1, 1000), (2, 1000), (3, 1000)] {
         let mut versions = Vec::new();
         let mut query = VersionQuery { before: None, limit, max_snapshots };
@@ -91,7 +91,7 @@ async fn bounded_searches_continue() {
     let bounded = VersionQuery { max_snapshots: 16, ..ALL };
     let page = history.list_versions(Path::new("file"), bounded).await.unwrap();
     assert_eq!(page.versions.len(), 1);
-    let before = page.next_before.expect("four snapshots are left");
+    let before = page.next_before.expect("four snapshots remain");
     let rest = VersionQuery { before: Some(before), ..bounded };
     let page = history.list_versions(Path::new("file"), rest).await.unwrap();
     assert_eq!((page.versions.len(), page.next_before), (1, None));

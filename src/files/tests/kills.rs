@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::pruning::{days_later, fixture_with_history};
 use super::*;
-use crate::verify::{Share, verify};
+use crate::verify::{PackShare, verify};
 use crate::{prune, restore as restoring, save as saving};
 
 /// The environment variable that passes a [`Job`] to a child process.
@@ -29,7 +29,7 @@ pub(super) enum Action {
     Prune { now: Timestamp, protected: Vec<Id> },
 }
 
-/// The body of a child process; without a job it does nothing.
+/// The body of a child process. Does nothing without a job.
 #[tokio::test]
 async fn child_process_runs_its_job() {
     let Ok(job) = std::env::var(JOB) else { return };
@@ -73,7 +73,7 @@ impl Fixture {
     /// Checks that every snapshot in the repository can be restored.
     async fn assert_snapshots_are_complete(&self) -> usize {
         let repository = self.open(&self.key).await.unwrap().unwrap();
-        let damaged = verify(&repository, Share::ALL).await.unwrap().damaged;
+        let damaged = verify(&repository, PackShare::ALL).await.unwrap().damaged;
         assert!(damaged.is_empty(), "{damaged:?}");
         let snapshots = repository.list_snapshots().await.unwrap();
         for (_, snapshot) in &snapshots {
@@ -107,7 +107,7 @@ async fn save_survives_kills() {
 async fn restore_survives_kills() {
     let mut fixture = Fixture::in_directory().await;
     fixture.write("projects/file", random_bytes(100_000));
-    let Saved { snapshot, .. } = fixture.save().await;
+    let SaveResult { snapshot, .. } = fixture.save().await;
     for point in restoring::FAILPOINTS {
         let target = tempfile::tempdir().unwrap();
         let action = Action::Restore { snapshot: snapshot.clone(), target: target.path().to_owned() };

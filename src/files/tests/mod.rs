@@ -1,13 +1,13 @@
 //! Saves and restores real directories, and compares them by independent means.
 
 mod databases;
+mod edge_cases;
 mod faulty_store;
 mod history;
 mod kills;
 mod pruning;
 mod randomized;
 mod restic;
-mod traps;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, Permissions};
@@ -32,7 +32,7 @@ use svc_store::Bucket;
 use faulty_store::{Faults, FaultyStore};
 
 use crate::restore::{RestoreOptions, RestoreProgress, Restored, restore};
-use crate::save::{Changes, SaveOptions, Saved, Saver};
+use crate::save::{ChangeSet, SaveOptions, SaveResult, Saver};
 use crate::{Cache, FilesError, Id, Repository, RepositoryKey, Snapshot, SnapshotOrigin};
 
 /// A home directory and its repository.
@@ -93,13 +93,13 @@ impl Fixture {
         path
     }
 
-    async fn save(&mut self) -> Saved {
+    async fn save(&mut self) -> SaveResult {
         let saved = self.saver.save(self.last.clone()).await.unwrap();
         self.last = Some((saved.id, saved.snapshot.clone()));
         saved
     }
 
-    /// Restores a snapshot with a repository that is newly opened, without a cache.
+    /// Restores a snapshot through a newly opened repository without a cache.
     async fn restore(&self, snapshot: &Snapshot) -> (tempfile::TempDir, Restored) {
         self.try_restore(snapshot).await.unwrap()
     }
@@ -139,7 +139,8 @@ fn uuid() -> uuid::Uuid {
     uuid::Uuid::from_u128(7)
 }
 
-/// What must survive of an entry: its kind, content, mode, owner, modification time and names of attributes.
+/// The properties of each entry that must survive: kind, content, mode, owner, modification time and names of
+/// attributes.
 type Description = BTreeMap<Vec<u8>, String>;
 
 fn describe(dir: &Path) -> Description {
@@ -242,7 +243,7 @@ async fn unchanged_home_adds_nothing() {
     let second = fixture.save().await;
     assert!(second.is_unchanged);
     assert_eq!((second.id, second.uploaded_bytes, second.counts.files_read), (first.id, 0, 0));
-    // Also after a restart without a cache: the trees come from the store.
+    // The same is true after a restart without a cache: the trees are read from the store.
     fixture.restart().await;
     let third = fixture.save().await;
     assert_eq!((third.is_unchanged, third.uploaded_bytes, third.counts.files_read), (true, 0, 0));
@@ -278,7 +279,7 @@ async fn save_changes_visits_only_marked_directories() {
     fixture.write("a/new/deep/file", "new");
     fs::remove_dir_all(fixture.home().join("d/e")).unwrap();
     let expected = describe(&fixture.home());
-    let mut changes = Changes::default();
+    let mut changes = ChangeSet::default();
     for directory in ["a/b", "a", "d"] {
         changes.mark_directory(Path::new(directory));
     }
@@ -288,10 +289,10 @@ async fn save_changes_visits_only_marked_directories() {
     let (target, _) = fixture.restore(&saved.snapshot).await;
     assert_same(&describe(target.path()), &expected);
 
-    // What no change marks is not noticed, until the whole home is saved.
+    // An unmarked change is not noticed until the whole home is saved.
     fixture.last = Some((saved.id, saved.snapshot));
     fixture.write("f", "unmarked");
-    let mut changes = Changes::default();
+    let mut changes = ChangeSet::default();
     changes.mark_subtree(Path::new("a"));
     let saved = fixture.saver.save_changes(fixture.last.clone().unwrap(), changes).await.unwrap();
     assert!(saved.is_unchanged);
@@ -325,7 +326,7 @@ async fn save_detects_change_with_same_size_and_mtime() {
     let path = fixture.write("a", "first");
     let time = fs::metadata(&path).unwrap().modified().unwrap();
     fixture.save().await;
-    // The save waits until a later change leaves another time, so this one does even if it follows at once.
+    // The save waits until any later change results in a different time, so even this immediate change is detected.
     let file = File::options().write(true).open(&path).unwrap();
     file.write_all_at(b"other", 0).unwrap();
     file.set_modified(time).unwrap();
@@ -368,7 +369,7 @@ async fn caches_and_excluded_directories_are_left_out() {
 }
 
 #[tokio::test]
-async fn link_never_leads_out_of_the_home() {
+async fn links_out_of_the_home_are_not_followed() {
     let mut fixture = Fixture::new().await;
     let outside = fixture.dir.path().join("outside");
     fs::create_dir(&outside).unwrap();

@@ -1,4 +1,4 @@
-//! Pruning: nothing that a remaining snapshot needs is ever missing, also if a machine saves at the same time or a run
+//! Pruning: nothing that a remaining snapshot needs is ever missing, even if a machine saves at the same time or a run
 //! is interrupted.
 
 use std::collections::HashSet;
@@ -10,11 +10,11 @@ use crate::affected::{Affected, AffectedPath, find_affected};
 use crate::history::History;
 use crate::index::{IndexFile, IndexedPack};
 use crate::pack::{BlobType, PackedBlob};
-use crate::prune::{PruneOptions, Pruned, prune};
+use crate::prune::{PruneOptions, PruneReport, prune};
 use crate::repository::Kind;
 use crate::retention::RetentionPolicy;
 use crate::tree_reader::TreeReader;
-use crate::verify::{Share, verify};
+use crate::verify::{PackShare, verify};
 
 /// Keeps only the newest snapshot.
 const NEWEST: RetentionPolicy = RetentionPolicy {
@@ -31,12 +31,12 @@ pub(super) fn days_later(days: i64) -> PruneOptions {
     PruneOptions { policy: NEWEST, protected: Vec::new(), grace_period: GRACE, now, is_dry_run: false }
 }
 
-pub(super) async fn run(fixture: &Fixture, options: &PruneOptions) -> Pruned {
+pub(super) async fn run(fixture: &Fixture, options: &PruneOptions) -> PruneReport {
     prune(&fixture.open(&fixture.key).await.unwrap().unwrap(), options).await.unwrap()
 }
 
 async fn bytes_in_packs(fixture: &Fixture) -> u64 {
-    verify(&fixture.open(&fixture.key).await.unwrap().unwrap(), Share::ALL).await.unwrap().bytes
+    verify(&fixture.open(&fixture.key).await.unwrap().unwrap(), PackShare::ALL).await.unwrap().bytes
 }
 
 pub(super) async fn fixture_with_history(mut fixture: Fixture) -> Fixture {
@@ -67,7 +67,10 @@ async fn pruning_frees_space_in_two_phases() {
     assert_eq!(deleted.deleted_packs, marked.marked_packs);
     let after = bytes_in_packs(&fixture).await;
     assert!(after < before / 3, "{after} of {before} bytes");
-    assert_eq!(run(&fixture, &days_later(9)).await, Pruned { kept_snapshots: 1, ..Pruned::default() });
+    assert_eq!(
+        run(&fixture, &days_later(9)).await,
+        PruneReport { kept_snapshots: 1, ..PruneReport::default() }
+    );
 
     let snapshot = fixture.last.clone().unwrap().1;
     let (target, _) = fixture.restore(&snapshot).await;
@@ -96,7 +99,7 @@ async fn save_after_marking_does_not_rely_on_marked_packs() {
     fs::remove_file(&path).unwrap();
     fixture.save().await;
     run(&fixture, &days_later(3)).await;
-    // The same content again, in the process that had the marked blobs in memory.
+    // Save the same content again, in the process that has the marked blobs in memory.
     fs::write(&path, &content).unwrap();
     let saved = fixture.save().await;
     assert!(saved.uploaded_bytes > 600_000, "{} bytes", saved.uploaded_bytes);
@@ -150,12 +153,12 @@ async fn pack_of_mixed_use_is_written_again() {
 async fn damaged_pack_is_reported_with_its_blobs() {
     let fixture = fixture_with_history(Fixture::new().await).await;
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-    let sound = verify(&repository, Share::ALL).await.unwrap();
+    let sound = verify(&repository, PackShare::ALL).await.unwrap();
     assert!(sound.damaged.is_empty() && sound.packs >= 10, "{sound:?}");
-    let shares = async |of: u16| {
+    let shares = async |count: u16| {
         let mut packs = 0;
-        for part in 0..of {
-            packs += verify(&repository, Share { part, of }).await.unwrap().packs;
+        for index in 0..count {
+            packs += verify(&repository, PackShare { index, count }).await.unwrap().packs;
         }
         packs
     };
@@ -170,7 +173,7 @@ async fn damaged_pack_is_reported_with_its_blobs() {
     bytes[20] ^= 1;
     fixture.bucket.put(&path, bytes).await.unwrap();
     repository.delete(&repository.pack_path(second)).await.unwrap();
-    let damaged = verify(&repository, Share::ALL).await.unwrap().damaged;
+    let damaged = verify(&repository, PackShare::ALL).await.unwrap().damaged;
     let mut expected = [first, second];
     expected.sort_unstable();
     assert_eq!(damaged.iter().map(|damaged| damaged.pack).collect::<Vec<_>>(), expected);
@@ -179,7 +182,8 @@ async fn damaged_pack_is_reported_with_its_blobs() {
     assert_eq!(missing.why, "it does not exist");
 }
 
-/// The machine still has the content, so the next save writes it again. What it no longer has stays known as damaged.
+/// The machine still has the content, so the next save writes it again. Content that it no longer has remains known as
+/// damaged.
 #[tokio::test]
 async fn damage_names_its_files_and_is_repaired() {
     let mut fixture = Fixture::new().await;
@@ -197,7 +201,7 @@ async fn damage_names_its_files_and_is_repaired() {
     bytes[20] ^= 1;
     fixture.bucket.put(&path, bytes).await.unwrap();
 
-    let damaged = verify(&repository, Share::ALL).await.unwrap().damaged;
+    let damaged = verify(&repository, PackShare::ALL).await.unwrap().damaged;
     let blobs: HashSet<Id> = damaged.iter().flat_map(|damaged| damaged.blobs.iter().copied()).collect();
     assert_eq!((damaged.len(), blobs.len()), (1, 1));
     let affected = find_affected(&repository, &blobs).await.unwrap();
@@ -208,13 +212,13 @@ async fn damage_names_its_files_and_is_repaired() {
     let (damaged_pack, lost) = (pack, *blobs.iter().next().unwrap());
     fixture.saver.set_damaged(blobs);
     let repaired = fixture.save().await;
-    let verified = verify(&repository, Share::ALL).await.unwrap();
+    let verified = verify(&repository, PackShare::ALL).await.unwrap();
     assert!(verified.damaged.is_empty(), "{verified:?}");
     assert_eq!(verified.replaced.iter().map(|damaged| damaged.pack).collect::<Vec<_>>(), [pack]);
     for saved in [&first, &second, &repaired] {
         fixture.restore(&saved.snapshot).await;
     }
-    // Pruning keeps the sound copy, although the damaged pack has it, too, and ends without an error.
+    // Pruning succeeds and keeps the sound copy, although the damaged pack has the blob as well.
     for days in [4, 8, 12] {
         run(&fixture, &days_later(days)).await;
         let index = repository.load_index().await.unwrap();
@@ -225,7 +229,7 @@ async fn damage_names_its_files_and_is_repaired() {
     fixture.restore(&repaired.snapshot).await;
 }
 
-/// A range beyond the end of a pack is damage, for which another copy helps, and not an outage.
+/// A range beyond the end of a pack counts as damage, for which another copy is tried, and not as an outage.
 #[tokio::test]
 async fn truncated_pack_is_damaged() {
     let mut fixture = Fixture::new().await;
@@ -249,7 +253,7 @@ async fn truncated_pack_is_damaged() {
     }
 }
 
-/// A damaged directory hides its entries, so that it is named itself.
+/// A damaged directory hides its entries, so the directory itself is named.
 #[tokio::test]
 async fn damaged_directory_is_named() {
     let mut fixture = Fixture::new().await;
@@ -265,7 +269,7 @@ async fn damaged_directory_is_named() {
     let mut bytes = fixture.bucket.get(&path, 1 << 30).await.unwrap().unwrap().value.to_vec();
     bytes[location.offset as usize + 5] ^= 1;
     fixture.bucket.put(&path, bytes).await.unwrap();
-    let damaged = verify(&repository, Share::ALL).await.unwrap().damaged;
+    let damaged = verify(&repository, PackShare::ALL).await.unwrap().damaged;
     assert_eq!(damaged[0].blobs, [tree]);
     // The machine's cache still has the directory.
     for repository in [&repository, fixture.saver.repository()] {
@@ -274,7 +278,7 @@ async fn damaged_directory_is_named() {
     }
 }
 
-/// A stolen key can add objects, but must not make the platform delete what it did not write.
+/// Someone with a stolen key can add objects, but must not be able to make the platform delete others.
 #[tokio::test]
 async fn forged_index_deletes_no_genuine_pack() {
     let mut fixture = Fixture::new().await;
@@ -282,7 +286,8 @@ async fn forged_index_deletes_no_genuine_pack() {
     fixture.save().await;
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     let packs: Vec<Id> = repository.list_packs().await.unwrap().into_iter().map(|(id, _)| id).collect();
-    // A larger pack claims to have every chunk. With the trees as well, pruning would fail and delete nothing.
+    // The forged index claims that a larger pack has every chunk. If it claimed this for the trees as well, pruning
+    // would fail and delete nothing.
     let junk = Id::of(b"junk");
     fixture.bucket.put(&repository.pack_path(junk), b"junk".to_vec()).await.unwrap();
     let mut blobs: Vec<PackedBlob> = Vec::new();

@@ -9,7 +9,7 @@ use super::*;
 use crate::prune::{self, PruneOptions};
 use crate::retention::RetentionPolicy;
 use crate::save as saving;
-use crate::verify::{Share, verify};
+use crate::verify::{PackShare, verify};
 
 /// A reproducible random number generator (xorshift64).
 pub(super) struct Random(u64);
@@ -45,7 +45,7 @@ struct Writer {
     home: PathBuf,
     random: Random,
     /// The changes since the last save.
-    changes: Changes,
+    changes: ChangeSet,
     /// A change through one name of a file also changes its other names, which are not in `changes`.
     has_hard_links: bool,
 }
@@ -158,7 +158,7 @@ async fn run_seed(seed: u64) -> Counts {
     let mut random = Random::new(seed);
     let (home, writer_random) = (fixture.home(), Random::new(seed ^ 0xffff));
     let mut writer =
-        Writer { home, random: writer_random, changes: Changes::default(), has_hard_links: false };
+        Writer { home, random: writer_random, changes: ChangeSet::default(), has_hard_links: false };
     let mut moments: Vec<(Id, Snapshot, Option<Description>)> = Vec::new();
     let mut counts = Counts::default();
     for round in 0..8 {
@@ -219,7 +219,7 @@ async fn run_seed(seed: u64) -> Counts {
             counts.moments += 1;
         }
     }
-    let damaged = verify(fixture.saver.repository(), Share::ALL).await.unwrap().damaged;
+    let damaged = verify(fixture.saver.repository(), PackShare::ALL).await.unwrap().damaged;
     assert!(damaged.is_empty(), "seed {seed}: {damaged:?}");
     fixture.restic().check().unwrap_or_else(|error| panic!("seed {seed}: {error:#}"));
     counts
@@ -272,7 +272,7 @@ async fn save(
     writer: &mut Writer,
     is_concurrent: bool,
     is_partial: bool,
-) -> Result<Saved, FilesError> {
+) -> Result<SaveResult, FilesError> {
     let changes = std::mem::take(&mut writer.changes);
     let parent = fixture.last.clone().filter(|_| is_partial && !writer.has_hard_links);
     let parent_of_all = fixture.last.clone();

@@ -103,12 +103,12 @@ impl Kernel {
         now: Timestamp,
         reserved: Dollars,
     ) -> Result<Spending, Problem> {
-        let book = self.book()?;
+        let store = self.usage_store()?;
         let today = settings.calendar.day(now);
         let since = |period| first_day(period, today);
         Ok(Spending {
-            today: book.spent(user, since(Period::Daily), today),
-            this_month: book.spent(user, since(Period::Monthly), today),
+            today: store.spent(user, since(Period::Daily), today),
+            this_month: store.spent(user, since(Period::Monthly), today),
             reserved,
         })
     }
@@ -170,7 +170,7 @@ impl Kernel {
     pub fn record(&self, interaction: &Interaction) -> Option<Vec<LimitWarning>> {
         let settings = self.settings();
         let _guard = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
-        let Ok(book) = self.book() else {
+        let Ok(store) = self.usage_store() else {
             tracing::error!(id = interaction.id, "a dispatch ended before the records were read");
             return None;
         };
@@ -180,7 +180,7 @@ impl Kernel {
                 .unwrap_or_default()
         };
         let before = spent();
-        let recorded = book.record(settings.calendar.day(interaction.timestamp), interaction);
+        let recorded = store.record(settings.calendar.day(interaction.timestamp), interaction);
         if let Err(error) = recorded {
             tracing::warn!(id = interaction.id, %error, "interaction record dropped: queue full");
         }
@@ -205,15 +205,15 @@ impl Kernel {
         self.note(&format!("{user} has spent {spent} of the {period} cost limit of {limit}"));
     }
 
-    /// Describes the spending that already counts towards a changed limit.
+    /// Describes the spending that already counts toward a changed limit.
     pub(super) fn describe_spent(&self, settings: &Settings, period: Period) -> String {
-        let Ok(book) = self.book() else {
+        let Ok(store) = self.usage_store() else {
             return "spending in the current period already counts".to_owned();
         };
         let today = settings.calendar.day(Timestamp::now());
         let since = first_day(period, today);
-        let spent = |user: String| (book.spent(&user, since, today), user);
-        let mut spent: Vec<(Dollars, String)> = book.users_since(since).into_iter().map(spent).collect();
+        let spent = |user: String| (store.spent(&user, since, today), user);
+        let mut spent: Vec<(Dollars, String)> = store.users_since(since).into_iter().map(spent).collect();
         spent.sort_by(|a, b| b.cmp(a));
         let named: Vec<String> = spent
             .iter()
@@ -244,7 +244,7 @@ fn first_day(period: Period, today: Date) -> Date {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::records::entry::Status;
+    use crate::records::entry::ResultStatus;
     use crate::system::layout::Layout;
 
     fn record_cost(kernel: &Kernel, at: &str, cents: u64) {
@@ -262,7 +262,7 @@ mod tests {
             cost_estimated: false,
             duration_ms: 0,
             tools: Vec::new(),
-            status: Status::Success,
+            status: ResultStatus::Success,
             error: None,
             batch: false,
             batch_id: None,
@@ -288,7 +288,7 @@ mod tests {
         let limits = r#"{"costLimits": {"daily": 1, "monthly": 5, "timeZone": "America/Santiago"}}"#;
         std::fs::write(layout.settings(), limits).unwrap();
         let kernel = Arc::new(Kernel::new(&layout).unwrap());
-        assert!(kernel.open_book());
+        assert!(kernel.open_usage_store());
         // Local time is 5 September, 23:30. The clock jumps from midnight to one, so the next day has 23 hours.
         record_cost(&kernel, "2026-09-06T03:30:00.000Z", 100);
         let midnight = "daily 2026-09-06T04:00:00.000Z".to_owned();

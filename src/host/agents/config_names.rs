@@ -1,4 +1,4 @@
-//! Finds unknown names in `system/config.json`: a misspelt limit must not silently mean that there is no limit.
+//! Finds unknown names in `system/config.json`: a misspelled limit must not silently mean that there is no limit.
 //!
 //! Top-level members may belong to other programs. An unknown one is an error only if its name resembles that of a
 //! setting that the file lacks.
@@ -52,9 +52,9 @@ pub fn check_names(text: &[u8]) -> Result<(), String> {
         check_members(&format!("prices.{}", shorten(name)), price, &PRICE)?;
     }
     let Ok(all) = serde_json::from_slice::<Members>(text) else { return Ok(()) };
-    let misspelt =
+    let misspelled =
         |name: &String| find_similar(name, &TOP_LEVEL).filter(|similar| !all.contains_key(*similar));
-    match all.keys().find_map(|name| Some((name, misspelt(name)?))) {
+    match all.keys().find_map(|name| Some((name, misspelled(name)?))) {
         Some((name, similar)) => Err(format!("{} is not a setting; did you mean {similar}?", shorten(name))),
         None => Ok(()),
     }

@@ -1,7 +1,7 @@
 //! The kernel: agent runs, their cost and their records.
 //!
-//! The usage book is read in the background, so that the gateway can accept connections in the meantime. Until the book
-//! has been read, requests that need it get a 503 with `Retry-After`.
+//! The usage store is read in the background, so that the gateway can accept connections in the meantime. Until the
+//! store has been read, requests that need it get a 503 with `Retry-After`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
@@ -18,13 +18,13 @@ pub use super::budget::{LimitReached, Reservation};
 use super::live_settings::LiveSettings;
 use super::owner_config::Settings;
 use crate::records::entry::Interaction;
-use crate::records::find;
+use crate::records::find_interactions::find_interactions;
 use crate::records::money::Dollars;
 use crate::records::page::PageError;
-use crate::records::usage_book::UsageBook;
+use crate::records::usage_store::UsageStore;
 use crate::records::writer::{Records, Writer};
 use crate::system::layout::Layout;
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_http::problem::{Code, Problem};
 use svc_http::rate_limit::RateLimit;
 
@@ -32,8 +32,8 @@ use svc_http::rate_limit::RateLimit;
 const USAGE_WRITE_INTERVAL: Duration = Duration::from_secs(300);
 /// Interval between checks for a new day and changed settings.
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
-/// Maximum time that a request waits for the book.
-const BOOK_TIMEOUT: Duration = Duration::from_secs(2);
+/// Maximum time that a request waits for the store.
+const USAGE_STORE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum concurrent record streams.
 const MAX_LISTENERS: usize = 32;
 /// Interval between retries after the records could not be read.
@@ -49,13 +49,13 @@ pub struct Kernel {
     records: Records,
     /// `None` after [`Self::close`].
     writer: Mutex<Option<Writer>>,
-    book: OnceLock<UsageBook>,
+    usage_store: OnceLock<UsageStore>,
     /// Amounts reserved for active dispatches, by user.
     pub(super) reserved: Mutex<HashMap<String, Dollars>>,
     /// Limits concurrent record streams.
     listeners: Arc<Semaphore>,
-    /// Cancelled when the book is open.
-    book_opened: CancellationToken,
+    /// Cancelled when the store is open.
+    usage_store_opened: CancellationToken,
     /// Limits the notes about refused dispatches, by user.
     refusal_notes: RateLimit<String>,
 }
@@ -72,10 +72,10 @@ impl Kernel {
             settings_lock: Arc::default(),
             records,
             writer: Mutex::new(Some(writer)),
-            book: OnceLock::new(),
+            usage_store: OnceLock::new(),
             reserved: Mutex::default(),
             listeners: Arc::new(Semaphore::new(MAX_LISTENERS)),
-            book_opened: CancellationToken::new(),
+            usage_store_opened: CancellationToken::new(),
             refusal_notes: RateLimit::every(REFUSAL_NOTE_INTERVAL, 1),
         })
     }
@@ -127,32 +127,32 @@ impl Kernel {
     /// # Errors
     /// A file cannot be read.
     pub fn find(&self, ids: &BTreeSet<String>) -> Result<BTreeMap<String, Interaction>, PageError> {
-        find::find_interactions(&self.layout.logs(), ids)
+        find_interactions(&self.layout.logs(), ids)
     }
 
-    /// Waits up to `BOOK_TIMEOUT` for the book to be read, and returns it.
+    /// Waits up to `USAGE_STORE_TIMEOUT` for the store to be read, and returns it.
     ///
     /// # Errors
-    /// The records are still being read after `BOOK_TIMEOUT`.
-    pub async fn wait_for_usage_book(&self) -> Result<&UsageBook, Problem> {
-        // The result below shows whether the book was opened in time.
-        let _ = tokio::time::timeout(BOOK_TIMEOUT, self.book_opened.cancelled()).await;
-        self.book()
+    /// The records are still being read after `USAGE_STORE_TIMEOUT`.
+    pub async fn wait_for_usage_store(&self) -> Result<&UsageStore, Problem> {
+        // The result below shows whether the store was opened in time.
+        let _ = tokio::time::timeout(USAGE_STORE_TIMEOUT, self.usage_store_opened.cancelled()).await;
+        self.usage_store()
     }
 
     /// # Errors
     /// The records are still being read.
-    pub fn book(&self) -> Result<&UsageBook, Problem> {
-        self.book.get().ok_or_else(|| {
+    pub fn usage_store(&self) -> Result<&UsageStore, Problem> {
+        self.usage_store.get().ok_or_else(|| {
             Problem::new(Code::Unavailable, "The records are still being read.").retry_after(1)
         })
     }
 
-    /// Opens the book, then seals and writes it periodically until `stop`.
+    /// Opens the store, then seals and writes it periodically until `stop`.
     pub async fn maintain(self: Arc<Self>, stop: CancellationToken) {
-        while self.book.get().is_none() {
+        while self.usage_store.get().is_none() {
             let kernel = Arc::clone(&self);
-            let opened = tokio::task::spawn_blocking(move || kernel.open_book()).await;
+            let opened = tokio::task::spawn_blocking(move || kernel.open_usage_store()).await;
             if !matches!(opened, Ok(true))
                 && stop.run_until_cancelled(tokio::time::sleep(RETRY_INTERVAL)).await.is_none()
             {
@@ -167,8 +167,9 @@ impl Kernel {
             if today != day || last_write.elapsed() >= USAGE_WRITE_INTERVAL {
                 let kernel = Arc::clone(&self);
                 let seal = today != day;
-                let work =
-                    move || kernel.book.get().map(|book| if seal { book.seal() } else { book.write() });
+                let work = move || {
+                    kernel.usage_store.get().map(|store| if seal { store.seal() } else { store.write() })
+                };
                 // The panic hook has logged a panic.
                 let _ = tokio::task::spawn_blocking(work).await;
                 (last_write, day) = (tokio::time::Instant::now(), today);
@@ -180,13 +181,13 @@ impl Kernel {
         self.settings().calendar.day(Timestamp::now())
     }
 
-    /// Returns whether this call opened the book; logs failures.
-    pub(super) fn open_book(&self) -> bool {
+    /// Returns whether this call opened the store; logs failures.
+    pub(super) fn open_usage_store(&self) -> bool {
         let (logs, seals) = (self.layout.logs(), self.layout.usage_seals());
-        match UsageBook::open(self.records.clone(), logs, seals) {
-            Ok(book) => {
-                let is_first = self.book.set(book).is_ok();
-                self.book_opened.cancel();
+        match UsageStore::open(self.records.clone(), logs, seals) {
+            Ok(store) => {
+                let is_first = self.usage_store.set(store).is_ok();
+                self.usage_store_opened.cancel();
                 is_first
             }
             Err(error) => {
@@ -196,10 +197,10 @@ impl Kernel {
         }
     }
 
-    /// Seals the book and stops the writer, at shutdown.
+    /// Seals the store and stops the writer, at shutdown.
     pub fn close(&self) {
-        if let Some(book) = self.book.get() {
-            book.seal();
+        if let Some(store) = self.usage_store.get() {
+            store.seal();
         }
         drop(self.writer.lock().unwrap_or_else(PoisonError::into_inner).take());
     }

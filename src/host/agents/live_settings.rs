@@ -11,7 +11,7 @@ use super::owner_config::{Settings, read_config_file};
 use crate::records::limits::Period;
 use crate::records::money::Dollars;
 use crate::records::writer::Records;
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx;
 
 /// Identifies a version of the file without reading it.
@@ -38,7 +38,7 @@ impl LiveSettings {
     }
 
     /// Returns the current settings. Each call checks the file, which takes about a microsecond. `describe_spent`
-    /// describes the spending that counts towards a changed limit.
+    /// describes the spending that counts toward a changed limit.
     pub fn current(&self, describe_spent: impl Fn(&Settings, Period) -> String) -> Arc<Settings> {
         let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
         let stamp = read_file_stamp(&self.path);

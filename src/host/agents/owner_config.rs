@@ -17,7 +17,7 @@ use super::config_names::check_names;
 use crate::records::calendar::Calendar;
 use crate::records::limits::Limits;
 use crate::records::money::Dollars;
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx::FileError;
 
 /// Maximum bytes of the settings file.

@@ -1,7 +1,7 @@
-//! The protocol between the watcher and the service that backs up files: which paths in the home have changed.
+//! The protocol by which the watcher reports changed paths in the home to the service that backs up files.
 //!
 //! The service sends the token of the last reply whose changes it has saved. The watcher replies with all changes since
-//! then, or says that anything may have changed: at the first request, and after it has lost events.
+//! then, or reports that anything may have changed. It does so for the first request, and after it has lost events.
 
 use serde::{Deserialize, Serialize};
 
@@ -24,7 +24,7 @@ pub struct ChangesRequest {
 pub struct ChangedPaths {
     /// Directories in which an entry was added, removed or changed.
     pub directories: Vec<Vec<u8>>,
-    /// Entries that were added or moved, with all that is below them.
+    /// Entries that were added or moved, including everything below them.
     pub subtrees: Vec<Vec<u8>>,
 }
 
@@ -74,7 +74,7 @@ impl ChangesReply {
         let (header, rest) = bytes.split_at_checked(bytes.iter().position(|byte| *byte == b'\n')? + 1)?;
         let header: Header = serde_json::from_slice(header).ok()?;
         let mut paths: Vec<Vec<u8>> = rest.split(|byte| *byte == 0).map(<[u8]>::to_vec).collect();
-        // What follows the last NUL.
+        // Every path ends with a NUL, so the last part must be empty.
         if !paths.pop()?.is_empty() || paths.len() != header.directories.checked_add(header.subtrees)? {
             return None;
         }

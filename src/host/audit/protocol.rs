@@ -200,7 +200,7 @@ impl Message {
 /// Returns a time limit of the hook or of the watcher. Tests on slow machines extend both with the fail point
 /// `hook.long_timeout`.
 pub fn time_limit(normal: Duration) -> Duration {
-    if failpoint::pass("hook.long_timeout").is_err() { normal * 60 } else { normal }
+    if failpoint::trigger("hook.long_timeout").is_err() { normal * 60 } else { normal }
 }
 
 /// Sends a message and waits until the watcher has processed all earlier changes.

@@ -1,7 +1,7 @@
-//! Checks the env files as applets read them. Reports every error, but never the invalid value.
+//! Checks the env files in the way that applets read them. Reports every error, but never the invalid value.
 
 use crate::system::config;
-use crate::system::config::{DatabaseUrl, Identity, PlatformLink, services_env};
+use crate::system::config::{DatabaseUrl, Identity, PlatformAccess, services_env};
 use crate::system::layout::Layout;
 use crate::system::vars;
 use svc_base::config::Env;
@@ -14,7 +14,8 @@ pub fn check(layout: &Layout) -> Findings {
     let mut findings = Findings::new("configuration");
     if has_other_platform_for_root(layout) {
         findings = findings.problem(
-            "PLATFORM_INTERNAL_URL in update.env and host.env differ: updates come from the one in update.env",
+            "PLATFORM_INTERNAL_URL differs between update.env and host.env: updates come from the platform in \
+             update.env",
             "as root, set the platform's address in both files",
         );
     }
@@ -39,7 +40,7 @@ fn has_other_platform_for_root(layout: &Layout) -> bool {
 
 fn read_identity(mut env: Env, layout: &Layout) -> Result<Identity, Vec<String>> {
     let identity = Identity::read(&mut env);
-    let link = PlatformLink::read(&mut env, layout);
+    let platform = PlatformAccess::read(&mut env, layout);
     let keys = config::read_initial_proof_keys(&mut env);
     let store = StoreConfig::read(&mut env);
     let url = DatabaseUrl::read(&mut env);
@@ -51,6 +52,6 @@ fn read_identity(mut env: Env, layout: &Layout) -> Result<Identity, Vec<String>>
         Some(Ok(_)) => Some(()),
         None => None,
     };
-    let built = link.zip(keys).zip(store).zip(database).zip(identity).map(|(_, identity)| identity);
+    let built = platform.zip(keys).zip(store).zip(database).zip(identity).map(|(_, identity)| identity);
     env.finish(built).map_err(|error| error.errors)
 }

@@ -13,9 +13,9 @@ use crate::snapshots::database_identity::IdentityError;
 use crate::system::config::DatabaseUrl;
 use crate::system::layout::Layout;
 use crate::system::postgres::PostgresServer;
-use svc_base::chain::format_chain;
 use svc_base::config::Env;
 use svc_base::diagnosis::Findings;
+use svc_base::error_chain::format_chain;
 
 /// The port of `svc-postgres`.
 const PORT: u16 = 5432;
@@ -68,7 +68,7 @@ fn identity_next_step(error: &IdentityError) -> &'static str {
 /// Returns the port of this machine's own database, from `DATABASE_URL`.
 ///
 /// # Errors
-/// The reason that `DATABASE_URL` does not name this machine's own database.
+/// The reason why `DATABASE_URL` does not name this machine's own database.
 pub fn read_own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
     let Some(url) = DatabaseUrl::read(env) else {
         return Err("DATABASE_URL is not set, or this user may not read it".to_owned());

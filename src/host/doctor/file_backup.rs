@@ -17,8 +17,9 @@ pub fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("file-backup");
     match RestoreOutcome::read(layout) {
         Ok(Some(RestoreOutcome { error: Some(error), .. })) => {
-            let what =
-                format!("the files of the earlier machine are not restored, and no files are saved: {error}");
+            let what = format!(
+                "the previous machine's files have not been restored, and no files are saved: {error}"
+            );
             return findings.problem(what, "svc-sync-agent restore-home --retry");
         }
         Ok(_) => {}
@@ -35,7 +36,7 @@ pub fn check(layout: &Layout) -> Findings {
     let now = Timestamp::now();
     if status.find_unsaved_since(now).is_some() {
         let why = status.error.map(|error| format!(": {error}")).unwrap_or_default();
-        return findings.problem(format!("changes of the owner's files are not saved{why}"), NEXT_STEP);
+        return findings.problem(format!("changes to the owner's files have not been saved{why}"), NEXT_STEP);
     }
     let checks = FileChecks::read(layout).unwrap_or_default();
     if let Some(problem) = checks.find_problem() {

@@ -91,7 +91,8 @@ fn check_file(
     }
 }
 
-/// Returns the machine's accounts, or none if svc's users do not exist: below a test root, all files have the same owner.
+/// Returns the machine's accounts, or none if svc's users do not exist, because all files below a test root have the
+/// same owner.
 fn read_accounts(layout: &Layout) -> Accounts {
     let accounts = Accounts::load(layout.root());
     if accounts.uid(GATEWAY_USER).is_some() { accounts } else { Accounts::default() }

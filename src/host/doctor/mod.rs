@@ -1,6 +1,6 @@
 //! `svcctl doctor` on a machine: checks the machine's files, database and services.
 //!
-//! The checks change no file, credential or unit, and report any files that they may not read.
+//! The checks do not change files, credentials or units. They report files that they may not read.
 
 mod backup;
 mod certificate;

@@ -7,10 +7,10 @@ use http::{HeaderMap, header};
 use jiff::Timestamp;
 
 use super::services_env;
-use crate::system::config::PlatformLink;
+use crate::system::config::PlatformAccess;
 use crate::system::layout::Layout;
-use svc_base::chain::format_chain;
 use svc_base::diagnosis::Findings;
+use svc_base::error_chain::format_chain;
 use svc_http::client::{self, Deadlines};
 
 /// Proofs are valid for a minute, and tokens have 30 s of leeway.
@@ -22,11 +22,11 @@ const DEADLINES: Deadlines = Deadlines {
 };
 
 async fn fetch_headers(layout: &Layout) -> Result<HeaderMap, String> {
-    let Some(link) = PlatformLink::read(&mut services_env(layout), layout) else {
+    let Some(platform) = PlatformAccess::read(&mut services_env(layout), layout) else {
         return Err("PLATFORM_INTERNAL_URL or UPGRADE_TOKEN is missing".to_owned());
     };
     let client = client::build(DEADLINES).map_err(|error| format!("{error:#}"))?;
-    let url = link.url("/livez");
+    let url = platform.url("/livez");
     let response = client.get(url.clone()).send().await;
     let response = response.map_err(|error| format_chain(&error.without_url()))?;
     match response.status() {
@@ -55,22 +55,23 @@ pub async fn check(layout: &Layout) -> Findings {
 pub async fn check_clock(layout: &Layout) -> Findings {
     let findings = Findings::new("clock");
     let Ok(headers) = fetch_headers(layout).await else {
-        return findings.skipped("not compared with the platform's, because the platform cannot be reached");
+        return findings
+            .skipped("not compared with the platform's clock, because the platform cannot be reached");
     };
     let now = Timestamp::now();
     match response_date(&headers) {
         Some(platform_time) => {
             let skew = now.as_second() - platform_time.as_second();
             if skew.abs() <= MAX_CLOCK_SKEW_SECONDS {
-                return findings.ok(format!("within {MAX_CLOCK_SKEW_SECONDS} s of the platform's"));
+                return findings.ok(format!("within {MAX_CLOCK_SKEW_SECONDS} s of the platform's clock"));
             }
             let direction = if skew > 0 { "ahead of" } else { "behind" };
             findings.problem(
-                format!("{} s {direction} the platform's: proofs will be refused", skew.abs()),
+                format!("{} s {direction} the platform's clock: proofs will be refused", skew.abs()),
                 "timedatectl status; systemctl restart systemd-timesyncd",
             )
         }
-        None => findings.skipped("the platform's response has no date"),
+        None => findings.skipped("the platform's response has no Date header"),
     }
 }
 

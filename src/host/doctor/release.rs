@@ -33,10 +33,10 @@ pub fn check_current(layout: &Layout) -> Findings {
     let findings = Findings::new("release");
     let Some(version) = release::current_version(layout) else {
         let next = "`svc svc-update boot` fetches and installs the release that update.env names";
-        return findings.problem(format!("{} names no release", layout.current().display()), next);
+        return findings.problem(format!("{} does not name a release", layout.current().display()), next);
     };
     let dir = layout.release(&version);
-    let next = "svc-update rollback returns to the previous release; or update to another one";
+    let next = "roll back to the previous release with `svc-update rollback`, or update to another one";
     let findings = match Release::read(&dir) {
         Ok(read) if read.image_version == version => findings,
         Ok(read) => findings.problem(format!("release.json of {version} names {}", read.image_version), next),
@@ -48,7 +48,7 @@ pub fn check_current(layout: &Layout) -> Findings {
             findings.problem(format!("{}/svc: {error}", layout.link("bin").display()), NEXT_STEP_LINKS)
         }
     };
-    // The container's tools are no substitute, because only root can use them.
+    // The tools in the container do not count, because only root can use them.
     let lacks_tools = systemd::is_running(layout)
         && PgTools::locate(&mut super::services_env(layout), layout) == PgTools::Container;
     let findings = if lacks_tools {

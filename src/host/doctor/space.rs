@@ -11,7 +11,7 @@ fn assess(findings: Findings, path: &Path, total: u64, free: u64) -> Findings {
     let percent = free_percent(total, free);
     let summary = format!("{}: {:.1} GiB free ({percent}%)", path.display(), to_gib(free));
     let next = "delete files (du -xh --max-depth=2 / | sort -h | tail): no command enlarges this disk in place, and a \
-                recovery makes a new disk without the files that are not in the database";
+                recovery creates a new disk without the files that are excluded from the file backup";
     match DiskFill::classify(total, free) {
         DiskFill::Full => findings.problem(summary, next),
         DiskFill::Low => findings.warning(summary, next),
@@ -19,7 +19,7 @@ fn assess(findings: Findings, path: &Path, total: u64, free: u64) -> Findings {
     }
 }
 
-/// Returns a directory on each file system to check: the root, the owner's files, and the machine's state.
+/// Returns directories on the file systems to check: the root, the owner's files, and the machine's state.
 fn list_directories(layout: &Layout) -> [PathBuf; 3] {
     [layout.root().to_owned(), layout.home(), layout.update_state()]
 }
@@ -69,7 +69,7 @@ mod tests {
         assert!(summary(40 * GIB, 3 * GIB).contains("Warning"));
         assert!(summary(400 * GIB, 8 * GIB).contains("Problem"));
         assert!(summary(10 * GIB, GIB / 4).contains("Problem"));
-        assert!(summary(10 * GIB, GIB / 4).contains("a recovery makes a new disk without the files"));
+        assert!(summary(10 * GIB, GIB / 4).contains("a recovery creates a new disk without the files"));
         assert!(summary(0, 0).contains("Problem"));
     }
 }

@@ -1,5 +1,5 @@
-//! Checks the object store with the current credentials, and the slot's pointer. Credentials are never renewed here:
-//! that would leave a file that the services cannot read.
+//! Checks the object store with the current credentials, and the slot's pointer. The check never renews credentials,
+//! because it would write a file that the services cannot read.
 
 use jiff::{SignedDuration, Timestamp};
 use secrecy::SecretString;
@@ -8,9 +8,9 @@ use super::services_env;
 use crate::system::config::Identity;
 use crate::system::layout::Layout;
 use crate::system::store_credentials::StoredSessions;
-use svc_base::chain::format_chain;
 use svc_base::clock::rfc3339_ms;
 use svc_base::diagnosis::Findings;
+use svc_base::error_chain::format_chain;
 use svc_store::bucket::StoreError;
 use svc_store::config::{S3Config, StoreConfig};
 use svc_store::key::SlotPrefix;
@@ -23,10 +23,10 @@ pub async fn check(layout: &Layout) -> Findings {
     let mut findings = Findings::new("store");
     let mut env = services_env(layout);
     let Some(mut config) = StoreConfig::read(&mut env) else {
-        return findings.skipped("r2.env names no store");
+        return findings.skipped("r2.env does not configure a store");
     };
     let Some(identity) = Identity::read_current(&mut env, layout) else {
-        return findings.skipped("host.env names no machine");
+        return findings.skipped("host.env does not name a machine");
     };
     if let StoreConfig::S3(s3) = &mut config {
         if s3.expires_at.is_none() {
@@ -56,7 +56,7 @@ pub async fn check(layout: &Layout) -> Findings {
             ),
         },
         Ok(_) => findings.problem(
-            "the slot has no pointer, not even the fence of its provisioning",
+            "the slot has no pointer, not even the fence that provisioning writes",
             "system/db/latest was deleted: `svcctl backup now` writes it again",
         ),
         Err(error @ StoreError::Denied { .. }) => findings.problem(

@@ -34,7 +34,7 @@ const TRIGGER_UNITS: [&str; 13] = [
     "svc-files-verify.path",
 ];
 
-/// Returns the optional release part that a unit needs, if any.
+/// Returns the optional part of the release that a unit needs, if any.
 fn required_part(layout: &Layout, unit: &str) -> Option<PathBuf> {
     match unit {
         "svc-shell.service" => Some(layout.shell()),

@@ -1,4 +1,4 @@
-//! A machine's access to the repository of its slot: the key, which the platform keeps, and the store.
+//! A machine's access to its slot's repository: the key, which the platform stores, and the object store.
 
 use std::num::NonZeroU64;
 use std::os::unix::fs::MetadataExt;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use http::StatusCode;
 use secrecy::{ExposeSecret, SecretString};
 use svc_base::applet::{Exit, Failure, OrExit};
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx::{self, FileError};
 use svc_files::{Cache, FilesError, Id, Repository, RepositoryKey, SnapshotOrigin};
 use svc_http::client::{self, Deadlines};
@@ -17,14 +17,14 @@ use svc_store::key::SlotPrefix;
 use svc_store::{Bucket, StoreError, files_pointer};
 use svc_wire::files::{FilesKey, FilesKeyRequest};
 
-use crate::system::config::{self, Identity, PlatformLink};
+use crate::system::config::{self, Identity, PlatformAccess};
 use crate::system::epoch;
 use crate::system::layout::Layout;
 use crate::system::platform_response::{ProblemBody, read_body};
-use crate::system::store::StoreLink;
+use crate::system::store::HostStoreAccess;
 use crate::system::vars;
 
-/// The file with the key, readable by the gateway's user only.
+/// The file that contains the key, readable only by the gateway's user.
 const KEY_FILE: &str = "key";
 const KEY_MODE: u32 = 0o600;
 
@@ -33,11 +33,11 @@ const KEY_MODE: u32 = 0o600;
 pub enum AccessError {
     #[error("cannot get the key of the file backup from the platform: {0}")]
     KeyUnavailable(String),
-    #[error("the platform refuses to give this machine the key of the file backup: {0}")]
+    #[error("the platform refused to send the key of the file backup to this machine: {0}")]
     KeyRefused(String),
     #[error(
-        "the previous machine's files were not restored, so nothing is saved: a new snapshot would replace theirs as the \
-         latest; `svc-sync-agent restore-home --retry`, as root, restores them"
+        "the previous machine's files were not restored, so nothing is saved: a new snapshot without them would become \
+         the latest; as root, run `svc-sync-agent restore-home --retry` to restore them"
     )]
     NotRestored,
     #[error(transparent)]
@@ -57,7 +57,7 @@ impl AccessError {
     }
 }
 
-/// What `restic` needs to open the repository, except credentials for the store.
+/// Everything that `restic` needs to open the repository, except credentials for the store.
 pub struct ResticAccess {
     /// Such as `s3:https://store.example/bucket/user_1/primary/files`.
     pub repository: String,
@@ -65,15 +65,15 @@ pub struct ResticAccess {
 }
 
 impl ResticAccess {
-    /// Returns this machine's key and the repository's location, as `restic` takes them; `None` if this machine has no
-    /// valid key yet.
+    /// Returns this machine's key and the repository's location in the format that `restic` expects; `None` if this
+    /// machine has no valid key yet.
     ///
     /// # Errors
-    /// If the machine's settings are invalid, or the file with the key exists and cannot be read.
+    /// If the machine's settings are invalid, or the key file exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, Failure> {
         let mut env = config::environment(layout);
         let identity = Identity::read(&mut env);
-        let store = StoreLink::read(&mut env, layout);
+        let store = HostStoreAccess::read(&mut env, layout);
         let (identity, store) = env.finish(identity.zip(store))?;
         let key = read_key_file(layout).or_exit(Exit::Internal)?;
         let root = SlotPrefix::new(&identity.user, &identity.slot).files();
@@ -90,7 +90,7 @@ pub struct FilesSettings {
     pub bucket: Bucket,
     /// Maximum rate of uploads, in bytes per second; `None` for no limit.
     pub max_bytes_per_second: Option<NonZeroU64>,
-    platform: PlatformLink,
+    platform: PlatformAccess,
     client: reqwest::Client,
 }
 
@@ -98,8 +98,8 @@ impl FilesSettings {
     pub fn read(layout: Layout) -> Result<Self, Failure> {
         let mut env = config::environment(&layout);
         let identity = Identity::read(&mut env);
-        let platform = PlatformLink::read(&mut env, &layout);
-        let store = StoreLink::read(&mut env, &layout);
+        let platform = PlatformAccess::read(&mut env, &layout);
+        let store = HostStoreAccess::read(&mut env, &layout);
         let kib_per_second: u64 = env.or_default(&vars::FILES_UPLOAD_KIB_PER_SECOND);
         let parts = identity.zip(platform).zip(store);
         let ((identity, platform), store) = env.finish(parts)?;
@@ -123,17 +123,18 @@ impl FilesSettings {
         SnapshotOrigin { machine: self.identity.machine, epoch: self.epoch() }
     }
 
-    /// Root leaves no file where only the service may write.
+    /// Whether this process runs as the owner of the state directory. Other users, such as root, must not create files
+    /// there, because the service could not replace them.
     fn owns_state(&self) -> bool {
         let dir = self.layout.files_state();
         std::fs::create_dir_all(&dir).is_ok()
             && std::fs::metadata(&dir).is_ok_and(|meta| meta.uid() == nix::unistd::geteuid().as_raw())
     }
 
-    /// Returns the latest snapshot, which the pointer names.
+    /// Returns the id of the latest snapshot, which the pointer names.
     ///
     /// # Errors
-    /// The errors of the store.
+    /// The pointer cannot be read from the store.
     pub async fn read_latest(&self) -> Result<Option<Id>, StoreError> {
         let pointer = files_pointer::read(&self.bucket, &self.slot).await?;
         Ok(pointer.and_then(|pointer| pointer.value.snapshot?.id.parse().ok()))
@@ -146,12 +147,13 @@ impl FilesSettings {
     /// Opens the slot's repository; `None` if nothing has been saved yet.
     ///
     /// # Errors
-    /// [`AccessError`]; `WrongKey` if neither the platform's key nor this machine's opens it.
+    /// [`AccessError`]; `WrongKey` if neither the platform's key nor this machine's key opens it.
     pub async fn open(&self) -> Result<Option<Repository>, AccessError> {
         Ok(self.open_with_known_keys().await?.1)
     }
 
-    /// Opens the slot's repository with this machine's key, and asks the platform only if there is none or it is wrong.
+    /// Opens the slot's repository with this machine's key. Requests the platform's key only if this machine has no key
+    /// or a wrong one.
     ///
     /// # Errors
     /// Those of [`Self::open`].
@@ -159,7 +161,7 @@ impl FilesSettings {
         self.open_with_cache(self.cache()).await
     }
 
-    /// Like [`Self::open_with_stored_key`], but reads everything from the store.
+    /// Like [`Self::open_with_stored_key`], but without the local cache.
     ///
     /// # Errors
     /// Those of [`Self::open`].
@@ -172,7 +174,8 @@ impl FilesSettings {
             let (bucket, root) = (self.bucket.clone(), self.slot.files());
             match Repository::open(bucket, root, &key, cache).await {
                 Ok(Some(repository)) => return Ok(Some(repository)),
-                // A machine that has a key has saved files before.
+                // A machine with a key has saved files before, so a missing repository is checked with the platform's
+                // key.
                 Ok(None) | Err(FilesError::WrongKey) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -224,7 +227,7 @@ impl FilesSettings {
         Err(refusal.unwrap_or(FilesError::WrongKey).into())
     }
 
-    /// Sends this machine's key to the platform, whose database may be older than the key.
+    /// Sends this machine's key to the platform, in case the platform's database is older than the key.
     ///
     /// # Errors
     /// [`AccessError`].
@@ -260,7 +263,7 @@ impl FilesSettings {
         if !status.is_success() {
             let problem = ProblemBody::parse(&body);
             let text = format!("{status} {}: {}", problem.code, problem.detail);
-            // Any other refusal may come from something between this machine and the platform.
+            // Any other refusal may come from a proxy between this machine and the platform.
             let is_final = status == StatusCode::FORBIDDEN && problem.code == "superseded";
             return Err(if is_final {
                 AccessError::KeyRefused(text)
@@ -284,7 +287,7 @@ fn unavailable(error: impl std::error::Error + 'static) -> AccessError {
     AccessError::KeyUnavailable(format_chain(&error))
 }
 
-/// Repeats a call until it succeeds, fails for good, or `timeout` has passed.
+/// Retries a call until it succeeds, fails permanently, or `timeout` has passed.
 ///
 /// # Errors
 /// The last error.
@@ -301,7 +304,7 @@ where
         match call().await {
             Ok(value) => return Ok(value),
             Err(error) if is_transient(&error) => {
-                tracing::warn!(error = %format_chain(&error), "the file backup is not reachable; retrying");
+                tracing::warn!(error = %format_chain(&error), "cannot reach the file backup; retrying");
                 if backoff.pause().await.is_err() {
                     return Err(error);
                 }

@@ -1,10 +1,10 @@
-//! Asks the watcher what has changed in the home directory, converts its reply for the save, and estimates its size.
+//! Requests the changes in the home directory from the watcher, and converts its reply for the schedule and the save.
 
 use std::path::Path;
 use std::time::Duration;
 
-use svc_base::chain::format_chain;
-use svc_files::save::Changes;
+use svc_base::error_chain::format_chain;
+use svc_files::save::ChangeSet;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
@@ -15,14 +15,14 @@ use crate::audit::file_changes::{ChangedPaths, ChangesReply, ChangesRequest, MAX
 /// Timeout for a request. The watcher may be scanning a home directory with a million files.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Why the watcher did not answer.
+/// Why the watcher did not report the changes.
 #[derive(Debug, thiserror::Error)]
 pub enum ChangesError {
-    #[error("cannot ask svc-watch what has changed")]
+    #[error("cannot request the changes from svc-watch")]
     Io(#[from] std::io::Error),
-    #[error("svc-watch did not answer within {} s", TIMEOUT.as_secs())]
+    #[error("svc-watch did not respond within {} s", TIMEOUT.as_secs())]
     Timeout,
-    #[error("svc-watch sent an invalid answer")]
+    #[error("svc-watch sent an invalid response")]
     Invalid,
 }
 
@@ -44,7 +44,7 @@ pub async fn request(sockets: &Path, saved: Option<String>) -> Result<ChangesRep
     ChangesReply::decode(&reply).ok_or(ChangesError::Invalid)
 }
 
-/// What a reply means for the schedule.
+/// Converts a reply to an observation for the schedule.
 pub fn observe(reply: &Result<ChangesReply, ChangesError>) -> Observation {
     match reply {
         Ok(ChangesReply { paths: None, .. }) => Observation::Unknown,
@@ -56,17 +56,17 @@ pub fn observe(reply: &Result<ChangesReply, ChangesError>) -> Observation {
             }
         }
         Err(error) => {
-            tracing::debug!(error = %format_chain(error), "the watcher does not say what has changed");
-            Observation::Unattended
+            tracing::debug!(error = %format_chain(error), "the watcher did not report the changes");
+            Observation::WatcherUnavailable
         }
     }
 }
 
-/// The watcher's paths, which are below `home`.
-pub fn watched_changes(paths: Option<&ChangedPaths>) -> Changes {
+/// Returns the changed paths that the watcher reported, which are relative to `home`.
+pub fn watched_changes(paths: Option<&ChangedPaths>) -> ChangeSet {
     use std::os::unix::ffi::OsStrExt;
     let below_home = |path: &[u8]| Path::new("home").join(std::ffi::OsStr::from_bytes(path));
-    let mut changes = Changes::default();
+    let mut changes = ChangeSet::default();
     for path in paths.into_iter().flat_map(|paths| &paths.directories) {
         changes.mark_directory(&below_home(path));
     }
@@ -76,9 +76,9 @@ pub fn watched_changes(paths: Option<&ChangedPaths>) -> Changes {
     changes
 }
 
-/// Everything that the watcher does not watch: the settings of programs beside `home`, and the machine's records.
-pub fn unwatched_changes(user_home: &Path) -> Changes {
-    let mut changes = Changes::default();
+/// Returns all paths that the watcher does not watch: the programs' settings beside `home`, and the machine's records.
+pub fn unwatched_changes(user_home: &Path) -> ChangeSet {
+    let mut changes = ChangeSet::default();
     changes.mark_directory(Path::new(""));
     changes.mark_subtree(Path::new("home/system"));
     // If the directory cannot be listed, the save reports it.

@@ -1,4 +1,4 @@
-//! The results of verifications and drills of the file backup, and the schedule of the shares.
+//! The results of verifications and drills of the file backup, and the order in which shares are verified.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
@@ -8,7 +8,7 @@ use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 use svc_base::quantity::pluralize;
 use svc_files::Id;
-use svc_files::verify::{Share, Verified};
+use svc_files::verify::{PackShare, VerifyReport};
 
 use crate::system::layout::Layout;
 
@@ -16,11 +16,11 @@ const FILE: &str = "checks.json";
 const FORMAT: u32 = 1;
 /// A drill runs once a week, with a verification.
 const DRILL_INTERVAL: SignedDuration = SignedDuration::from_hours(7 * 24 - 12);
-/// Checks that have failed for longer raise an attention item. They run daily.
+/// Checks, which run daily, raise an attention item after they have failed for this long.
 const MAX_FAILING: SignedDuration = SignedDuration::from_hours(36);
-/// Shares that one run verifies, to catch up after days without a run.
+/// Maximum number of overdue shares that one run verifies, to catch up after days without a run.
 const MAX_SHARES: usize = 3;
-/// Affected files that are named.
+/// Maximum number of affected files that a message names.
 const MAX_NAMED_FILES: usize = 5;
 const DAY: SignedDuration = SignedDuration::from_hours(24);
 
@@ -29,7 +29,7 @@ const DAY: SignedDuration = SignedDuration::from_hours(24);
 #[serde(rename_all = "camelCase", default)]
 pub struct FileChecks {
     version: u32,
-    /// When each share of the packs was last verified; `None` before its first time.
+    /// When each share of the packs was last verified; `None` if never.
     share_times: Vec<Option<Timestamp>>,
     pub verify: Option<VerifyResult>,
     pub drill: Option<DrillResult>,
@@ -43,12 +43,12 @@ pub struct FileChecks {
     failing_since: Option<Timestamp>,
     /// Why the index or the latest snapshot cannot be read, so that nothing could be restored.
     pub unreadable: Option<String>,
-    /// The blobs that are only in damaged packs, by pack.
+    /// The blobs that exist only in damaged packs, by pack.
     pub damaged: BTreeMap<String, Vec<String>>,
-    /// When the first of these blobs was found, or the last one that was new.
+    /// When a run last found a damaged blob that was not known before.
     #[serde(with = "clock::wire_option")]
     pub damage_found_at: Option<Timestamp>,
-    /// The first of the affected files; `None` if they are not known yet.
+    /// The first affected files; `None` if they are not known yet.
     pub affected: Option<Vec<AffectedFile>>,
     pub affected_snapshots: u64,
 }
@@ -61,7 +61,7 @@ pub struct VerifyResult {
     pub at: Option<Timestamp>,
     pub packs: u64,
     pub bytes: u64,
-    /// Damaged packs whose content other packs have, too.
+    /// The number of damaged packs whose content is also in other packs.
     pub replaced: u64,
     /// Why it could not be completed.
     pub error: Option<String>,
@@ -73,12 +73,12 @@ pub struct VerifyResult {
 pub struct DrillResult {
     #[serde(with = "clock::wire_option")]
     pub at: Option<Timestamp>,
-    /// Files that were restored from the backup, and those of them that were compared with the present file.
+    /// The number and size of the restored files, and how many of them were compared with the current files.
     pub files: u64,
     pub bytes: u64,
     pub compared: u64,
-    /// Files whose content, mode or time differs from that of the present one, although that has not changed since; and
-    /// the paths of the first of them.
+    /// The number of files whose content, mode or time differs from the current file, although the current file has not
+    /// changed since it was saved; and the paths of the first ones.
     pub differing_count: u64,
     pub differing: Vec<String>,
     /// Why it failed.
@@ -98,7 +98,7 @@ pub struct AffectedFile {
 }
 
 impl FileChecks {
-    /// Reads the file; empty if there is none, or if another version wrote it.
+    /// Reads the file; returns an empty value if there is no file, or if it has another format version.
     ///
     /// # Errors
     /// If the file exists and cannot be read.
@@ -119,35 +119,36 @@ impl FileChecks {
     }
 
     /// Returns all shares.
-    pub fn select_all_shares(&mut self, days: u16) -> Vec<Share> {
-        let of = self.set_share_count(days);
-        (0..of).map(|part| Share { part, of }).collect()
+    pub fn select_all_shares(&mut self, days: u16) -> Vec<PackShare> {
+        let count = self.set_share_count(days);
+        (0..count).map(|index| PackShare { index, count }).collect()
     }
 
     fn set_share_count(&mut self, days: u16) -> u16 {
-        let of = days.max(1);
-        if self.share_times.len() != usize::from(of) {
-            self.share_times = vec![None; usize::from(of)];
+        let count = days.max(1);
+        if self.share_times.len() != usize::from(count) {
+            self.share_times = vec![None; usize::from(count)];
         }
-        of
+        count
     }
 
-    /// Returns the shares to verify now, so that each is verified within `days`: those verified longest ago, and those
-    /// with damaged packs, which a save may have repaired.
-    pub fn select_shares(&mut self, days: u16, now: Timestamp) -> Vec<Share> {
-        let of = self.set_share_count(days);
-        let mut parts: Vec<u16> = (0..of).collect();
-        let time = |part: &u16| self.share_times[usize::from(*part)];
-        parts.sort_by_key(|part| (time(part), *part));
-        let overdue_before = now - DAY * i32::from(of);
-        // New shares are verified one a day: together they take as long as the whole interval.
-        let is_overdue = |part: &&u16| time(part).is_some_and(|at| at <= overdue_before);
-        let overdue = parts.iter().filter(is_overdue).count();
-        let mut selected: BTreeSet<u16> = parts.into_iter().take(overdue.clamp(1, MAX_SHARES)).collect();
+    /// Selects the shares to verify now, so that each is verified within `days`: the ones verified longest ago, and the
+    /// ones with damaged packs, which a save may have repaired.
+    pub fn select_shares(&mut self, days: u16, now: Timestamp) -> Vec<PackShare> {
+        let count = self.set_share_count(days);
+        let mut indices: Vec<u16> = (0..count).collect();
+        let time = |index: &u16| self.share_times[usize::from(*index)];
+        indices.sort_by_key(|index| (time(index), *index));
+        let overdue_before = now - DAY * i32::from(count);
+        // Shares that have never been verified are not overdue: one per run covers all of them within the interval.
+        let is_overdue = |index: &&u16| time(index).is_some_and(|at| at <= overdue_before);
+        let overdue = indices.iter().filter(is_overdue).count();
+        let mut selected: BTreeSet<u16> = indices.into_iter().take(overdue.clamp(1, MAX_SHARES)).collect();
         let damaged: Vec<Id> = self.damaged.keys().filter_map(|pack| pack.parse().ok()).collect();
-        let has_damage = |part: &u16| damaged.iter().any(|pack| Share { part: *part, of }.contains(*pack));
-        selected.extend((0..of).filter(has_damage));
-        selected.into_iter().map(|part| Share { part, of }).collect()
+        let has_damage =
+            |index: &u16| damaged.iter().any(|pack| PackShare { index: *index, count }.contains(*pack));
+        selected.extend((0..count).filter(has_damage));
+        selected.into_iter().map(|index| PackShare { index, count }).collect()
     }
 
     /// Records a verification.
@@ -159,7 +160,7 @@ impl FileChecks {
         self.update_failing_since(now);
     }
 
-    /// Records a drill. If it could not be completed, what an earlier one has found still holds.
+    /// Records a drill. If it could not be completed, the differences that an earlier drill found are kept.
     pub fn record_drill(&mut self, mut drill: DrillResult, now: Timestamp) {
         if drill.error.is_none() {
             self.drilled_at = Some(now);
@@ -181,7 +182,7 @@ impl FileChecks {
         verify.or_else(|| self.drill.as_ref().and_then(|drill| drill.error.as_deref()))
     }
 
-    /// When a verification last succeeded. Earlier releases recorded only the last one.
+    /// When a verification last succeeded. Earlier releases recorded only the result of the last verification.
     pub fn verified_at(&self) -> Option<Timestamp> {
         self.verified_at.or_else(|| self.verify.as_ref().filter(|verify| verify.error.is_none())?.at)
     }
@@ -191,7 +192,7 @@ impl FileChecks {
         self.drilled_at.or_else(|| self.drill.as_ref().filter(|drill| drill.error.is_none())?.at)
     }
 
-    /// Describes checks that have failed for long; `None` if they succeed.
+    /// Describes the failure of the checks, if it has lasted for [`MAX_FAILING`].
     pub fn find_failure(&self, now: Timestamp) -> Option<String> {
         let since = self.failing_since.filter(|since| now.duration_since(*since) >= MAX_FAILING)?;
         Some(format!("its checks have failed since {}: {}", clock::rfc3339_ms(since), self.find_error()?))
@@ -203,7 +204,7 @@ impl FileChecks {
     }
 
     /// Records the verification of a share.
-    pub fn record_share(&mut self, share: Share, verified: &Verified, now: Timestamp) {
+    pub fn record_share(&mut self, share: PackShare, verified: &VerifyReport, now: Timestamp) {
         let before = self.damaged_blobs();
         self.damaged.retain(|pack, _| pack.parse().is_ok_and(|pack: Id| !share.contains(pack)));
         for damaged in &verified.damaged {
@@ -219,12 +220,12 @@ impl FileChecks {
         } else if !after.is_subset(&before) {
             self.damage_found_at = Some(now);
         }
-        if let Some(time) = self.share_times.get_mut(usize::from(share.part)) {
+        if let Some(time) = self.share_times.get_mut(usize::from(share.index)) {
             *time = Some(now);
         }
     }
 
-    /// Describes what is damaged, and what a drill has found; `None` if all is intact.
+    /// Describes the damage, or else the differences that a drill has found; `None` if everything is intact.
     pub fn find_problem(&self) -> Option<String> {
         if let Some(why) = &self.unreadable {
             return Some(why.clone());
@@ -235,7 +236,7 @@ impl FileChecks {
         let drill = self.drill.as_ref()?;
         let differing = drill.differing.first()?;
         let count = format!("{} of {} compared files", drill.differing_count, drill.compared);
-        Some(format!("{count} are not as on the machine, such as {differing}"))
+        Some(format!("{count} differ from those on the machine, such as {differing}"))
     }
 
     /// Describes the damaged packs, and the files that they affect.
@@ -259,7 +260,7 @@ impl FileChecks {
         format!("{packs}, needed by {snapshots}: {}", files.join("; "))
     }
 
-    /// The blobs that are only in damaged packs.
+    /// The blobs that exist only in damaged packs.
     pub fn damaged_blobs(&self) -> HashSet<Id> {
         self.damaged.values().flatten().filter_map(|id| id.parse().ok()).collect()
     }
@@ -277,8 +278,8 @@ mod tests {
     }
 
     proptest! {
-        /// Once all shares have been verified, none stays unverified for longer than the interval and a day, also after days
-        /// without a run.
+        /// Once all shares have been verified, none stays unverified for longer than the interval plus the number of
+        /// missed days.
         #[test]
         fn every_share_is_verified_in_time(days in 1_u16..40, missed in 0_i32..3) {
             let mut checks = FileChecks::default();
@@ -286,7 +287,7 @@ mod tests {
             for run in 0..200_i32 {
                 day += if run == 100 { 1 + missed } else { 1 };
                 for share in checks.select_shares(days, at(day)) {
-                    checks.record_share(share, &Verified::default(), at(day));
+                    checks.record_share(share, &VerifyReport::default(), at(day));
                 }
                 let oldest = checks.share_times.iter().min().copied().flatten();
                 if run >= i32::from(days) {
@@ -298,16 +299,16 @@ mod tests {
     }
 
     #[test]
-    fn damage_is_known_until_its_share_is_sound_again() {
+    fn damage_is_kept_until_its_share_verifies() {
         let mut checks = FileChecks::default();
         let (pack, blob) = ("ab".repeat(32), "cd".repeat(32));
-        let damaged = |blobs: &[&str]| Verified {
+        let damaged = |blobs: &[&str]| VerifyReport {
             damaged: vec![DamagedPack {
                 pack: pack.parse().unwrap(),
                 why: "x".to_owned(),
                 blobs: blobs.iter().map(|id| id.parse().unwrap()).collect(),
             }],
-            ..Verified::default()
+            ..VerifyReport::default()
         };
         let [share] = checks.select_shares(1, at(1))[..] else { panic!("there is one share") };
         checks.record_share(share, &damaged(&[&blob]), at(1));
@@ -316,16 +317,16 @@ mod tests {
         assert_eq!(checks.damage_found_at, Some(at(1)), "it is not new");
         checks.record_share(share, &damaged(&[&blob, &"ef".repeat(32)]), at(3));
         assert_eq!(checks.damage_found_at, Some(at(3)));
-        // A share with damaged packs is verified with each run.
+        // Each run verifies the shares with damaged packs.
         let mut others = FileChecks { damaged: checks.damaged.clone(), ..FileChecks::default() };
-        let part = (0xabab % 30) as u16;
-        assert!(others.select_shares(30, at(4)).contains(&Share { part, of: 30 }));
-        checks.record_share(share, &Verified::default(), at(4));
+        let index = (0xabab % 30) as u16;
+        assert!(others.select_shares(30, at(4)).contains(&PackShare { index, count: 30 }));
+        checks.record_share(share, &VerifyReport::default(), at(4));
         assert_eq!((checks.damage_found_at, checks.damaged_blobs().len()), (None, 0));
     }
 
     #[test]
-    fn failing_checks_are_told_and_hide_nothing() {
+    fn find_failure_reports_lasting_failures_only() {
         let mut checks = FileChecks::default();
         checks.record_verification(VerifyResult::default(), at(0));
         let differing =

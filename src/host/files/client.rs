@@ -1,4 +1,4 @@
-//! `svc-sync-agent versions`, `list` and `restore`: a person's commands, which the gateway serves on its own socket.
+//! `svc-sync-agent versions`, `list` and `restore`: commands for people, which send requests to the gateway's socket.
 
 use std::time::{Duration, Instant};
 
@@ -21,13 +21,13 @@ use crate::system::platform_response::ProblemBody;
 use url::Url;
 
 const POLL_INTERVAL: Duration = Duration::from_millis(250);
-/// How long a restore may show no progress. The save before a replacement takes up to ten minutes.
-const MAX_SILENCE: Duration = Duration::from_secs(900);
+/// Maximum time without progress. The save before a replacement may take up to ten minutes.
+const NO_PROGRESS_TIMEOUT: Duration = Duration::from_secs(900);
 /// The gateway's own timeouts are shorter.
 const DEADLINES: Deadlines =
     Deadlines { connect: Duration::from_secs(5), idle: Duration::from_secs(320), total: None };
 
-/// The gateway's socket, as a client.
+/// An HTTP client for the gateway's socket.
 struct Gateway(reqwest::Client);
 
 impl Gateway {
@@ -107,7 +107,7 @@ fn show_versions(page: &FileVersions) -> String {
         text.push_str(&format!("{snapshots} could not be searched\n"));
     }
     if let Some(before) = &page.next_before {
-        text.push_str(&format!("there are earlier versions: --before {before}\n"));
+        text.push_str(&format!("earlier versions: repeat the command with `--before {before}`\n"));
     }
     text
 }
@@ -120,7 +120,7 @@ fn show_entry(entry: &FileEntry) -> String {
     format!("{size:>10}  {}  {}", entry.mode, entry.modified_at)
 }
 
-/// Lists a directory as it was.
+/// Lists a directory as it was at `time`.
 ///
 /// # Errors
 /// [`Failure`] with the gateway's reason.
@@ -142,7 +142,7 @@ pub async fn print_listing(layout: &Layout, path: &str, time: Option<&str>) -> R
             println!("{}  {}", show_entry(entry), one_line(&format!("{}{target}", entry.name)));
         }
         let Some(next) = page.next_cursor else { return Ok(()) };
-        // Further pages are of the same snapshot.
+        // Read the next page from the same snapshot.
         (cursor, time) = (next, Some(page.saved_at.to_string()));
     }
 }
@@ -150,7 +150,7 @@ pub async fn print_listing(layout: &Layout, path: &str, time: Option<&str>) -> R
 /// Requests a restore, and waits until it has ended.
 ///
 /// # Errors
-/// [`Failure`] with the gateway's reason, or why the restore failed.
+/// [`Failure`] with the gateway's reason, or with the reason that the restore failed.
 pub async fn restore(layout: &Layout, request: &Value) -> Result<(), Failure> {
     let gateway = Gateway::new(layout)?;
     let post = gateway.0.post("http://gateway/api/files/restore").json(request);
@@ -166,8 +166,9 @@ pub async fn restore(layout: &Layout, request: &Value) -> Result<(), Failure> {
         }
         if state != last {
             (last, changed_at) = (state, Instant::now());
-        } else if changed_at.elapsed() >= MAX_SILENCE {
-            let text = "the restore makes no progress: `systemctl status svc-files-request` shows its state";
+        } else if changed_at.elapsed() >= NO_PROGRESS_TIMEOUT {
+            let text =
+                "the restore is not making progress; `systemctl status svc-files-request` shows its state";
             return Err(Failure::new(Exit::Unavailable, anyhow!(text)));
         }
         tokio::time::sleep(POLL_INTERVAL).await;
@@ -176,13 +177,13 @@ pub async fn restore(layout: &Layout, request: &Value) -> Result<(), Failure> {
 
 fn report(state: &FileRestore) -> Result<(), Failure> {
     let Some(restored_to) = &state.restored_to else {
-        let why = state.error.as_deref().unwrap_or("no reason is known");
+        let why = state.error.as_deref().unwrap_or("the reason is unknown");
         return Err(Failure::new(Exit::Unavailable, anyhow!("not restored: {why}")));
     };
     let at = state.saved_at.as_ref().map_or("an unknown time", |at| at.as_str());
     println!("restored to {}, as of {at}", one_line(restored_to));
     if let Some(kept) = &state.kept_as {
-        println!("what was there is now {}", one_line(kept));
+        println!("the replaced entry is now {}", one_line(kept));
     }
     if state.incomplete > 0 {
         println!("the mode, times or attributes of {} could not be set", pluralize(state.incomplete, "item"));

@@ -1,4 +1,4 @@
-//! `svc-sync-agent status` and `svc-sync-agent now`, for a person on the machine.
+//! `svc-sync-agent status` and `svc-sync-agent now`: commands for people on the machine.
 
 use anyhow::anyhow;
 use jiff::Timestamp;
@@ -20,7 +20,8 @@ const MAX_SHOWN_EXCLUDED: usize = 5;
 /// Prints the state of the file backup.
 ///
 /// # Errors
-/// `Unavailable` if changes have not been saved for long; `Internal` if the state cannot be read.
+/// `Unavailable` if files could not be restored, or if changes have been unsaved for too long; `Internal` if the state
+/// cannot be read.
 pub fn show_status(layout: &Layout) -> Result<(), Failure> {
     let status = FilesStatus::read(layout).or_exit(Exit::Internal)?;
     let outcome = RestoreOutcome::read(layout).or_exit(Exit::Internal)?;
@@ -88,7 +89,7 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
     }
     match outcome {
         Some(RestoreOutcome { error: Some(error), .. }) => {
-            rows.push(("restored", format!("no: {error}; `svc-sync-agent restore-home --retry` repeats it")));
+            rows.push(("restored", format!("no: {error}; `svc-sync-agent restore-home --retry` retries it")));
         }
         Some(RestoreOutcome { taken_at: Some(at), files, .. }) => {
             rows.push((
@@ -98,11 +99,11 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
         }
         _ => {}
     }
-    // The owner's programs choose the names of files.
+    // File names come from the owner's programs and may contain control characters.
     rows.iter().map(|(name, text)| format!("{name:<11} {}\n", one_line(text))).collect()
 }
 
-/// Returns the rows for what is excluded: the sum, then the largest entries.
+/// Returns the rows for the excluded entries: the total, then the largest ones.
 fn describe_excluded(excluded: &ExcludedFiles) -> Vec<(&'static str, String)> {
     let size = |entries: u64, bytes: u64| format!("{}, {}", pluralize(entries, "item"), format_bytes(bytes));
     let at_least = if excluded.complete { "" } else { "at least " };
@@ -142,7 +143,7 @@ mod tests {
         let largest = ExcludedFile { path: "home/a/node_modules".to_owned(), entries: 9, bytes: 2048 };
         let excluded = ExcludedFiles { entries: 10, bytes: 4096, ..ExcludedFiles::default() };
         status.excluded_files = Some(ExcludedFiles { largest: vec![largest], ..excluded });
-        status.error = Some("the store is away".to_owned());
+        status.error = Some("the store is unreachable".to_owned());
         let mut outcome = RestoreOutcome::default();
         (outcome.taken_at, outcome.files) = (Some(at(50)), 2);
         let shown = describe(Some(&status), Some(&outcome), at(140));
@@ -153,7 +154,7 @@ mod tests {
             "such as home/x",
             "left out    at least 10 items, 4.0 KiB\n",
             "            home/a/node_modules: 9 items, 2.0 KiB\n",
-            "the store is away",
+            "the store is unreachable",
             "2 files as of",
         ] {
             assert!(shown.contains(part), "{part:?} is not in {shown}");

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use jiff::Timestamp;
 use sha2::{Digest, Sha256};
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx::FileError;
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::history::{Entry, EntryKind, History};
@@ -21,7 +21,7 @@ use super::home_path::HomePath;
 use super::owner::open_home;
 use crate::system::layout::Layout;
 
-/// Limits of the sample, which also takes at most a quarter of the free space.
+/// Limits on the sample, which also uses at most a quarter of the free space.
 const MAX_SAMPLE_FILES: usize = 50;
 const MAX_SAMPLE_BYTES: u64 = 256 << 20;
 /// The directory for the restored files, in the state directory of the file backup.
@@ -187,7 +187,7 @@ fn hash(file: &mut File, size: u64) -> Option<[u8; 32]> {
     }
 }
 
-/// Draws files at random, each with the same probability.
+/// Selects random files, each with the same probability.
 async fn draw_sample(history: &History, root: Entry) -> Result<Vec<(PathBuf, Entry)>, FilesError> {
     let mut sample: Vec<(PathBuf, Entry)> = Vec::new();
     let mut seen = 0_u128;

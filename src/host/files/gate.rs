@@ -1,12 +1,12 @@
 //! `svc-sync-agent restore-home`: restores the owner's files on a new machine, before the database is restored and the
 //! gateway starts.
 //!
-//! The files are restored to a directory beside them and moved into place only when they are complete. A killed run is
-//! simply repeated.
+//! The files are restored to a staging directory on the same file system, and moved into place only when they are
+//! complete. A killed run can be repeated.
 //!
 //! If the snapshot is damaged, the machine starts without the files, because the owner still needs the database. The
-//! outcome is recorded, and the machine then saves no files, so that the snapshot stays the latest one. After any other
-//! error the boot fails, and is tried again.
+//! outcome is recorded, and the machine then saves no files, so that the snapshot remains the latest one. After any
+//! other error, the boot fails and is retried.
 
 use std::fs;
 use std::sync::Arc;
@@ -16,8 +16,8 @@ use jiff::Timestamp;
 use rustix::thread::CapabilitySet;
 use serde::{Deserialize, Serialize};
 use svc_base::applet::{Exit, Failure, OrExit};
-use svc_base::chain::format_chain;
 use svc_base::clock;
+use svc_base::error_chain::format_chain;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::{self, FileError};
 use svc_files::restore::{RestoreOptions, RestoreProgress, Restored, restore};
@@ -33,7 +33,7 @@ use crate::system::boot_progress::BootReporter;
 use crate::system::layout::Layout;
 use crate::system::progress::Progress;
 
-/// How long the store or the platform may be unreachable before the boot fails. systemd then starts it again.
+/// How long the store or the platform may be unreachable before the boot fails. systemd then restarts the unit.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(3600);
 const PHASE: &str = "restoring the owner's files";
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
@@ -49,14 +49,14 @@ pub const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
 /// The fail points of the gate.
 pub const FAILPOINTS: &[&str] = &["files.gate.restored", "files.gate.marked", "files.gate.placed"];
 
-/// Why the files are not in place.
+/// Why the files could not be restored.
 #[derive(Debug, thiserror::Error)]
 enum GateError {
     #[error(transparent)]
     Access(#[from] AccessError),
     #[error("cannot read the pointer of the file backup")]
     Pointer(#[from] StoreError),
-    #[error("there is no repository, but a pointer to its snapshot {0}")]
+    #[error("the pointer names the snapshot {0}, but there is no repository")]
     NoRepository(String),
     #[error("the pointer names an invalid snapshot")]
     InvalidSnapshot,
@@ -71,7 +71,7 @@ enum GateError {
 }
 
 impl GateError {
-    /// Whether the snapshot itself is unusable, so that neither a repeated boot nor a larger disk helps.
+    /// Whether the snapshot itself is unusable, so that neither another boot nor a larger disk helps.
     fn is_damage(&self) -> bool {
         match self {
             Self::NoRepository(_) | Self::InvalidSnapshot => true,
@@ -87,7 +87,7 @@ impl GateError {
 }
 
 impl GateError {
-    /// Returns the exit code; the unit is not started again after [`Exit::Refused`] and [`Exit::Permission`].
+    /// Returns the exit code. systemd does not restart the unit after [`Exit::Refused`] and [`Exit::Permission`].
     fn exit(&self) -> Exit {
         match self {
             Self::Files(FilesError::NoSpace { .. }) => Exit::Refused,
@@ -110,7 +110,7 @@ pub struct RestoreOutcome {
     pub ended_at: Timestamp,
     /// The restored snapshot; `None` if there was none.
     pub snapshot: Option<String>,
-    /// Everything that was written before this time is restored.
+    /// Everything that was written before this time was restored.
     #[serde(with = "clock::wire_option")]
     pub taken_at: Option<Timestamp>,
     pub files: u64,
@@ -122,7 +122,7 @@ pub struct RestoreOutcome {
 }
 
 impl RestoreOutcome {
-    /// Reads the outcome; `None` on a machine that has restored nothing yet, or never had to.
+    /// Reads the outcome; `None` if this machine has recorded none.
     ///
     /// # Errors
     /// If the file exists and cannot be read.
@@ -139,8 +139,8 @@ impl RestoreOutcome {
     }
 }
 
-/// Restores the owner's files on a new machine. On a machine that is in use, repeats only a failed restore, and only if
-/// `retry` is set.
+/// Restores the owner's files on a new machine. On a machine that is in use, restores them only if an earlier restore
+/// failed or never ran, and `retry` is set.
 pub async fn run(layout: Layout, retry: bool) -> Result<(), Failure> {
     let outcome = RestoreOutcome::read(&layout).or_exit(Exit::Internal)?;
     let is_done = match &outcome {
@@ -152,12 +152,12 @@ pub async fn run(layout: Layout, retry: bool) -> Result<(), Failure> {
     if let Some(RestoreOutcome { error: Some(error), .. }) = outcome.as_ref().filter(|_| is_done) {
         tracing::warn!(
             error,
-            "an earlier restore failed; `svc-sync-agent restore-home --retry`, as root, repeats it"
+            "an earlier restore failed; as root, run `svc-sync-agent restore-home --retry` to repeat it"
         );
         return Ok(());
     }
     if is_done {
-        tracing::info!("the files of this machine are already in use; nothing is restored");
+        tracing::info!("this machine's files are already in use; nothing is restored");
         return Ok(());
     }
     let settings = FilesSettings::read(layout)?;
@@ -201,7 +201,7 @@ fn describe(outcome: &RestoreOutcome) -> String {
 async fn restore_files(settings: &FilesSettings, progress: &Progress) -> Result<RestoreOutcome, GateError> {
     let read = async || files_pointer::read(&settings.bucket, &settings.slot).await;
     let pointer = retry(OUTAGE_TIMEOUT, StoreError::is_transient, read).await?;
-    // A machine that is in use restores only its predecessor's files: its own are newer than their snapshot.
+    // A machine that is in use restores only its predecessor's snapshot: its own files are newer than its own snapshot.
     let is_restored = |latest: &FilesSnapshotRef| {
         let identity = &settings.identity;
         !settings.layout.restore_complete().exists()
@@ -217,14 +217,14 @@ async fn restore_files(settings: &FilesSettings, progress: &Progress) -> Result<
     let staging = Staging::new(&settings.layout, HOME_STAGING);
     staging.ensure_own()?;
     let outcome = match staging.read_complete::<RestoreOutcome>()? {
-        // An earlier run was interrupted while it moved the files.
+        // An earlier run was interrupted while it was moving the files.
         Some(outcome) => outcome,
         None => download(settings, &latest, &staging, progress).await?,
     };
-    failpoint::pass("files.gate.marked")?;
+    failpoint::trigger("files.gate.marked")?;
     let (from, to) = (staging.files(), settings.layout.user_home());
     let replaced = tokio::task::spawn_blocking(move || place::move_contents(&from, &to)).await??;
-    failpoint::pass("files.gate.placed")?;
+    failpoint::trigger("files.gate.placed")?;
     staging.remove()?;
     tracing::info!(
         snapshot = latest.id,
@@ -260,7 +260,7 @@ async fn download(
         restored = retry(OUTAGE_TIMEOUT, is_transient, attempt) => restored?,
         never = show_progress(&counts, progress) => match never {},
     };
-    failpoint::pass("files.gate.restored")?;
+    failpoint::trigger("files.gate.restored")?;
     if let Some(first) = &restored.first_incomplete {
         tracing::warn!(
             entries = restored.incomplete,

@@ -13,7 +13,7 @@ use super::staging::STAGING_NAMES;
 pub const SHOWN_HOME: &str = "/home/svc";
 /// The directory in the user's home directory that contains the owner's files.
 const FILES: &str = "home";
-/// The machine's records, which the owner reads but only the machine writes.
+/// The machine's records, which the owner can read but only the machine can write.
 const RECORDS: &str = "home/system";
 
 /// A path below the user's home directory. It has no `..`.

@@ -1,11 +1,11 @@
 //! Backups of the owner's files, in the restic repository format (`svc_files`).
 //!
-//! While the machine runs, [`service`] saves the user's home directory again and again: the watcher says which
+//! While the machine runs, [`service`] repeatedly saves the user's home directory: the watcher reports which
 //! directories have changed, and a schedule decides when to save. On a new machine, [`gate`] restores the latest
-//! snapshot before the database is restored and the gateway starts. `svc_store::files_pointer` names that snapshot; a
-//! replaced machine cannot move it.
+//! snapshot before the database is restored and the gateway starts. The pointer (`svc_store::files_pointer`) names that
+//! snapshot; a replaced machine cannot move it.
 //!
-//! [`history`] lists and sends earlier states, and [`restore_entry`] brings one back into the home of a running machine.
+//! [`history`] lists and sends earlier states of files, and [`restore_entry`] restores one on a running machine.
 
 pub mod access;
 mod changes;

@@ -1,10 +1,10 @@
-//! The Unix account of the owner's files, and access to the directories of root in which they are.
+//! The Unix account of the owner's files, and access to the root-owned directories that contain them.
 
 use std::io;
 use std::path::Path;
 
 use svc_base::accounts::Accounts;
-use svc_base::beneath::Folder;
+use svc_base::beneath::DirFd;
 
 use crate::system::layout::Layout;
 
@@ -14,14 +14,14 @@ pub fn owner_ids(layout: &Layout) -> Option<(u32, u32)> {
     names.uid("svc").zip(names.gid("svc"))
 }
 
-/// Opens a directory of root that contains the owner's files.
+/// Opens a root-owned directory that contains the owner's files.
 ///
 /// # Errors
 /// File system errors.
-pub fn open_home(layout: &Layout, path: &Path) -> io::Result<Folder> {
-    let folder = Folder::open(path)?;
+pub fn open_home(layout: &Layout, path: &Path) -> io::Result<DirFd> {
+    let directory = DirFd::open(path)?;
     Ok(match owner_ids(layout) {
-        Some((uid, _)) => folder.with_owner(uid),
-        None => folder,
+        Some((uid, _)) => directory.with_owner(uid),
+        None => directory,
     })
 }

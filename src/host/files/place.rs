@@ -1,11 +1,11 @@
 //! Moves restored files into place.
 //!
-//! A new machine's home is nearly empty: it has the directories that the services need, and their first records. The
-//! restored files replace files of the same name, and directories are merged. Each step is a rename, so that a killed
-//! run can be repeated.
+//! A new machine's home is nearly empty: it contains the directories that the services need, and their first records.
+//! The restored files replace files of the same name, and directories are merged. Each step is a rename, so that a
+//! killed run can be repeated.
 //!
-//! A repeated restore runs while the owner's programs do, so directories are opened without following links and named
-//! only relative to open ones.
+//! A repeated restore runs at the same time as the owner's programs. Directories are therefore opened without following
+//! links, and entries are named only relative to open directories.
 
 use std::ffi::{CString, OsStr};
 use std::os::fd::OwnedFd;
@@ -22,20 +22,21 @@ use svc_base::fsx::FileError;
 /// Entries with these names are moved before the others in their directory: the owner's `home`, and in it the machine's
 /// records and the apps.
 const FIRST_NAMES: [&[u8]; 3] = [b"home", b"system", b"apps"];
-/// The names of entries that were replaced by another kind of entry, until the staging directory is deleted.
+/// Prefix for the names of replaced entries of another kind, which are deleted with the staging directory.
 const REPLACED_PREFIX: &str = ".svc-replaced-";
 
-/// Moves everything in `from` to `to`, on the same file system, and gives existing directories the owner and mode of the
-/// restored ones. Entries of another kind stay in `from`. Returns the number of entries that were replaced.
+/// Moves everything in `from` to `to`, on the same file system, and gives existing directories the owner and mode of
+/// the restored ones. An existing entry of another kind is moved to `from`. Returns the number of entries that were
+/// replaced.
 ///
 /// # Errors
-/// If an entry cannot be moved. What was moved stays; a repeated call moves the rest.
+/// If an entry cannot be moved. Entries that were already moved remain in `to`; a repeated call moves the rest.
 pub fn move_contents(from: &Path, to: &Path) -> Result<u64, FileError> {
     let open = |path: &Path| open_directory(CWD, path.as_os_str()).map_err(wrap("open", path));
     move_between(&open(from)?, &open(to)?, to)
 }
 
-/// Converts an error. `path` is only shown.
+/// Converts an error. `path` is used only in the message.
 fn wrap(action: &'static str, path: &Path) -> impl FnOnce(Errno) -> FileError {
     move |errno| FileError::wrap(action, path)(errno.into())
 }
@@ -45,7 +46,7 @@ fn open_directory(parent: impl std::os::fd::AsFd, name: &OsStr) -> Result<OwnedF
     openat(parent, name, flags, Mode::empty())
 }
 
-/// Lists the entries to move, in the order of the moves.
+/// Lists the entries to move, in the order in which they are moved.
 fn list(directory: &OwnedFd) -> Result<Vec<CString>, Errno> {
     let mut names = Vec::new();
     for entry in Dir::read_from(directory)? {
@@ -82,7 +83,7 @@ fn move_between(from: &OwnedFd, to: &OwnedFd, shown: &Path) -> Result<u64, FileE
             replaced += 1;
         }
         if existing.is_some_and(|existing| existing != is_directory(&source)) {
-            // It is deleted with the staging directory.
+            // The existing entry is deleted with the staging directory.
             let aside = format!("{REPLACED_PREFIX}{}", uuid::Uuid::new_v4().simple());
             renameat(to, &name, from, aside.as_str()).map_err(wrap("replace", &target))?;
         }
@@ -103,10 +104,10 @@ fn merge(from: &OwnedFd, to: &OwnedFd, name: &CString, target: &Path) -> Result<
         let (uid, gid) = (Uid::from_raw(restored.st_uid), Gid::from_raw(restored.st_gid));
         fchown(&inner_to, Some(uid), Some(gid)).map_err(wrap("change the owner of", target))?;
     }
-    // After the owner, whose change can clear bits of the mode.
+    // Set the mode after the owner, because changing the owner can clear mode bits.
     fchmod(&inner_to, Mode::from_raw_mode(restored.st_mode)).map_err(wrap("change the mode of", target))?;
     match unlinkat(from, name, AtFlags::REMOVEDIR) {
-        // Replaced entries were put there.
+        // The directory is not empty if replaced entries were moved to it.
         Ok(()) | Err(Errno::NOTEMPTY) => Ok(replaced),
         Err(error) => Err(wrap("remove", target)(error)),
     }
@@ -120,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn settings_and_apps_come_first() {
+    fn list_puts_home_records_and_apps_first() {
         let root = tempfile::tempdir().unwrap();
         for name in ["a", "apps", "home", "projects", "system"] {
             fs::create_dir(root.path().join(name)).unwrap();

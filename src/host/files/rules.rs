@@ -1,4 +1,4 @@
-//! The exclusions of the file backup: directories that programs create again, and the owner's rules.
+//! The exclusions of the file backup: directories that programs can re-create, and the owner's rules.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +9,7 @@ use super::owner::open_home;
 use super::staging::STAGING_NAMES;
 use crate::system::layout::Layout;
 
-/// Directories that programs create again, left out wherever they are.
+/// Directories that programs can re-create, excluded at any depth.
 const DEFAULT_RULES: &[&str] = &["node_modules/", ".cache/", "__pycache__/"];
 /// The owner's rules, below the home, in the syntax of `.gitignore`.
 const RULES_FILE: &str = ".svcignore";
@@ -24,7 +24,7 @@ pub(super) struct OwnerRules {
     error: Option<String>,
 }
 
-/// Reads the owner's rules; none if there is no such file, or if it cannot be read.
+/// Reads the owner's rules; empty if the file does not exist or cannot be read.
 pub(super) fn read_rules(layout: &Layout) -> OwnerRules {
     let read = || open_home(layout, &layout.home())?.read(Path::new(RULES_FILE), MAX_RULES_BYTES);
     match read() {
@@ -36,7 +36,7 @@ pub(super) fn read_rules(layout: &Layout) -> OwnerRules {
     }
 }
 
-/// Sets the rules, and returns the first of those that are invalid.
+/// Sets the rules, and returns the first invalid ones.
 pub(super) fn set_rules(exclusions: &mut Exclusions, rules: &OwnerRules) -> Vec<String> {
     exclusions.paths = STAGING_NAMES.map(PathBuf::from).to_vec();
     let kept = vec![PathBuf::from("home/system")];

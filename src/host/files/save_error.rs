@@ -1,4 +1,4 @@
-//! Why the service could not save.
+//! The error of a failed save.
 
 use svc_base::failpoint::Injected;
 use svc_files::FilesError;
@@ -23,7 +23,7 @@ pub(super) enum SaveError {
 }
 
 impl SaveError {
-    /// Whether the platform has withdrawn this machine's credentials. A failed recovery may give them back.
+    /// Whether the platform has withdrawn this machine's credentials. It may issue new ones if the recovery fails.
     pub(super) fn is_withdrawn(&self) -> bool {
         match self {
             Self::Pointer(PointerError::Store(error)) | Self::Store(error) => is_withdrawn(error),

@@ -10,7 +10,7 @@ use crate::system::layout::Layout;
 
 /// The name of the request file for a save, in the requests directory.
 pub const SAVE_REQUEST: &str = "files";
-/// Maximum wait. The first save of many files may take longer; it continues after the timeout.
+/// Maximum time to wait. The first save of many files may take longer; it continues after the timeout.
 const TIMEOUT: Duration = Duration::from_secs(600);
 const POLL_INTERVAL: Duration = Duration::from_millis(250);
 

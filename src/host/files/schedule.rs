@@ -2,56 +2,56 @@
 
 use std::time::{Duration, Instant};
 
-/// Changes are saved when nothing has changed between two looks, or when the first of them is this old.
+/// Changes are saved when nothing has changed between two checks, or when the first change is this old.
 pub const MAX_DELAY: Duration = Duration::from_secs(30);
-/// Interval of looks at what the watcher does not watch, such as agents' settings.
+/// Interval between checks of files that the watcher does not watch, such as agents' settings.
 pub const UNWATCHED_INTERVAL: Duration = Duration::from_secs(60);
-/// Minimum pause after a save, because each new snapshot costs several requests to the store. A requested save does not
-/// wait.
+/// Minimum pause after a save, because each new snapshot costs several requests to the store. It does not apply to a
+/// requested save.
 pub const MIN_INTERVAL: Duration = Duration::from_secs(15);
-/// Looks at unwatched files take at most 1/50 of the time, and saves of the whole home 1/100, but they happen at least
-/// at these intervals.
-const UNWATCHED_SHARE: u32 = 50;
+/// Checks of unwatched files take at most 1/50 of the time, and saves of the whole home at most 1/100, unless the
+/// interval would then exceed its maximum.
+const UNWATCHED_INTERVAL_FACTOR: u32 = 50;
 const MAX_UNWATCHED_INTERVAL: Duration = Duration::from_secs(600);
-const FULL_SHARE: u32 = 100;
+const FULL_INTERVAL_FACTOR: u32 = 100;
 const MAX_FULL_INTERVAL: Duration = Duration::from_secs(24 * 3600);
-/// After a save, the next one waits this many times its duration, at most `MAX_REST`: saves that read much more than
-/// what has changed, for example because the cache cannot be written, must not use the processor all the time.
-const REST_FACTOR: u32 = 10;
-const MAX_REST: Duration = Duration::from_secs(300);
-/// Interval of saves of the whole home, which need no events: a write through a shared mapping causes none.
+/// The pause after a save, as a multiple of its duration, but at most `MAX_PAUSE`. Saves that read much more than the
+/// changes, for example because the cache cannot be written, must not use the processor all the time.
+const PAUSE_FACTOR: u32 = 10;
+const MAX_PAUSE: Duration = Duration::from_secs(300);
+/// Interval between saves of the whole home, which also find writes without events, such as through a shared mapping.
 pub const FULL_INTERVAL: Duration = Duration::from_secs(3600);
-/// Interval of saves of the whole home while the watcher does not answer.
-pub const UNATTENDED_INTERVAL: Duration = Duration::from_secs(600);
+/// Interval between saves of the whole home while the watcher does not respond.
+pub const WATCHER_UNAVAILABLE_INTERVAL: Duration = Duration::from_secs(600);
 /// Minimum and maximum pause after a failed save.
-const RETRY_PAUSES: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(120));
+const RETRY_BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(120));
 
-/// What the watcher says.
+/// What the watcher reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Observation {
     Unchanged,
-    /// There are changes; `is_settled` if none is newer than the previous look.
+    /// There are changes; `is_settled` if none of them is newer than the previous check.
     Changed {
         is_settled: bool,
     },
     /// Anything may have changed.
     Unknown,
-    /// The watcher does not answer.
-    Unattended,
+    /// The watcher does not respond.
+    WatcherUnavailable,
 }
 
 /// What to save now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Save {
     Nothing,
-    /// The watcher's changes, if any, and what it does not watch.
+    /// The watcher's changes, if any, and everything that it does not watch.
     Changes,
     Everything,
 }
 
 #[derive(Debug)]
 pub struct Schedule {
-    /// When the first of the unsaved changes was seen.
+    /// When the first unsaved change was seen.
     changed_since: Option<Instant>,
     last_full: Option<Instant>,
     full_interval: Duration,
@@ -74,7 +74,7 @@ impl Schedule {
         }
     }
 
-    /// Requests a save at the next look: an operator asked for it, or the machine is about to stop.
+    /// Requests a save at the next check, for an operator or because the machine is about to stop.
     pub fn request(&mut self) {
         self.is_requested = true;
     }
@@ -97,10 +97,10 @@ impl Schedule {
         if now < self.not_before && !is_requested {
             return Save::Nothing;
         }
-        // Without the watcher's answer, only a save of everything leaves nothing out.
+        // If the watcher does not respond, only a save of everything is sure to include all changes.
         let full_interval = match seen {
-            Observation::Unattended if is_requested => Duration::ZERO,
-            Observation::Unattended => UNATTENDED_INTERVAL,
+            Observation::WatcherUnavailable if is_requested => Duration::ZERO,
+            Observation::WatcherUnavailable => WATCHER_UNAVAILABLE_INTERVAL,
             _ => self.full_interval,
         };
         if seen == Observation::Unknown || age(self.last_full) >= full_interval {
@@ -110,8 +110,8 @@ impl Schedule {
             Observation::Changed { is_settled } => is_settled || age(self.changed_since) >= MAX_DELAY,
             _ => false,
         };
-        let is_attended = seen != Observation::Unattended;
-        if is_due || is_attended && (is_requested || now >= self.next_unwatched) {
+        let is_watcher_available = seen != Observation::WatcherUnavailable;
+        if is_due || is_watcher_available && (is_requested || now >= self.next_unwatched) {
             Save::Changes
         } else {
             Save::Nothing
@@ -122,20 +122,20 @@ impl Schedule {
     pub fn record_success(&mut self, saved: Save, duration: Duration, now: Instant) {
         if saved == Save::Everything {
             self.last_full = Some(now);
-            self.full_interval = (duration * FULL_SHARE).clamp(FULL_INTERVAL, MAX_FULL_INTERVAL);
+            self.full_interval = (duration * FULL_INTERVAL_FACTOR).clamp(FULL_INTERVAL, MAX_FULL_INTERVAL);
         }
         self.changed_since = None;
         self.failures = 0;
-        self.not_before = now + (duration * REST_FACTOR).clamp(MIN_INTERVAL, MAX_REST);
+        self.not_before = now + (duration * PAUSE_FACTOR).clamp(MIN_INTERVAL, MAX_PAUSE);
         self.is_requested = false;
-        let look = if saved == Save::Changes { duration } else { Duration::ZERO };
-        self.next_unwatched =
-            now + (look * UNWATCHED_SHARE).clamp(UNWATCHED_INTERVAL, MAX_UNWATCHED_INTERVAL);
+        let check_duration = if saved == Save::Changes { duration } else { Duration::ZERO };
+        self.next_unwatched = now
+            + (check_duration * UNWATCHED_INTERVAL_FACTOR).clamp(UNWATCHED_INTERVAL, MAX_UNWATCHED_INTERVAL);
     }
 
-    /// Records a failed save: the next one waits, longer each time.
+    /// Records a failed save. The pause before the next one grows with each failure.
     pub fn record_failure(&mut self, now: Instant) {
-        let (min, max) = RETRY_PAUSES;
+        let (min, max) = RETRY_BACKOFF_RANGE;
         self.not_before = now + (min * 2_u32.saturating_pow(self.failures.min(10))).min(max);
         self.next_unwatched = self.next_unwatched.min(self.not_before);
         self.failures += 1;
@@ -182,12 +182,12 @@ mod tests {
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 60)), Save::Changes);
         schedule.record_success(Save::Changes, Duration::ZERO, after(now, 60));
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 3600)), Save::Everything);
-        assert_eq!(schedule.decide(Observation::Unattended, after(now, 599)), Save::Nothing);
-        assert_eq!(schedule.decide(Observation::Unattended, after(now, 600)), Save::Everything);
+        assert_eq!(schedule.decide(Observation::WatcherUnavailable, after(now, 599)), Save::Nothing);
+        assert_eq!(schedule.decide(Observation::WatcherUnavailable, after(now, 600)), Save::Everything);
     }
 
     #[test]
-    fn slow_saves_rest_and_are_rare() {
+    fn slow_saves_have_longer_intervals() {
         let (mut schedule, now) = started();
         schedule.record_success(Save::Everything, Duration::from_secs(20), now);
         assert_eq!(schedule.decide(Observation::Unknown, after(now, 199)), Save::Nothing);
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn slow_looks_at_unwatched_files_are_rare() {
+    fn slow_unwatched_checks_have_longer_intervals() {
         let (mut schedule, now) = started();
         schedule.record_success(Save::Changes, Duration::from_secs(10), now);
         assert_eq!(schedule.decide(Observation::Unchanged, after(now, 499)), Save::Nothing);

@@ -1,7 +1,7 @@
 //! `svc-sync-agent files`: saves the user's home directory until it is stopped.
 //!
-//! Invariant: `savedUntil` in the status, and the pointer in the store, name only what is completely in the store. A
-//! change is forgotten only after the save that contains it.
+//! Invariant: `savedUntil` in the status, and the pointer in the store, cover only data that is completely in the
+//! store. A change is forgotten only after a save that contains it.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -9,13 +9,14 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use sd_notify::NotifyState;
 use svc_base::applet::{Exit, Failure, OrExit};
-use svc_base::chain::format_chain;
 use svc_base::clock;
+use svc_base::error_chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx;
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::save::{
-    Changes, ExcludedEntry, ExcludedSizes, Exclusions, SaveOptions, Saved, Saver, estimate_pending_bytes,
+    ChangeSet, ExcludedEntry, ExcludedSizes, Exclusions, SaveOptions, SaveResult, Saver,
+    estimate_pending_bytes,
 };
 use svc_files::{FilesError, Id, Repository, Snapshot};
 use svc_store::StoreError;
@@ -40,17 +41,17 @@ use crate::system::layout::Layout;
 use crate::system::quiesce::Quiesce;
 use crate::system::systemd;
 
-/// Interval of looks at the watcher's changes, and while there are changes. They are settled if there are none between
-/// two looks.
-const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval between checks for changes, and the shorter interval while there are unsaved changes. Changes are settled
+/// if no new ones follow between two checks.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 const SETTLE_INTERVAL: Duration = Duration::from_millis(500);
 const REQUEST_POLL_INTERVAL: Duration = Duration::from_millis(250);
-/// After a save of at least this duration, the watcher is asked for moved files.
-const MIN_RECHECKED: Duration = Duration::from_secs(1);
+/// After a save that took at least this long, the watcher is queried for files that were moved during the save.
+const MIN_RECHECKED_SAVE_DURATION: Duration = Duration::from_secs(1);
 const KEY_OFFER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
-/// Interval of measurements of what is excluded, which visit all of it.
+/// Interval between measurements of the excluded files. Each measurement visits all of them.
 const EXCLUDED_MEASURE_INTERVAL: Duration = Duration::from_secs(24 * 3600);
-/// Changes that have not been saved for this long are measured, at this interval.
+/// Minimum age of unsaved changes before their size is estimated, and the interval between estimates.
 const MIN_PENDING_AGE: Duration = Duration::from_secs(60);
 const PENDING_MEASURE_INTERVAL: Duration = Duration::from_secs(60);
 /// Minimum interval between two warnings about the same failure.
@@ -78,7 +79,8 @@ pub async fn run(layout: Layout) -> Result<(), Failure> {
 }
 
 fn superseded() -> Failure {
-    let why = anyhow::anyhow!("another machine has taken this one's place: its files are not saved");
+    let why =
+        anyhow::anyhow!("another machine has replaced this one, so this machine's files are no longer saved");
     Failure::new(Exit::Permission, why)
 }
 
@@ -88,17 +90,17 @@ struct FileBackup {
     status: FilesStatus,
     /// `None` until the repository has been opened.
     saver: Option<OpenSaver>,
-    /// The token of the watcher's last reply whose changes are saved.
+    /// The token of the watcher's last reply whose changes have been saved.
     saved_token: Option<String>,
-    /// Paths that the last save could not read, or that changed meanwhile.
-    retry: Changes,
+    /// Paths that the last save could not read, or that changed during it.
+    retry: ChangeSet,
     last_warning: Option<(String, Instant)>,
-    /// When the writers were stopped for the operation for which the last save was requested.
+    /// When the writers were stopped, as of the last check. A new value requests a save.
     last_quiesced_at: Option<Timestamp>,
     last_offer: Option<Instant>,
     /// The owner's rules, as of the last save.
     rules: Option<OwnerRules>,
-    /// When the sizes of what is excluded were last measured, and with which rules.
+    /// When the sizes of the excluded files were last measured, and the rules at that time.
     measured_excluded: Option<(Instant, OwnerRules)>,
     measured_pending_at: Option<Instant>,
 }
@@ -122,7 +124,7 @@ impl FileBackup {
             status,
             saver: None,
             saved_token: None,
-            retry: Changes::default(),
+            retry: ChangeSet::default(),
             last_warning: None,
             last_quiesced_at: None,
             last_offer: None,
@@ -135,14 +137,14 @@ impl FileBackup {
     /// Saves until this machine has been replaced.
     async fn run(&mut self) -> Result<(), Failure> {
         loop {
-            self.look().await?;
-            self.wait_for_next_look().await;
+            self.check_and_save().await?;
+            self.wait_for_next_check().await;
         }
     }
 
-    async fn wait_for_next_look(&self) {
+    async fn wait_for_next_check(&self) {
         let has_changes = self.schedule.changed_since().is_some();
-        let end = Instant::now() + if has_changes { SETTLE_INTERVAL } else { LOOK_INTERVAL };
+        let end = Instant::now() + if has_changes { SETTLE_INTERVAL } else { CHECK_INTERVAL };
         let request = self.settings.layout.request(SAVE_REQUEST);
         loop {
             tokio::time::sleep(REQUEST_POLL_INTERVAL).await;
@@ -152,18 +154,18 @@ impl FileBackup {
         }
     }
 
-    /// Asks the watcher what has changed, and saves it if it is time.
-    async fn look(&mut self) -> Result<(), Failure> {
+    /// Requests the changes from the watcher, and saves them if a save is due.
+    async fn check_and_save(&mut self) -> Result<(), Failure> {
         if self.settings.layout.superseded().exists() {
             return Err(superseded());
         }
         if self.take_request() {
             self.schedule.request();
         }
-        // Everything written before this time is in the save.
-        let looked_at = clock::now_ms();
-        if self.status.correct_future_times(looked_at) {
-            tracing::warn!("the clock was ahead; what it had recorded as saved is saved again");
+        // A save that starts now includes everything written before this time.
+        let checked_at = clock::now_ms();
+        if self.status.correct_future_times(checked_at) {
+            tracing::warn!("the clock was ahead; correcting the recorded times and requesting a save");
             self.schedule.request();
             self.write_status();
         }
@@ -171,27 +173,27 @@ impl FileBackup {
         let reply = changes::request(&sockets, self.saved_token.clone()).await;
         let seen = changes::observe(&reply);
         let save = self.schedule.decide(seen, Instant::now());
-        self.record_changed_since(looked_at);
+        self.record_changed_since(checked_at);
         self.measure_pending(reply.as_ref().ok()).await;
         if save == Save::Nothing {
             return Ok(());
         }
         let began = Instant::now();
         let rules = read_rules(&self.settings.layout);
-        // Other rules apply to unchanged directories, too.
+        // New rules also apply to unchanged directories.
         let save = if self.rules.as_ref() == Some(&rules) { save } else { Save::Everything };
         self.rules = Some(rules);
-        match self.save(save, reply.ok(), looked_at).await {
+        match self.save(save, reply.ok(), checked_at).await {
             Ok(()) => {
                 self.schedule.record_success(save, began.elapsed(), Instant::now());
                 if save == Save::Everything {
                     self.offer_key().await;
                 }
             }
-            // Another machine may have taken this one's place: then the heartbeat says so, or the platform gives the
-            // slot back.
+            // Another machine may have replaced this one. Retry until a heartbeat confirms this, or the platform
+            // returns the slot to this machine.
             Err(error) => {
-                // The saver's view of the repository may be wrong, and new rules have not been applied.
+                // The saver's view of the repository may be stale, and new rules have not been applied.
                 (self.saver, self.rules) = (None, None);
                 if error.is_withdrawn() {
                     self.settings = FilesSettings::read(self.settings.layout.clone())?;
@@ -203,7 +205,7 @@ impl FileBackup {
         Ok(())
     }
 
-    /// Returns whether a save was requested, or must happen soon because this machine's writers are stopped.
+    /// Returns whether a save was requested, or is needed because this machine's writers have just been stopped.
     fn take_request(&mut self) -> bool {
         let layout = &self.settings.layout;
         let quiesced_at = Quiesce::read(layout).ok().flatten().and_then(|quiesce| quiesce.quiesced_at);
@@ -217,7 +219,7 @@ impl FileBackup {
         &mut self,
         save: Save,
         reply: Option<ChangesReply>,
-        looked_at: Timestamp,
+        checked_at: Timestamp,
     ) -> Result<(), SaveError> {
         self.ensure_home_is_complete()?;
         let open = match self.saver.take() {
@@ -233,10 +235,10 @@ impl FileBackup {
             .measured_excluded
             .as_ref()
             .is_some_and(|(at, measured)| *measured == rules && at.elapsed() < EXCLUDED_MEASURE_INTERVAL);
-        // Somebody waits for a requested save.
+        // A caller waits for a requested save, so the measurement is postponed.
         options.should_measure_excluded = !is_measured && !self.schedule.is_requested();
         self.status.invalid_rules = set_rules(&mut options.exclusions, &rules);
-        // Content that the repository has only in damaged packs is written again.
+        // Content that exists only in damaged packs is written again.
         let checks = FileChecks::read(&self.settings.layout).map_err(AccessError::File)?;
         open.saver.set_damaged(checks.damaged_blobs());
         let is_repair = checks.damage_found_at > self.status.repaired_at;
@@ -244,7 +246,7 @@ impl FileBackup {
         let parent = open.parent.clone();
         let began = Instant::now();
         let (mut saved, is_full) = match (save, parent) {
-            // What changed since another machine's snapshot is unknown.
+            // The changes since another machine's snapshot are unknown.
             (Save::Changes, Some(parent)) if open.is_own_parent => {
                 let mut changed = changes::unwatched_changes(&self.settings.layout.user_home());
                 changed.merge(self.retry.clone());
@@ -253,8 +255,8 @@ impl FileBackup {
             }
             (_, parent) => (open.saver.save(parent).await?, true),
         };
-        // A file that was moved meanwhile may be at neither of its places.
-        if began.elapsed() >= MIN_RECHECKED {
+        // A file that was moved during the save may have been missed at both its old and its new path.
+        if began.elapsed() >= MIN_RECHECKED_SAVE_DURATION {
             let token = reply.as_ref().map(|reply| reply.token.clone());
             let again = changes::request(&self.settings.layout.watch_sockets(), token).await;
             if let Some(paths) =
@@ -267,7 +269,7 @@ impl FileBackup {
                 saved.counts = counts;
             }
         }
-        failpoint::pass("files.service.saved")?;
+        failpoint::trigger("files.service.saved")?;
         open.parent = Some((saved.id, saved.snapshot.clone()));
         open.is_own_parent = true;
         let id = saved.id.to_string();
@@ -276,18 +278,18 @@ impl FileBackup {
                 id: id.clone(),
                 machine_id: self.settings.identity.machine,
                 epoch: self.settings.epoch(),
-                taken_at: looked_at,
+                taken_at: checked_at,
             };
             files_pointer::advance(&self.settings.bucket, &self.settings.slot, &snapshot).await?;
             open.pointed = Some(id);
         }
-        failpoint::pass("files.service.advanced")?;
-        // Without an answer, the watcher's changes since then are unknown.
+        failpoint::trigger("files.service.advanced")?;
+        // Without a reply, there is no token: the watcher then reports that anything may have changed.
         self.saved_token = reply.map(|reply| reply.token);
         if is_repair {
             self.record_repair(checks.damage_found_at);
         }
-        self.record_saved(&saved, is_full, looked_at);
+        self.record_saved(&saved, is_full, checked_at);
         Ok(())
     }
 
@@ -314,7 +316,7 @@ impl FileBackup {
         }
     }
 
-    /// Refuses to save a home directory whose files could not be restored: its snapshot would hide the earlier ones.
+    /// Refuses to save a home directory whose files could not be restored: its snapshot would hide the earlier files.
     fn ensure_home_is_complete(&self) -> Result<(), SaveError> {
         match RestoreOutcome::read(&self.settings.layout).map_err(AccessError::File)? {
             Some(RestoreOutcome { error: Some(_), .. }) => Err(AccessError::NotRestored.into()),
@@ -322,10 +324,12 @@ impl FileBackup {
         }
     }
 
-    /// Refuses to save on a machine that has not restored its predecessor's files, because it booted an earlier release.
+    /// Refuses to save on a machine that has not restored its predecessor's files, because it booted with an earlier
+    /// release.
     fn ensure_latest_was_restored(&self, latest: Option<&FilesSnapshotRef>) -> Result<(), SaveError> {
         let identity = &self.settings.identity;
-        // The epoch with which the machine was provisioned: after an undone recovery, its own snapshots are older.
+        // Compare with the epoch at provisioning: the current one was raised if a recovery was undone, and the machine
+        // of that recovery is not a predecessor.
         let is_predecessors = latest
             .is_some_and(|latest| latest.machine_id != identity.machine && latest.epoch < identity.epoch);
         if is_predecessors
@@ -341,7 +345,7 @@ impl FileBackup {
         let pointer = files_pointer::read(&self.settings.bucket, &self.settings.slot).await?;
         let pointer = pointer.map(|pointer| pointer.value);
         if let Some(pointer) = &pointer {
-            // A replaced machine would only add snapshots that do not count.
+            // A replaced machine would only add snapshots to which the pointer never moves.
             pointer
                 .admit(self.settings.epoch(), self.settings.identity.machine)
                 .map_err(PointerError::from)?;
@@ -367,16 +371,16 @@ impl FileBackup {
         Ok(OpenSaver { saver: Saver::new(repository, options), parent, is_own_parent, pointed })
     }
 
-    fn record_changed_since(&mut self, looked_at: Timestamp) {
+    fn record_changed_since(&mut self, checked_at: Timestamp) {
         let is_changed = self.schedule.changed_since().is_some();
         if is_changed == self.status.changed_since.is_some() {
             return;
         }
-        self.status.changed_since = is_changed.then_some(looked_at);
+        self.status.changed_since = is_changed.then_some(checked_at);
         self.write_status();
     }
 
-    /// Estimates the size of changes that have not been saved for long.
+    /// Estimates the size of changes that have been unsaved for at least [`MIN_PENDING_AGE`].
     async fn measure_pending(&mut self, reply: Option<&ChangesReply>) {
         let since = self.schedule.changed_since();
         let is_overdue = since.is_some_and(|since| since.elapsed() >= MIN_PENDING_AGE);
@@ -384,7 +388,7 @@ impl FileBackup {
             return;
         }
         self.measured_pending_at = Some(Instant::now());
-        // Without the watcher's paths, the size is not known.
+        // Without the watcher's paths, the size is unknown.
         let bytes = match reply.and_then(|reply| reply.paths.as_ref()) {
             Some(paths) => {
                 let mut changed = changes::watched_changes(Some(paths));
@@ -405,7 +409,7 @@ impl FileBackup {
         }
     }
 
-    fn record_saved(&mut self, saved: &Saved, is_full: bool, looked_at: Timestamp) {
+    fn record_saved(&mut self, saved: &SaveResult, is_full: bool, checked_at: Timestamp) {
         let counts = &saved.counts;
         self.retry = saved.retry.clone();
         let status = &mut self.status;
@@ -414,13 +418,13 @@ impl FileBackup {
             (status.excluded, status.special) = (counts.excluded, counts.special);
         }
         if let Some(sizes) = &counts.excluded_sizes {
-            status.excluded_files = Some(to_excluded_files(sizes, looked_at));
+            status.excluded_files = Some(to_excluded_files(sizes, checked_at));
             self.measured_excluded = Some((Instant::now(), self.rules.clone().unwrap_or_default()));
         }
         (status.unreadable, status.unstable) = (counts.unreadable, counts.unstable);
         status.first_unreadable.clone_from(&counts.first_unreadable);
         status.snapshot = Some(saved.id.to_string());
-        status.saved_until = Some(looked_at);
+        status.saved_until = Some(checked_at);
         (status.changed_since, status.pending_bytes) = (None, None);
         (status.error, status.failing_since) = (None, None);
         self.write_status();
@@ -450,7 +454,7 @@ impl FileBackup {
     }
 
     fn write_status(&mut self) {
-        // A full disk must not end the backup.
+        // A full disk must not stop the backup.
         if let Err(error) = self.status.write(&self.settings.layout) {
             tracing::warn!(error = %format_chain(&error), "cannot write the status of the file backup");
         }
@@ -477,7 +481,7 @@ fn to_excluded_files(sizes: &ExcludedSizes, measured_at: Timestamp) -> ExcludedF
 async fn read_parent(repository: &Repository, id: Id) -> Result<Option<(Id, Snapshot)>, FilesError> {
     match repository.read_snapshot(id).await {
         Ok(snapshot) => Ok(Some((id, snapshot))),
-        // All files are read again.
+        // Without a parent, the next save reads all files again.
         Err(error @ (FilesError::Corrupt { .. } | FilesError::Store(StoreError::NotFound { .. }))) => {
             tracing::error!(error = %format_chain(&error), "cannot read the latest snapshot of the owner's files");
             Ok(None)

@@ -1,4 +1,4 @@
-//! The directory beside the owner's files in which a restore collects them, on the same file system.
+//! The staging directory of a restore, on the same file system as the owner's files.
 
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -10,8 +10,8 @@ use svc_base::fsx::{self, FileError};
 
 use crate::system::layout::Layout;
 
-/// The names of the directories in the user's home directory: for the restore on a new machine, and for that of single
-/// entries. They are never saved.
+/// The names of the staging directories in the user's home directory: one for the restore on a new machine, and one for
+/// the restore of a single entry. The backup never includes them.
 pub const HOME_STAGING: &str = ".svc-restore";
 pub const ENTRY_STAGING: &str = ".svc-restore-entry";
 pub const STAGING_NAMES: [&str; 2] = [HOME_STAGING, ENTRY_STAGING];
@@ -21,7 +21,7 @@ const COMPLETE_MARK: &str = "complete";
 /// The directory in which a restore collects files until it moves them into place.
 pub struct Staging {
     path: PathBuf,
-    /// The user who owns the state of the file backup.
+    /// The id of the user who owns the state directory of the file backup.
     owner: u32,
 }
 
@@ -36,17 +36,18 @@ impl Staging {
         self.path.join("files")
     }
 
-    /// Whether the directory exists. Refuses one of another user: the owner's programs can create one of this name. They can
-    /// neither enter, rename nor remove one of this process, because the directory above is sticky and belongs to root.
+    /// Returns whether the directory exists. Rejects one that belongs to another user, because the owner's programs can
+    /// create a directory with this name. They cannot enter, rename or remove a directory created by this process,
+    /// because the parent directory is sticky and belongs to root.
     ///
     /// # Errors
-    /// If it is not a directory of svc-gateway or root.
+    /// If it is not a directory that belongs to svc-gateway or root.
     pub fn ensure_own(&self) -> Result<bool, FileError> {
         match fs::symlink_metadata(&self.path) {
             Ok(meta) if meta.is_dir() && [0, self.owner].contains(&meta.uid()) => Ok(true),
             Ok(_) => {
-                let error = std::io::Error::other("it is not a directory of svc-gateway or root; remove it");
-                Err(FileError::wrap("use", &self.path)(error))
+                let why = "it is not a directory that belongs to svc-gateway or root; remove it";
+                Err(FileError::wrap("use", &self.path)(std::io::Error::other(why)))
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
             Err(error) => Err(FileError::wrap("read", &self.path)(error)),
@@ -59,16 +60,16 @@ impl Staging {
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 
-    /// Records that all files are complete, and what to do with them.
+    /// Records that all files are complete, together with the data for the next step.
     pub fn mark_complete(&self, outcome: &impl Serialize) -> Result<(), FileError> {
         let text = serde_json::to_vec(outcome).expect("plain fields serialize to JSON");
         fsx::write_atomic(&self.path.join(COMPLETE_MARK), &text, 0o600)
     }
 
-    /// Creates the empty directory, closed to other users. Removes what a killed run left.
+    /// Creates an empty directory that other users cannot access. Removes the remains of a killed run first.
     ///
     /// # Errors
-    /// If another user has created a directory of this name.
+    /// If another user has created a directory with this name, or a directory cannot be removed or created.
     pub fn clear(&self) -> Result<(), FileError> {
         self.remove()?;
         if let Some(home) = self.path.parent() {
@@ -90,7 +91,7 @@ impl Staging {
         if !self.ensure_own()? {
             return Ok(());
         }
-        // First, so that a killed run does not leave the mark without the files.
+        // Remove the mark first, so that a killed run does not leave it without the files.
         fsx::remove_if_exists(&self.path.join(COMPLETE_MARK))?;
         fs::remove_dir_all(&self.path).map_err(FileError::wrap("remove", &self.path))
     }

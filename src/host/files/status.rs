@@ -1,4 +1,5 @@
-//! The state of the file backup, for the heartbeat, `svc-doctor`, the gateway and the operator. The service writes it.
+//! The state of the file backup. The service writes it for the heartbeat, `svcctl doctor`, the gateway and the
+//! operator.
 
 use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
@@ -12,10 +13,10 @@ use svc_wire::files::{ExcludedFiles, FileBackupStatus};
 
 const FORMAT: u32 = 1;
 const FILE: &str = "status.json";
-/// How long changes may be unsaved.
+/// Maximum age of unsaved changes.
 const MAX_PENDING: SignedDuration = SignedDuration::from_mins(10);
-/// How old the last save may be. Even without changes, the service looks at some files every few minutes.
-const MAX_SILENCE: SignedDuration = SignedDuration::from_mins(40);
+/// Maximum age of the last save. Even without changes, the service checks and saves some files every few minutes.
+const MAX_SAVE_AGE: SignedDuration = SignedDuration::from_mins(40);
 
 /// The content of `/var/lib/svc/files/status.json`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -25,10 +26,10 @@ pub struct FilesStatus {
     /// Everything that was written before this time is in the store.
     #[serde(with = "clock::wire_option")]
     pub saved_until: Option<Timestamp>,
-    /// When the first change was seen that is not in the store yet.
+    /// When the service saw the first change that is not in the store yet.
     #[serde(with = "clock::wire_option")]
     pub changed_since: Option<Timestamp>,
-    /// An estimate of the bytes that are not in the store yet; `None` if there are none, or if it is not known.
+    /// An estimate of the bytes that are not in the store yet; `None` if there are none, or if the number is unknown.
     pub pending_bytes: Option<u64>,
     /// The latest snapshot's id.
     pub snapshot: Option<String>,
@@ -37,20 +38,20 @@ pub struct FilesStatus {
     pub bytes: u64,
     pub excluded: u64,
     pub special: u64,
-    /// The sizes of what is excluded, as they were last measured.
+    /// The sizes of the excluded files at the last measurement.
     pub excluded_files: Option<ExcludedFiles>,
     /// Entries of the last save that could not be read.
     pub unreadable: u64,
     pub first_unreadable: Option<String>,
-    /// Files of the last save that changed whenever they were read.
+    /// Files of the last save that changed during every read.
     pub unstable: u64,
-    /// The first lines of the owner's rules that are invalid, so that they exclude nothing.
+    /// The first invalid lines of the owner's rules, which exclude nothing.
     pub invalid_rules: Vec<String>,
     /// Why the last save failed; `None` if it succeeded.
     pub error: Option<String>,
     #[serde(with = "clock::wire_option")]
     pub failing_since: Option<Timestamp>,
-    /// The time of the damage after which all files were last read again.
+    /// The value of [`FileChecks::damage_found_at`] for which all files were last read again.
     #[serde(with = "clock::wire_option")]
     pub repaired_at: Option<Timestamp>,
     /// When the last save failed.
@@ -59,7 +60,7 @@ pub struct FilesStatus {
 }
 
 impl FilesStatus {
-    /// Reads the file; `None` if there is none, or if another version wrote it.
+    /// Reads the file; `None` if there is no file, or if it has another format version.
     ///
     /// # Errors
     /// If the file exists and cannot be read.
@@ -73,8 +74,8 @@ impl FilesStatus {
         Ok(status)
     }
 
-    /// Corrects times that were recorded while the clock was ahead. Without this, what is written now would count as
-    /// saved already. Returns whether there were any.
+    /// Corrects times that were recorded while the clock was ahead. Otherwise, changes made now would already count as
+    /// saved. Returns whether any time was corrected.
     pub fn correct_future_times(&mut self, now: Timestamp) -> bool {
         let before = (self.saved_until, self.changed_since, self.failing_since);
         self.saved_until = self.saved_until.filter(|at| *at <= now);
@@ -84,13 +85,13 @@ impl FilesStatus {
         before != (self.saved_until, self.changed_since, self.failing_since)
     }
 
-    /// Returns since when changes are not saved, if that is too long: the first change was seen long ago, or the service
-    /// has written nothing for long.
+    /// Returns since when changes have been unsaved, if that is too long: the first unsaved change or failure is older
+    /// than [`MAX_PENDING`], or the last save is older than [`MAX_SAVE_AGE`].
     pub fn find_unsaved_since(&self, now: Timestamp) -> Option<Timestamp> {
         let since = self.changed_since.or(self.failing_since).or(self.saved_until)?;
         let is_old = |at: Timestamp, limit: SignedDuration| now.duration_since(at) >= limit;
         let is_pending = self.changed_since.or(self.failing_since).is_some_and(|at| is_old(at, MAX_PENDING));
-        let is_silent = self.saved_until.is_some_and(|at| is_old(at, MAX_SILENCE));
+        let is_silent = self.saved_until.is_some_and(|at| is_old(at, MAX_SAVE_AGE));
         (is_pending || is_silent).then_some(since)
     }
 
@@ -121,7 +122,7 @@ impl FilesStatus {
         let dir = layout.files_state();
         std::fs::create_dir_all(&dir).map_err(FileError::wrap("create", &dir))?;
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
-        // Files are still saved while the disk is full, and the status must show that.
+        // Files are saved even while the disk is full, and the status must show that.
         fsx::write_atomic_or_in_place(&dir.join(FILE), &text, 0o644)
     }
 }
@@ -131,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_counts_as_saved_in_the_future() {
+    fn correct_future_times_clears_or_caps_times() {
         let at = |minute: i64| Timestamp::from_second(minute * 60).unwrap();
         let mut status = FilesStatus {
             saved_until: Some(at(1440)),

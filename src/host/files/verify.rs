@@ -1,20 +1,21 @@
-//! `svc-sync-agent verify`: reads a share of the file backup again, so that damage is found before a recovery needs it;
-//! once a week, also restores a sample of files and compares them with those on the machine.
+//! `svc-sync-agent verify`: reads a share of the file backup again, so that damage is found before a recovery needs the
+//! data. Once a week, it also restores a sample of files and compares them with those on the machine.
 //!
-//! Damage names its files and moments. The service then writes again what the machine still has.
+//! The report of damage names the affected files and snapshots. The service then writes the damaged content again, as
+//! far as the machine still has it.
 
 use std::time::Duration;
 
 use anyhow::anyhow;
 use svc_base::applet::{Exit, Failure, OrExit};
-use svc_base::chain::format_chain;
 use svc_base::clock;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx;
 use svc_base::quantity::{format_bytes, pluralize};
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::FilesError;
 use svc_files::affected::{Affected, AffectedPath, find_affected};
-use svc_files::verify::{Share, verify, verify_index};
+use svc_files::verify::{PackShare, verify, verify_index};
 use svc_store::StoreError;
 
 use super::access::{AccessError, FilesSettings};
@@ -30,7 +31,7 @@ use crate::system::lock::Lock;
 /// The file that requests a verification.
 pub const REQUEST: &str = "files-verify";
 const LOCK_FILE: &str = "verify.lock";
-/// How long another verification is waited for.
+/// Maximum time to wait for another verification to end.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// Why a check could not be completed.
@@ -55,7 +56,7 @@ pub async fn run(layout: Layout, all: bool) -> Result<(), Failure> {
     let days = config::read_verify_within_days(&mut env);
     let days = env.finish(Some(days))?;
     let lock = Lock::wait(&layout.files_state().join(LOCK_FILE), LOCK_TIMEOUT).await;
-    // Also without the lock, because systemd starts this program again while the request exists.
+    // Remove the request even without the lock, because systemd restarts this program as long as the request exists.
     fsx::remove_if_exists(&layout.request(REQUEST)).or_exit(Exit::Internal)?;
     let _lock = lock.or_exit(Exit::TryAgain)?;
     let settings = FilesSettings::read(layout)?;
@@ -84,7 +85,7 @@ pub async fn run(layout: Layout, all: bool) -> Result<(), Failure> {
         checks.write(layout).or_exit(Exit::Internal)?;
     }
     if !checks.damaged.is_empty() {
-        // The service writes again what the machine still has.
+        // This save writes the damaged content again, as far as the machine still has it.
         fsx::write_atomic(&layout.request(SAVE_REQUEST), b"", 0o644).or_exit(Exit::Internal)?;
     }
     if let Some(problem) = checks.find_problem() {
@@ -98,7 +99,8 @@ pub async fn run(layout: Layout, all: bool) -> Result<(), Failure> {
     let text = match result.replaced {
         0 => format!("{read} read in full: all are intact"),
         count => format!(
-            "{read} read in full: nothing is lost; other packs have the content of {count} damaged ones"
+            "{read} read in full: nothing is lost; other packs contain the content of {}",
+            pluralize(count, "damaged pack")
         ),
     };
     activity::note(layout, &format!("verification of the file backup: {text}"));
@@ -109,7 +111,7 @@ pub async fn run(layout: Layout, all: bool) -> Result<(), Failure> {
 async fn verify_shares(
     settings: &FilesSettings,
     checks: &mut FileChecks,
-    shares: &[Share],
+    shares: &[PackShare],
     result: &mut VerifyResult,
 ) -> Result<(), CheckError> {
     // The cache would hide damage to the index and to the snapshot.
@@ -128,7 +130,7 @@ async fn verify_shares(
             tracing::warn!(pack = %damaged.pack, why = damaged.why, "a pack is damaged; other packs have its content");
         }
         checks.record_share(*share, &verified, clock::now_ms());
-        // Before the search for affected files, which can take long.
+        // Written before the search for affected files, which can take a long time.
         checks.write(&settings.layout).map_err(AccessError::File)?;
     }
     let blobs = checks.damaged_blobs();

@@ -13,7 +13,7 @@ use svc_host::records::files::RecordKind;
 use svc_host::records::ledger::{GroupBy, Totals, UsageQuery};
 use svc_host::records::page::{self, PageError, Verdict};
 use svc_host::records::tail::Tail;
-use svc_host::records::usage_book;
+use svc_host::records::usage_store;
 use svc_host::system::layout::Layout;
 use svc_wire::usage::UsageReport;
 
@@ -83,7 +83,7 @@ impl From<RecordName> for RecordKind {
 /// # Errors
 /// The records cannot be read, or the report cannot be printed.
 pub fn print_usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
-    let ledger = usage_book::read_ledger(&layout.logs(), &layout.usage_seals()).or_exit(Exit::Internal)?;
+    let ledger = usage_store::read_ledger(&layout.logs(), &layout.usage_seals()).or_exit(Exit::Internal)?;
     let UsageArgs { by, user, since, until, json } = args;
     let report = ledger.report(&UsageQuery { user_id: user, start: since, end: until, group_by: by });
     if json {

@@ -40,7 +40,7 @@ pub use self::endpoint::Endpoint;
 pub use self::router::{description, endpoints};
 
 use self::auth::Ingress;
-use self::certificate::{CertificateKeeper, KeeperConfig};
+use self::certificate::{CertificateManager, CertificateManagerConfig};
 use self::config::Config;
 use self::state::{Gateway, Services};
 use svc_base::applet::{self, Exit, Failure, OrExit};
@@ -55,7 +55,7 @@ use svc_http::server::{self, ListenerLimits};
     name = "svc-gateway",
     version = applet::version(),
     about = "The machine's HTTPS port: owner API, bridge, apps, and a proxy to the shell and code-server",
-    after_help = "Configured by the environment and /opt/svc/env/*.env below SVC_ROOT; docs/reference/configuration.md has each variable."
+    after_help = "Configured by the environment and /opt/svc/env/*.env below SVC_ROOT; docs/reference/configuration.md lists all variables."
 )]
 struct Args {
     #[command(subcommand)]
@@ -113,26 +113,29 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     }
     let config = Config::load(layout)?;
     let layout = config.layout.clone();
-    let identity =
-        certificate::load_or_create(&layout).context("load the machine's TLS key").or_exit(Exit::Internal)?;
+    let identity = certificate::load_or_create(&layout)
+        .context("cannot load the machine's TLS key")
+        .or_exit(Exit::Internal)?;
     // The machine's key is constant for its lifetime, and no other machine has it.
     let change_ids = bridge::EventIdSecret::derive(identity.key_pem.as_bytes());
-    let keeper = KeeperConfig {
+    let certificate_manager = CertificateManagerConfig {
         layout: layout.clone(),
         machine: config.machine_id(),
         file: config.certificate_file.clone(),
         first_retry: config.acme_initial_backoff,
     };
-    let keeper = CertificateKeeper::start(keeper, identity).or_exit(Exit::Config)?;
-    let tls = keeper.resolver().server_config().or_exit(Exit::Internal)?;
+    let certificate_manager =
+        CertificateManager::start(certificate_manager, identity).or_exit(Exit::Config)?;
+    let tls = certificate_manager.resolver().server_config().or_exit(Exit::Internal)?;
     let listener = TcpListener::bind(config.listen).await;
     let public =
-        listener.with_context(|| format!("listen on {}", config.listen)).or_exit(Exit::Unavailable)?;
+        listener.with_context(|| format!("cannot listen on {}", config.listen)).or_exit(Exit::Unavailable)?;
     let trusted_socket = unix_socket::bind(&layout.gateway_sockets(), "gateway.sock");
-    let trusted_socket = trusted_socket.context("bind the unix socket").or_exit(Exit::Unavailable)?;
+    let trusted_socket = trusted_socket.context("cannot bind the Unix socket").or_exit(Exit::Unavailable)?;
     let agent_socket = unix_socket::bind(&layout.bridge_sockets(), BRIDGE_SOCKET);
-    let agent_socket = agent_socket.context("bind the agents' unix socket").or_exit(Exit::Unavailable)?;
-    let stop = server::stop_on_signal().context("install the signal handlers").or_exit(Exit::Internal)?;
+    let agent_socket =
+        agent_socket.context("cannot bind the agents' Unix socket").or_exit(Exit::Unavailable)?;
+    let stop = server::stop_on_signal().context("cannot handle signals").or_exit(Exit::Internal)?;
     let scrape = metrics::install()?;
     scrape.spawn_upkeep(stop.clone());
     let services = Arc::new(Services::new(&config, change_ids)?);
@@ -159,7 +162,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     tokio::spawn(disk_watch::watch_disk(layout.clone(), kernel.clone(), stop.clone()));
     tokio::spawn(writers.clone().watch(stop.clone()));
     tokio::spawn(superseded_watch::watch_superseded(layout.superseded(), stop.clone()));
-    tokio::spawn(keeper.run(stop.clone()));
+    tokio::spawn(certificate_manager.run(stop.clone()));
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
     let gateway = Gateway(services.clone());
     let local_routes = router::router(&gateway, Ingress::Trusted).layer(Extension(scrape));

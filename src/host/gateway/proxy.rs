@@ -1,4 +1,4 @@
-//! Proxies requests to the shell, to code-server and to the history of the files, each on its unix socket.
+//! Proxies requests to the shell, to code-server and to the file history, each on its Unix socket.
 
 use std::io;
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ use svc_http::server::ListenerLimits;
 
 /// Reload interval for the waiting page, and `Retry-After` for problems, in seconds.
 const RETRY_AFTER_SECONDS: u64 = 3;
-/// Requests about earlier files at the same time; `svc-files-history.socket` has the same limit.
+/// Maximum number of concurrent requests about earlier files; `svc-files-history.socket` has the same limit.
 const MAX_HISTORY_REQUESTS: usize = 4;
 
 /// The machine's services behind the gateway.
@@ -37,7 +37,7 @@ impl Upstreams {
         let limits = ProxyLimits { max_connections, ..ProxyLimits::default() };
         let sockets = layout.owner_sockets();
         let proxy_to = |name: &str| Proxy::new(UnixDialer(sockets.join(name)), limits);
-        // Each connection is one request, which a process serves.
+        // A separate process serves each connection, which carries one request.
         let history_limits =
             ProxyLimits { max_connections: MAX_HISTORY_REQUESTS, max_idle_connections: 0, ..limits };
         let history = UnixDialer(layout.history_sockets().join(history::SOCKET));
@@ -75,7 +75,7 @@ pub async fn proxy_to_code(upstreams: &Upstreams, request: Request) -> Response 
 
 /// Proxies requests about earlier states of the owner's files.
 pub async fn proxy_to_history(upstreams: &Upstreams, request: Request) -> Response {
-    forward(&upstreams.history, "The history of the files", request).await
+    forward(&upstreams.history, "The file history", request).await
 }
 
 /// Whether a path is `/proxy/…` or `/absproxy/…` in any encoding; code-server's router ignores case.

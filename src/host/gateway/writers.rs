@@ -10,8 +10,8 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 use super::database::{Database, DatabaseError};
-use svc_base::chain::format_chain;
 use svc_base::clock;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx::{self, FileError};
 use svc_host::agents::dispatch::Dispatcher;
 use svc_host::agents::kernel::Kernel;

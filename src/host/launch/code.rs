@@ -42,9 +42,9 @@ const ENTRY_POINTS: [&str; 2] = ["out/node/entry.js", "node_modules/code-server/
 #[command(
     name = "svc-code",
     version = applet::version(),
-    about = "Starts the release's code-server for the gateway, on a unix socket",
+    about = "Starts the release's code-server for the gateway, on a Unix socket",
     after_help = "It runs /opt/svc/runtime/code-server below SVC_ROOT with /opt/svc/runtime/node, on \
-                  run/svc/owner/code.sock, and exits with 78 if the release has none."
+                  run/svc/owner/code.sock, and exits with 78 if the release lacks either."
 )]
 struct Args {}
 
@@ -135,7 +135,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
         .context("cannot create the owner's home")
         .or_exit(Exit::Unavailable)?;
     let socket = claim_socket(&layout.owner_sockets())
-        .context("cannot claim the unix socket")
+        .context("cannot claim the Unix socket")
         .or_exit(Exit::Unavailable)?;
     let mut signals = receive_signals().context("cannot handle signals").or_exit(Exit::Internal)?;
     let mut command = server.build_command(&layout, &socket);

@@ -19,7 +19,7 @@ pub const SOCKET: &str = "shell.sock";
 #[command(
     name = "svc-shell",
     version = applet::version(),
-    about = "Serves the release's shell to the gateway, on a unix socket",
+    about = "Serves the release's shell to the gateway, on a Unix socket",
     after_help = "It serves /opt/svc/app/shell below SVC_ROOT on run/svc/owner/shell.sock."
 )]
 struct Args {}
@@ -42,7 +42,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 async fn serve(layout: Layout) -> Result<(), Failure> {
     let site = Site::read(&layout.shell()).or_exit(Exit::Config)?;
     let bound = unix_socket::bind(&layout.owner_sockets(), SOCKET);
-    let listener = bound.context("cannot listen on the unix socket").or_exit(Exit::Unavailable)?;
+    let listener = bound.context("cannot listen on the Unix socket").or_exit(Exit::Unavailable)?;
     let stop = server::stop_on_signal().context("cannot handle signals").or_exit(Exit::Internal)?;
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
     let status = format!("serving {} files", site.len());

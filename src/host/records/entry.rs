@@ -29,7 +29,7 @@ pub struct Interaction {
     pub cost_estimated: bool,
     pub duration_ms: u64,
     pub tools: Vec<ToolCall>,
-    pub status: Status,
+    pub status: ResultStatus,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<DispatchError>,
     pub batch: bool,
@@ -46,7 +46,7 @@ impl Interaction {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Status {
+pub enum ResultStatus {
     Success,
     Error,
 }
@@ -59,7 +59,7 @@ pub struct ToolCall {
     pub duration_ms: u64,
     /// The start of the call's input, without secrets.
     pub input_preview: String,
-    pub status: Status,
+    pub status: ResultStatus,
     /// The start of the error that the call returned, without secrets.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
@@ -87,7 +87,7 @@ pub struct AuditEntry {
     /// The time of detection: for a command, its end.
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
-    pub op: Op,
+    pub op: FileOperation,
     /// Relative to the home.
     pub path: String,
     /// The path is not valid UTF-8: in `path`, `\xNN` is a byte, and `\\` is a backslash.
@@ -129,7 +129,7 @@ impl AuditEntry {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Op {
+pub enum FileOperation {
     Write,
     Delete,
     Mkdir,

@@ -13,7 +13,7 @@ use std::time::SystemTime;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
-use super::names::{ACTIVITY, AUDIT, DatedRecord, INTERACTIONS};
+use super::record_file_names::{ACTIVITY, AUDIT, DatedRecord, INTERACTIONS};
 use svc_base::fsx::FileError;
 
 /// A readable record.

@@ -142,8 +142,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the order of starts and ends, dispatches that cost at most their reservation exceed the limit by
-        /// less than one reservation.
+        /// In any order of starts and ends, dispatches that cost at most their reservation exceed the limit by less
+        /// than one reservation.
         #[test]
         fn limit_is_exceeded_by_one_reservation_at_most(costs in prop::collection::vec((0_u64..=50, any::<bool>()), 0..200)) {
             let limits = limits(500, 0);

@@ -6,15 +6,15 @@
 pub mod calendar;
 pub mod entry;
 pub mod files;
-pub mod find;
+pub mod find_interactions;
 pub mod jsonl;
 pub mod ledger;
 pub mod limits;
 pub mod money;
-pub mod names;
 pub mod page;
+pub mod record_file_names;
 pub mod seals;
-pub mod usage_book;
+pub mod usage_store;
 
 pub mod tail;
 pub mod writer;

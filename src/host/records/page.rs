@@ -58,9 +58,9 @@ pub fn read_newest(
         loop {
             let (offset, is_enough) =
                 match reader.next_step(&mut budget).map_err(FileError::wrap("read", &path))? {
-                    Step::Start => break,
-                    Step::LimitReached(offset) => (offset, true),
-                    Step::Line(offset, line) => {
+                    ReadOutcome::Start => break,
+                    ReadOutcome::LimitReached(offset) => (offset, true),
+                    ReadOutcome::Line(offset, line) => {
                         let line = String::from_utf8_lossy(&line);
                         match judge(&line) {
                             Verdict::Take => lines.push(line.into_owned()),
@@ -97,7 +97,7 @@ struct BackwardReader {
     is_skipping: bool,
 }
 
-enum Step {
+enum ReadOutcome {
     /// A line, and its offset.
     Line(u64, Vec<u8>),
     /// The start of the file.
@@ -137,7 +137,7 @@ impl BackwardReader {
         Ok(())
     }
 
-    fn next_step(&mut self, budget: &mut u64) -> io::Result<Step> {
+    fn next_step(&mut self, budget: &mut u64) -> io::Result<ReadOutcome> {
         loop {
             if self.is_skipping {
                 let end = self.text.iter().rposition(|&byte| byte == b'\n');
@@ -151,7 +151,7 @@ impl BackwardReader {
                     let mut line = self.text.split_off(start);
                     line.pop();
                     self.searched = 0;
-                    return Ok(Step::Line(self.at + start as u64, line));
+                    return Ok(ReadOutcome::Line(self.at + start as u64, line));
                 }
                 if self.text.len() > MAX_LINE_BYTES {
                     self.text.clear();
@@ -159,11 +159,11 @@ impl BackwardReader {
                 }
             }
             if self.at == 0 {
-                return Ok(Step::Start);
+                return Ok(ReadOutcome::Start);
             }
             if *budget == 0 {
                 // The next page rereads the partly read line.
-                return Ok(Step::LimitReached(self.at + self.text.len() as u64));
+                return Ok(ReadOutcome::LimitReached(self.at + self.text.len() as u64));
             }
             self.read_chunk(budget)?;
         }

@@ -28,8 +28,8 @@ pub use self::file::FileStamp;
 use self::queue::{RecordQueue, Replacement, ThreadState};
 pub use self::record::{MAX_QUEUED_BYTES, QueueFull, Record};
 use self::sync::{SyncFn, Syncer, UnsyncedFile};
-use svc_base::chain::format_chain;
 use svc_base::clock;
+use svc_base::error_chain::format_chain;
 
 /// Maximum delay before an accepted line is written, unless the disk fails.
 pub const FLUSH_INTERVAL: Duration = Duration::from_millis(50);
@@ -48,7 +48,7 @@ struct Shared {
     wake: Condvar,
     flushed: Condvar,
     /// Whether the last write failed.
-    is_stuck: AtomicBool,
+    is_write_failing: AtomicBool,
     syncer: Syncer,
 }
 
@@ -87,7 +87,7 @@ impl Writer {
             queue: Mutex::default(),
             wake: Condvar::new(),
             flushed: Condvar::new(),
-            is_stuck: AtomicBool::new(false),
+            is_write_failing: AtomicBool::new(false),
             syncer: Syncer::default(),
         };
         let records = Records(Arc::new(shared));
@@ -196,8 +196,8 @@ impl Records {
     }
 
     /// Returns whether the last write failed.
-    pub fn is_stuck(&self) -> bool {
-        self.0.is_stuck.load(Ordering::Relaxed)
+    pub fn is_write_failing(&self) -> bool {
+        self.0.is_write_failing.load(Ordering::Relaxed)
     }
 
     /// Returns the number of bytes that have been accepted but not yet written.
@@ -337,12 +337,12 @@ impl Shared {
             }
         }
         let Some(error) = failed else {
-            if self.is_stuck.swap(false, Ordering::Relaxed) {
-                tracing::info!("records are written again");
+            if self.is_write_failing.swap(false, Ordering::Relaxed) {
+                tracing::info!("records can be written again");
             }
             return true;
         };
-        if !self.is_stuck.swap(true, Ordering::Relaxed) {
+        if !self.is_write_failing.swap(true, Ordering::Relaxed) {
             tracing::error!(error = %format_chain(&error), "records cannot be written; they are queued in memory");
         }
         if is_stopping {

@@ -106,8 +106,7 @@ fn find_last_write(dir: &Path) -> Result<Option<i64>, FileError> {
 /// `logs`. Logs a warning if the clock is not trusted.
 pub fn update_trusted_time(state_file: &Path, logs: &Path, clock: Timestamp) -> Result<Timestamp, FileError> {
     // The systemd unit hides other files that contain the uptime.
-    let stat =
-        ProcessStat::of_this_process().map_err(FileError::wrap("read", Path::new("/proc/self/stat")))?;
+    let stat = ProcessStat::current().map_err(FileError::wrap("read", Path::new("/proc/self/stat")))?;
     let uptime_seconds = (stat.started / TICKS_PER_SECOND).cast_signed();
     let text = fsx::read_if_exists(state_file)?;
     let state = text.and_then(|text| serde_json::from_slice(&text).ok());

@@ -9,7 +9,7 @@ use std::path::Path;
 use jiff::ToSpan;
 use jiff::civil::Date;
 
-use crate::records::names::{ACTIVITY, AUDIT, INTERACTIONS};
+use crate::records::record_file_names::{ACTIVITY, AUDIT, INTERACTIONS};
 use svc_base::fsx::{self, FileError};
 
 /// The retention period that part 8 of the specification requires.

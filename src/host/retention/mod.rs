@@ -15,7 +15,7 @@ use jiff::Timestamp;
 use jiff::civil::Date;
 
 use super::records::calendar::Calendar;
-use super::records::names;
+use super::records::record_file_names;
 use crate::agents::owner_config::Settings;
 use crate::system::config;
 use crate::system::config::{DatabaseUrl, init_log};
@@ -57,11 +57,11 @@ async fn run_maintenance(layout: Layout) -> Result<(), Failure> {
     let mut env = config::environment(&layout);
     let database = DatabaseUrl::read(&mut env);
     let server = PostgresServer::new(env.finish(database)?.config()?);
-    let _lock = Lock::take(&layout.heartbeat_lock()).map_err(|error| match error {
+    let _lock = Lock::acquire(&layout.heartbeat_lock()).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another run is under way")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })?;
-    failpoint::pass("heartbeat.begin").or_exit(Exit::Internal)?;
+    failpoint::trigger("heartbeat.begin").or_exit(Exit::Internal)?;
     let logs = layout.logs();
     std::fs::create_dir_all(&logs)
         .map_err(FileError::wrap("create directory", &logs))
@@ -80,12 +80,12 @@ async fn run_maintenance(layout: Layout) -> Result<(), Failure> {
 
 fn rotate_and_expire(layout: &Layout, calendar: &Calendar, now: Timestamp) -> Result<(), Failure> {
     let (logs, today) = (layout.logs(), calendar.day(now));
-    let rotated = [names::ACTIVITY, names::AUDIT].map(|record| {
+    let rotated = [record_file_names::ACTIVITY, record_file_names::AUDIT].map(|record| {
         let name = rotate::rotate(&logs, record, calendar, today).or_exit(Exit::Internal)?;
         if let Some(name) = name {
             tracing::info!(name, "rotated a record");
         }
-        failpoint::pass("heartbeat.rotated").or_exit(Exit::Internal)
+        failpoint::trigger("heartbeat.rotated").or_exit(Exit::Internal)
     });
     let trusted_now = clock_trust::update_trusted_time(&layout.heartbeat_clock(), &logs, now);
     let expired =
@@ -94,7 +94,7 @@ fn rotate_and_expire(layout: &Layout, calendar: &Calendar, now: Timestamp) -> Re
         if !names.is_empty() {
             tracing::info!(?names, "deleted records older than 30 days");
         }
-        failpoint::pass("heartbeat.expired").or_exit(Exit::Internal)
+        failpoint::trigger("heartbeat.expired").or_exit(Exit::Internal)
     });
     rotated.into_iter().chain([expired]).collect()
 }
@@ -108,7 +108,7 @@ async fn measure_storage(layout: &Layout, server: &PostgresServer, today: Date) 
         Failure::new(exit, error)
     })?;
     tracing::info!(home = line.files.home_bytes, database = line.database_bytes, "measured the storage");
-    failpoint::pass("heartbeat.measured").or_exit(Exit::Internal)
+    failpoint::trigger("heartbeat.measured").or_exit(Exit::Internal)
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ use nix::fcntl::{AT_FDCWD, OFlag, RenameFlags, renameat2};
 use serde::Deserialize;
 
 use crate::records::calendar::Calendar;
-use crate::records::names::DatedRecord;
+use crate::records::record_file_names::DatedRecord;
 use svc_base::fsx::{self, FileError};
 
 /// Maximum number of files per day. Reaching it indicates a bug.
@@ -119,7 +119,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::records::names::{ACTIVITY, AUDIT};
+    use crate::records::record_file_names::{ACTIVITY, AUDIT};
 
     const TODAY: Date = Date::constant(2026, 11, 21);
 

@@ -3,7 +3,7 @@
 //!
 //! Apps and logs are part of the home; an app's schema is part of the database. Each day has at most one line.
 
-mod walk;
+mod disk_usage;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -109,7 +109,7 @@ pub async fn measure(
     let walked = tokio::task::spawn_blocking(move || {
         let disk =
             fs4::statvfs(owned.home()).map_err(FileError::wrap("read free space of", &owned.home()))?;
-        let walked = walk::measure_home(&owned.home(), &owned.apps(), &owned.logs(), deadline)?;
+        let walked = disk_usage::measure_home(&owned.home(), &owned.apps(), &owned.logs(), deadline)?;
         Ok::<_, FileError>((disk, walked))
     });
     // Propagate a panic from the walk.

@@ -24,7 +24,7 @@ pub const VERSION: u32 = 1;
 pub const ARCHIVE_INFO: &str = "export.json";
 /// The database, in `pg_dump`'s custom format.
 pub const DUMP: &str = "database.dump";
-/// The dump's sidecar, in the format of a snapshot's.
+/// The dump's sidecar, in the same format as a snapshot's.
 pub const SIDECAR: &str = "database.json";
 /// Prefix of the home's files.
 pub const HOME: &str = "home";
@@ -92,7 +92,7 @@ pub fn sha256(bytes: &[u8]) -> String {
 /// Copies `from` to its end; returns the length and the SHA-256.
 ///
 /// # Errors
-/// I/O errors of the reader or the writer.
+/// I/O errors from the reader or the writer.
 pub fn copy_hashed(mut from: impl Read, mut to: impl Write) -> io::Result<(u64, String)> {
     let (mut digest, mut size, mut buffer) = (Sha256::new(), 0, vec![0; 1 << 18]);
     loop {

@@ -16,7 +16,7 @@ use svc_base::applet::Exit;
 use svc_base::fsx::FileError;
 use svc_store::snapshot::DatabaseIdentity;
 
-/// The setting with the restore id. Snapshots do not contain it.
+/// The setting that holds the restore id. Snapshots do not contain it.
 pub const RESTORE_ID_SETTING: &str = "svc.restore_id";
 
 const ADOPTION_LOCK: &str = "hashtext('svc-database-identity')";
@@ -26,7 +26,7 @@ const ADOPTION_LOCK: &str = "hashtext('svc-database-identity')";
 struct LiveIdentity {
     system_identifier: String,
     database_oid: u32,
-    /// `None`: no restore has created or adopted it.
+    /// `None` if the database was neither created by a restore nor adopted.
     restore_id: Option<Uuid>,
 }
 
@@ -41,7 +41,7 @@ pub enum IdentityError {
     Mismatch { difference: String },
     #[error("there is no database {0}")]
     Absent(String),
-    #[error("query the identity of the database")]
+    #[error("cannot query the identity of the database")]
     Query(#[from] Error),
     #[error(transparent)]
     File(#[from] FileError),
@@ -62,8 +62,8 @@ impl IdentityError {
     }
 }
 
-/// Checks that the database of `client` is the one named by the marker. Returns `None` if there is no marker, or one of
-/// an earlier release.
+/// Checks that the database of `client` is the one named by the marker. Returns `None` if there is no marker, or if an
+/// earlier release wrote it without naming a database.
 pub async fn check(layout: &Layout, client: &Client) -> Result<Option<DatabaseIdentity>, IdentityError> {
     let Some(expected) = RestoreMarker::read(layout)?.and_then(|marker| marker.database_identity) else {
         return Ok(None);
@@ -75,7 +75,7 @@ pub async fn check(layout: &Layout, client: &Client) -> Result<Option<DatabaseId
     }
 }
 
-/// Like [`check`], but adopts the database if the marker is of an earlier release, which named none.
+/// Like [`check`], but adopts the database if an earlier release wrote the marker without naming a database.
 pub async fn check_or_adopt(
     layout: &Layout,
     client: &Client,
@@ -85,7 +85,8 @@ pub async fn check_or_adopt(
         Some(marker) if marker.database_identity.is_some() => return check(layout, client).await,
         Some(_) => {}
     }
-    // The gateway and a backup may adopt at the same time: the lock lets only one of them do it.
+    // The gateway and a backup may get here at the same time. The lock ensures that only one of them adopts the
+    // database.
     client.batch_execute(&format!("SELECT pg_advisory_lock({ADOPTION_LOCK})")).await?;
     let adopted = adopt_under_lock(layout, client).await;
     client.batch_execute(&format!("SELECT pg_advisory_unlock({ADOPTION_LOCK})")).await?;
@@ -135,10 +136,10 @@ pub async fn adopt(client: &Client, database: &str) -> Result<DatabaseIdentity, 
     })
 }
 
-/// Gives a database a new restore id.
+/// Assigns a new restore id to a database.
 ///
 /// # Errors
-/// Errors of the database.
+/// If a query fails.
 pub async fn assign_restore_id(client: &Client, database: &str) -> Result<Uuid, IdentityError> {
     let id = Uuid::now_v7();
     client

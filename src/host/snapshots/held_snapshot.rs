@@ -36,7 +36,7 @@ pub struct HeldSnapshot {
 }
 
 impl HeldSnapshot {
-    /// Creates the record of the first snapshot that is held back in favour of `latest`.
+    /// Creates the record of the first snapshot that is held back in favor of `latest`.
     pub fn new(key: String, latest: String, loss: String) -> Self {
         let since = clock::now_ms();
         Self { version: FORMAT, key, latest, loss, since, agreeing: 0, counted_at_uptime_ms: None }
@@ -53,7 +53,8 @@ impl HeldSnapshot {
     pub fn count_agreement(self, uptime: Duration) -> Self {
         let now = i64::try_from(uptime.as_millis()).unwrap_or(i64::MAX);
         let agreeing = match self.counted_at_uptime_ms {
-            // The first one, or a count of an earlier release, which recorded no uptime.
+            // Either this is the first agreeing snapshot, or an earlier release counted the previous ones without an
+            // uptime.
             None => 1,
             Some(at) if min_elapsed_ms(at, now) < MIN_INTERVAL.as_millis() => return self,
             Some(_) => self.agreeing.saturating_add(1),
@@ -75,7 +76,7 @@ impl HeldSnapshot {
         fsx::write_atomic(&layout.held_snapshot(), &text, 0o644)
     }
 
-    /// Removes the record: no snapshot is held back.
+    /// Removes the record, so that no snapshot counts as held back.
     pub fn clear(layout: &Layout) -> Result<(), FileError> {
         fsx::remove_if_exists(&layout.held_snapshot())
     }

@@ -1,5 +1,5 @@
-//! The roles of a server with attributes, settings and memberships. They are read when a snapshot is taken, and compared
-//! when it is restored.
+//! A server's roles, with their attributes, settings and memberships. They are read when a snapshot is taken, and
+//! compared when it is restored.
 
 use tokio_postgres::{Error, GenericClient};
 
@@ -28,7 +28,7 @@ const MEMBERSHIPS: &str = "
 /// Returns all roles except built-in ones and those of drills, sorted by name.
 ///
 /// # Errors
-/// Errors of the database.
+/// If a query fails.
 pub async fn read_roles(client: &impl GenericClient) -> Result<Vec<RoleFacts>, Error> {
     let mut roles = Vec::new();
     for row in client.query(ROLES, &[&DRILL_ROLE_COMMENT]).await? {

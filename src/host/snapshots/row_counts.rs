@@ -7,7 +7,7 @@ use svc_store::snapshot::TableCount;
 /// Lists the ordinary tables whose rows are in a dump, as `schema.table`, quoted where needed, in order.
 ///
 /// # Errors
-/// Errors of the database.
+/// If a query fails.
 pub async fn list_tables(client: &Client) -> Result<Vec<String>, Error> {
     let rows = client
         .query(
@@ -27,7 +27,7 @@ pub async fn list_tables(client: &Client) -> Result<Vec<String>, Error> {
 /// Returns the first of the owner's tables that has a row.
 ///
 /// # Errors
-/// Errors of the database.
+/// If a query fails.
 pub async fn find_table_with_rows(client: &Client) -> Result<Option<String>, Error> {
     for name in list_tables(client).await?.into_iter().filter(|name| is_owner_table(name)) {
         let row = client.query_one(&format!("SELECT EXISTS (SELECT FROM ONLY {name})"), &[]).await?;
@@ -46,7 +46,7 @@ pub fn is_owner_table(table: &str) -> bool {
 /// Counts the rows of each table, without those of child tables.
 ///
 /// # Errors
-/// Errors of the database.
+/// If a query fails.
 pub async fn count_rows(client: &Client, tables: &[String]) -> Result<Vec<TableCount>, Error> {
     let mut counts = Vec::with_capacity(tables.len());
     for name in tables {

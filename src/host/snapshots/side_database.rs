@@ -1,6 +1,7 @@
 //! The side database: a snapshot loaded beside the owner's database, to copy tables back from.
 //!
-//! The gateway and `svc-db-backup` share this module: the request file, and the state file, which the gateway serves.
+//! The gateway and `svc-db-backup` share the request file and the state file that this module defines. The gateway
+//! serves the state.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -124,7 +125,8 @@ pub struct CopiedTable {
     /// `schema.table`
     pub name: String,
     /// The table was missing and was recreated with its dependents.
-    pub created: bool,
+    #[serde(rename = "created")]
+    pub was_recreated: bool,
     pub inserted: u64,
     pub updated: u64,
     pub deleted: u64,

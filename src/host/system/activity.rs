@@ -12,9 +12,9 @@ use std::path::Path;
 use jiff::Timestamp;
 
 use crate::system::layout::Layout;
-use svc_base::beneath::Folder;
-use svc_base::chain::format_chain;
+use svc_base::beneath::DirFd;
 use svc_base::clock;
+use svc_base::error_chain::format_chain;
 
 const FILE: &str = "activity.log";
 
@@ -37,7 +37,7 @@ pub fn note(layout: &Layout, text: &str) {
 pub fn append(layout: &Layout, text: &str) -> io::Result<()> {
     let logs = layout.logs();
     let below = logs.strip_prefix(layout.root()).unwrap_or(Path::new(""));
-    let mut file = Folder::open(layout.root())?.open_folder(below)?.open_for_append(OsStr::new(FILE))?;
+    let mut file = DirFd::open(layout.root())?.open_dir(below)?.open_for_append(OsStr::new(FILE))?;
     let length = file.metadata()?.size();
     let mut last = [b'\n'];
     if length > 0 {

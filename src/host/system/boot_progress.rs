@@ -10,10 +10,10 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use crate::system::config;
-use crate::system::config::{Identity, PlatformLink};
+use crate::system::config::{Identity, PlatformAccess};
 use crate::system::layout::Layout;
 use crate::system::vars;
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_http::client::{self, Deadlines};
 use svc_machine::id::MachineId;
 use svc_wire::registration::{BootStageName, BootStageReport, StageProgress};
@@ -33,7 +33,7 @@ impl Drop for BootReporter {
 
 struct ProgressClient {
     http: reqwest::Client,
-    platform: PlatformLink,
+    platform: PlatformAccess,
     machine: MachineId,
     token: SecretString,
 }
@@ -44,7 +44,7 @@ impl BootReporter {
     pub fn start(layout: &Layout, progress: watch::Receiver<Option<StageProgress>>) -> Option<Self> {
         let mut env = config::environment(layout);
         let identity = Identity::read(&mut env);
-        let platform = PlatformLink::read(&mut env, layout);
+        let platform = PlatformAccess::read(&mut env, layout);
         let token = env.secret(&vars::REGISTRATION_TOKEN);
         let http = client::build(Deadlines::CALL).ok()?;
         let client = ProgressClient { http, platform: platform?, machine: identity?.machine, token: token? };

@@ -20,7 +20,7 @@ use svc_machine::id::MachineId;
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Slot};
 
 /// Returns a host applet's environment: the process environment, then the env files below `SVC_ROOT`. From a file that
-/// another user can write, root takes only the settings in [`root_settings::ALLOWED_FROM_OTHERS`]; root's own file
+/// another user can write, root accepts only the settings in [`root_settings::ALLOWED_FROM_OTHERS`]; root's own file
 /// takes precedence.
 pub fn environment(layout: &Layout) -> Env {
     if nix::unistd::geteuid().is_root() {
@@ -79,12 +79,12 @@ impl Identity {
 
 /// The address and credential for calls to the platform.
 #[derive(Debug, Clone)]
-pub struct PlatformLink {
+pub struct PlatformAccess {
     pub base: Url,
     pub upgrade_token: UpgradeToken,
 }
 
-impl PlatformLink {
+impl PlatformAccess {
     pub fn read(env: &mut Env, layout: &Layout) -> Option<Self> {
         let base = env.required(&vars::PLATFORM_INTERNAL_URL);
         let initial = env.required_secret(&vars::UPGRADE_TOKEN);

@@ -6,7 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::system::layout::Layout;
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx::{self, FileError};
 use svc_machine::epoch::Epoch;
 

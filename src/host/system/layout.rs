@@ -81,7 +81,7 @@ impl Layout {
         self.opt(name)
     }
 
-    /// Marker for the restore gate: the gateway may start.
+    /// The restore gate's marker. The gateway may start only if it exists.
     pub fn restore_complete(&self) -> PathBuf {
         self.opt("restore-complete")
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use svc_base::fsx::FileError;
 
-/// Interval between attempts to take a lock that another run holds.
+/// Interval between attempts to acquire a lock that another run holds.
 const RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
 /// The lock is held until this is dropped.
@@ -29,7 +29,7 @@ pub enum LockError {
 impl Lock {
     /// # Errors
     /// `Held` if another run holds the lock.
-    pub fn take(path: &Path) -> Result<Self, LockError> {
+    pub fn acquire(path: &Path) -> Result<Self, LockError> {
         if let Some(dir) = path.parent() {
             std::fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
         }
@@ -46,7 +46,7 @@ impl Lock {
         }
     }
 
-    /// Returns whether a run holds the lock. The check itself briefly holds a shared lock, so programs that take the
+    /// Returns whether a run holds the lock. The check itself briefly holds a shared lock, so programs that acquire the
     /// lock should use [`Self::wait`] with a timeout of at least a second.
     ///
     /// # Errors
@@ -70,7 +70,7 @@ impl Lock {
     pub async fn wait(path: &Path, timeout: Duration) -> Result<Self, LockError> {
         let deadline = Instant::now() + timeout;
         loop {
-            match Self::take(path) {
+            match Self::acquire(path) {
                 Err(LockError::Held) if Instant::now() < deadline => {
                     tokio::time::sleep(RETRY_INTERVAL).await;
                 }
@@ -85,13 +85,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn take_rejects_second_holder() {
+    fn acquire_rejects_second_holder() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("state/x.lock");
-        let first = Lock::take(&path).unwrap();
-        assert!(matches!(Lock::take(&path), Err(LockError::Held)));
+        let first = Lock::acquire(&path).unwrap();
+        assert!(matches!(Lock::acquire(&path), Err(LockError::Held)));
         drop(first);
-        Lock::take(&path).unwrap();
+        Lock::acquire(&path).unwrap();
     }
 
     #[test]
@@ -99,10 +99,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.lock");
         assert!(!Lock::is_held(&path).unwrap(), "there is no such file yet");
-        let held = Lock::take(&path).unwrap();
+        let held = Lock::acquire(&path).unwrap();
         assert!(Lock::is_held(&path).unwrap());
         drop(held);
         assert!(!Lock::is_held(&path).unwrap());
-        Lock::take(&path).unwrap();
+        Lock::acquire(&path).unwrap();
     }
 }

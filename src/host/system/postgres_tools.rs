@@ -41,8 +41,8 @@ impl Compression {
     /// Supported by all tools, and fast enough.
     pub const DEFAULT: Self = Self::Gzip(1);
 
-    /// Returns the maximum size of a dump, as a multiple of the database's size on disk. Text formats add some. Without
-    /// compression, NULLs and values that PostgreSQL compresses are written out in full.
+    /// Returns the maximum size of a dump, as a multiple of the database's size on disk. Values can be longer as text
+    /// than on disk. Without compression, NULLs and values that PostgreSQL compresses are written out in full.
     pub fn max_growth(self) -> u64 {
         match self {
             Self::None => 32,

@@ -23,7 +23,7 @@ impl ProcessStat {
 
     /// # Errors
     /// The same as for [`Self::from_pid`].
-    pub fn of_this_process() -> io::Result<Self> {
+    pub fn current() -> io::Result<Self> {
         Self::read("self")
     }
 
@@ -70,7 +70,7 @@ mod tests {
     #[test]
     fn from_pid_reads_this_process() {
         let this = i32::try_from(std::process::id()).unwrap();
-        assert_eq!(ProcessStat::from_pid(this).unwrap(), ProcessStat::of_this_process().unwrap());
+        assert_eq!(ProcessStat::from_pid(this).unwrap(), ProcessStat::current().unwrap());
         assert!(ProcessStat::from_pid(i32::MAX).is_err());
     }
 }

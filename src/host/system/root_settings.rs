@@ -113,7 +113,7 @@ pub fn copy_platform_url(layout: &Layout) -> Result<(), FileError> {
 mod tests {
     use std::os::unix::fs::chown;
 
-    use svc_base::variable::Preset;
+    use svc_base::variable::DefaultValue;
 
     use super::*;
     use crate::system::config;
@@ -136,7 +136,14 @@ mod tests {
     }
 
     const fn undeclared(name: &'static str) -> Variable {
-        Variable { name, form: "text", default: Preset::Unset, meaning: "", source: None, readers: None }
+        Variable {
+            name,
+            format: "text",
+            default: DefaultValue::Unset,
+            meaning: "",
+            source: None,
+            readers: None,
+        }
     }
 
     const SVC_NEW: Variable = undeclared("SVC_NEW");

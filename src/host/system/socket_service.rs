@@ -1,4 +1,4 @@
-//! Services that serve each connection in a process of its own.
+//! Services that serve each connection in a separate process.
 //!
 //! systemd accepts the connections and passes each as standard input to an instance of a unit (`Accept=yes`). Without
 //! systemd, [`listen`] does the same.
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use svc_base::applet::{Exit, Failure, OrExit};
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_http::server;
 use tokio::process::{Child, Command};
 use tokio_util::sync::CancellationToken;
@@ -34,7 +34,7 @@ pub struct SocketService {
 ///
 /// # Errors
 /// `Usage` if standard input is not a connected socket.
-pub fn take_stdin() -> Result<UnixStream, Failure> {
+pub fn stdin_connection() -> Result<UnixStream, Failure> {
     let connection = std::io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from);
     let connection = connection.context("cannot use standard input").or_exit(Exit::Usage)?;
     let connected = connection.set_nonblocking(true).and_then(|()| connection.peer_addr().map(drop));

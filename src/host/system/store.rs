@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::config::PlatformLink;
+use super::config::PlatformAccess;
 use super::layout::Layout;
 use super::store_credentials::{OutagePolicy, RenewingCredentials};
 use crate::system::vars;
@@ -27,7 +27,7 @@ pub fn exit_code(error: &StoreError) -> Exit {
 }
 
 /// The store's location and this machine's access to it.
-pub struct StoreLink {
+pub struct HostStoreAccess {
     store: StoreConfig,
     /// `None` for credentials that do not expire.
     renewal: Option<Renewal>,
@@ -35,12 +35,12 @@ pub struct StoreLink {
 
 struct Renewal {
     machine: MachineId,
-    platform: PlatformLink,
+    platform: PlatformAccess,
     initial: TemporaryCredentials,
     layout: Layout,
 }
 
-impl StoreLink {
+impl HostStoreAccess {
     pub fn read(env: &mut Env, layout: &Layout) -> Option<Self> {
         let store = StoreConfig::read(env)?;
         let renewal = match &store {
@@ -56,14 +56,14 @@ impl StoreLink {
             None => None,
             Some(initial) => {
                 let machine = env.required(&vars::SVC_MACHINE_ID);
-                let platform = PlatformLink::read(env, layout);
+                let platform = PlatformAccess::read(env, layout);
                 Some(Renewal { machine: machine?, platform: platform?, initial, layout: layout.clone() })
             }
         };
         Some(Self { store, renewal })
     }
 
-    /// Returns the location of a repository as `restic` takes it.
+    /// Returns the location of a repository in the form that `restic` accepts.
     pub fn restic_location(&self, repository: &object_store::path::Path) -> String {
         self.store.restic_location(repository)
     }

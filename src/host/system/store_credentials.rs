@@ -21,7 +21,7 @@ use object_store::aws::AwsCredential;
 use secrecy::ExposeSecret;
 use tokio::sync::Mutex;
 
-use crate::system::config::PlatformLink;
+use crate::system::config::PlatformAccess;
 use crate::system::platform_response::{ProblemBody, read_body};
 use svc_base::clock;
 use svc_http::client::{self, Deadlines};
@@ -57,7 +57,7 @@ pub enum OutagePolicy {
 pub struct RenewingCredentials {
     outage_policy: OutagePolicy,
     machine: MachineId,
-    platform: PlatformLink,
+    platform: PlatformAccess,
     client: reqwest::Client,
     file: PathBuf,
     state: Mutex<SourceState>,
@@ -138,7 +138,7 @@ impl RenewingCredentials {
     /// If the HTTP client cannot be created.
     pub fn new(
         machine: MachineId,
-        platform: PlatformLink,
+        platform: PlatformAccess,
         file: PathBuf,
         initial: &TemporaryCredentials,
     ) -> anyhow::Result<Self> {

@@ -50,14 +50,14 @@ pub enum TarError {
     Damaged(#[source] io::Error),
     /// The entry is quoted, so that it is safe to print.
     #[error("{entry}: {why}")]
-    Refused { entry: String, why: &'static str },
+    Rejected { entry: String, why: &'static str },
     #[error("it has more than {limit} {what}")]
     LimitExceeded { what: &'static str, limit: u64 },
 }
 
 impl TarError {
-    fn refused(path: &Path, why: &'static str) -> Self {
-        Self::Refused { entry: quote_path(path), why }
+    fn rejected(path: &Path, why: &'static str) -> Self {
+        Self::Rejected { entry: quote_path(path), why }
     }
 }
 
@@ -111,33 +111,33 @@ impl<'a, R: Read> TarReader<'a, R> {
             EntryType::Regular => EntryKind::File,
             EntryType::Directory => EntryKind::Directory,
             EntryType::Symlink => EntryKind::Link,
-            other => return Err(TarError::refused(&path, refusal_reason(other))),
+            other => return Err(TarError::rejected(&path, rejection_reason(other))),
         };
         let link = match (kind, names.link) {
             (EntryKind::Link, Some(link)) => link,
             (EntryKind::Link, None) => {
                 raw.link_name().map_err(TarError::Damaged)?.unwrap_or_default().into_owned()
             }
-            (_, Some(_)) => return Err(TarError::refused(&path, "it is not a link, but has a target")),
+            (_, Some(_)) => return Err(TarError::rejected(&path, "it is not a link, but has a target")),
             (_, None) => PathBuf::new(),
         };
         let max_len = path.as_os_str().len().max(link.as_os_str().len());
         if max_len > self.limits.name_bytes {
-            return Err(TarError::refused(&path, "its name or its target is too long"));
+            return Err(TarError::rejected(&path, "its name or its target is too long"));
         }
         if path.as_os_str().as_bytes().contains(&0) || link.as_os_str().as_bytes().contains(&0) {
-            return Err(TarError::refused(&path, "its name or its target has a NUL byte"));
+            return Err(TarError::rejected(&path, "its name or its target has a NUL byte"));
         }
         let header = raw.header();
         let size = header.entry_size().map_err(TarError::Damaged)?;
         if kind != EntryKind::File && size != 0 {
-            return Err(TarError::refused(&path, "it is not a file, but has content"));
+            return Err(TarError::rejected(&path, "it is not a file, but has content"));
         }
         let (mode, modified) = (header.mode(), header.mtime());
         let (mode, modified) = (mode.map_err(TarError::Damaged)?, modified.map_err(TarError::Damaged)?);
         self.count_against_limits(&path, &link, size)?;
         if !self.path_digests.insert(name_digest(&path)) {
-            return Err(TarError::refused(&path, "it occurs more than once"));
+            return Err(TarError::rejected(&path, "it occurs more than once"));
         }
         Ok(TarEntry { path, link, kind, mode, modified, size, unread: size, body: raw })
     }
@@ -145,7 +145,7 @@ impl<'a, R: Read> TarReader<'a, R> {
     fn count_against_limits(&mut self, path: &Path, link: &Path, size: u64) -> Result<(), TarError> {
         let limits = self.limits;
         if size > limits.file_bytes {
-            return Err(TarError::refused(path, "it exceeds the size limit for a file"));
+            return Err(TarError::rejected(path, "it exceeds the size limit for a file"));
         }
         self.file_bytes = self.file_bytes.saturating_add(size);
         if self.file_bytes > limits.max_total_file_bytes {
@@ -217,7 +217,7 @@ impl LongNames {
                 let mut global = Self::default();
                 global.read_attributes(&read_bounded(raw, max_attributes)?)?;
                 if global != Self::default() {
-                    return Err(attribute_refused(b"path", "it would apply to every entry"));
+                    return Err(rejected_attribute(b"path", "it would apply to every entry"));
                 }
             }
             _ => return Ok(false),
@@ -232,7 +232,7 @@ impl LongNames {
                 b"path" => set_once(&mut self.path, attribute.value_bytes())?,
                 b"linkpath" => set_once(&mut self.link, attribute.value_bytes())?,
                 key if key == b"size" || key.starts_with(b"GNU.sparse") => {
-                    return Err(attribute_refused(key, "this attribute changes an entry's content"));
+                    return Err(rejected_attribute(key, "this attribute changes an entry's content"));
                 }
                 _ => {}
             }
@@ -245,12 +245,12 @@ fn set_once(name: &mut Option<PathBuf>, bytes: &[u8]) -> Result<(), TarError> {
     let path = PathBuf::from(OsStr::from_bytes(bytes));
     match name.replace(path) {
         None => Ok(()),
-        Some(first) => Err(TarError::refused(&first, "the entry is named twice")),
+        Some(first) => Err(TarError::rejected(&first, "the entry is named twice")),
     }
 }
 
-fn attribute_refused(key: &[u8], why: &'static str) -> TarError {
-    TarError::refused(Path::new(OsStr::from_bytes(key)), why)
+fn rejected_attribute(key: &[u8], why: &'static str) -> TarError {
+    TarError::rejected(Path::new(OsStr::from_bytes(key)), why)
 }
 
 /// Reads a whole record of at most `max` bytes. Memory grows with the bytes present, not with the size in the header.
@@ -271,7 +271,7 @@ fn truncate_at_nul(text: &[u8]) -> &[u8] {
     text.split(|&byte| byte == 0).next().unwrap_or_default()
 }
 
-fn refusal_reason(kind: EntryType) -> &'static str {
+fn rejection_reason(kind: EntryType) -> &'static str {
     match kind {
         EntryType::Link => "it is a hard link",
         EntryType::Char | EntryType::Block | EntryType::Fifo => "it is a device or a pipe",

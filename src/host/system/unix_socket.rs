@@ -20,7 +20,7 @@ const SOCKET_MODE: u32 = 0o660;
 /// Creates a socket's directory, unless it exists.
 ///
 /// # Errors
-/// File system errors.
+/// If the directory cannot be created.
 pub fn ensure_dir(dir: &Path) -> io::Result<()> {
     fs::DirBuilder::new().recursive(true).mode(0o750).create(dir)
 }
@@ -54,7 +54,8 @@ fn set_group_from_dir(dir: &Path, socket: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The connecting process as the kernel recorded it (`SO_PEERCRED`); `None` for anything the kernel does not report.
+/// The connecting process as the kernel recorded it (`SO_PEERCRED`); `None` for values that the kernel does not
+/// report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PeerCredentials {
     pub uid: Option<u32>,
@@ -79,7 +80,7 @@ pub async fn serve(listener: UnixListener, router: Router, stop: CancellationTok
     let router = router.into_make_service_with_connect_info::<PeerCredentials>();
     let served = axum::serve(listener, router).with_graceful_shutdown(stop.cancelled_owned());
     if let Err(error) = served.await {
-        tracing::error!(%error, "the unix socket failed");
+        tracing::error!(%error, "the Unix socket failed");
     }
 }
 

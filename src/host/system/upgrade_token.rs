@@ -18,8 +18,8 @@ use serde::{Deserialize, Serialize};
 
 use super::vars::UPGRADE_TOKEN;
 use crate::system::layout::Layout;
-use svc_base::chain::format_chain;
 use svc_base::config::set_env_lines;
+use svc_base::error_chain::format_chain;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::{self, FileError};
 use svc_machine::id::MachineId;
@@ -117,9 +117,9 @@ impl UpgradeToken {
             previous: Some(previous.expose_secret().to_owned()),
         };
         let text = serde_json::to_vec(&stored).expect("plain fields serialize to JSON");
-        failpoint::pass("token.before_store")?;
+        failpoint::trigger("token.before_store")?;
         fsx::write_atomic(&token_file.path, &text, 0o600)?;
-        failpoint::pass("token.stored")?;
+        failpoint::trigger("token.stored")?;
         Ok(())
     }
 

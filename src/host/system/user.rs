@@ -62,7 +62,7 @@ pub fn switch_to_gateway_user_with(layout: &Layout, kept: CapabilitySet) -> anyh
     if geteuid().is_root() {
         return Ok(());
     }
-    // The change of the user has cleared the effective set.
+    // Changing the user has cleared the effective set.
     let sets = CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() };
     Ok(set_capabilities(None, sets)?)
 }

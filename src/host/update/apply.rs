@@ -11,7 +11,7 @@ use super::services::{ServicesError, Systemctl};
 use super::updater::{self, Updater};
 use super::{releases, snapshot, trust};
 use crate::system::config;
-use crate::system::config::PlatformLink;
+use crate::system::config::PlatformAccess;
 use crate::system::layout::Layout;
 use crate::system::lock::{Lock, LockError};
 use crate::system::root_settings;
@@ -70,7 +70,7 @@ fn build_updater(layout: Layout) -> Result<Updater<Systemctl>, Failure> {
     root_settings::copy_platform_url(&layout).or_exit(Exit::Internal)?;
     let mut env = config::environment(&layout);
     let has_database = env.is_set(&vars::DATABASE_URL);
-    let platform = PlatformLink::read(&mut env, &layout);
+    let platform = PlatformAccess::read(&mut env, &layout);
     let listen = env.or_default(&vars::GATEWAY_LISTEN);
     let platform = env.finish(platform);
     trust::report_key_ids(&layout)?;
@@ -134,7 +134,7 @@ async fn acquire_lock(layout: &Layout, target: &UpdateTarget) -> Result<Lock, Fa
         UpdateTarget::Version(version, _) if snapshot::is_waived(layout, version) => {
             Lock::wait(&path, LOCK_TIMEOUT).await
         }
-        _ => Lock::take(&path),
+        _ => Lock::acquire(&path),
     };
     lock.map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another update is under way")),
@@ -180,9 +180,9 @@ fn resolve_target(layout: &Layout, target: UpdateTarget) -> Result<Option<Resolv
 /// Reports the outcome. When started by the unit, the run succeeds for every outcome except `Failed`, because the
 /// heartbeat reports the outcome to the platform.
 fn report_outcome(outcome: &Outcome, caller: Caller) -> Result<(), Failure> {
-    let Outcome { version, outcome: end, stage, error, .. } = outcome;
+    let Outcome { version, outcome: result, stage, error, .. } = outcome;
     let error = error.as_deref().unwrap_or_default();
-    let (exit, message) = match end {
+    let (exit, message) = match result {
         UpdateResult::Updated => {
             println!("{version} is current");
             return Ok(());
@@ -196,7 +196,7 @@ fn report_outcome(outcome: &Outcome, caller: Caller) -> Result<(), Failure> {
             (Exit::Internal, format!("the update to {version} failed ({stage}): {error}"))
         }
     };
-    if caller == Caller::PathUnit && *end != UpdateResult::Failed {
+    if caller == Caller::PathUnit && *result != UpdateResult::Failed {
         println!("{message}");
         return Ok(());
     }

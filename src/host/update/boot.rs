@@ -16,14 +16,14 @@ use super::services::{Services, ServicesError, Systemctl};
 use super::trust;
 use super::units::{self, UnitsError};
 use crate::system::config;
-use crate::system::config::PlatformLink;
+use crate::system::config::PlatformAccess;
 use crate::system::layout::Layout;
 use crate::system::lock::{Lock, LockError};
 use crate::system::root_settings;
 use crate::system::vars;
 use svc_base::applet::{Exit, Failure};
-use svc_base::chain::format_chain;
 use svc_base::config::Env;
+use svc_base::error_chain::format_chain;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::FileError;
 use svc_machine::name::ImageVersion;
@@ -114,7 +114,7 @@ impl FirstBundle {
             digest
         });
         let version = config::image_version(env);
-        let platform = PlatformLink::read(env, layout);
+        let platform = PlatformAccess::read(env, layout);
         let source = BundleSource::new(url?, platform?);
         Some(Self { source, sha256: sha256?, version: version? })
     }
@@ -135,7 +135,7 @@ impl BootConfig {
 /// # Errors
 /// [`Failure`] with the documented exit code.
 pub async fn run(layout: Layout) -> Result<(), Failure> {
-    let _lock = Lock::take(&layout.update_state().join("lock")).map_err(|error| match error {
+    let _lock = Lock::acquire(&layout.update_state().join("lock")).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another update is under way")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })?;
@@ -144,12 +144,12 @@ pub async fn run(layout: Layout) -> Result<(), Failure> {
     let config = env.finish(config)?;
     let version =
         install_release(&layout, &config).await.map_err(|error| Failure::new(error.exit(), error))?;
-    tracing::info!(%version, "release is current");
+    tracing::info!(%version, "the release is current");
     Ok(())
 }
 
 async fn install_release(layout: &Layout, config: &BootConfig) -> Result<ImageVersion, BootError> {
-    failpoint::pass("update.begin")?;
+    failpoint::trigger("update.begin")?;
     if let Some(Journal { plan, .. }) = Journal::read(layout)? {
         return Err(BootError::UpdateInterrupted { from: plan.from, to: plan.to });
     }

@@ -34,7 +34,7 @@ pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
         Some(password) => password,
         None => create_password(&layout.postgres_env())?,
     };
-    failpoint::pass("update.password_created")?;
+    failpoint::trigger("update.password_created")?;
     let url = format!("postgres://postgres:{}@127.0.0.1:5432/svc", password.expose_secret());
     let existing = fsx::read_if_exists(&layout.host_env())?.unwrap_or_default();
     let mut text = String::from_utf8_lossy(&existing).into_owned();
@@ -43,7 +43,7 @@ pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
     }
     text.push_str(&format_env_line(vars::DATABASE_URL.name, &url));
     fsx::write_atomic(&layout.host_env(), text.as_bytes(), 0o600)?;
-    failpoint::pass("update.password_recorded")?;
+    failpoint::trigger("update.password_recorded")?;
     Ok(())
 }
 

@@ -15,7 +15,7 @@ use tokio_util::io::ReaderStream;
 use url::Url;
 
 use crate::system::backoff::Backoff;
-use crate::system::config::PlatformLink;
+use crate::system::config::PlatformAccess;
 use crate::system::upgrade_token::UpgradeToken;
 use svc_base::failpoint::{self, Injected};
 use svc_http::client::{self, Deadlines};
@@ -33,29 +33,29 @@ pub struct BundleSource {
 /// The reason a download is incomplete.
 #[derive(Debug, thiserror::Error)]
 pub enum DownloadError {
-    #[error("create the HTTP client")]
+    #[error("cannot create the HTTP client")]
     Client(#[source] anyhow::Error),
-    #[error("download {url}")]
+    #[error("cannot download {url}")]
     Transport {
         url: String,
         #[source]
         source: reqwest::Error,
     },
-    #[error("read {url}")]
+    #[error("cannot read {url}")]
     File {
         url: String,
         #[source]
         source: std::io::Error,
     },
-    #[error("download {url}: {status}")]
+    #[error("cannot download {url}: {status}")]
     Status { url: String, status: StatusCode },
-    #[error("download {url}: {status}: access denied for this machine")]
+    #[error("cannot download {url}: {status}: access denied for this machine")]
     Refused { url: String, status: StatusCode },
-    #[error("download {url}: larger than {limit} bytes")]
+    #[error("cannot download {url}: it is larger than {limit} bytes")]
     TooLarge { url: String, limit: u64 },
-    #[error("download {url}: it was changed during the download")]
+    #[error("cannot download {url}: it changed during the download")]
     Changed { url: String },
-    #[error("download {url}: ended after {received} bytes")]
+    #[error("cannot download {url}: the response ended after {received} bytes")]
     Truncated { url: String, received: u64 },
     /// The unpacker stopped reading; its error is reported instead.
     #[error("the archive was rejected")]
@@ -78,7 +78,7 @@ impl DownloadError {
 }
 
 impl BundleSource {
-    pub fn new(url: Url, platform: PlatformLink) -> Self {
+    pub fn new(url: Url, platform: PlatformAccess) -> Self {
         let is_platform = url.origin() == platform.base.origin();
         Self { url, token: is_platform.then_some(platform.upgrade_token) }
     }
@@ -127,7 +127,10 @@ async fn back_off(backoff: &mut Backoff, error: DownloadError) -> Result<(), Dow
     if !error.is_transient() {
         return Err(error);
     }
-    tracing::warn!(error = %svc_http::problem::format_chain(&error), "download interrupted; retrying");
+    tracing::warn!(
+        error = %svc_http::problem::format_chain(&error),
+        "the download was interrupted; retrying"
+    );
     backoff.pause().await.map_err(|_| error)
 }
 
@@ -262,7 +265,7 @@ impl Download<'_> {
             digest.update(&new);
             self.received += new.len() as u64;
             chunks.send(new).await.map_err(|_| DownloadError::Abandoned)?;
-            failpoint::pass("update.downloading")?;
+            failpoint::trigger("update.downloading")?;
         }
         match self.length {
             Some(length) if self.received < length => {

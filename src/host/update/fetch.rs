@@ -99,11 +99,11 @@ async fn fetch_release(
         (Err(DownloadError::Abandoned) | Ok(_), Err(error)) => return Err(error.into()),
         (Err(error), Err(_)) => return Err(error.into()),
     };
-    failpoint::pass("update.unpacked")?;
+    failpoint::trigger("update.unpacked")?;
     if found != expected.sha256 {
         return Err(FetchError::DigestMismatch { expected: expected.sha256.to_owned(), found });
     }
-    failpoint::pass("update.verified")?;
+    failpoint::trigger("update.verified")?;
     staged.commit(layout, version, &found)?;
     Ok(())
 }

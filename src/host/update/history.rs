@@ -62,7 +62,7 @@ impl HistoryEntry {
 pub fn record(layout: &Layout, entry: &HistoryEntry) -> Result<(), HistoryError> {
     let line = serde_json::to_string(entry).expect("plain fields serialize to JSON");
     fsx::write_atomic(&layout.last_update(), line.as_bytes(), 0o644)?;
-    failpoint::pass("update.outcome_recorded")?;
+    failpoint::trigger("update.outcome_recorded")?;
     let mut entries = read_history(layout)?;
     if entries.iter().any(|known| known.id == entry.id) {
         return Ok(());
@@ -76,7 +76,7 @@ pub fn record(layout: &Layout, entry: &HistoryEntry) -> Result<(), HistoryError>
         let _ = text.write_all(b"\n");
     }
     fsx::write_atomic(&history_path(layout), &text, 0o644)?;
-    failpoint::pass("update.history_written")?;
+    failpoint::trigger("update.history_written")?;
     Ok(())
 }
 
@@ -185,7 +185,7 @@ pub fn prune(layout: &Layout) -> Result<(), HistoryError> {
         fs::remove_dir_all(&removed).map_err(FileError::wrap("remove", &removed))?;
         tracing::info!(%version, "removed an old release");
     }
-    failpoint::pass("update.pruned")?;
+    failpoint::trigger("update.pruned")?;
     Ok(())
 }
 

@@ -49,7 +49,7 @@ use journal::Allowances;
 #[command(
     name = "svc-update",
     version = applet::version(),
-    about = "Fetches, verifies, unpacks and switches a release of the host software"
+    about = "Fetches, verifies and unpacks a release of the host software, and switches to it"
 )]
 struct Args {
     #[command(subcommand)]
@@ -66,7 +66,7 @@ enum Command {
     Rollback,
     /// Finish an interrupted update
     Resume,
-    /// Print the installed releases, the update in progress and the last one
+    /// Print the installed releases, the update in progress and the last update
     Status(PrintArgs),
     /// Print the updates that ended on this machine
     History(PrintArgs),

@@ -66,12 +66,12 @@ impl StagedRelease {
         File::open(&self.path)
             .and_then(|dir| Ok(nix::unistd::syncfs(dir)?))
             .map_err(FileError::wrap("sync", &self.path))?;
-        failpoint::pass("update.synced")?;
+        failpoint::trigger("update.synced")?;
         let target = layout.release(version);
         fs::rename(&self.path, &target).map_err(FileError::wrap("rename", &self.path))?;
         self.is_committed = true;
         fsx::sync_dir(&layout.releases())?;
-        failpoint::pass("update.renamed")?;
+        failpoint::trigger("update.renamed")?;
         Ok(())
     }
 }
@@ -107,11 +107,11 @@ pub fn find_complete_current(layout: &Layout) -> Option<ImageVersion> {
 /// Makes a release current by renaming one link. Idempotent.
 pub fn switch(layout: &Layout, version: &ImageVersion) -> Result<(), InstallError> {
     set_link(&layout.current(), &Path::new("releases").join(version.as_str()))?;
-    failpoint::pass("update.switched")?;
+    failpoint::trigger("update.switched")?;
     for name in LINKS {
         set_link(&layout.link(name), &Path::new("current").join(name))?;
     }
-    failpoint::pass("update.linked")?;
+    failpoint::trigger("update.linked")?;
     Ok(())
 }
 

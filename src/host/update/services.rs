@@ -25,7 +25,7 @@ const RESTART_TIMEOUT: Duration = Duration::from_secs(150);
 pub enum ServicesError {
     #[error("no service manager found: /run/systemd/system is missing and SVC_SYSTEMCTL is not set")]
     Missing,
-    #[error("start {program}")]
+    #[error("cannot start {program}")]
     Start {
         program: String,
         #[source]

@@ -18,8 +18,8 @@ use super::state::MAX_ERROR_CHARS;
 use crate::snapshots::backup_progress::BackupProgress;
 use crate::system::backoff::{Backoff, DeadlinePassed};
 use crate::system::layout::Layout;
-use svc_base::chain::format_chain;
 use svc_base::clock;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 use svc_store::key;
@@ -144,7 +144,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
             return Ok(());
         }
         if let Some(SnapshotWait { why, .. }) = waiting.as_ref().filter(|waiting| !waiting.why.is_empty()) {
-            tracing::warn!(why, "update is waiting for a snapshot");
+            tracing::warn!(why, "the update is waiting for a snapshot");
         }
         journal.waiting = waiting;
         journal.save(self.layout)

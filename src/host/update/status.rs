@@ -114,7 +114,7 @@ fn print_table(status: &Status) {
 }
 
 fn describe_outcome(outcome: &Outcome) -> String {
-    let end = match outcome.outcome {
+    let result = match outcome.outcome {
         UpdateResult::Updated => "updated",
         UpdateResult::RolledBack => "rolled back",
         UpdateResult::Refused => "refused",
@@ -122,7 +122,7 @@ fn describe_outcome(outcome: &Outcome) -> String {
     };
     let error =
         outcome.error.as_deref().map(|error| format!(" ({}): {error}", outcome.stage)).unwrap_or_default();
-    format!("{} {end} at {}{error}", outcome.version, rfc3339_ms(outcome.at))
+    format!("{} {result} at {}{error}", outcome.version, rfc3339_ms(outcome.at))
 }
 
 /// # Errors

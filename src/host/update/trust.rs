@@ -30,7 +30,7 @@ pub fn read(layout: &Layout) -> Result<KeySet, ConfigError> {
 /// # Errors
 /// [`UpdateError`]; the set may already have been adopted, and a repeated call completes the adoption.
 pub fn adopt(layout: &Layout, offered: &KeySet) -> Result<(), UpdateError> {
-    failpoint::pass("update.keys_adopting")?;
+    failpoint::trigger("update.keys_adopting")?;
     let trusted = read(layout)?;
     if offered.sequence > trusted.sequence {
         write(layout, offered)?;
@@ -38,9 +38,9 @@ pub fn adopt(layout: &Layout, offered: &KeySet) -> Result<(), UpdateError> {
         let ids = offered.keys.ids().join(", ");
         activity::note(layout, &format!("releases are now trusted by the keys {ids}"));
     }
-    failpoint::pass("update.keys_written")?;
+    failpoint::trigger("update.keys_written")?;
     report_key_ids(layout)?;
-    failpoint::pass("update.keys_reported")?;
+    failpoint::trigger("update.keys_reported")?;
     Ok(())
 }
 

@@ -40,8 +40,8 @@ struct InstalledFiles {
 
 /// Installs this release's files in `/etc`, and removes other releases' files. Idempotent.
 ///
-/// New files are recorded before the first one is written, so that after an interruption, the next installation, of
-/// whichever release, can remove the files that its release does not have.
+/// New files are recorded before the first one is written. After an interruption, the next installation can therefore
+/// remove the files that its release does not have, whichever release that is.
 ///
 /// # Errors
 /// [`UnitsError`]; the run can be repeated.
@@ -49,7 +49,7 @@ pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError
     let wanted = list_release_files(layout, version)?;
     let installed = read_installed_files(layout)?;
     write_record(layout, installed.iter().chain(wanted.keys()).cloned().collect())?;
-    failpoint::pass("update.units_planned")?;
+    failpoint::trigger("update.units_planned")?;
     let dirs: BTreeSet<PathBuf> =
         installed.iter().chain(wanted.keys()).filter_map(|path| Some(path.parent()?.to_owned())).collect();
     for dir in dirs {
@@ -61,12 +61,12 @@ pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError
     for (target, source) in &wanted {
         copy_file(source, &layout.root().join(target))?;
     }
-    failpoint::pass("update.units_written")?;
+    failpoint::trigger("update.units_written")?;
     for removed in installed.iter().filter(|path| !wanted.contains_key(*path)) {
         fsx::remove_if_exists(&layout.root().join(removed))?;
     }
     write_record(layout, wanted.into_keys().collect())?;
-    failpoint::pass("update.units_recorded")?;
+    failpoint::trigger("update.units_recorded")?;
     Ok(())
 }
 

@@ -51,7 +51,7 @@ pub enum UnpackError {
     Tar(#[source] TarError),
     #[error("the archive was rejected: {path}: {why}")]
     Refused { path: String, why: &'static str },
-    #[error("unpack {}", .path.display())]
+    #[error("cannot unpack {}", .path.display())]
     Write {
         path: PathBuf,
         #[source]
@@ -190,15 +190,16 @@ impl Tree<'_> {
         Ok(())
     }
 
-    /// Resolves all links once everything is unpacked: via another link, a link can lead somewhere other than its
-    /// target suggests.
+    /// Resolves all links once everything is unpacked, because a link can lead through another link to somewhere other
+    /// than its target suggests.
     fn check_links(&self) -> Result<(), UnpackError> {
         let failed = |path: &Path, source| UnpackError::Write { path: path.to_owned(), source };
         let root = fs::canonicalize(self.root).map_err(|source| failed(self.root, source))?;
         for link in &self.links {
             let refuse = |why| UnpackError::Refused { path: quote_path(link), why };
-            let end = fs::canonicalize(self.root.join(link)).map_err(|_| refuse("it is a dangling link"))?;
-            if !end.starts_with(&root) {
+            let target =
+                fs::canonicalize(self.root.join(link)).map_err(|_| refuse("it is a dangling link"))?;
+            if !target.starts_with(&root) {
                 return Err(refuse("it is a link that escapes the release directory"));
             }
         }

@@ -30,13 +30,13 @@ use super::state::{Event, MAX_ERROR_CHARS, Stage, State, StepFailure};
 use super::trust;
 use super::units;
 use crate::system::activity;
-use crate::system::config::PlatformLink;
+use crate::system::config::PlatformAccess;
 use crate::system::layout::Layout;
 use crate::system::probe;
 use crate::system::release;
 use crate::system::upgrade_token;
-use svc_base::chain::format_chain;
 use svc_base::config::ConfigError;
+use svc_base::error_chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx;
 use svc_http::request_id;
@@ -52,7 +52,7 @@ pub struct Updater<S> {
     pub layout: Layout,
     pub services: S,
     /// Required only to fetch a release; a rollback works without it.
-    pub platform: Result<PlatformLink, ConfigError>,
+    pub platform: Result<PlatformAccess, ConfigError>,
     pub listen: SocketAddr,
     pub health_timeout: Duration,
     /// A machine without a database needs no snapshot.
@@ -79,8 +79,7 @@ fn failed<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> StepError {
     move |error| StepError::Failed(step_failure(stage, &error))
 }
 
-/// Rejects the release if the release is at fault. If this machine or its network is at fault, the update may be
-/// retried.
+/// Rejects the release if it is at fault. If this machine or its network is at fault, the update may be retried.
 fn classify_fetch_error(error: FetchError) -> StepError {
     match &error {
         FetchError::NoSpace { .. } => failed(Stage::Preflight)(error),
@@ -151,7 +150,7 @@ impl<S: Services> Updater<S> {
             let event =
                 if has_attempts_left { self.run_step(&mut journal).await } else { Event::AttemptsExhausted };
             if let Event::Refused(why) | Event::Failed(why) = &event {
-                tracing::error!(stage = why.stage.as_str(), error = why.error, "update step failed");
+                tracing::error!(stage = why.stage.as_str(), error = why.error, "an update step failed");
             }
             journal = journal.apply_event(event);
         }
@@ -175,13 +174,13 @@ impl<S: Services> Updater<S> {
     }
 
     async fn prepare(&self, journal: &mut Journal) -> Result<(), StepError> {
-        failpoint::pass("update.opened").map_err(failed(Stage::Preflight))?;
+        failpoint::trigger("update.opened").map_err(failed(Stage::Preflight))?;
         policy::check_machine(&self.layout, &journal.plan.to, &journal.plan.allow)
             .map_err(classify_policy_error)?;
         if journal.plan.kind == UpdateKind::Apply {
             let verified = self.fetch_manifest(&journal.plan.to).await?;
             journal.key_set = self.next_key_set(&verified)?;
-            failpoint::pass("update.manifest_verified").map_err(failed(Stage::Manifest))?;
+            failpoint::trigger("update.manifest_verified").map_err(failed(Stage::Manifest))?;
             let candidate = Candidate::new(&self.layout, &journal.plan.from, verified.manifest());
             policy::check_release(&candidate, &journal.plan.allow).map_err(refused(Stage::Preflight))?;
             self.fetch_bundle(&journal.plan.to, &verified).await?;
@@ -190,7 +189,7 @@ impl<S: Services> Updater<S> {
                 .map_err(refused(Stage::Preflight))?;
         }
         smoke_test::run(&self.layout.release(&journal.plan.to)).await.map_err(refused(Stage::Trial))?;
-        failpoint::pass("update.smoke_tested").map_err(failed(Stage::Trial))
+        failpoint::trigger("update.smoke_tested").map_err(failed(Stage::Trial))
     }
 
     async fn fetch_manifest(&self, version: &ImageVersion) -> Result<VerifiedManifest, StepError> {
@@ -248,11 +247,11 @@ impl<S: Services> Updater<S> {
             let waiter = snapshot::SnapshotWaiter::new(&self.layout, &self.services, self.snapshot_timeout);
             waiter.wait_for_snapshot(journal).await.map_err(failed(Stage::Snapshot))?;
         }
-        failpoint::pass("update.snapshot_taken").map_err(failed(Stage::Snapshot))
+        failpoint::trigger("update.snapshot_taken").map_err(failed(Stage::Snapshot))
     }
 
     fn switch(&self, journal: &Journal) -> Result<(), StepError> {
-        failpoint::pass("update.prepared").map_err(failed(Stage::Switch))?;
+        failpoint::trigger("update.prepared").map_err(failed(Stage::Switch))?;
         self.write_token_to_host_env().map_err(failed(Stage::Switch))?;
         releases::switch(&self.layout, &journal.plan.to).map_err(failed(Stage::Switch))
     }
@@ -267,11 +266,11 @@ impl<S: Services> Updater<S> {
 
     /// Installs the units, restarts the services and waits until they are healthy.
     async fn activate(&self, journal: &Journal, version: &ImageVersion) -> Result<(), StepError> {
-        failpoint::pass("update.activating").map_err(failed(Stage::Units))?;
+        failpoint::trigger("update.activating").map_err(failed(Stage::Units))?;
         self.stop_removed_units(version).await?;
         units::install(&self.layout, version).map_err(failed(Stage::Units))?;
         self.services.reload().await.map_err(failed(Stage::Units))?;
-        failpoint::pass("update.reloaded").map_err(failed(Stage::Units))?;
+        failpoint::trigger("update.reloaded").map_err(failed(Stage::Units))?;
         let names: Vec<String> =
             [GATEWAY_UNIT.to_owned()].into_iter().chain(journal.plan.running.iter().cloned()).collect();
         for name in &names {
@@ -292,7 +291,7 @@ impl<S: Services> Updater<S> {
                 tracing::warn!(error = %format_chain(&error), "could not start all of the release's units");
             }
         }
-        failpoint::pass("update.restarted").map_err(failed(Stage::Restart))?;
+        failpoint::trigger("update.restarted").map_err(failed(Stage::Restart))?;
         let unhealthy = |error: String| StepError::Failed(StepFailure { stage: Stage::Health, error });
         let gateway_probe = match (self.gateway_client(), journal.plan.was_ready) {
             (None, _) => GatewayProbe::Unavailable,
@@ -302,7 +301,7 @@ impl<S: Services> Updater<S> {
         health::wait_until_healthy(&self.services, &names, &gateway_probe, self.health_timeout)
             .await
             .map_err(unhealthy)?;
-        failpoint::pass("update.healthy").map_err(failed(Stage::Health))
+        failpoint::trigger("update.healthy").map_err(failed(Stage::Health))
     }
 
     /// Stops units that this release does not have, before their files are removed.
@@ -318,29 +317,29 @@ impl<S: Services> Updater<S> {
     }
 
     fn revert(&self, journal: &Journal, why: &StepFailure) -> Result<(), StepError> {
-        failpoint::pass("update.reverting").map_err(failed(Stage::Rollback))?;
+        failpoint::trigger("update.reverting").map_err(failed(Stage::Rollback))?;
         let quarantined = history::quarantine(&self.layout, &journal.plan.to, Timestamp::now(), &why.error);
         // The rollback matters more than the quarantine record.
         if let Err(error) = quarantined {
             tracing::error!(error = %format_chain(&error), "could not quarantine the release");
         }
-        failpoint::pass("update.quarantined").map_err(failed(Stage::Rollback))?;
+        failpoint::trigger("update.quarantined").map_err(failed(Stage::Rollback))?;
         // The rollback matters more than access to the platform.
         if let Err(error) = self.write_token_to_host_env() {
             tracing::error!(error = %format_chain(&error), "could not write the token to host.env");
         }
         releases::switch(&self.layout, &journal.plan.from).map_err(failed(Stage::Rollback))?;
-        failpoint::pass("update.reverted").map_err(failed(Stage::Rollback))
+        failpoint::trigger("update.reverted").map_err(failed(Stage::Rollback))
     }
 
     async fn restore(&self, journal: &Journal) -> Result<(), StepError> {
-        failpoint::pass("update.restoring").map_err(failed(Stage::Rollback))?;
+        failpoint::trigger("update.restoring").map_err(failed(Stage::Rollback))?;
         self.activate(journal, &journal.plan.from).await
     }
 
     /// Performs the last step: writes the records, then removes the journal.
     fn finish_journal(&self, journal: &Journal, outcome: &Outcome) -> Result<(), UpdateError> {
-        failpoint::pass("update.ended")?;
+        failpoint::trigger("update.ended")?;
         match outcome.outcome {
             UpdateResult::Updated => self.record_success(journal)?,
             UpdateResult::RolledBack | UpdateResult::Refused | UpdateResult::Failed => {}
@@ -361,11 +360,16 @@ impl<S: Services> Updater<S> {
         }
         request::complete(&self.layout, &journal.plan.to)?;
         snapshot::remove_waiver(&self.layout)?;
-        failpoint::pass("update.request_done")?;
+        failpoint::trigger("update.request_done")?;
         fsx::remove_if_exists(&self.layout.update_journal())?;
         fsx::sync_dir(&self.layout.update_state())?;
         activity::note(&self.layout, &outcome.describe(&journal.plan.from));
-        tracing::info!(outcome = ?outcome.outcome, stage = outcome.stage, error = outcome.error, "update ended");
+        tracing::info!(
+            outcome = ?outcome.outcome,
+            stage = outcome.stage,
+            error = outcome.error,
+            "the update ended"
+        );
         Ok(())
     }
 

@@ -54,7 +54,7 @@ struct KnownKeys {
 
 #[derive(Debug, thiserror::Error)]
 enum FetchError {
-    #[error("fetch the issuer's keys")]
+    #[error("the request for the issuer's keys failed")]
     Http(#[from] reqwest::Error),
     #[error("the issuer's keys are too large")]
     TooLarge,

@@ -136,7 +136,7 @@ impl ResponseBody {
 
     fn release(&mut self) {
         if let Some(upstream) = self.upstream.take() {
-            self.pool.keep(upstream);
+            self.pool.put_idle(upstream);
         }
     }
 
@@ -172,7 +172,7 @@ impl HttpBody for ResponseBody {
         }
         if let Some(upstream) = &mut this.upstream {
             if Pin::new(&mut upstream.connection).poll(cx).is_ready() {
-                // The body has the connection's remaining data and its end.
+                // The connection has ended; the body returns the remaining data and then ends.
                 this.upstream = None;
             }
             if let Poll::Ready(frame) = this.poll_body(cx) {

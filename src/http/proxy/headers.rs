@@ -17,7 +17,7 @@ static HOP_BY_HOP: [HeaderName; 9] = [
     UPGRADE,
 ];
 
-/// Removes all hop-by-hop headers except those for an upgrade that may be tunnelled, which are reduced to exactly
+/// Removes all hop-by-hop headers except those for an upgrade that may be tunneled, which are reduced to exactly
 /// `Connection: upgrade` and one `Upgrade`. Returns whether there is such an upgrade. Idempotent.
 pub fn strip_hop_by_hop(headers: &mut HeaderMap) -> bool {
     // Most messages have none or one of these, and removing an absent header costs hashing its name.
@@ -46,7 +46,7 @@ fn parse_names(value: &HeaderValue) -> impl Iterator<Item = HeaderName> + '_ {
     value.as_bytes().split(|b| *b == b',').filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok())
 }
 
-/// Returns whether the protocol may be tunnelled. HTTP may not: requests in the tunnel would bypass the header rules.
+/// Returns whether the protocol may be tunneled. HTTP may not: requests in the tunnel would bypass the header rules.
 fn can_tunnel(protocol: &HeaderValue) -> bool {
     let is_http = |name: &[u8]| {
         let name = name.trim_ascii().to_ascii_lowercase();

@@ -1,4 +1,4 @@
-//! The reverse proxy for the router and the gateway: one [`Proxy`] per upstream, HTTP/1.1 with keep-alive, tunnelled
+//! The reverse proxy for the router and the gateway: one [`Proxy`] per upstream, HTTP/1.1 with keep-alive, tunneled
 //! upgrades, and streamed bodies that are never buffered whole.
 //!
 //! A request and its upstream connection run in one task, without switching threads: the task drives the connection
@@ -32,7 +32,7 @@ pub use time_limit::TimeLimit;
 pub trait Io: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> Io for T {}
 
-/// Opens a connection to the upstream, with all necessary checks before sending.
+/// Opens a connection to the upstream. Checks such as TLS verification are complete when `dial` returns.
 #[async_trait]
 pub trait Dial: Send + Sync + 'static {
     async fn dial(&self) -> std::io::Result<Box<dyn Io>>;
@@ -66,11 +66,11 @@ impl Default for ProxyLimits {
 /// The reason a request got no response from the upstream.
 #[derive(Debug, thiserror::Error)]
 pub enum ProxyError {
-    #[error("connect to the upstream")]
+    #[error("cannot connect to the upstream")]
     Connect(#[source] std::io::Error),
     #[error("the upstream did not accept a connection in time")]
     ConnectTimeout,
-    #[error("send the request to the upstream")]
+    #[error("the exchange with the upstream failed")]
     Exchange(#[source] hyper::Error),
     #[error("the upstream did not respond in time")]
     HeadTimeout,

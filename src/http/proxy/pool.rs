@@ -74,7 +74,7 @@ impl Pool {
     /// Takes a live idle connection that belongs to the current shard, if there is one.
     pub(super) fn reuse(&self) -> Option<Box<UpstreamConnection>> {
         loop {
-            let mut upstream = self.idle().take(shards::current())?;
+            let mut upstream = self.idle().remove_idle(shards::current())?;
             if upstream.is_reusable() {
                 return Some(upstream);
             }
@@ -96,12 +96,12 @@ impl Pool {
     }
 
     /// Keeps a connection after its response has been read to the end, if it can be reused.
-    pub(super) fn keep(self: &Arc<Self>, mut upstream: Box<UpstreamConnection>) {
+    pub(super) fn put_idle(self: &Arc<Self>, mut upstream: Box<UpstreamConnection>) {
         if !upstream.is_reusable() {
             return;
         }
         let mut idle = self.idle();
-        // `close` cancels the token before it clears the pool, so a later insertion sees the token.
+        // `close` cancels the token before it clears the pool, so a later insertion sees the cancellation.
         if self.closed.is_cancelled() {
             return;
         }
@@ -123,7 +123,7 @@ impl Pool {
 }
 
 impl IdleConnections {
-    fn take(&mut self, shard: Option<usize>) -> Option<Box<UpstreamConnection>> {
+    fn remove_idle(&mut self, shard: Option<usize>) -> Option<Box<UpstreamConnection>> {
         let index = self.connections.iter().rposition(|connection| connection.shard == shard)?;
         Some(self.connections.remove(index).upstream)
     }

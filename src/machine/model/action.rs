@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 
 use super::LifecycleModel;
-use super::operation::{CallResult, Decision};
+use super::operation::{CallResult, OperatorDecision};
 use crate::epoch::Epoch;
 use crate::event::{Event, RestoreMode};
 use crate::name::ServerType;
@@ -33,7 +33,7 @@ pub enum Action {
     /// An operator's decision on an open operation.
     Decide {
         operation: Index,
-        decision: Decision,
+        decision: OperatorDecision,
     },
     Undelete {
         machine: Index,
@@ -97,7 +97,11 @@ pub fn actions() -> impl Strategy<Value = Vec<Action>> {
         1 => Just(Event::Registered { server_type: small() }),
         1 => Just(Event::ResumeRequested { server_type: small() }),
     ];
-    let decision = prop_oneof![1 => Just(Decision::Retry), 1 => Just(Decision::AcceptLoss), 2 => Just(Decision::Abandon)];
+    let decision = prop_oneof![
+        1 => Just(OperatorDecision::Retry),
+        1 => Just(OperatorDecision::AcceptLoss),
+        2 => Just(OperatorDecision::Abandon),
+    ];
     let action = prop_oneof![
         2 => (0..SLOTS).prop_map(|slot| Action::Provision { slot }),
         1 => (0..SLOTS).prop_map(|slot| Action::Recover { slot }),

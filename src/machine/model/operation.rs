@@ -64,7 +64,7 @@ pub enum CallResult {
 
 /// An operator's decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Decision {
+pub enum OperatorDecision {
     /// The waiting step runs again.
     Retry,
     AcceptLoss,
@@ -204,27 +204,27 @@ impl LifecycleModel {
     }
 
     /// Applies an operator's decision on a waiting operation, or the abandonment of an operation.
-    pub fn decide(&mut self, index: usize, decision: Decision) {
+    pub fn decide(&mut self, index: usize, decision: OperatorDecision) {
         let operation = &mut self.operations[index];
         if operation.ending.is_some() {
             return;
         }
         let id = operation.machine;
         match (decision, operation.kind.clone()) {
-            (Decision::AcceptLoss, _) if operation.awaits_decision => {
+            (OperatorDecision::AcceptLoss, _) if operation.awaits_decision => {
                 operation.awaits_decision = false;
                 operation.accept_loss = true;
             }
-            (Decision::Retry, _) => operation.awaits_decision = false,
-            (Decision::AcceptLoss, _) => {}
-            (Decision::Abandon, OperationKind::Boot) => self.apply(id, &Event::OperationAbandoned),
-            (Decision::Abandon, OperationKind::Delete) => {
+            (OperatorDecision::Retry, _) => operation.awaits_decision = false,
+            (OperatorDecision::AcceptLoss, _) => {}
+            (OperatorDecision::Abandon, OperationKind::Boot) => self.apply(id, &Event::OperationAbandoned),
+            (OperatorDecision::Abandon, OperationKind::Delete) => {
                 if !self.undelete(id) && !self.machines[id].registered {
                     self.end(index, Ending::Cancelled);
                 }
             }
-            (Decision::Abandon, OperationKind::Resize(_)) => operation.step = Step::PowerOn,
-            (Decision::Abandon, OperationKind::Reinstate | OperationKind::PowerOn) => {
+            (OperatorDecision::Abandon, OperationKind::Resize(_)) => operation.step = Step::PowerOn,
+            (OperatorDecision::Abandon, OperationKind::Reinstate | OperationKind::PowerOn) => {
                 self.machines[id].may_stay_off = true;
                 self.end(index, Ending::Cancelled);
             }
@@ -388,7 +388,7 @@ impl LifecycleModel {
             self.cloud.complete_creates();
             for index in 0..self.operations.len() {
                 // The operator accepts every loss, so that no operation waits forever.
-                self.decide(index, Decision::AcceptLoss);
+                self.decide(index, OperatorDecision::AcceptLoss);
                 self.run_step(index, CallResult::Success);
             }
         }

@@ -21,8 +21,8 @@ const SOUND_RULES: Rules = Rules {
     stops_writers: true,
     reinstates_older: true,
     respects_snapshots: true,
-    distrusts_lost_successors: true,
-    searches_lost_servers: true,
+    ignores_lost_successors: true,
+    rechecks_missing_servers: true,
 };
 
 /// Enough steps for the longest operation, which has five, following a deletion.
@@ -227,13 +227,14 @@ fn detects_early_deletion_of_predecessor() {
 #[test]
 fn detects_deletion_of_lost_successors_predecessor() {
     let violation = Violation::LastServerRemoved;
-    let found = find_violations(Rules { distrusts_lost_successors: false, ..SOUND_RULES }, violation);
+    let found = find_violations(Rules { ignores_lost_successors: false, ..SOUND_RULES }, violation);
     assert!(found.contains(&violation), "{found:?}");
 }
 
 #[test]
 fn detects_deletion_of_server_reported_missing() {
-    let found = find_violations(Rules { searches_lost_servers: false, ..SOUND_RULES }, Violation::LostRows);
+    let found =
+        find_violations(Rules { rechecks_missing_servers: false, ..SOUND_RULES }, Violation::LostRows);
     assert!(found.contains(&Violation::LostRows), "{found:?}");
 }
 

@@ -22,7 +22,7 @@ impl LifecycleModel {
         // A machine whose server the provider has lost does not count as a successor, unless it was deleted.
         let mut later = later.filter(|other| {
             let is_deleted = matches!(other.machine.state, State::Deleted { .. });
-            if other.is_server_known_gone() && self.rules.distrusts_lost_successors {
+            if other.is_server_known_gone() && self.rules.ignores_lost_successors {
                 is_deleted
             } else {
                 other.proven
@@ -56,7 +56,7 @@ impl LifecycleModel {
     pub fn detect_returned_server(&mut self, id: usize) -> bool {
         let row = &self.machines[id];
         let was_gone = row.is_server_known_gone() && !row.removed;
-        let may_be_found = was_gone && row.registered && self.rules.searches_lost_servers;
+        let may_be_found = was_gone && row.registered && self.rules.rechecks_missing_servers;
         let is_found = may_be_found && self.cloud.server_of(id).is_some();
         if is_found {
             self.apply(id, &Event::ServerFound);

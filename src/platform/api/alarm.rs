@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, documented_json};
-use super::mutation::{AuditChange, Effect, Mutation, Outcome, Reply};
+use super::mutation::{AuditChange, Mutation, MutationEffect, MutationOutcome, Reply};
 use crate::alarms::{self, Alarm};
 use crate::context::Platform;
 use crate::db;
@@ -27,7 +27,7 @@ pub async fn handle(
     let operator = call.authenticate_operator(&platform).await?;
     call.json_fields()?.finish(Some(()))?;
     let not_found = || {
-        let detail = format!("No alarm {alarm} is raised. `svcctl fleet` lists the alarms.");
+        let detail = format!("The alarm {alarm} is not active. `svcctl fleet` lists the active alarms.");
         Problem::new(Code::NotFound, detail)
     };
     let alarm_kind: Alarm = alarm.parse().map_err(|_| not_found())?;
@@ -49,10 +49,10 @@ pub async fn handle(
                 before: Some(json!(before)),
                 after: Some(json!(after)),
             };
-            Ok(Effect::changed(Reply::new(StatusCode::OK, after), change))
+            Ok(MutationEffect::changed(Reply::new(StatusCode::OK, after), change))
         })
         .await?;
-    if let Outcome::Done(_) = outcome {
+    if let MutationOutcome::Done(_) = outcome {
         tracing::warn!(alarm = alarm_kind.as_str(), "an operator released the alarm");
         platform.reconciler_wake.notify_one();
     }

@@ -13,9 +13,9 @@ pub fn read_items(heartbeat: &mut Fields) -> Vec<Attention> {
     for mut item in heartbeat.nested_array("attention", 0..=MAX_ATTENTION_ITEMS).unwrap_or_default() {
         let code = item.text("code", MAX_ATTENTION_CODE_CHARS);
         if code.as_deref().is_some_and(|code| !is_code(code)) {
-            item.add_error("code", "must consist of lower-case letters and underscores");
+            item.add_error("code", "must consist of lowercase letters and underscores");
         }
-        let detail = item.required_reported_text("detail");
+        let detail = item.required_host_text("detail");
         heartbeat.close(item);
         items.extend(code.zip(detail).map(|(code, detail)| Attention { code, detail }));
     }

@@ -12,7 +12,7 @@ use serde_json::json;
 
 use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, documented_json};
-use super::mutation::{AuditChange, Effect, Mutation, Reply};
+use super::mutation::{AuditChange, Mutation, MutationEffect, Reply};
 use super::problems;
 use crate::context::Platform;
 use crate::db;
@@ -140,7 +140,7 @@ async fn request_host_task(
                 before: (task == HostTask::Accept).then(|| json!({"attention": machine.attention})),
                 after: Some(json!(requested)),
             };
-            Ok(Effect::changed(Reply::new(StatusCode::ACCEPTED, requested), change))
+            Ok(MutationEffect::changed(Reply::new(StatusCode::ACCEPTED, requested), change))
         })
         .await?;
     Ok(outcome.into_reply())

@@ -62,7 +62,7 @@ pub async fn handle(
         let latest = pointer.and_then(|pointer| pointer.value.snapshot);
         let page = if only_latest {
             let record = match &latest {
-                Some(latest) => snapshots::read_record(&platform.bucket, &slot, &latest.key).await?,
+                Some(latest) => snapshots::read_listed_snapshot(&platform.bucket, &slot, &latest.key).await?,
                 None => None,
             };
             SnapshotPage { records: record.into_iter().collect(), next: None }

@@ -40,7 +40,7 @@ pub async fn handle(
         return Err(registration_rejected());
     }
     let stage = fields.text("stage", MAX_STAGE_CHARS).map(|stage| untrusted_text::truncate_printable(&stage));
-    let message = fields.required_reported_text("message");
+    let message = fields.required_host_text("message");
     let report = stage.zip(message).map(|(stage, message)| BootFailureReport { stage, message });
     let report = fields.finish(report)?;
     let BootFailureReport { stage, message } = &report;

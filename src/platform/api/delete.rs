@@ -13,7 +13,7 @@ use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, documented_json,
 };
 use super::machine_change::ChangeRequest;
-use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
+use super::mutation::{self, AuditChange, Mutation, MutationEffect, Reply};
 use super::problems;
 use crate::context::Platform;
 use crate::copies;
@@ -83,7 +83,7 @@ async fn delete(
                 let deletion = Deletion { operation, options, copies };
                 let body = response_body(platform, tx, &machine, &deletion).await?;
                 let reply = Reply::new(StatusCode::ACCEPTED, body);
-                return Ok(Effect::unchanged(reply));
+                return Ok(MutationEffect::unchanged(reply));
             }
         };
         let deleted = db::machines::get(tx, id).await?.ok_or_else(not_found)?;
@@ -91,7 +91,10 @@ async fn delete(
             response_body(platform, tx, &deleted, &Deletion { operation: created, options, copies }).await?;
         let reply = Reply::new(StatusCode::ACCEPTED, body);
         let (before, after) = (Some(machine.record()), Some(deleted.record()));
-        Ok(Effect::changed(reply, AuditChange { action: "delete", target: id.to_string(), before, after }))
+        Ok(MutationEffect::changed(
+            reply,
+            AuditChange { action: "delete", target: id.to_string(), before, after },
+        ))
     };
     mutation.run_for_user(platform, &unlocked.user, change).await
 }
@@ -193,7 +196,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             "The machine has been deleted; undelete restores it while its server is kept. `alsoDeleted` is the machine that it \
              was going to replace; that machine's server has the slot's data and is kept. `newestSnapshotAt` is the time of the \
              snapshot that the store's pointer names, or, if the store is unavailable, of the last one that a host reported; \
-             then `snapshotProblem` has the reason.",
+             in that case, `snapshotProblem` has the reason.",
             schema_of::<DeletedMachine>,
         )],
         problems: &[

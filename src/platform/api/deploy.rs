@@ -15,7 +15,7 @@ use super::call::{ApiCall, path_id};
 use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, documented_json, handle_name, image_version,
 };
-use super::mutation::{AuditChange, Effect, Mutation, Reply};
+use super::mutation::{AuditChange, Mutation, MutationEffect, Reply};
 use super::problems;
 use crate::alarms::Alarm;
 use crate::context::Platform;
@@ -138,14 +138,14 @@ async fn create_rollout(
             let row = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
             let rollout = json!(resource::rollout::load_with_machines(tx, &row).await?);
             let reply = Reply::new(StatusCode::ACCEPTED, &rollout);
-            // The rollout keeps the list of machines. In the audit log, a large fleet's list would take a megabyte.
+            // The rollout stores the list of machines; in the audit log, a large fleet's list would take a megabyte.
             let mut after = rollout;
             after.as_object_mut().map(|rollout| rollout.remove("machines"));
             after["except"] = handle_names(&request.except);
             after["handles"] = request.handles.as_deref().map_or(Value::Null, handle_names);
             let change =
                 AuditChange { action: "deploy", target: id.to_string(), before: None, after: Some(after) };
-            Ok(Effect::changed(reply, change))
+            Ok(MutationEffect::changed(reply, change))
         })
         .await?;
     Ok(outcome.into_reply())
@@ -162,7 +162,7 @@ async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Resul
         return Err(problem.with("rolloutId", json!(open.id)));
     }
     for handle in &request.except {
-        // If a mistyped handle were ignored, the machine to leave out would be updated.
+        // If a mistyped handle were ignored, the machine that should be left out would be updated.
         if db::machines::find_by_handle(tx, handle).await?.is_none() {
             return Err(problems::machine_not_found(handle.as_str()));
         }
@@ -294,11 +294,14 @@ async fn execute_command(
             let after = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
             let reply = Reply::new(StatusCode::OK, resource::rollout::load_with_machines(tx, &after).await?);
             if next == before.state {
-                return Ok(Effect::unchanged(reply));
+                return Ok(MutationEffect::unchanged(reply));
             }
             let state = |state: RolloutState| Some(json!({"state": state.as_str()}));
             let (target, before, after) = (id.to_string(), state(before.state), state(next));
-            Ok(Effect::changed(reply, AuditChange { action: command.action(), target, before, after }))
+            Ok(MutationEffect::changed(
+                reply,
+                AuditChange { action: command.action(), target, before, after },
+            ))
         })
         .await?;
     Ok(outcome.into_reply().into_response())

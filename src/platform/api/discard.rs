@@ -26,7 +26,7 @@ use svc_wire::machine::DiscardedMachine;
 
 /// Whether data that no snapshot contains may be lost.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Loss {
+enum LossConsent {
     Accepted,
     Refused,
 }
@@ -38,7 +38,8 @@ pub async fn handle(
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
     let mut fields = call.json_fields()?;
-    let loss = if fields.boolean("acceptLoss") == Some(true) { Loss::Accepted } else { Loss::Refused };
+    let loss =
+        if fields.boolean("acceptLoss") == Some(true) { LossConsent::Accepted } else { LossConsent::Refused };
     let loss = fields.finish(Some(loss))?;
     let reply = discard(&platform, id, loss, &mutation).await?;
     platform.reconciler_wake.notify_one();
@@ -48,7 +49,7 @@ pub async fn handle(
 async fn discard(
     platform: &Platform,
     id: MachineId,
-    loss: Loss,
+    loss: LossConsent,
     mutation: &Mutation,
 ) -> Result<Reply, Problem> {
     let mut session = platform.db.session().await?;
@@ -62,7 +63,7 @@ async fn discard(
         let body = |after: &MachineRow| response_body(after, removal, true);
         return change.end(ChangeEffect::Unchanged, StatusCode::ACCEPTED, body).await;
     }
-    if loss == Loss::Refused {
+    if loss == LossConsent::Refused {
         ensure_data_saved(&change.tx, &change.machine).await?;
     }
     machine_changes::record_discard(&change.tx, id).await?;
@@ -171,7 +172,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
         responses: &[documented_json(
             202,
             "The server will be deleted after the reconciler has listed the provider's servers. `operationId` is the removal, \
-             once it has been created. `alreadyOrdered`: an earlier request, or the end of the grace period, ordered it.",
+             once it has been created. `alreadyOrdered` means that an earlier request, or the end of the grace period, ordered \
+             the removal.",
             schema_of::<DiscardedMachine>,
         )],
         problems: &[

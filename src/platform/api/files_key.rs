@@ -1,6 +1,6 @@
-//! POST `/vps/:id/files-key`: the key with which a host encrypts its slot's file backups. GET `/vps/slots/files-key`: the
-//! same key for an operator; it opens all of the owner's files, so it needs the scope `admin`, and each request is
-//! audited.
+//! POST `/vps/:id/files-key`: returns the key with which a host encrypts its slot's file backups. GET
+//! `/vps/slots/files-key`: returns the same key to an operator. The key decrypts all of the owner's files, so this
+//! request requires the scope `admin` and is audited.
 
 use std::sync::Arc;
 
@@ -69,8 +69,9 @@ pub async fn for_operator(
     let key = file_keys::find(&tx, &platform.seal, (&user, &slot)).await.map_err(key_unavailable)?;
     let key = key.ok_or_else(|| {
         let detail = format!(
-            "The platform has no files key for slot {user}/{slot}: either no machine has saved files yet, or the database is \
-             older than the key; a machine that has the key sends it within a day."
+            "The platform has no files key for slot {user}/{slot}: either no machine has saved files yet, or the platform's \
+             database was restored from a copy older than the key. In the second case, a machine that has the key sends it \
+             within a day."
         );
         Problem::new(Code::NotFound, detail)
     })?;
@@ -108,7 +109,7 @@ pub static FOR_HOST: Endpoint = Endpoint {
         id: "getHostFilesKey",
         method: Method::POST,
         path: "/vps/{id}/files-key",
-        summary: "Returns the key with which a host encrypts its slot's file backups. The first request of a slot creates it.",
+        summary: "Returns the key with which a host encrypts its slot's file backups. The first request for a slot creates it.",
         credentials: &[HOST],
         parameters: &[MACHINE_ID],
         body: Some(|| {

@@ -1,4 +1,4 @@
-//! GET and POST `/vps/slots/files-prune`: shows what a pruning of a slot's file backups would do, and requests one.
+//! GET and POST `/vps/slots/files-prune`: shows what pruning a slot's file backups would do, and requests it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use super::call::ApiCall;
 use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, documented_json, idp_user_id, slot_name,
 };
-use super::mutation::{AuditChange, Effect, Mutation, Reply};
+use super::mutation::{AuditChange, Mutation, MutationEffect, Reply};
 use super::pointer::{SLOT, USER};
 use crate::context::Platform;
 use crate::db::file_keys;
@@ -37,7 +37,8 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let user = query.finish(user)?;
     let plan = file_pruning::prune_slot(&platform, &user, &slot, true);
     let plan = tokio::time::timeout(TIMEOUT, plan).await.map_err(|_| {
-        let detail = "The repository is too large for a report in time. The platform prunes it anyway.";
+        let detail =
+            "The report took too long because the repository is large. The platform can still prune it.";
         Problem::new(Code::StoreUnavailable, detail)
     })?;
     let plan = plan.map_err(|error| match error {
@@ -79,20 +80,20 @@ pub async fn start(State(platform): State<Arc<Platform>>, request: Request) -> R
                 before: None,
                 after: Some(json!(requested)),
             };
-            Ok(Effect::changed(Reply::new(StatusCode::ACCEPTED, requested), change))
+            Ok(MutationEffect::changed(Reply::new(StatusCode::ACCEPTED, requested), change))
         })
         .await?;
     Ok(outcome.into_reply().into_response())
 }
 
 pub static SHOW: Endpoint = Endpoint {
-    // It reads the whole index of the repository.
+    // Requires `operate`, because it reads the repository's whole index.
     access: Access::Operator(OPERATE),
     operation: Operation {
         id: "showFilesPrune",
         method: Method::GET,
         path: "/vps/slots/files-prune",
-        summary: "Shows what a pruning of a slot's file backups would do.",
+        summary: "Shows what pruning a slot's file backups would do.",
         credentials: &[OPERATOR],
         parameters: &[USER, SLOT],
         body: None,
@@ -108,15 +109,11 @@ pub static START: Endpoint = Endpoint {
         id: "pruneFiles",
         method: Method::POST,
         path: "/vps/slots/files-prune",
-        summary: "Requests a pruning of a slot's file backups, which the platform otherwise does each day.",
+        summary: "Requests that a slot's file backups be pruned now, not only once per `FILES_PRUNE_SECONDS`.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: Some(|| request_object(&[("idpUserId", idp_user_id())], &[("slot", slot_name())])),
-        responses: &[documented_json(
-            202,
-            "The pruning begins within a minute.",
-            schema_of::<FilesPruneRequest>,
-        )],
+        responses: &[documented_json(202, "Pruning begins within a minute.", schema_of::<FilesPruneRequest>)],
         problems: &[Code::NotFound, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || post(start),

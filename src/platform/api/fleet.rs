@@ -21,7 +21,7 @@ use svc_base::clock::now_ms;
 use svc_http::openapi::{Operation, schema_of};
 use svc_http::problem::{Code, Problem};
 use svc_wire::fleet::{self as wire, Fleet};
-use svc_wire::text::Text;
+use svc_wire::text::WireString;
 
 /// An operation that has been running for longer is overdue.
 const MAX_OPERATION_AGE: Duration = Duration::from_secs(1800);
@@ -64,7 +64,7 @@ fn overdue_resource(overdue: &LongRunningOperation) -> wire::OverdueOperation {
     wire::OverdueOperation {
         operation_id: operation.id.into(),
         machine_id: operation.machine.into(),
-        handle: Text::from_stored(&overdue.handle),
+        handle: WireString::from_stored(&overdue.handle),
         kind: operation.kind.clone(),
         step: operation.step.clone(),
         attempts: operation.attempts.unsigned_abs().into(),

@@ -36,7 +36,7 @@ pub async fn ready(State(platform): State<Arc<Platform>>) -> Response {
 
 pub async fn ready_to_control(State(platform): State<Arc<Platform>>) -> Response {
     let (database, store) = tokio::join!(probe_database(&platform), probe_store(&platform));
-    let clock = platform.clock.is_ok();
+    let clock = platform.clock.is_within_tolerance();
     let ok = database && store && clock && !platform.stop.is_cancelled();
     let skew = platform.clock.skew_ms();
     let body = json!({
@@ -112,7 +112,7 @@ pub static READY: Endpoint = Endpoint {
         id: "ready",
         method: Method::GET,
         path: "/readyz",
-        summary: "Readiness of the router, for load balancers: its routes are loaded and not too old.",
+        summary: "Readiness of the router, for load balancers: its routes are loaded and not stale.",
         credentials: &[],
         parameters: &[],
         body: None,

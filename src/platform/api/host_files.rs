@@ -1,6 +1,7 @@
-//! `/vps/:id/files/…`: the state of a machine's file backup; earlier states of an owner's files, as the machine's host
-//! reads them from the slot's file backup; and restores. File names are the owner's data, so each read and each request
-//! for a restore is audited, even if it is refused; polling the state of a restore is not. No content is sent.
+//! `/vps/:id/files/…`: shows the state of a machine's file backup, lists earlier states of the owner's files, which the
+//! host reads from the slot's file backup, and requests restores. File names are the owner's data, so each read and
+//! each request for a restore is audited, even if it is refused; polling the state of a restore is not. File contents
+//! are never sent.
 
 mod endpoints;
 
@@ -15,7 +16,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::call::{ApiCall, path_id};
-use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
+use super::mutation::{self, AuditChange, Mutation, MutationEffect, Reply};
 use super::problems;
 use crate::context::Platform;
 use crate::db;
@@ -35,7 +36,7 @@ use svc_wire::files::{
     FileRestoreResponse, FileVersions, MAX_ENTRIES, MAX_PATH_CHARS, MAX_VERSIONS,
 };
 
-pub use endpoints::{AT, RESTORE, SHOW_RESTORE, STATUS, VERSIONS};
+pub use endpoints::{LIST, RESTORE, SHOW_RESTORE, STATUS, VERSIONS};
 
 const RETRY_SECONDS: u64 = 5;
 
@@ -48,7 +49,7 @@ pub async fn show_status(
 ) -> Result<Response, Problem> {
     read(&platform, &id, request, "files.status", |_| Some(Vec::new()))
         .await?
-        .answer::<FileBackupStatus>(|_| FilesCall::Status)
+        .respond::<FileBackupStatus>(|_| FilesCall::Status)
         .await
 }
 
@@ -66,7 +67,7 @@ pub async fn list_versions(
         Some(query)
     })
     .await?
-    .answer::<FileVersions>(FilesCall::Versions)
+    .respond::<FileVersions>(FilesCall::Versions)
     .await
 }
 
@@ -86,11 +87,11 @@ pub async fn list(
         Some(query)
     })
     .await?
-    .answer::<FileListing>(FilesCall::At)
+    .respond::<FileListing>(FilesCall::ListAt)
     .await
 }
 
-/// Not audited: `svcctl` polls it, and the request for the restore is.
+/// Not audited, because `svcctl` polls it and the request for the restore has been audited.
 pub async fn show_restore(
     State(platform): State<Arc<Platform>>,
     PathParams(id): PathParams<String>,
@@ -101,12 +102,12 @@ pub async fn show_restore(
     let id: MachineId = path_id("machineId", &id)?;
     call.query_fields().finish(Some(()))?;
     let machine = find_serving(&platform, id).await?;
-    let answer: FileRestoreResponse = ask(&platform, &machine, FilesCall::ShowRestore).await?;
-    Ok(([(header::CACHE_CONTROL, "no-store")], Json(answer)).into_response())
+    let response: FileRestoreResponse = call_host(&platform, &machine, FilesCall::ShowRestore).await?;
+    Ok(([(header::CACHE_CONTROL, "no-store")], Json(response)).into_response())
 }
 
-/// A checked question of an operator.
-struct Question<'a> {
+/// An operator's authenticated and validated request to read from a host.
+struct FilesReadRequest<'a> {
     platform: &'a Platform,
     operator: Operator,
     id: MachineId,
@@ -120,18 +121,18 @@ async fn read<'a>(
     request: Request,
     action: &'static str,
     read_query: impl FnOnce(&mut Fields) -> Option<Query>,
-) -> Result<Question<'a>, Problem> {
+) -> Result<FilesReadRequest<'a>, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(platform).await?;
     let id: MachineId = path_id("machineId", id)?;
     let mut fields = call.query_fields();
     let query = read_query(&mut fields);
     let query = fields.finish(query)?;
-    Ok(Question { platform, operator, id, action, query })
+    Ok(FilesReadRequest { platform, operator, id, action, query })
 }
 
-impl Question<'_> {
-    async fn answer<T: HostAnswer>(
+impl FilesReadRequest<'_> {
+    async fn respond<T: HostFilesResponse>(
         self,
         to_call: impl FnOnce(Query) -> FilesCall,
     ) -> Result<Response, Problem> {
@@ -141,19 +142,19 @@ impl Question<'_> {
             after[*name] = value.as_str().into();
         }
         let machine = find_serving(platform, id).await;
-        let answer = match machine {
-            Ok(machine) => ask::<T>(platform, &machine, to_call(query)).await,
+        let response = match machine {
+            Ok(machine) => call_host::<T>(platform, &machine, to_call(query)).await,
             Err(problem) => Err(problem),
         };
-        after["outcome"] = answer.as_ref().map_or_else(|problem| problem.code.as_str(), |_| "read").into();
+        after["outcome"] = response.as_ref().map_or_else(|problem| problem.code.as_str(), |_| "read").into();
         audit(
             platform,
             &operator,
             AuditChange { action, target: id.to_string(), before: None, after: Some(after) },
         )
         .await?;
-        // If the read cannot be audited, the answer is withheld.
-        Ok(([(header::CACHE_CONTROL, "no-store")], Json(answer?)).into_response())
+        // If the read cannot be audited, the host's response is withheld.
+        Ok(([(header::CACHE_CONTROL, "no-store")], Json(response?)).into_response())
     }
 }
 
@@ -172,56 +173,56 @@ async fn find_serving(platform: &Platform, id: MachineId) -> Result<MachineRow, 
     Ok(machine)
 }
 
-/// An answer of a host, whose number of items is limited before it is processed further.
-trait HostAnswer: Serialize + DeserializeOwned {
+/// A host's response. Its number of items is checked before it is processed further.
+trait HostFilesResponse: Serialize + DeserializeOwned {
     fn item_count(&self) -> usize {
         1
     }
 }
 
-impl HostAnswer for FileVersions {
+impl HostFilesResponse for FileVersions {
     fn item_count(&self) -> usize {
         self.versions.len()
     }
 }
 
-impl HostAnswer for FileListing {
+impl HostFilesResponse for FileListing {
     fn item_count(&self) -> usize {
         self.entries.len()
     }
 }
 
-impl HostAnswer for FileBackupStatus {
+impl HostFilesResponse for FileBackupStatus {
     fn item_count(&self) -> usize {
         self.invalid_rules.len() + self.excluded.as_ref().map_or(0, |excluded| excluded.largest.len())
     }
 }
 
-impl HostAnswer for FileRestoreResponse {}
-impl HostAnswer for FileRestoreAccepted {}
+impl HostFilesResponse for FileRestoreResponse {}
+impl HostFilesResponse for FileRestoreAccepted {}
 
-/// Calls the host. Every text in its response is made printable.
-async fn ask<T: HostAnswer>(
+/// Calls the host, and makes all text in its response printable.
+async fn call_host<T: HostFilesResponse>(
     platform: &Platform,
     machine: &MachineRow,
     files_call: FilesCall,
 ) -> Result<T, Problem> {
     let id = machine.id;
     let response = host_call::call_files(platform, machine, files_call).await.map_err(|error| {
-        tracing::warn!(machine = %id, error = %format_chain(&error), "the host does not answer a question about files");
+        tracing::warn!(machine = %id, error = %format_chain(&error), "a files request to the host failed");
         host_problem(id, error)
     })?;
-    // Typed first: a value of any shape would take many times the memory of its text.
-    let parsed = serde_json::from_slice::<T>(&response).and_then(|answer| {
-        if answer.item_count() > MAX_ENTRIES {
-            return Err(serde::de::Error::custom("it has too many items"));
+    // Parsed as `T` first, because a `Value` of arbitrary shape would take many times the memory of its text.
+    let parsed = serde_json::from_slice::<T>(&response).and_then(|content| {
+        if content.item_count() > MAX_ENTRIES {
+            return Err(serde::de::Error::custom("the response has too many items"));
         }
-        let mut value = serde_json::to_value(answer)?;
+        let mut value = serde_json::to_value(content)?;
         untrusted_text::make_printable(&mut value);
         serde_json::from_value(value)
     });
     parsed.map_err(|error| {
-        tracing::warn!(machine = %id, %error, "the host's response about files is invalid");
+        tracing::warn!(machine = %id, %error, "the host's response to a files request is invalid");
         let detail = format!("The response from machine {id} is invalid; see the platform's log.");
         Problem::new(Code::HostAnswerInvalid, detail)
     })
@@ -234,8 +235,9 @@ fn host_problem(id: MachineId, error: FilesCallError) -> Problem {
             Problem::new(Code::HostUnreachable, format!("The host of machine {id} did not respond."))
         }
         FilesCallError::TooLarge(max) => {
-            let detail =
-                format!("The response from machine {id} is larger than {max} bytes; a list can be limited.");
+            let detail = format!(
+                "The response from machine {id} is larger than {max} bytes; for a list, reduce `limit`."
+            );
             Problem::new(Code::HostAnswerInvalid, detail)
         }
         FilesCallError::Problem { status: StatusCode::NOT_FOUND, detail } if !detail.is_empty() => {
@@ -246,7 +248,7 @@ fn host_problem(id: MachineId, error: FilesCallError) -> Problem {
             invalid_state(Status::Running.as_str(), detail)
         }
         FilesCallError::Problem { status: StatusCode::SERVICE_UNAVAILABLE, detail } => {
-            let fallback = || format!("The host of machine {id} cannot answer right now; try again.");
+            let fallback = || format!("The host of machine {id} cannot respond right now; try again.");
             let detail = if detail.is_empty() { fallback() } else { detail };
             Problem::new(Code::Unavailable, detail).retry_after(RETRY_SECONDS)
         }
@@ -258,8 +260,8 @@ fn host_problem(id: MachineId, error: FilesCallError) -> Problem {
             ..
         } => {
             let detail = format!(
-                "The release of machine {id} does not serve this to the platform ({}): update it with `svcctl deploy \
-                 start`.",
+                "The release on machine {id} does not support this request from the platform ({}): update it with `svcctl \
+                 deploy start`.",
                 status.as_u16()
             );
             Problem::new(Code::HostRefused, detail)
@@ -311,26 +313,26 @@ async fn request_restore(
         after["outcome"] = outcome.into();
         AuditChange { action: "files.restore", target: id.to_string(), before: None, after: Some(after) }
     };
-    // First, because the host may accept it although no later row can be written.
+    // Audited before the call, because the host may accept the request and no row can be written afterwards.
     audit(&platform, &operator, change("requested")).await?;
-    let asked = async {
+    let sent = async {
         let machine = find_serving(&platform, id).await?;
-        // If this platform stops before it has stored the response, a repeated request must not restore twice.
+        // With this key, a repeated request does not restore twice if this process stops before it stores the response.
         let idempotency_key = mutation.to_host_key();
         let restore = FilesCall::Restore { body: body.clone(), idempotency_key };
-        ask::<FileRestoreAccepted>(&platform, &machine, restore).await
+        call_host::<FileRestoreAccepted>(&platform, &machine, restore).await
     };
-    let accepted = match asked.await {
+    let accepted = match sent.await {
         Ok(accepted) => accepted,
         Err(problem) => {
-            // The host may have accepted it, although its response was lost.
+            // The host may have accepted the request even though its response was lost.
             audit(&platform, &operator, change(problem.code.as_str())).await?;
             return Err(problem);
         }
     };
     let outcome = mutation
         .run(&platform, async |_| {
-            Ok(Effect::changed(Reply::new(StatusCode::ACCEPTED, accepted), change("accepted")))
+            Ok(MutationEffect::changed(Reply::new(StatusCode::ACCEPTED, accepted), change("accepted")))
         })
         .await?;
     Ok(outcome.into_reply().into_response())

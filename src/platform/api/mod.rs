@@ -103,7 +103,7 @@ pub static ENDPOINTS: [&Endpoint; 63] = [
     &backup::VERIFY_FILES,
     &host_files::STATUS,
     &host_files::VERSIONS,
-    &host_files::AT,
+    &host_files::LIST,
     &host_files::SHOW_RESTORE,
     &host_files::RESTORE,
     &heartbeat::ENDPOINT,

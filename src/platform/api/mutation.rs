@@ -62,12 +62,12 @@ pub struct AuditChange {
 }
 
 /// The result of a change, which [`Mutation::run`] stores: the response and, if anything changed, the audit row.
-pub struct Effect {
+pub struct MutationEffect {
     reply: Reply,
     change: Option<AuditChange>,
 }
 
-impl Effect {
+impl MutationEffect {
     pub fn changed(reply: Reply, change: AuditChange) -> Self {
         Self { reply, change: Some(change) }
     }
@@ -79,14 +79,14 @@ impl Effect {
 }
 
 /// The response that [`Mutation::run`] returns, and its origin.
-pub enum Outcome {
+pub enum MutationOutcome {
     /// This request was executed.
     Done(Reply),
     /// An earlier request with this key already received this response.
     Replayed(Reply),
 }
 
-impl Outcome {
+impl MutationOutcome {
     pub fn into_reply(self) -> Reply {
         let (Self::Done(reply) | Self::Replayed(reply)) = self;
         reply
@@ -142,8 +142,8 @@ impl Mutation {
     pub async fn run(
         &self,
         platform: &Platform,
-        change: impl AsyncFnOnce(&Transaction<'_>) -> Result<Effect, Problem>,
-    ) -> Result<Outcome, Problem> {
+        change: impl AsyncFnOnce(&Transaction<'_>) -> Result<MutationEffect, Problem>,
+    ) -> Result<MutationOutcome, Problem> {
         let mut session = platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
         self.run_in(tx, change).await
@@ -157,7 +157,7 @@ impl Mutation {
         &self,
         platform: &Platform,
         user: &IdpUserId,
-        change: impl AsyncFnOnce(&Transaction<'_>) -> Result<Effect, Problem>,
+        change: impl AsyncFnOnce(&Transaction<'_>) -> Result<MutationEffect, Problem>,
     ) -> Result<Reply, Problem> {
         let mut session = platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
@@ -168,18 +168,18 @@ impl Mutation {
     async fn run_in(
         &self,
         tx: Transaction<'_>,
-        change: impl AsyncFnOnce(&Transaction<'_>) -> Result<Effect, Problem>,
-    ) -> Result<Outcome, Problem> {
+        change: impl AsyncFnOnce(&Transaction<'_>) -> Result<MutationEffect, Problem>,
+    ) -> Result<MutationOutcome, Problem> {
         if let Some(reply) = self.begin(&tx).await? {
-            return Ok(Outcome::Replayed(reply));
+            return Ok(MutationOutcome::Replayed(reply));
         }
-        let Effect { reply, change } = change(&tx).await?;
+        let MutationEffect { reply, change } = change(&tx).await?;
         if let Some(change) = change {
             write_audit(&tx, &self.actor, &change).await?;
         }
         self.store(&tx, &reply).await?;
         db::commit(tx).await?;
-        Ok(Outcome::Done(reply))
+        Ok(MutationOutcome::Done(reply))
     }
 
     /// Like [`Self::replay`], but in the change's transaction. A lock serializes requests with the same key.

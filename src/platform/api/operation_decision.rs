@@ -13,7 +13,7 @@ use serde_json::json;
 
 use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, documented_json};
-use super::mutation::{AuditChange, Effect, Mutation, Reply};
+use super::mutation::{AuditChange, Mutation, MutationEffect, Reply};
 use super::{problems, replacement_checks, undelete};
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
@@ -41,7 +41,7 @@ const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 const ID: Parameter =
     Parameter { name: "id", location: ParameterLocation::Path, schema: uuid, description: "The operation." };
 
-enum Decision {
+enum OperatorDecision {
     /// Runs the waiting step again, because its conditions may have changed.
     Retry,
     AcceptLoss,
@@ -50,7 +50,7 @@ enum Decision {
     Abandon,
 }
 
-impl Decision {
+impl OperatorDecision {
     fn action(&self) -> &'static str {
         match self {
             Self::Retry | Self::AcceptLoss | Self::Restore(_) => "operation.continue",
@@ -71,9 +71,9 @@ async fn continue_operation(
     let snapshot: Option<SnapshotKey> = body.optional("snapshotKey");
     let is_ambiguous = accept_loss && snapshot.is_some();
     let decision = match snapshot {
-        Some(key) => Decision::Restore(key),
-        None if accept_loss => Decision::AcceptLoss,
-        None => Decision::Retry,
+        Some(key) => OperatorDecision::Restore(key),
+        None if accept_loss => OperatorDecision::AcceptLoss,
+        None => OperatorDecision::Retry,
     };
     let decision = body.finish(Some(decision))?;
     if is_ambiguous {
@@ -90,14 +90,14 @@ async fn abandon(
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
     call.ensure_no_body()?;
-    apply_decision(&platform, &Mutation::from_call(&call, &operator)?, &id, Decision::Abandon).await
+    apply_decision(&platform, &Mutation::from_call(&call, &operator)?, &id, OperatorDecision::Abandon).await
 }
 
 async fn apply_decision(
     platform: &Platform,
     mutation: &Mutation,
     id: &str,
-    decision: Decision,
+    decision: OperatorDecision,
 ) -> Result<Response, Problem> {
     let id: OperationId = path_id("operationId", id)?;
     let not_found = || Problem::new(Code::NotFound, format!("There is no operation {id}."));
@@ -108,11 +108,12 @@ async fn apply_decision(
         return Ok(reply.into_response());
     }
     drop(session);
-    let is_undo = matches!(decision, Decision::Abandon) && unlocked.kind == OperationKind::Delete.as_str();
+    let is_undo =
+        matches!(decision, OperatorDecision::Abandon) && unlocked.kind == OperationKind::Delete.as_str();
     if is_undo && machine.deleted_at.is_some() && !unlocked.has_ended() {
         undelete::ensure_slot_is_free(platform, &machine).await?;
     }
-    if let Decision::Restore(key) = &decision {
+    if let OperatorDecision::Restore(key) = &decision {
         let slot = SlotPrefix::new(&machine.user, &machine.slot);
         let record = snapshot::load(&platform.bucket, &slot, key.as_str());
         let record = tokio::time::timeout(STORE_TIMEOUT, record)
@@ -133,13 +134,13 @@ async fn apply_decision(
             return Err(invalid_state(&operation, &describe_end(&operation)));
         }
         match &decision {
-            Decision::Retry => {
+            OperatorDecision::Retry => {
                 let options = OperationOptions { give_up_backup: false, ..operation.options };
                 resume_step(tx, &operation, options, "the operator retried the step").await?;
             }
-            Decision::AcceptLoss => resume_with_loss_accepted(tx, &operation).await?,
-            Decision::Restore(key) => restore_snapshot(tx, &operation, key).await?,
-            Decision::Abandon => abandon_operation(platform, tx, &machine, &operation).await?,
+            OperatorDecision::AcceptLoss => resume_with_loss_accepted(tx, &operation).await?,
+            OperatorDecision::Restore(key) => restore_snapshot(tx, &operation, key).await?,
+            OperatorDecision::Abandon => abandon_operation(platform, tx, &machine, &operation).await?,
         }
         let after = db::operations::get(tx, id).await?.ok_or_else(not_found)?;
         let reply = Reply::new(StatusCode::OK, resource::operation::load_with_log(tx, &after).await?);
@@ -149,7 +150,7 @@ async fn apply_decision(
             before: Some(json!(svc_wire::operation::Operation::from(&operation))),
             after: Some(reply.body.clone()),
         };
-        Ok(Effect::changed(reply, change))
+        Ok(MutationEffect::changed(reply, change))
     };
     let reply = mutation.run_for_user(platform, &machine.user, change).await?;
     platform.runner_wake.notify_one();
@@ -298,7 +299,9 @@ pub static CONTINUE: Endpoint = Endpoint {
         id: "continueOperation",
         method: Method::POST,
         path: "/vps/operations/{id}/continue",
-        summary: "Runs the waiting step of an operation again. `acceptLoss` accepts the loss that the question describes; it also works at any time during `last_backup`. `snapshotKey` answers the question `newer_snapshot`: the new machine restores that snapshot.",
+        summary: "Runs the waiting step of an operation again. `acceptLoss` accepts the loss that the question describes; it \
+                  also works at any time during `last_backup`. `snapshotKey` answers the question `newer_snapshot`: the new \
+                  machine restores that snapshot.",
         credentials: &[OPERATOR],
         parameters: &[ID, IDEMPOTENCY_KEY],
         body: Some(|| {

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use super::call::ApiCall;
 use super::endpoint::{ADMIN, Access, Endpoint, IDEMPOTENCY_KEY, OPERATOR, documented_json};
-use super::mutation::{AuditChange, Effect, Mutation, Outcome, Reply};
+use super::mutation::{AuditChange, Mutation, MutationEffect, MutationOutcome, Reply};
 use crate::context::Platform;
 use crate::db;
 use crate::db::operators::{NewToken, OperatorRow};
@@ -29,7 +29,7 @@ use svc_http::problem::{Code, Problem};
 use svc_machine::id::OperatorTokenId;
 use svc_machine::name::OperatorName;
 use svc_wire::operator::{self as wire, IssuedToken, OperatorList, Scope, TokenIssue, WhoAmI};
-use svc_wire::text::UnknownWord;
+use svc_wire::text::UnknownVariant;
 
 const DAY_SECONDS: u64 = 86_400;
 const DEFAULT_TTL_SECONDS: u64 = 90 * DAY_SECONDS;
@@ -64,7 +64,7 @@ async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<
             let token = NewToken { id, hash: &hash, ttl };
             let added = db::operators::insert(tx, &name, &scopes, &token, operator.actor()).await?;
             let added = added.ok_or_else(|| name_taken(&name))?;
-            Ok(Effect::changed(
+            Ok(MutationEffect::changed(
                 issue_reply(StatusCode::CREATED, &added),
                 audit_change("operator.add", None, &added),
             ))
@@ -100,7 +100,7 @@ async fn rotate(
     let outcome = mutation
         .run(&platform, async |tx| {
             let before = db::operators::find_and_lock(tx, &name).await?.ok_or_else(|| not_found(&name))?;
-            // A rotation hands the operator's scopes to the caller.
+            // The new token gives the operator's scopes to the caller.
             ensure_may_grant(&operator, &before.scopes)?;
             if before.revoked_at.is_some() {
                 let detail = format!(
@@ -111,7 +111,7 @@ async fn rotate(
             let hash = tokens::hash(token_value.expose_secret());
             let after = db::operators::rotate(tx, &name, &NewToken { id, hash: &hash, ttl }, overlap).await?;
             let change = audit_change("operator.rotate", Some(&before), &after);
-            Ok(Effect::changed(issue_reply(StatusCode::OK, &after), change))
+            Ok(MutationEffect::changed(issue_reply(StatusCode::OK, &after), change))
         })
         .await?;
     issue_response(&platform, outcome, &token_value).await
@@ -134,9 +134,9 @@ async fn revoke(
             let after = db::operators::revoke(tx, &name).await?;
             let reply = Reply::new(StatusCode::OK, wire::Operator::from(&after));
             if before.revoked_at.is_some() {
-                return Ok(Effect::unchanged(reply));
+                return Ok(MutationEffect::unchanged(reply));
             }
-            Ok(Effect::changed(reply, audit_change("operator.revoke", Some(&before), &after)))
+            Ok(MutationEffect::changed(reply, audit_change("operator.revoke", Some(&before), &after)))
         })
         .await?;
     Ok(outcome.into_reply().into_response())
@@ -168,14 +168,14 @@ async fn who_am_i(State(platform): State<Arc<Platform>>, request: Request) -> Re
 
 fn read_scopes(fields: &mut Fields) -> Option<Scopes> {
     let names = fields.strings("scopes", Scope::ALL.len());
-    match names.iter().map(|name| name.parse()).collect::<Result<Scopes, UnknownWord>>() {
+    match names.iter().map(|name| name.parse()).collect::<Result<Scopes, UnknownVariant>>() {
         Ok(scopes) if !scopes.is_empty() => Some(scopes),
         Ok(_) => {
             fields.add_error("scopes", "must name at least one scope");
             None
         }
-        Err(UnknownWord { words }) => {
-            fields.add_error("scopes", format!("must be one of {}", words.join(", ")));
+        Err(UnknownVariant { expected }) => {
+            fields.add_error("scopes", format!("must be one of {}", expected.join(", ")));
             None
         }
     }
@@ -225,12 +225,12 @@ fn issue_reply(status: StatusCode, operator: &OperatorRow) -> Reply {
 /// Returns the response with the token. A replayed response contains the token that was issued first.
 async fn issue_response(
     platform: &Platform,
-    outcome: Outcome,
+    outcome: MutationOutcome,
     token: &SecretString,
 ) -> Result<Response, Problem> {
     let reply = match outcome {
-        Outcome::Done(reply) => with_token(reply, token),
-        Outcome::Replayed(reply) => with_stored_token(platform, reply).await?,
+        MutationOutcome::Done(reply) => with_token(reply, token),
+        MutationOutcome::Replayed(reply) => with_stored_token(platform, reply).await?,
     };
     Ok(reply.into_response())
 }

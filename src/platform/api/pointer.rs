@@ -33,10 +33,8 @@ use svc_http::openapi::{
 use svc_http::problem::{Code, Problem};
 use svc_machine::name::{IdpUserId, Slot};
 use svc_store::key::{SlotPrefix, SnapshotKey};
-use svc_store::pointer::Pointer;
-use svc_store::pointer_repair::{
-    self, CurrentFence, Inspection, PointerState, RebuildTarget, RepairError, SlotRecord,
-};
+use svc_store::pointer::{Fence, Pointer};
+use svc_store::pointer_repair::{self, Inspection, PointerState, RebuildTarget, RepairError, SlotRecord};
 use svc_wire::pointer as wire;
 
 /// Timeout for all of a call's store requests together. It is shorter than the timeout of `svcctl`.
@@ -93,7 +91,7 @@ impl PointerTarget {
         };
         let holder = holder.map(|machine| {
             let proof = mint.fence_proof(&self.prefix(), machine.epoch, machine.id);
-            CurrentFence { epoch: machine.epoch, machine: machine.id, proof: Some(proof) }
+            Fence { epoch: machine.epoch, machine: machine.id, proof: Some(proof) }
         });
         let highest = db::machines::find_highest_epoch(client, &self.user, &self.slot).await?;
         Ok(SlotRecord { highest, holder })
@@ -102,7 +100,7 @@ impl PointerTarget {
 
 /// What a rebuild does with a sound pointer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum SoundPointer {
+enum SoundPointerPolicy {
     Keep,
     Replace,
 }
@@ -128,7 +126,11 @@ pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) ->
     let mut body = call.json_fields()?;
     let should_be_empty = body.boolean("empty") == Some(true);
     let target = PointerTarget::read(&mut body).map(|target| PointerTarget { should_be_empty, ..target });
-    let sound = if body.boolean("force") == Some(true) { SoundPointer::Replace } else { SoundPointer::Keep };
+    let sound = if body.boolean("force") == Some(true) {
+        SoundPointerPolicy::Replace
+    } else {
+        SoundPointerPolicy::Keep
+    };
     let target = body.finish(target)?;
     if should_be_empty && target.snapshot_key.is_some() {
         return Err(Problem::field("/empty", "cannot be combined with `--to`"));
@@ -140,7 +142,7 @@ pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) ->
 async fn replace(
     platform: &Platform,
     target: &PointerTarget,
-    sound: SoundPointer,
+    sound: SoundPointerPolicy,
     mutation: &Mutation,
 ) -> Result<Reply, Problem> {
     let session = platform.db.session().await?;
@@ -152,7 +154,7 @@ async fn replace(
     drop(session);
     let inspection = inspect(platform, target, record.clone()).await?;
     ensure_exists(target, is_known, &inspection)?;
-    if inspection.found.is_sound() && sound == SoundPointer::Keep {
+    if inspection.found.is_sound() && sound == SoundPointerPolicy::Keep {
         // If this request is a retry, the original may have completed in the meantime.
         if let Some(reply) = mutation.replay(&platform.db.session().await?).await? {
             return Ok(reply);
@@ -163,7 +165,7 @@ async fn replace(
         );
         return Err(Problem::new(Code::Conflict, detail));
     }
-    if target.should_be_empty && sound == SoundPointer::Keep {
+    if target.should_be_empty && sound == SoundPointerPolicy::Keep {
         ensure_nothing_restorable(platform, target, record).await?;
     }
     let Some(next) = &inspection.next else {
@@ -275,7 +277,7 @@ async fn with_timeout<T>(work: impl Future<Output = Result<T, RepairError>>) -> 
     result.map_err(|error| match error {
         RepairError::Store(error) => error.into(),
         error @ RepairError::Unusable { .. } => Problem::new(Code::SnapshotUnusable, format!("{error}.")),
-        RepairError::Changed => Problem::new(
+        RepairError::ChangedConcurrently => Problem::new(
             Code::Conflict,
             "Another writer has changed the pointer: show it again, then repeat the request.",
         ),

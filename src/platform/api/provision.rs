@@ -15,7 +15,7 @@ use super::endpoint::{
     handle_name, idp_user_id, image_version, kind, location, server_type, slot_name,
 };
 use super::locations::RequestedLocations;
-use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
+use super::mutation::{self, AuditChange, Mutation, MutationEffect, Reply};
 use super::replacement_checks::EmptyStart;
 use super::{entitlement, problems, replacement_checks, server_quota};
 use crate::context::Platform;
@@ -145,7 +145,7 @@ async fn provision(
             let operation = db::operations::list_for_machine(tx, machine.id).await?.into_iter().next();
             let reply =
                 Reply::new(StatusCode::OK, response_body(machine, operation.map(|operation| operation.id)));
-            return Ok(Effect::unchanged(reply));
+            return Ok(MutationEffect::unchanged(reply));
         }
         // The required confirmations were determined for an earlier state of the slot.
         let replaced = existing.as_ref().map(|failed| failed.id);
@@ -175,7 +175,7 @@ async fn provision(
             before: existing.as_ref().map(MachineRow::record),
             after: Some(after),
         };
-        Ok(Effect::changed(reply, change))
+        Ok(MutationEffect::changed(reply, change))
     };
     mutation.run_for_user(platform, &request.user, change).await
 }

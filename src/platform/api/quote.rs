@@ -1,5 +1,5 @@
 //! POST `/vps/provision/quote`: describes what provisioning would do, cost and use, without changing anything. Rejects
-//! whatever provisioning would reject, except missing or outdated confirmations, which a quote does not check.
+//! every request that provisioning would reject, but does not check confirmations, which may be missing or outdated.
 //! Consecutive quotes share the data read from the provider ([`crate::quote_cache`]).
 
 use std::sync::Arc;

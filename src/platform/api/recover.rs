@@ -17,7 +17,7 @@ use super::endpoint::{
     idp_user_id, image_version, location, server_type, slot_name,
 };
 use super::locations::RequestedLocations;
-use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
+use super::mutation::{self, AuditChange, Mutation, MutationEffect, Reply};
 use super::replacement_checks::EmptyStart;
 use super::{entitlement, problems, provision, replacement_checks, server_quota};
 use crate::context::Platform;
@@ -175,7 +175,7 @@ async fn recover(
             // The response is stored, so that a repeated request does not start another recovery after this one has
             // ended.
             let reply = respond_during_recovery(tx, &machine, request).await?;
-            return Ok(Effect::unchanged(reply));
+            return Ok(MutationEffect::unchanged(reply));
         }
         let Some(plan) = plan else {
             return Err(slot_changed());
@@ -222,7 +222,7 @@ async fn recover(
             before: Some(machine.record()),
             after: Some(new.record()),
         };
-        Ok(Effect::changed(reply, change))
+        Ok(MutationEffect::changed(reply, change))
     };
     mutation.run_for_user(platform, &request.user, change).await
 }

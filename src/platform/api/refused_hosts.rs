@@ -17,7 +17,8 @@ pub async fn report_rejected_token(
     token: &str,
     claim: TokenClaim,
 ) {
-    if platform.mint.has_made(token, claim, Purpose::Upgrade) || !platform.rate_limits.admit_refusal_report()
+    if platform.mint.is_genuine(token, claim, Purpose::Upgrade)
+        || !platform.rate_limits.admit_refusal_report()
     {
         return;
     }

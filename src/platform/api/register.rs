@@ -197,7 +197,7 @@ async fn register(
         return if same { Ok(response) } else { Err(registration_rejected()) };
     }
     if machine.registration_expires_at.is_none() || machine.provider_server_id.is_none() {
-        // The host has booted before the provider's response to the create request was stored, so it must retry.
+        // The host booted before the provider's response to the create request was stored, so the host must retry.
         return Err(
             Problem::new(Code::Unavailable, "The server is not recorded yet; try again.").retry_after(1)
         );

@@ -14,7 +14,7 @@ use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, documented_json, server_type,
 };
 use super::machine_change::ChangeRequest;
-use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
+use super::mutation::{self, AuditChange, Mutation, MutationEffect, Reply};
 use super::{entitlement, problems, replacement_checks};
 use crate::context::Platform;
 use crate::db;
@@ -88,13 +88,19 @@ async fn resize(
         let created = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
             Change::Moved { created } => created.map(|created| created.operation),
             Change::Unchanged => {
-                return Ok(Effect::unchanged(Reply::new(StatusCode::OK, response_body(&machine, to, None))));
+                return Ok(MutationEffect::unchanged(Reply::new(
+                    StatusCode::OK,
+                    response_body(&machine, to, None),
+                )));
             }
         };
         let resizing = require_machine(db::machines::get(tx, id).await?, id)?;
         let reply = Reply::new(StatusCode::ACCEPTED, response_body(&resizing, to, created));
         let (before, after) = (Some(machine.record()), Some(resizing.record()));
-        Ok(Effect::changed(reply, AuditChange { action: "resize", target: id.to_string(), before, after }))
+        Ok(MutationEffect::changed(
+            reply,
+            AuditChange { action: "resize", target: id.to_string(), before, after },
+        ))
     };
     mutation.run_for_user(platform, &unlocked.user, change).await
 }

@@ -13,7 +13,7 @@ use serde_json::json;
 use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, documented_json};
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
-use super::mutation::{AuditChange, Effect, Mutation, Reply};
+use super::mutation::{AuditChange, Mutation, MutationEffect, Reply};
 use crate::context::Platform;
 use crate::db::upgrade_token;
 use svc_http::openapi::{Operation, schema_of, schema_ref};
@@ -88,7 +88,7 @@ async fn handle_fleet(State(platform): State<Arc<Platform>>, request: Request) -
             let target = "fleet".to_owned();
             let after = Some(json!(rotations));
             let change = AuditChange { action: "token.rotate_all", target, before: None, after };
-            Ok(Effect::changed(reply, change))
+            Ok(MutationEffect::changed(reply, change))
         })
         .await?;
     Ok(outcome.into_reply().into_response())

@@ -14,7 +14,7 @@ use super::endpoint::{
     Access, BILLING, CURSOR, Endpoint, IDEMPOTENCY_KEY, OPERATOR, READ_OR_BILLING, documented_json,
     idp_user_id, plan, slot_name,
 };
-use super::mutation::{AuditChange, Effect, Mutation, Reply};
+use super::mutation::{AuditChange, Mutation, MutationEffect, Reply};
 use crate::context::Platform;
 use crate::db::slots::{self, NewSubscription};
 use axum::routing;
@@ -63,7 +63,7 @@ pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Res
                 before: before.map(|before| json!(Subscription::from(&before))),
                 after: Some(json!(after)),
             };
-            Ok(Effect::changed(Reply::new(StatusCode::OK, after), change))
+            Ok(MutationEffect::changed(Reply::new(StatusCode::OK, after), change))
         })
         .await?;
     Ok(outcome.into_reply().into_response())

@@ -91,8 +91,9 @@ async fn find_undo(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<
 
 /// Returns a deleted machine to its slot.
 ///
-/// # Errors `invalid_state` if the machine is not deleted or never served traffic, if its server has been or is being
-/// deleted, or if another machine holds the slot or has served traffic in it since.
+/// # Errors
+/// `invalid_state` if the machine is not deleted or never served traffic, if its server has been or is being deleted,
+/// or if another machine holds the slot or has served traffic in it since.
 pub async fn reinstate(
     platform: &Platform,
     tx: &Transaction<'_>,

@@ -30,8 +30,12 @@ pub async fn reserve(
     })
 }
 
-/// Closes the budget for `wait` after the provider has rejected a call.
-pub async fn close(client: &impl GenericClient, account: &str, wait: Duration) -> Result<(), DbError> {
+/// Grants no more calls for `wait`, because the provider has rejected a call.
+pub async fn suspend_calls(
+    client: &impl GenericClient,
+    account: &str,
+    wait: Duration,
+) -> Result<(), DbError> {
     let sql = "UPDATE provider_budget SET tokens = 0, at = clock_timestamp(), \
                closed_until = greatest(closed_until, clock_timestamp() + make_interval(secs => $2)) \
                WHERE account = $1";

@@ -9,7 +9,7 @@ use tokio_postgres::Row;
 use super::{DbError, execute, query, query_opt};
 use crate::platform_key::{KeyId, KeyIds};
 
-/// A slot's sealed key. The names are as stored; they bind the seal.
+/// A slot's sealed key. `user` and `slot` are the stored texts, to which the seal is bound.
 pub struct SealedFileKey {
     pub user: String,
     pub slot: String,
@@ -97,9 +97,9 @@ pub async fn claim_prune(
 
 /// The last pruning of a slot's repository.
 pub struct LastPruning {
-    /// `None` before the first one, and after a request.
+    /// `None` before the first pruning, and while one is requested.
     pub at: Option<Timestamp>,
-    /// Why it failed.
+    /// The reason it failed, if it did.
     pub error: Option<String>,
 }
 
@@ -109,27 +109,27 @@ pub async fn find_pruning(
     user: &str,
     slot: &str,
 ) -> Result<Option<LastPruning>, DbError> {
-    // A new row has the time of its creation, and a requested pruning the epoch.
+    // In a new row, `pruned_at` is the creation time; a request sets it to the epoch.
     let sql = "SELECT CASE WHEN pruned_at > created_at THEN pruned_at END, prune_error FROM file_keys \
                WHERE idp_user_id = $1 AND slot = $2";
     let row = query_opt(client, sql, &[&user, &slot]).await?;
     Ok(row.map(|row| LastPruning { at: row.get(0), error: row.get(1) }))
 }
 
-/// The slots whose repositories are not pruned as they should be.
+/// Failed and overdue prunings.
 #[derive(Debug, Clone, Default)]
 pub struct PruningProblems {
     /// The number of slots with a key.
     pub slots: u64,
     /// The number of slots whose last pruning failed.
     pub failed: u64,
-    /// The first of them, as `USER/SLOT`, with the error.
+    /// The first failures: the slot as `USER/SLOT`, and the error.
     pub failures: Vec<(String, String)>,
-    /// The number of slots for which no pruning has ended for too long.
+    /// The number of slots whose last pruning ended too long ago.
     pub overdue: u64,
 }
 
-/// Finds problems with prunings, and names at most `limit` failures.
+/// Counts failed and overdue prunings, and lists at most `limit` failures.
 pub async fn find_pruning_problems(
     client: &impl GenericClient,
     max_age: Duration,
@@ -157,8 +157,8 @@ pub async fn count_failed_prunings(client: &impl GenericClient) -> Result<u64, D
     Ok(row.map_or(0, |row| row.get::<_, i64>(0)).unsigned_abs())
 }
 
-/// Returns whether this release has migrated the database, so that it records when prunings end.
-pub async fn records_prunings(client: &impl GenericClient) -> Result<bool, DbError> {
+/// Returns whether the database's schema is new enough to record when prunings end.
+pub async fn has_prune_ended_at_column(client: &impl GenericClient) -> Result<bool, DbError> {
     let sql = "SELECT EXISTS (SELECT 1 FROM pg_attribute \
                WHERE attrelid = to_regclass('file_keys') AND attname = 'prune_ended_at')";
     Ok(query_opt(client, sql, &[]).await?.is_some_and(|row| row.get(0)))
@@ -170,7 +170,7 @@ pub async fn request_prune(client: &impl GenericClient, user: &str, slot: &str) 
     Ok(execute(client, sql, &[&user, &slot]).await? == 1)
 }
 
-/// Records the result of a pruning. After a failure, the next one begins earlier by `advance`.
+/// Records the result of a pruning. After a failure, `advance` makes the next pruning due earlier.
 pub async fn record_prune(
     client: &impl GenericClient,
     (user, slot): (&str, &str),

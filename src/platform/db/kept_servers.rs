@@ -20,8 +20,8 @@ pub struct ServerRetention {
     /// Period after the deletion or, if later, after the request to power off the server: a deletion may first wait for
     /// an operator.
     pub deleted: Duration,
-    /// Period for machines that never registered. If this database has lost the registration, the host sends a heartbeat
-    /// within this time.
+    /// Period for machines that never registered. If this database has lost the registration, the host sends a
+    /// heartbeat within this time.
     pub unregistered: Duration,
 }
 
@@ -44,8 +44,8 @@ pub struct KeptServerRow {
 }
 
 /// When the retention period for machine `m`'s server ends; `$1` to `$3` are the retention periods. `NULL` if the
-/// server is kept until an operator decides, or until a later machine in the slot is proven. Such a machine does not
-/// count if the provider has lost its server. If the later machine was deleted, the period starts when its server is
+/// server is kept until an operator decides, or until a later machine in the slot is proven. A later machine whose
+/// server the provider has lost does not count. If the later machine was deleted, the period starts when its server is
 /// deleted.
 const KEPT_UNTIL: &str = "CASE WHEN m.removal_abandoned_at IS NULL THEN least(m.discard_ordered_at, \
     CASE WHEN m.unsaved_since IS NULL THEN least( \

@@ -249,7 +249,7 @@ impl MachineRow {
         }
     }
 
-    /// Returns whether the machine has a server at the provider, as far as the database shows.
+    /// Returns whether the machine has a server at the provider, according to the database.
     pub fn has_server(&self) -> bool {
         self.may_have_server() && !self.has_lost_server()
     }

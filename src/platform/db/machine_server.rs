@@ -7,7 +7,7 @@ use super::{DbError, execute, query_opt};
 use svc_machine::id::MachineId;
 
 /// Records that the server is about to be powered on.
-pub async fn record_power_on_order(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn record_power_on_request(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_ordered_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
@@ -51,7 +51,7 @@ pub async fn move_to_next_location(tx: &Transaction<'_>, id: MachineId) -> Resul
 }
 
 /// Records the request to power off the server of a machine that has left its slot.
-pub async fn record_power_off_order(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn record_power_off_request(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_off_ordered_at = coalesce(power_off_ordered_at, clock_timestamp()) \
                WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
@@ -80,7 +80,7 @@ pub async fn mark_powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(),
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Records that an operator wants the server on again.
+/// Records that the server is no longer powered off by an operator.
 pub async fn clear_powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET powered_off_at = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)

@@ -137,8 +137,8 @@ pub async fn find_by_handle(
     client: &impl GenericClient,
     handle: &Handle,
 ) -> Result<Option<MachineRow>, DbError> {
-    let of_handle = OF_HANDLE.replace('$', "$1");
-    let rest = format!("{of_handle} AND {ACTIVE} ORDER BY machine_id LIMIT 1");
+    let condition = HANDLE_CONDITION.replace('$', "$1");
+    let rest = format!("{condition} AND {ACTIVE} ORDER BY machine_id LIMIT 1");
     Ok(find_many(client, &rest, &[&handle.as_str()]).await?.pop())
 }
 
@@ -265,7 +265,8 @@ pub enum MachineScope {
 }
 
 /// The condition on the user lets the query use the index on the user; a handle belongs to one user.
-const OF_HANDLE: &str = "idp_user_id = (SELECT idp_user_id FROM handles WHERE handle = $) AND handle = $";
+const HANDLE_CONDITION: &str =
+    "idp_user_id = (SELECT idp_user_id FROM handles WHERE handle = $) AND handle = $";
 
 /// Lists a page of machines, newest first; ids are ordered by creation time.
 pub async fn list(
@@ -289,7 +290,7 @@ pub async fn list(
         ("status = $", status.as_ref().map(|value| value as _)),
         ("idp_user_id = $", user.as_ref().map(|value| value as _)),
         ("slot = $", slot.as_ref().map(|value| value as _)),
-        (OF_HANDLE, handle.as_ref().map(|value| value as _)),
+        (HANDLE_CONDITION, handle.as_ref().map(|value| value as _)),
         ("machine_id < $", before.as_ref().map(|value| value as _)),
     ];
     for (condition, value) in filters {

@@ -61,7 +61,7 @@ const MIGRATION_TIMEOUT: Duration = Duration::from_secs(120);
 pub async fn run(config: &Config) -> anyhow::Result<()> {
     tokio::time::timeout(MIGRATION_TIMEOUT, migrate(config)).await.with_context(|| {
         format!(
-            "the migrations did not finish within {} s: check whether another process holds their lock",
+            "the migrations did not finish within {} s: check whether another process holds the migration lock",
             MIGRATION_TIMEOUT.as_secs()
         )
     })?
@@ -72,7 +72,8 @@ pub const NEWEST_VERSION: u32 = MIGRATIONS.len() as u32;
 
 fn create_runner() -> anyhow::Result<Runner> {
     let migrations = MIGRATIONS.iter().map(|(name, sql)| Migration::unapplied(name, sql));
-    let migrations = migrations.collect::<Result<Vec<_>, _>>().context("read the embedded migrations")?;
+    let migrations =
+        migrations.collect::<Result<Vec<_>, _>>().context("cannot parse the embedded migrations")?;
     // A later release may have applied more migrations. They only add to the schema, so this release can ignore them.
     Ok(Runner::new(&migrations).set_abort_missing(false))
 }
@@ -80,18 +81,19 @@ fn create_runner() -> anyhow::Result<Runner> {
 async fn migrate(config: &Config) -> anyhow::Result<()> {
     let mut config = config.clone();
     config.connect_timeout(Duration::from_secs(5)).application_name("svc-platform migrations");
-    let (mut client, connection_task) = super::connect(&config).await.context("connect to the database")?;
+    let (mut client, connection_task) =
+        super::connect(&config).await.context("cannot connect to the database")?;
     client
         .execute("SELECT pg_advisory_lock($1)", &[&LOCK_ID])
         .await
-        .context("wait for the migrations' lock")?;
-    let report = create_runner()?.run_async(&mut client).await.context("migrate the database")?;
+        .context("cannot acquire the migration lock")?;
+    let report = create_runner()?.run_async(&mut client).await.context("cannot migrate the database")?;
     for applied in report.applied_migrations() {
         tracing::info!(migration = %applied, "migration applied");
     }
     // Closing the connection releases the lock.
     drop(client);
-    connection_task.await.context("close the migrations' connection")
+    connection_task.await.context("the connection task for migrations failed")
 }
 
 #[cfg(test)]

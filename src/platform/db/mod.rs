@@ -205,7 +205,7 @@ pub async fn execute(client: &impl GenericClient, sql: &str, params: Params<'_>)
     with_timeout(client.execute(&statement, params)).await
 }
 
-/// Takes the advisory lock named `subject` until the transaction ends; other callers wait for it.
+/// Acquires the advisory lock named `subject` and holds it until the transaction ends; other callers wait for it.
 pub async fn lock(tx: &Transaction<'_>, subject: &str) -> Result<(), DbError> {
     query(tx, "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", &[&subject]).await.map(drop)
 }

@@ -1,4 +1,4 @@
-//! `operations` and their log. An operation is created, claimed under a lease, advanced by the lease's holder, and ended.
+//! `operations` and their log. An operation is created, claimed under a lease, advanced by the lease holder, and ended.
 //!
 //! Invariant: [`advance`], [`suspend`] and [`renew`] take effect only while `owner` holds an unexpired lease, by the
 //! database's clock.
@@ -217,8 +217,8 @@ pub async fn list_stalled(
     Ok(query(client, &sql, &limits.params()).await?.iter().map(OperationRow::parse).collect())
 }
 
-/// Locks the operation until the transaction ends, and returns whether it is stalled: it may have continued since it was
-/// listed.
+/// Locks the operation until the transaction ends, and returns whether it is stalled: it may have progressed since it
+/// was listed.
 pub async fn lock_stalled(
     tx: &Transaction<'_>,
     id: OperationId,

@@ -28,7 +28,7 @@ pub enum TokenState {
     Revoked,
 }
 
-/// Finds the operator whose current or previous token this is.
+/// Finds an operator by its current or previous token.
 pub async fn find_by_token(
     client: &impl GenericClient,
     id: OperatorTokenId,

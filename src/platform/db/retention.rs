@@ -1,4 +1,4 @@
-//! Deletes expired rows in batches. Each statement uses an index on the rows' time.
+//! Deletes expired rows in batches. Each statement uses an index on a time column.
 //!
 //! Machines, slots, handles and signing keys never expire, because their epochs, names and sealed keys stay in use.
 //! Platform key and process rows are deleted where they are written (`db::platform_keys`).

@@ -69,7 +69,7 @@ impl RolloutRow {
     pub fn verification_state(&self) -> VerificationState {
         let has_passed = self.verification.as_ref().is_some_and(|last| last["passed"] == true);
         match (self.should_verify, has_passed, self.is_verifying) {
-            (false, ..) | (_, true, _) => VerificationState::Settled,
+            (false, ..) | (_, true, _) => VerificationState::Satisfied,
             (_, _, true) => VerificationState::Running,
             _ => VerificationState::Due,
         }

@@ -1,9 +1,9 @@
-//! Checks that the bundle for new machines is completely published and has a manifest that hosts trust.
+//! Checks that the bundle for new machines is fully published and has a manifest that hosts trust.
 
 use crate::config::PlatformConfig;
 use crate::host_settings::HostSettings;
-use svc_base::chain::format_chain;
 use svc_base::diagnosis::Findings;
+use svc_base::error_chain::format_chain;
 use svc_machine::name::ImageVersion;
 use svc_store::bucket::{Bucket, StoreError};
 use svc_store::bundle::{self, BundleUnusable, ManifestError, read_digest};

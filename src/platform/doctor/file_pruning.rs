@@ -1,4 +1,4 @@
-//! Checks that the repositories of file backups are pruned. Otherwise they grow, but nothing is lost.
+//! Checks that the repositories of file backups are pruned. A repository that is not pruned grows, but no data is lost.
 
 use crate::config::PlatformConfig;
 use crate::db::Db;
@@ -7,9 +7,10 @@ use crate::file_pruning::TIMEOUT;
 use svc_base::diagnosis::Findings;
 use svc_base::quantity::pluralize;
 
-/// Maximum number of failures that are named.
+/// Maximum number of failures that are listed.
 const MAX_NAMED: i64 = 5;
-/// A repository is overdue if no pruning has ended for this many intervals and a pruning's maximum duration.
+/// A repository is overdue if its last pruning ended more than this many intervals plus a pruning's maximum duration
+/// ago.
 const MAX_INTERVALS: u32 = 3;
 
 pub async fn check(config: &PlatformConfig) -> Findings {
@@ -24,7 +25,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
 async fn find_problems(config: &PlatformConfig) -> anyhow::Result<Option<PruningProblems>> {
     let db = Db::new(&config.database, 1)?;
     let session = db.session().await?;
-    if !file_keys::records_prunings(&session).await? {
+    if !file_keys::has_prune_ended_at_column(&session).await? {
         return Ok(None);
     }
     let max_age = config.timing.files_prune * MAX_INTERVALS + TIMEOUT;
@@ -35,7 +36,7 @@ fn assess(mut findings: Findings, found: &PruningProblems, is_regular: bool) -> 
     for (slot, error) in &found.failures {
         findings = findings.warning(
             format!("the file backups of {slot} could not be pruned: {error}"),
-            "the platform tries again; `svcctl files usage USER` shows their size and the last result",
+            "the platform retries; `svcctl files usage USER` shows their size and the last result",
         );
     }
     let unnamed = found.failed.saturating_sub(found.failures.len() as u64);
@@ -47,15 +48,15 @@ fn assess(mut findings: Findings, found: &PruningProblems, is_regular: bool) -> 
     }
     if !is_regular {
         return findings.warning(
-            "FILES_PRUNE_SECONDS is 0: the repositories of file backups keep all snapshots, and grow",
-            "remove the setting, or request prunings with `svcctl files prune USER`",
+            "FILES_PRUNE_SECONDS is 0: the repositories of file backups keep all snapshots and grow",
+            "remove the setting, or request pruning with `svcctl files prune USER`",
         );
     }
     if found.overdue > 0 {
         findings = findings.warning(
             format!("the file backups of {} are overdue for pruning", pluralize(found.overdue, "slot")),
-            "check in svc-platform's log that prunings end: one may need more memory, or too many may be due for \
-             its processes",
+            "check svc-platform's log: a pruning may need more memory, or more prunings may be due than the \
+             platform's processes can complete",
         );
     }
     findings.or_ok(format!("the file backups of {} are pruned regularly", pluralize(found.slots, "slot")))

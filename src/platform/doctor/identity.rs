@@ -3,8 +3,8 @@
 use serde::Deserialize;
 
 use crate::config::PlatformConfig;
-use svc_base::chain::format_chain;
 use svc_base::diagnosis::Findings;
+use svc_base::error_chain::format_chain;
 use svc_base::quantity::pluralize;
 use svc_http::client::{self, Deadlines};
 

@@ -7,8 +7,8 @@ use crate::key_change::{self, need::KeyNeed};
 use crate::keys::{self, KeyError, Seal};
 use crate::platform_key::KeyIds;
 use crate::tokens::TokenMint;
-use svc_base::chain::format_chain;
 use svc_base::diagnosis::Findings;
+use svc_base::error_chain::format_chain;
 use svc_store::StoreError;
 
 /// The database state that the check assesses.
@@ -19,7 +19,7 @@ struct KeyUsage {
     /// The number of running processes, and the number of those that have the previous key.
     processes: (i64, i64),
     /// The error of an active signing key that neither platform key decrypts.
-    unopened: Option<KeyError>,
+    undecryptable: Option<KeyError>,
 }
 
 pub async fn check(config: &PlatformConfig) -> Findings {
@@ -60,14 +60,14 @@ async fn load_named_key(config: &PlatformConfig, ids: &KeyIds) -> Result<NamedKe
 }
 
 fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<NamedKey>) -> Findings {
-    if let Some(error) = &usage.unopened {
+    if let Some(error) = &usage.undecryptable {
         return findings.problem(
             error.to_string(),
             "PLATFORM_KEY or PLATFORM_KEY_PREVIOUS is wrong: correct it; svc-platform will not start",
         );
     }
     let findings = match &ids.previous {
-        None if usage.need.is_empty() => findings.ok(format!("{} made all stored secrets", ids.current)),
+        None if usage.need.is_empty() => findings.ok(format!("all stored secrets use {}", ids.current)),
         None => findings.problem(
             format!("PLATFORM_KEY {} is not sufficient: another key is needed by {}", ids.current, usage.need),
             "set PLATFORM_KEY_PREVIOUS to the earlier PLATFORM_KEY; svc-platform will not start",
@@ -87,7 +87,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
         Some(previous) if usage.need.is_empty() => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is no longer needed: it can be dropped"),
             "remove the setting, and restart svc-platform; keep the key in an archive as long as you keep copies of the database \
-             from before the change",
+             from before the rotation",
         ),
         Some(previous) if usage.need.has_processes() => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: {}", usage.need),
@@ -126,7 +126,7 @@ async fn read_usage(
     config: &PlatformConfig,
     client: &impl deadpool_postgres::GenericClient,
 ) -> Result<KeyUsage, DbError> {
-    let unopened = find_unopened_key_error(config, client).await?;
+    let undecryptable = find_undecryptable_key_error(config, client).await?;
     let (ids, ttl) = (config.keys.ids(), key_change::row_ttl(&config.timing));
     let mint = TokenMint::new(&config.keys.current).with_previous(config.keys.previous.as_ref());
     let silence = config.timing.keys.max_silence;
@@ -139,12 +139,12 @@ async fn read_usage(
         ),
         None => (false, (0, 0)),
     };
-    Ok(KeyUsage { need, is_previous_used, processes, unopened })
+    Ok(KeyUsage { need, is_previous_used, processes, undecryptable })
 }
 
 /// Finds the error with which `svc-platform` would refuse to start. Not needed with a single key, because
 /// [`KeyNeed`] then lists the signing keys.
-async fn find_unopened_key_error(
+async fn find_undecryptable_key_error(
     config: &PlatformConfig,
     client: &impl deadpool_postgres::GenericClient,
 ) -> Result<Option<KeyError>, DbError> {

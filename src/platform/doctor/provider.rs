@@ -1,8 +1,8 @@
 //! Checks that the cloud provider accepts the token and offers the default server type and the configured locations.
 
 use crate::config::PlatformConfig;
-use svc_base::chain::format_chain;
 use svc_base::diagnosis::Findings;
+use svc_base::error_chain::format_chain;
 use svc_base::quantity::pluralize;
 use svc_http::client::{self, Deadlines};
 use svc_provider::Provider;

@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_setting_rejects_misspelt_names() {
+    fn is_setting_rejects_misspelled_names() {
         for name in
             ["CUSTOMER_VPS_TLS_VERIFY", "OBJECT_STORE_URL", "AWS_REGION", "RUST_LOG", "https_proxy", "TZ"]
         {

@@ -1,10 +1,10 @@
 //! Tests what a host's session can reach in the store, with a session for an unused slot.
 
 use futures_util::FutureExt;
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_machine::name::Slot;
 use svc_store::bucket::{Bucket, Condition, StoreError};
-use svc_store::capabilities::{self, Capability, Need, ProbeResult, RaceLimits, Support};
+use svc_store::capabilities::{self, Capability, CapabilityNeed, ProbeResult, RaceLimits, Support};
 use svc_store::config::{S3Config, StoreConfig};
 use svc_store::credentials::TemporaryCredentials;
 use svc_store::key::SlotPrefix;
@@ -13,18 +13,18 @@ use crate::host_store::{HostCredentials, HostStore};
 use object_store::ObjectStoreExt;
 
 pub const SESSIONS: Capability = Capability {
-    name: "STS gives sessions with a policy (`AssumeRole`)",
-    need: Need::Recommended,
+    name: "STS issues sessions with a policy (`AssumeRole`)",
+    need: CapabilityNeed::Recommended,
     without: "Hosts need `STORE_HOST_CREDENTIALS=static`: each of them can read, overwrite and delete every slot.",
 };
 pub const SESSION_KEYS: Capability = Capability {
     name: "a session reaches only what its policy allows",
-    need: Need::Required,
+    need: CapabilityNeed::Required,
     without: "A host's session reaches every slot.",
 };
 pub const SESSION_WRITE_ONCE: Capability = Capability {
     name: "a session's policy can forbid overwriting (`s3:if-none-match`)",
-    need: Need::Recommended,
+    need: CapabilityNeed::Recommended,
     without: "`STORE_WRITE_ONCE` must be off: credentials stolen from a host can overwrite its slot's snapshots.",
 };
 
@@ -49,7 +49,7 @@ pub async fn probe_store(
             (Support::No(why), unknown(), unknown())
         }
         None => {
-            let unknown = || Support::Unknown("no STS is configured".to_owned());
+            let unknown = || Support::Unknown("STS is not configured".to_owned());
             (unknown(), unknown(), unknown())
         }
     };

@@ -10,11 +10,11 @@ use object_store::path::Path;
 use super::sessions;
 use crate::config::PlatformConfig;
 use crate::host_store::HostStore;
-use svc_base::chain::format_chain;
 use svc_base::diagnosis::Findings;
+use svc_base::error_chain::format_chain;
 use svc_base::quantity::pluralize;
 use svc_store::bucket::{Bucket, StoreError};
-use svc_store::capabilities::{self, Need, ProbeResult, Support};
+use svc_store::capabilities::{self, CapabilityNeed, ProbeResult, Support};
 use svc_store::config::StoreConfig;
 use svc_store::parallel_probe::{self, PREFIX, RUN_PREFIX};
 use svc_store::policy::SnapshotWrites;
@@ -100,11 +100,11 @@ async fn count_remaining_objects(bucket: &Bucket) -> Result<usize, object_store:
 fn report_capability(findings: Findings, probed: &ProbeResult, store: &StoreConfig) -> Findings {
     let ProbeResult { capability, support } = probed;
     match (support, capability.need) {
-        (Support::Yes, _) | (_, Need::Unused) => findings,
-        (Support::No(instead), Need::Required) => {
+        (Support::Yes, _) | (_, CapabilityNeed::Unused) => findings,
+        (Support::No(instead), CapabilityNeed::Required) => {
             findings.problem(describe_missing(capability.name, instead, capability.without), USE_OTHER_STORE)
         }
-        (Support::No(instead), Need::Recommended) => {
+        (Support::No(instead), CapabilityNeed::Recommended) => {
             findings.warning(describe_missing(capability.name, instead, capability.without), USE_OTHER_STORE)
         }
         (Support::Unknown(_), _)
@@ -201,8 +201,8 @@ async fn check_session_keys(findings: Findings, as_host: &sessions::SessionStore
     }
 }
 
-/// Checks that hosts get an outage session. Without one, a host cannot store snapshots while the platform is unreachable,
-/// and nothing else reports this.
+/// Checks that hosts get an outage session. Without one, a host cannot store snapshots while the platform is
+/// unreachable, and nothing else reports this.
 async fn check_outage_session(findings: Findings, hosts: &HostStore) -> Findings {
     match hosts.try_outage_session().await {
         Some(Err(error)) => findings.warning(
@@ -224,7 +224,7 @@ async fn check_write_once(
     let (StoreConfig::S3(s3), Some(writes)) = (&config.store, hosts.snapshot_writes()) else {
         return findings;
     };
-    if writes == SnapshotWrites::Any {
+    if writes == SnapshotWrites::Overwritable {
         return match s3.endpoint {
             None => findings.warning(
                 "a host's credentials can overwrite the slot's snapshots",

@@ -54,7 +54,7 @@ pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, KeyChan
         .buffered(MAX_CONCURRENT_SLOTS);
     while let Some(slot) = signed.next().await {
         let slot = slot?;
-        failpoint::pass("platform-key-after-fence")?;
+        failpoint::trigger("platform-key-after-fence")?;
         let session = platform.db.session().await?;
         platform_keys::advance_fences(&session, key, before.as_ref(), &slot).await?;
         before = Some(slot);
@@ -103,7 +103,7 @@ async fn re_sign_fence(platform: &Platform, slot: &SlotPrefix) -> Result<(), Poi
     if !is_signed_with_previous {
         return Ok(());
     }
-    failpoint::pass("platform-key-before-fence").map_err(|_| PointerError::Contended)?;
+    failpoint::trigger("platform-key-before-fence").map_err(|_| PointerError::TooManyConflicts)?;
     let proof = Some(mint.fence_proof(slot, epoch, machine));
     pointer_io::fence(&platform.bucket, slot, &Fence { epoch, machine, proof }).await
 }

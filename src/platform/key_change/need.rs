@@ -50,8 +50,8 @@ impl CountedNames {
 }
 
 impl KeyNeed {
-    /// Finds everything that needs a key other than the current key of `mint` and `seal`. Reads a row and computes a MAC
-    /// for each machine that holds its slot.
+    /// Finds everything that needs a key other than the current key of `mint` and `seal`. Reads a row and computes a
+    /// MAC for each machine that holds its slot.
     pub async fn find(
         client: &impl GenericClient,
         current: &KeyId,

@@ -61,7 +61,7 @@ pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     drop(session);
     let order = build_order(platform, &machine, &keys).await?;
     leased.record_create_sent().await?;
-    leased.hit_fail_point(Step::CreateServer, StepPoint::Ordered)?;
+    leased.hit_fail_point(Step::CreateServer, StepPoint::RequestRecorded)?;
     let sent = tokio::time::timeout(CREATE_TIMEOUT, platform.provider.create(&order)).await;
     let Ok(response) = sent else { return Ok(StepOutcome::wait(LOOKUP_INTERVAL)) };
     match response {
@@ -174,8 +174,8 @@ pub async fn find_server(platform: &Platform, machine: &MachineRow) -> Result<Op
     if let Some(found) = platform.provider.find(&machine.server_name()).await? {
         return Ok(Some(found));
     }
-    let labelled = platform.provider.find_by_label(&label_selector(machine.id)).await?;
-    Ok(labelled.into_iter().next())
+    let labeled = platform.provider.find_by_label(&label_selector(machine.id)).await?;
+    Ok(labeled.into_iter().next())
 }
 
 fn label_selector(machine: MachineId) -> String {
@@ -189,7 +189,8 @@ async fn build_order(
 ) -> Result<ServerOrder, StepError> {
     let config = &platform.config;
     let store = platform.host_store.grant_access(machine, SessionGrant::Working).await;
-    let store = store.map_err(|error| StepError::transient("no store credentials for the host", error))?;
+    let store =
+        store.map_err(|error| StepError::transient("cannot get store credentials for the host", error))?;
     let user_data = userdata::render(machine, &config.hosts, &store, keys, &platform.mint)
         .map_err(|error| StepError::permanent("cannot render user-data", error))?;
     let slot = Sha256::digest(format!("{}/{}", machine.user, machine.slot));

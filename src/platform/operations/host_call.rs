@@ -1,4 +1,4 @@
-//! Calls from the platform to a host: updates, drills, backups, quiescing, usage reports, and earlier files.
+//! Calls from the platform to a host: updates, drills, backups, quiescing, usage reports, and the file backup.
 //!
 //! Each call has a deadline and carries a proof for exactly this machine, method and path. A host's response never
 //! proves that a snapshot exists: the store must confirm it.
@@ -37,8 +37,8 @@ const CALL_DEADLINES: Deadlines = Deadlines {
     idle: Duration::from_secs(6),
 };
 
-/// For questions about earlier files, which read the index of a repository. The total is shorter than the timeout of
-/// `svcctl`.
+/// For queries about earlier files, for which the host reads a repository's index. The total is shorter than the
+/// timeout of `svcctl`.
 const FILES_DEADLINES: Deadlines = Deadlines {
     connect: Duration::from_secs(3),
     total: Some(Duration::from_secs(20)),
@@ -164,7 +164,7 @@ pub struct BackupProgress {
     pub dumped_bytes: Option<u64>,
     pub uploaded_bytes: Option<u64>,
     pub last: Option<BackupOutcome>,
-    /// Absent if the host has not saved the owner's files yet, and from hosts of earlier releases.
+    /// Absent if the host has not saved the owner's files yet, or runs an earlier release.
     pub files: Option<Box<FilesProgress>>,
 }
 
@@ -187,7 +187,7 @@ pub struct BackupOutcome {
     /// The snapshot that the backup published as the latest.
     pub key: Option<String>,
     pub error: Option<String>,
-    /// Set if the complete snapshot was not published as the latest. Hosts of earlier releases do not report this.
+    /// Set if the complete snapshot was not published as the latest. Earlier releases do not report this.
     pub held: Option<HeldSnapshot>,
 }
 
@@ -240,12 +240,12 @@ pub async fn fetch_usage(
     }
 }
 
-/// A question about the file backup or earlier states of the owner's files, or a request to bring one back.
+/// A query about the file backup or earlier states of the owner's files, or a request to restore such a state.
 #[derive(Debug)]
 pub enum FilesCall {
     Status,
     Versions(Vec<(&'static str, String)>),
-    At(Vec<(&'static str, String)>),
+    ListAt(Vec<(&'static str, String)>),
     ShowRestore,
     Restore {
         body: Value,
@@ -254,16 +254,16 @@ pub enum FilesCall {
     },
 }
 
-/// The reason a host did not answer a [`FilesCall`].
+/// The reason a [`FilesCall`] failed.
 #[derive(Debug, thiserror::Error)]
 pub enum FilesCallError {
     #[error(transparent)]
     Host(#[from] HostCallError),
-    /// The host's problem.
+    /// The host responded with this problem.
     #[error("the host returned {status}: {detail}")]
     Problem { status: StatusCode, detail: String },
-    /// The host's reason to reject a field.
-    #[error("the host rejects the field {pointer}: {detail}")]
+    /// The host rejected this field of the request's body.
+    #[error("the host rejected the field {pointer}: {detail}")]
     InvalidField { pointer: String, detail: String },
     /// The response exceeds this many bytes.
     #[error("the host's response is larger than {0} bytes")]
@@ -286,7 +286,7 @@ struct HostFieldError {
 }
 
 impl HostProblem {
-    /// The text is the host's, so it is made printable and bounded.
+    /// Converts the problem to an error. The text is untrusted, so it is truncated and made printable.
     fn to_error(&self, status: StatusCode) -> FilesCallError {
         match self.errors.first().filter(|_| status == StatusCode::BAD_REQUEST) {
             Some(error) => FilesCallError::InvalidField {
@@ -300,7 +300,7 @@ impl HostProblem {
     }
 }
 
-/// Returns a host's response to a question about the owner's files, at most 8 MiB long.
+/// Sends a [`FilesCall`] to a host and returns the response body, which is at most 8 MiB long.
 ///
 /// # Errors
 /// [`FilesCallError`]; 404 without a detail from a release without these routes.
@@ -310,14 +310,14 @@ pub async fn call_files(
     files_call: FilesCall,
 ) -> Result<Vec<u8>, FilesCallError> {
     let max_bytes = match &files_call {
-        FilesCall::Status | FilesCall::Versions(_) | FilesCall::At(_) => MAX_FILES_BYTES,
+        FilesCall::Status | FilesCall::Versions(_) | FilesCall::ListAt(_) => MAX_FILES_BYTES,
         FilesCall::ShowRestore | FilesCall::Restore { .. } => MAX_RESPONSE_BYTES,
     };
     let is_status = matches!(files_call, FilesCall::Status);
     let request = match files_call {
         FilesCall::Status => HostRequest::get("/api/files/status", Vec::new()),
         FilesCall::Versions(query) => HostRequest::get("/api/files/versions", query),
-        FilesCall::At(query) => HostRequest::get("/api/files/at", query),
+        FilesCall::ListAt(query) => HostRequest::get("/api/files/at", query),
         FilesCall::ShowRestore => HostRequest::get(FILES_RESTORE_PATH, Vec::new()),
         FilesCall::Restore { body, idempotency_key } => {
             HostRequest { idempotency_key, ..HostRequest::post(FILES_RESTORE_PATH, Some(body)) }
@@ -329,7 +329,7 @@ pub async fn call_files(
     let mut body = Vec::new();
     match read_response(&mut response, max_bytes, &mut body).await {
         Ok(()) if status.is_success() => Ok(body),
-        // The status always exists: an older release has no such route.
+        // The status always exists, so the host's release does not have this route.
         Ok(()) if is_status && status == StatusCode::NOT_FOUND => {
             Err(FilesCallError::Problem { status, detail: String::new() })
         }
@@ -342,7 +342,7 @@ pub async fn call_files(
     }
 }
 
-/// Sends a request. Returns its time by the host's clock, if the host reports it.
+/// Sends a request. Returns the request's time by the host's clock, if the host reports it.
 async fn send_request(
     platform: &Platform,
     machine: &MachineRow,
@@ -444,7 +444,7 @@ async fn send_within(
     if let Some(key) = &request.idempotency_key {
         call = call.header(idempotency::HEADER, key);
     }
-    call.send().await.context("call the host")
+    call.send().await.context("the request failed")
 }
 
 fn build_request_claims(machine: &MachineRow, request: &HostRequest) -> Claims {

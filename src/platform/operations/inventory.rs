@@ -263,10 +263,9 @@ async fn handle_orphans(
     failures: &mut Failures,
 ) -> anyhow::Result<()> {
     let installation = platform.installation.to_string();
-    let labelled =
-        listed.iter().filter(|server| server.labels.get(INSTALLATION_LABEL) == Some(&installation));
+    let labeled = listed.iter().filter(|server| server.labels.get(INSTALLATION_LABEL) == Some(&installation));
     let claimed: Vec<(&Server, Option<MachineId>)> =
-        labelled.map(|server| (server, parse_machine_label(server))).collect();
+        labeled.map(|server| (server, parse_machine_label(server))).collect();
     let named: Vec<MachineId> = claimed.iter().filter_map(|(_, machine)| *machine).collect();
     let session = platform.db.session().await?;
     let known = db::servers::filter_known(&session, &named).await?;

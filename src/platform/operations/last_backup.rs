@@ -19,7 +19,7 @@ use uuid::Uuid;
 
 use super::host_call::{self, BackupOutcome, BackupProgress, HostCallError};
 use super::leased::LeasedOperation;
-use super::predecessor::{find_outgoing_machine, note_nothing_served};
+use super::predecessor::{find_outgoing_machine, no_outgoing_machine_note};
 use super::step::{Question, StepError, StepOutcome, StepRecord, build_fence};
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, DbError};
@@ -27,9 +27,9 @@ use files::SavedFiles;
 use final_backup::HostReport;
 use progress::LastBackupProgress;
 pub use skip::{NEWER_SNAPSHOT, SNAPSHOT_CHOSEN};
-use skip::{SkipReason, is_snapshot_chosen, skip_host};
-use svc_base::chain::format_chain;
+use skip::{SkipReason, is_snapshot_chosen, skip_final_backup};
 use svc_base::clock;
+use svc_base::error_chain::format_chain;
 use svc_base::untrusted_text::truncate_printable;
 use svc_store::key::SlotPrefix;
 use svc_store::pointer_io;
@@ -44,7 +44,7 @@ const MAX_REQUESTS: u32 = 3;
 const POINTER_TIMEOUT: Duration = Duration::from_secs(10);
 /// The code of the question about a held-back snapshot.
 pub const HELD_BACK: &str = "last_backup_held_back";
-/// On hosts of earlier releases, the error of a held-back snapshot contains this text.
+/// If the host runs an earlier release, the error of a held-back snapshot contains this text.
 pub const HELD_BACK_HINT: &str = "svc-db-backup accept";
 
 enum AttemptOutcome {
@@ -140,7 +140,7 @@ impl fmt::Display for NewestCopy {
 
 pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let Some(machine) = find_outgoing_machine(leased).await? else {
-        return Ok(StepOutcome::done_with_note(note_nothing_served(leased.kind)));
+        return Ok(StepOutcome::done_with_note(no_outgoing_machine_note(leased.kind)));
     };
     let mut progress = LastBackupProgress::load(leased);
     if let Some(outcome) = resolve_without_call(leased, &machine, &mut progress).await? {
@@ -149,7 +149,7 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
     let (now, options) = (leased.now().await?, leased.operation.options);
     if is_snapshot_chosen(leased) {
         let reason = if options.give_up_backup { SkipReason::GivenUp } else { SkipReason::Unreachable };
-        return Box::pin(skip_host(leased, &machine, &progress, reason)).await;
+        return Box::pin(skip_final_backup(leased, &machine, &progress, reason)).await;
     }
     if progress.problem.is_some() || options.give_up_backup {
         // An operator has decided: a held-back snapshot may have become the latest.
@@ -157,11 +157,11 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
             && let Some(taken_at) =
                 final_backup::find_final_backup(leased, &machine, &progress, &report, now).await
         {
-            let files = SavedFiles::find(&report, &progress);
+            let files = SavedFiles::from_report(&report, &progress);
             return Ok(finish_with_backup(leased, &machine, taken_at, &files));
         }
         if options.accept_loss && progress.problem.is_none() {
-            return Box::pin(skip_host(leased, &machine, &progress, SkipReason::GivenUp)).await;
+            return Box::pin(skip_final_backup(leased, &machine, &progress, SkipReason::GivenUp)).await;
         }
         if options.accept_loss {
             return Ok(continue_with_loss(leased, &machine).await);
@@ -200,10 +200,14 @@ async fn resolve_without_call(
     progress: &mut LastBackupProgress,
 ) -> Result<Option<StepOutcome>, StepError> {
     if machine.power_off_ordered_at.is_some() {
-        return Box::pin(skip_host(leased, machine, progress, SkipReason::OutOfService)).await.map(Some);
+        return Box::pin(skip_final_backup(leased, machine, progress, SkipReason::OutOfService))
+            .await
+            .map(Some);
     }
     if !machine.has_server() && !leased.detect_returned_server(machine).await? {
-        return Box::pin(skip_host(leased, machine, progress, SkipReason::ServerGone)).await.map(Some);
+        return Box::pin(skip_final_backup(leased, machine, progress, SkipReason::ServerGone))
+            .await
+            .map(Some);
     }
     // If a deletion of the machine is running, that operation takes the backup.
     let session = leased.platform.db.session().await?;
@@ -265,10 +269,10 @@ async fn attempt_backup(
     };
     let report = fetch_host_report(leased, machine).await?;
     if let Some(taken_at) = final_backup::find_final_backup(leased, machine, progress, &report, now).await {
-        if files::should_wait(&report, progress, now) {
+        if files::should_wait_for_files(&report, progress, now) {
             return Ok(AttemptOutcome::Wait(POLL_INTERVAL));
         }
-        return Ok(AttemptOutcome::Saved { taken_at, files: SavedFiles::find(&report, progress) });
+        return Ok(AttemptOutcome::Saved { taken_at, files: SavedFiles::from_report(&report, progress) });
     }
     if let HostReport::Backups(host) = &report {
         progress.record_report(host, now);
@@ -411,7 +415,7 @@ async fn handle_unreachable(
         let failure = "the host is sending heartbeats, but the platform cannot call it".to_owned();
         return Ok(handle_failure(leased, machine, progress, BackupFailure::Failed(failure)).await);
     }
-    Box::pin(skip_host(leased, machine, &progress, SkipReason::Unreachable)).await
+    Box::pin(skip_final_backup(leased, machine, &progress, SkipReason::Unreachable)).await
 }
 
 /// Continues if the operator has accepted the loss; otherwise the operation waits for a decision.

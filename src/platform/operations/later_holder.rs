@@ -1,6 +1,6 @@
-//! Detects a later holder of a slot that the store records but the database does not, because the database may have
-//! been restored from an older copy. In that case, the database's operations are outdated, and must not take a serving
-//! machine out of service.
+//! Detects a later holder of a slot: a machine that holds the slot according to the store, but not according to the
+//! database. This happens if the database was restored from an older copy. Its operations are then outdated, and must
+//! not take a serving machine out of service.
 //!
 //! Invariants: only a fence signed by the platform is proof, because a host can write the pointer, too. A fence
 //! that no current key verifies proves nothing and rules nothing out: an operator decides.
@@ -29,12 +29,12 @@ use svc_store::pointer_io::{self, PointerError};
 pub const BEHIND_STORE: &str = "database_behind_store";
 /// The code of a question about a fence that no current key verifies.
 pub const UNVERIFIED_FENCE: &str = "unverified_fence";
-/// Key in an operation's facts, set when an operator has confirmed the deletion after the question.
+/// Key in an operation's facts, set when an operator has confirmed the deletion in answer to the question.
 pub const DELETION_CONFIRMED: &str = "outdatedDeletionConfirmed";
 
 /// Delay before an unavailable store is called again.
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);
-/// Timeout for reading the pointer. With a longer timeout, a store that has hung would block the callers.
+/// Timeout for reading the pointer. With a longer timeout, a hung store would block the callers.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A machine that holds the slot under an epoch that the database does not record.
@@ -321,7 +321,11 @@ async fn apply_decision(
             })))
         }
         HolderDecision::FailMachine => {
-            let fenced = Fenced { fence: holder.epoch, holder: Some(holder.machine), mine: machine.epoch };
+            let fenced = Fenced {
+                fence_epoch: holder.epoch,
+                holder: Some(holder.machine),
+                writer_epoch: machine.epoch,
+            };
             let what = "the store records a later holder of the slot: this database is older than the store";
             Err(StepError::permanent(what, PointerError::Fenced(fenced)))
         }

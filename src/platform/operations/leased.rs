@@ -41,7 +41,7 @@ impl LeasedOperation<'_> {
     }
 
     pub fn hit_fail_point(&self, step: Step, point: StepPoint) -> Result<(), StepError> {
-        Ok(failpoint::pass(&fail_point_name(self.kind, step, point))?)
+        Ok(failpoint::trigger(&fail_point_name(self.kind, step, point))?)
     }
 
     /// Records, under the lease, that a create request is about to be sent.
@@ -60,13 +60,13 @@ impl LeasedOperation<'_> {
     }
 
     /// Records, under the lease, that the server is about to be powered on.
-    pub async fn record_power_on_order(&self) -> Result<(), StepError> {
-        self.write_under_lease(LeasedWrite::PowerOrdered).await
+    pub async fn record_power_on_request(&self) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::PowerOnRequested).await
     }
 
     /// Records, under the lease, that the server of a machine that has left its slot is about to be powered off.
-    pub async fn record_power_off_order(&self, machine: MachineId) -> Result<(), StepError> {
-        self.write_under_lease(LeasedWrite::PowerOffOrdered(machine)).await
+    pub async fn record_power_off_request(&self, machine: MachineId) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::PowerOffRequested(machine)).await
     }
 
     /// Records, under the lease, that the machine should be on again.
@@ -134,9 +134,11 @@ impl LeasedOperation<'_> {
         match write {
             LeasedWrite::CreateSent => db::machine_changes::record_create_sent(&tx, machine).await?,
             LeasedWrite::CreateRefused => db::machine_changes::record_create_refused(&tx, machine).await?,
-            LeasedWrite::PowerOrdered => db::machine_server::record_power_on_order(&tx, machine).await?,
-            LeasedWrite::PowerOffOrdered(outgoing) => {
-                db::machine_server::record_power_off_order(&tx, outgoing).await?;
+            LeasedWrite::PowerOnRequested => {
+                db::machine_server::record_power_on_request(&tx, machine).await?
+            }
+            LeasedWrite::PowerOffRequested(outgoing) => {
+                db::machine_server::record_power_off_request(&tx, outgoing).await?;
             }
             LeasedWrite::NextLocation(why) => {
                 db::machine_server::move_to_next_location(&tx, machine).await?;
@@ -224,8 +226,8 @@ enum LeasedWrite {
     CreateSent,
     CreateRefused,
     NextLocation(String),
-    PowerOrdered,
-    PowerOffOrdered(MachineId),
+    PowerOnRequested,
+    PowerOffRequested(MachineId),
     PoweredOn,
     EpochRaised(Epoch),
     Kept(MachineId),

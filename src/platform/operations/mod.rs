@@ -55,9 +55,9 @@ pub enum StepPoint {
     After,
     /// The request to the provider is recorded but has not been sent. Only for steps whose request must not be repeated
     /// unnoticed.
-    Ordered,
+    RequestRecorded,
     /// The provider's action has ended, but its end has not been recorded.
-    Settled,
+    ActionEnded,
 }
 
 impl StepPoint {
@@ -65,16 +65,16 @@ impl StepPoint {
         match self {
             Self::Before => "before",
             Self::After => "after",
-            Self::Ordered => "ordered",
-            Self::Settled => "settled",
+            Self::RequestRecorded => "ordered",
+            Self::ActionEnded => "settled",
         }
     }
 
     fn all_of(step: Step) -> &'static [Self] {
         match step {
-            Step::CreateServer | Step::RebootServer => &[Self::Before, Self::Ordered, Self::After],
-            Step::PowerOn => &[Self::Before, Self::Ordered, Self::After, Self::Settled],
-            Step::PowerOff | Step::ChangeType => &[Self::Before, Self::After, Self::Settled],
+            Step::CreateServer | Step::RebootServer => &[Self::Before, Self::RequestRecorded, Self::After],
+            Step::PowerOn => &[Self::Before, Self::RequestRecorded, Self::After, Self::ActionEnded],
+            Step::PowerOff | Step::ChangeType => &[Self::Before, Self::After, Self::ActionEnded],
             _ => &[Self::Before, Self::After],
         }
     }

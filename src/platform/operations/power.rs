@@ -1,4 +1,4 @@
-//! The steps that switch the server of a slot's machine off or on, or restart it.
+//! The steps that power the server of a slot's machine off or on, or restart it.
 //!
 //! Invariant: a step reads the server's state before it requests anything, and requests nothing for a machine that has
 //! left its slot.
@@ -77,7 +77,7 @@ pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     if server.locked || server.status != ServerStatus::Running {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
-    leased.hit_fail_point(Step::RebootServer, StepPoint::Ordered)?;
+    leased.hit_fail_point(Step::RebootServer, StepPoint::RequestRecorded)?;
     let action = leased.platform.provider.reboot(server.id).await?;
     Ok(resize::wait_for_action(leased, action.id, leased.step_age().await?))
 }

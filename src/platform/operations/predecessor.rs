@@ -1,6 +1,5 @@
 //! Finds the machine that an operation takes out of service: the slot's last registered machine or, in a deletion, the
-//! deleted machine itself. Also contains the steps that switch its server off and, if an operator chose that, delete
-//! it.
+//! deleted machine itself. Also contains the steps that power its server off and, if an operator chose that, delete it.
 //!
 //! Invariant: a server is powered off after the fence is set. It is deleted here only if a final backup exists or an
 //! operator accepted the loss; otherwise the reconciler deletes it after its machine's successor is proven.
@@ -42,12 +41,12 @@ pub async fn find_outgoing_machine(leased: &LeasedOperation<'_>) -> Result<Optio
 }
 
 /// Returns the name that notes use for the machine that an operation of this kind takes out of service.
-pub(super) fn name_outgoing_machine(kind: OperationKind) -> &'static str {
+pub(super) fn outgoing_machine_label(kind: OperationKind) -> &'static str {
     if kind == OperationKind::Delete { "the machine" } else { "the predecessor" }
 }
 
 /// Returns the note for a step that has nothing to do because there is no outgoing machine.
-pub(super) fn note_nothing_served(kind: OperationKind) -> &'static str {
+pub(super) fn no_outgoing_machine_note(kind: OperationKind) -> &'static str {
     if kind == OperationKind::Delete {
         "the machine never served traffic"
     } else {
@@ -75,12 +74,12 @@ pub async fn power_off_server(leased: &LeasedOperation<'_>) -> Result<StepOutcom
 
 async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let Some(machine) = find_outgoing_machine(leased).await? else {
-        return Ok(StepOutcome::done_with_note(note_nothing_served(leased.kind)));
+        return Ok(StepOutcome::done_with_note(no_outgoing_machine_note(leased.kind)));
     };
     let Some(id) = machine.provider_server_id.filter(|_| machine.has_server()) else {
         return Ok(StepOutcome::done_with_note(format!(
             "{} has no server",
-            name_outgoing_machine(leased.kind)
+            outgoing_machine_label(leased.kind)
         )));
     };
     let age = leased.step_age().await?;
@@ -91,7 +90,7 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
             "the provider did not power the server off; the fence protects the data",
         ));
     }
-    leased.record_power_off_order(machine.id).await?;
+    leased.record_power_off_request(machine.id).await?;
     match power_off(leased, ServerId(id), age).await {
         Ok(Some(outcome)) => Ok(clear_absence(outcome, leased.facts())),
         Ok(None) => Ok(confirm_server_gone(leased, &machine)),
@@ -147,7 +146,7 @@ fn time_since_cut(cut_at: f64, age: Duration) -> Duration {
 fn confirm_server_gone(leased: &LeasedOperation<'_>, machine: &MachineRow) -> StepOutcome {
     let mut facts = leased.facts();
     if facts.contains_key(ABSENT) {
-        let note = format!("the provider no longer has {}'s server", name_outgoing_machine(leased.kind));
+        let note = format!("the provider no longer has {}'s server", outgoing_machine_label(leased.kind));
         let note = Some(note.into());
         return StepOutcome::Done { note, record: StepRecord::ServerGone { machine: machine.id } };
     }
@@ -155,7 +154,7 @@ fn confirm_server_gone(leased: &LeasedOperation<'_>, machine: &MachineRow) -> St
     StepOutcome::Wait { delay: CONFIRM_INTERVAL, facts: Some(facts) }
 }
 
-/// Forgets an earlier report that the server was missing, because the provider has it.
+/// Discards an earlier report that the server was missing, because the provider has it.
 fn clear_absence(outcome: StepOutcome, facts: Map<String, Value>) -> StepOutcome {
     if !facts.contains_key(ABSENT) {
         return outcome;

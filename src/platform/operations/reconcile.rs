@@ -220,9 +220,9 @@ fn listing_interval(servers: u64) -> Duration {
     Duration::from_secs(further_calls * SECONDS_PER_CALL)
 }
 
-/// Requests the deletion of servers whose retention has ended, unless the database may have lost machines. Only the pass
-/// that took the inventory may do this: another process's inventory may still be running, and the stored list may come
-/// from a restored copy.
+/// Requests the deletion of servers whose retention has ended, unless the database may have lost machines. Only the
+/// pass that took the inventory may do this: another process's inventory may still be running, and the stored list may
+/// come from a restored copy.
 async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;

@@ -61,7 +61,7 @@ pub async fn power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
         return Ok(StepOutcome::wait(poll_interval(age)));
     }
     if server.status == ServerStatus::Off {
-        leased.hit_fail_point(Step::PowerOff, StepPoint::Settled)?;
+        leased.hit_fail_point(Step::PowerOff, StepPoint::ActionEnded)?;
         return Ok(StepOutcome::done());
     }
     let action = leased.platform.provider.power_off(server.id).await?;
@@ -82,7 +82,7 @@ pub async fn change_type(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
         return Ok(StepOutcome::wait(poll_interval(age)));
     }
     if server.server_type == to {
-        leased.hit_fail_point(Step::ChangeType, StepPoint::Settled)?;
+        leased.hit_fail_point(Step::ChangeType, StepPoint::ActionEnded)?;
         return Ok(StepOutcome::done());
     }
     if let Some(ActionStatus::Error { code, message }) = ended {
@@ -119,14 +119,14 @@ pub async fn power_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepE
         ServerStatus::Running | ServerStatus::Starting => {
             // If the server was never off, only heartbeats from now on prove that the host is healthy.
             if machine.power_ordered_at.is_none_or(|at| at < leased.operation.created_at) {
-                leased.record_power_on_order().await?;
+                leased.record_power_on_request().await?;
             }
-            leased.hit_fail_point(Step::PowerOn, StepPoint::Settled)?;
+            leased.hit_fail_point(Step::PowerOn, StepPoint::ActionEnded)?;
             Ok(StepOutcome::done())
         }
         ServerStatus::Off => {
-            leased.record_power_on_order().await?;
-            leased.hit_fail_point(Step::PowerOn, StepPoint::Ordered)?;
+            leased.record_power_on_request().await?;
+            leased.hit_fail_point(Step::PowerOn, StepPoint::RequestRecorded)?;
             let action = leased.platform.provider.power_on(server.id).await?;
             Ok(wait_for_action(leased, action.id, age))
         }
@@ -141,7 +141,7 @@ pub async fn await_health(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
     };
     // The host obeyed the shutdown request late.
     if server.status == ServerStatus::Off && !server.locked {
-        leased.record_power_on_order().await?;
+        leased.record_power_on_request().await?;
         leased.platform.provider.power_on(server.id).await?;
         return Ok(StepOutcome::wait(poll_interval(age)));
     }
@@ -167,7 +167,7 @@ pub enum RetryDecision {
     Retry,
     /// Continue with the step that powers the server on.
     Abandon,
-    /// The server has not come back.
+    /// End the resize as failed, because the host did not return in time.
     Fail,
 }
 

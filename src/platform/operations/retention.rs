@@ -8,7 +8,7 @@ use crate::context::Platform;
 use crate::db::retention::{ExpiringTable, RetentionRule};
 use crate::db::{self, DbError};
 use crate::signed_lifetimes::SIGN_OUT_TTL;
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_base::metrics::RETENTION_DELETED;
 
 /// Interval between passes across all processes.

@@ -224,9 +224,9 @@ async fn fence_slot(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepErr
         // this machine's epoch is raised above the store's.
         Err(PointerError::Fenced(fenced))
             if (machine.provider_server_id.is_none() || leased.kind == OperationKind::Reinstate)
-                && fenced.fence <= machine.epoch.max_plausible() =>
+                && fenced.fence_epoch <= machine.epoch.max_plausible() =>
         {
-            leased.raise_epoch(fenced.fence.next()).await?;
+            leased.raise_epoch(fenced.fence_epoch.next()).await?;
             Ok(StepOutcome::wait(Duration::ZERO))
         }
         Err(error @ PointerError::Fenced(_)) => {

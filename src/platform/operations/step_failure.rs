@@ -57,7 +57,7 @@ mod tests {
 
     /// An error that wraps another one and names no component.
     #[derive(Debug, thiserror::Error)]
-    #[error("create the machine")]
+    #[error("cannot create the machine")]
     struct Wrapped(#[source] Box<dyn Error + Send + Sync>);
 
     #[test]
@@ -69,14 +69,14 @@ mod tests {
         };
         let refused = || provider(ErrorKind::Refused);
         let wrapped = |error: Box<dyn Error + Send + Sync>| StepError::permanent("x", Wrapped(error));
-        let fenced = Fenced { fence: Epoch(3), holder: None, mine: Epoch(2) };
+        let fenced = Fenced { fence_epoch: Epoch(3), holder: None, writer_epoch: Epoch(2) };
         let store = || StoreError::Corrupt { key: "k".to_owned(), why: "w".to_owned() };
         let cases = [
             (StepError::permanent("x", refused()), CreationFailure::ProviderRefused),
             (StepError::permanent("x", provider(ErrorKind::Transient)), CreationFailure::ProviderUnavailable),
             (StepError::permanent("x", PointerError::Fenced(fenced)), CreationFailure::Fenced),
             (StepError::transient("x", PointerError::Store(store())), CreationFailure::StoreFailed),
-            (StepError::transient("x", PointerError::Contended), CreationFailure::StoreFailed),
+            (StepError::transient("x", PointerError::TooManyConflicts), CreationFailure::StoreFailed),
             (StepError::transient("x", store()), CreationFailure::StoreFailed),
             (StepError::from(DbError::Contended), CreationFailure::Internal),
             (wrapped(Box::new(PointerError::Fenced(fenced))), CreationFailure::Fenced),

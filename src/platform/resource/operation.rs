@@ -8,7 +8,7 @@ use crate::db::operations::OperationRow;
 use crate::db::{self, DbError};
 use svc_machine::id::MachineId;
 use svc_wire::operation::{LogLine, Operation, OperationState, Question};
-use svc_wire::text::Text;
+use svc_wire::text::WireString;
 
 /// Converts an operation, and loads the newest lines of its log and the number of older lines omitted.
 pub async fn load_with_log(client: &impl GenericClient, row: &OperationRow) -> Result<Operation, DbError> {
@@ -35,7 +35,7 @@ impl From<&OperationRow> for Operation {
             operation_id: row.id.into(),
             machine_id: row.machine.into(),
             kind: row.kind.clone(),
-            state: waiting.unwrap_or_else(|| Text::from_stored(&row.state)),
+            state: waiting.unwrap_or_else(|| WireString::from_stored(&row.state)),
             question: question.and_then(|question| Question::deserialize(question).ok()),
             step: row.step.clone(),
             attempts: row.attempts.unsigned_abs().into(),

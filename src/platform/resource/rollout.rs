@@ -5,7 +5,7 @@ use deadpool_postgres::GenericClient;
 use crate::db::DbError;
 use crate::db::rollouts::{self, RolloutMachineRow, RolloutRow};
 use svc_wire::rollout::{Rollout, RolloutMachine, RolloutSummary, RolloutTotals};
-use svc_wire::text::Text;
+use svc_wire::text::WireString;
 
 /// Loads rollout summaries: everything except the machines.
 pub async fn load_summaries(
@@ -58,14 +58,14 @@ impl From<RolloutMachineRow> for RolloutMachine {
     fn from(row: RolloutMachineRow) -> Self {
         Self {
             machine_id: row.machine.into(),
-            handle: Text::from_stored(row.handle),
-            slot: Text::from_stored(row.slot),
+            handle: WireString::from_stored(row.handle),
+            slot: WireString::from_stored(row.slot),
             batch: row.batch.unsigned_abs().into(),
             state: row.state.into(),
             error: row.error,
             asked_at: row.asked_at.map(Into::into),
             ended_at: row.ended_at.map(Into::into),
-            image_version: Text::from_stored(row.image_version),
+            image_version: WireString::from_stored(row.image_version),
         }
     }
 }

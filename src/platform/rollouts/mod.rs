@@ -1,9 +1,10 @@
 //! Rollouts of a release across many machines: [`crate::rollout_plan`] decides the next effects, one transaction writes
 //! them, and only then are hosts notified.
 //!
-//! Any process may take the next step of a rollout, but only one process at a time. One notification per host is enough,
-//! because the response to its next heartbeat contains the same request. Both contain the id of the request that created
-//! the rollout: a host never retries a failed request, but a later rollout of the same release is a new request.
+//! Any process may take the next step of a rollout, but only one process at a time. One notification per host is
+//! enough, because the response to its next heartbeat contains the same request. Both contain the id of the request
+//! that created the rollout: a host never retries a failed request, but a later rollout of the same release is a new
+//! request.
 
 mod verification;
 
@@ -74,7 +75,7 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
     let effects = rollout_plan::next_effects(pace, limits, rollout.verification_state(), &members);
     let has_effects = !effects.is_empty();
     if has_effects {
-        failpoint::pass("rollouts.decided")?;
+        failpoint::trigger("rollouts.decided")?;
     }
     let mut ended = Vec::new();
     let mut to_verify = None;
@@ -102,11 +103,11 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
     }
     let unnotified = rollouts::claim_unnotified(&tx, rollout.id).await?;
     if has_effects {
-        failpoint::pass("rollouts.written")?;
+        failpoint::trigger("rollouts.written")?;
     }
     db::commit(tx).await?;
     if has_effects {
-        failpoint::pass("rollouts.committed")?;
+        failpoint::trigger("rollouts.committed")?;
     }
     drop(session);
     for state in ended {

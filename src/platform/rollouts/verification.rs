@@ -1,8 +1,8 @@
 //! Verifies a rollout's release on the first machines that receive it, before the next batch starts.
 //!
-//! The checks take a long time, so they run outside any transaction, under a claim that is renewed: if the process stops,
-//! another process takes over. A finding pauses the rollout and raises an alarm; after `svcctl deploy resume`, the release
-//! is verified again.
+//! The checks take a long time, so they run outside any transaction, under a claim that is renewed: if the process
+//! stops, another process takes over. A finding pauses the rollout and raises an alarm; after `svcctl deploy resume`,
+//! the release is verified again.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -20,8 +20,8 @@ use crate::db::machine_row::MachineRow;
 use crate::db::rollouts::{self, RolloutRow};
 use crate::db::{self, audit};
 use crate::operations::host_call;
-use svc_base::chain::format_chain;
 use svc_base::diagnosis::{Finding, Findings, Level};
+use svc_base::error_chain::format_chain;
 use svc_base::untrusted_text;
 use svc_http::proof::{self, Route};
 use svc_http::request_id;
@@ -298,7 +298,7 @@ mod tests {
     fn pause_reason_names_first_findings_and_counts_others() {
         let found = |check: &str| RolloutFinding {
             machine_id: MachineId::new().into(),
-            handle: svc_wire::text::Text::from_stored("ada"),
+            handle: svc_wire::text::WireString::from_stored("ada"),
             check: check.to_owned(),
             what: "failing".to_owned(),
             next: None,

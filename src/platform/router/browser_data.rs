@@ -91,9 +91,9 @@ pub(super) fn check_service_worker(context: &RequestContext, headers: &HeaderMap
     Ok(())
 }
 
-/// Returns a response that replaces the machine's response if the browser's last user was a different one. A page is
-/// requested again after the data has been cleared. Any other request is rejected: the last user's script may have sent
-/// it.
+/// Returns a response that replaces the machine's response if the browser may hold another user's data: its last user
+/// was a different one or, in a browser without a session, is unknown. A page is requested again after the data has
+/// been cleared. Any other request is rejected, because the last user's script may have sent it.
 pub(super) fn require_cleared_data(
     router: &RouterState,
     context: &RequestContext,
@@ -101,7 +101,7 @@ pub(super) fn require_cleared_data(
     headers: &HeaderMap,
     uri: &Uri,
 ) -> Option<Response> {
-    if matches!(identity, Identity::Bearer(_)) || !honours_clear_site_data(context, headers) {
+    if matches!(identity, Identity::Bearer(_)) || !honors_clear_site_data(context, headers) {
         return None;
     }
     match RouterCookie::LastUser.get(headers, context.scheme) {
@@ -115,14 +115,14 @@ pub(super) fn require_cleared_data(
         response.headers_mut().append(SET_COOKIE, set_last_user(router, context, identity.user()));
         response
     } else {
-        let detail = "Another account was used in this browser before: reload the page.";
+        let detail = "This browser may hold data from another account; reload the page.";
         Problem::new(Code::Unauthorized, detail).into_response()
     };
     clear_data(&mut response);
     Some(response)
 }
 
-/// Records the user in the response that opens a session. If the browser's last user was a different one, the response
+/// Records the user in the response that opens a session. Unless the same user was the browser's last one, the response
 /// also instructs the browser to clear its data.
 pub(super) fn record_user(
     router: &RouterState,
@@ -131,7 +131,7 @@ pub(super) fn record_user(
     headers: &HeaderMap,
     user: &IdpUserId,
 ) {
-    if !honours_clear_site_data(context, headers) {
+    if !honors_clear_site_data(context, headers) {
         return;
     }
     let last = RouterCookie::LastUser.get(headers, context.scheme);
@@ -181,8 +181,8 @@ fn is_navigation(headers: &HeaderMap) -> bool {
     has_value(&FETCH_MODE, b"navigate") && has_value(&FETCH_DEST, b"document")
 }
 
-/// Whether the client is a browser that honours `Clear-Site-Data`. Browsers do so only in a secure context.
-fn honours_clear_site_data(context: &RequestContext, headers: &HeaderMap) -> bool {
+/// Whether the client is a browser that honors `Clear-Site-Data`. Browsers do so only in a secure context.
+fn honors_clear_site_data(context: &RequestContext, headers: &HeaderMap) -> bool {
     cookie::is_browser(headers) && (context.scheme == "https" || is_loopback(&context.authority))
 }
 

@@ -60,7 +60,7 @@ pub static CHOOSE_SLOT: BuiltinRoute = BuiltinRoute {
             documented_json(200, "The slot is chosen.", || object(&[("slot", slot_name_schema())], &[])),
             DocumentedResponse {
                 status: 303,
-                description: "Redirect to the slot, after a form.",
+                description: "Redirect to the slot, in response to a form.",
                 content: Content::Nothing,
             },
         ],
@@ -92,7 +92,7 @@ pub static CHOOSE_ACCOUNT: BuiltinRoute = BuiltinRoute {
         }),
         responses: &[DocumentedResponse {
             status: 303,
-            description: "Redirect to `returnTo`, a path of this host, with the chosen account.",
+            description: "Redirect to `returnTo`, a path on this host, with the chosen account.",
             content: Content::Nothing,
         }],
         problems: &[Code::Forbidden, Code::RateLimited, Code::Unavailable, Code::DatabaseUnavailable],

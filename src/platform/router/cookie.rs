@@ -90,7 +90,7 @@ fn find(headers: &HeaderMap, matches: impl Fn(&str) -> bool) -> Option<&str> {
     pairs.find(|(name, _)| matches(name)).map(|(_, value)| value.trim_matches('"'))
 }
 
-/// Whether machines are forbidden to set a cookie with this name. Browsers ignore the case of the prefix.
+/// Whether machines must not set a cookie with this name. Browsers ignore the case of the prefix.
 fn is_reserved(name: &[u8]) -> bool {
     let bare = match name.split_at_checked(HOST_PREFIX.len()) {
         Some((prefix, bare)) if prefix.eq_ignore_ascii_case(HOST_PREFIX.as_bytes()) => bare,
@@ -114,8 +114,8 @@ pub fn drop_reserved(headers: &mut HeaderMap) {
     drop_reserved_cookies(headers);
 }
 
-/// Drops cookies that a machine sets under reserved names. Also drops cookies without a name: a browser sends only their
-/// value, which can contain a reserved name and a value.
+/// Drops cookies that a machine sets under reserved names. Also drops cookies without a name: a browser sends only
+/// their value, which can contain a reserved name and a value.
 pub(super) fn drop_reserved_cookies(headers: &mut HeaderMap) {
     let is_reserved_line = |line: &HeaderValue| {
         let pair = line.as_bytes().split(|b| *b == b';').next().unwrap_or_default();

@@ -86,8 +86,8 @@ fn is_traceparent(value: &HeaderValue) -> bool {
         && bytes[36..52].iter().any(|b| *b != b'0')
 }
 
-/// Creates a `traceparent`. The request id is used as the trace id if it has the right format, so that one id finds
-/// both.
+/// Creates a `traceparent`. If the request id has the right format, it is also the trace id, so that one id identifies
+/// the request in logs and in traces.
 fn new_traceparent(request_id: &str) -> HeaderValue {
     let is_hex = request_id.len() == 32 && request_id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
     let fresh;

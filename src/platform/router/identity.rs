@@ -29,8 +29,8 @@ const CHECK_BURST_SECONDS: u32 = 10;
 /// The caller, by the kind of credential.
 pub(super) enum Identity {
     Session(Arc<Session>),
-    /// A session, while the provider's cookie belongs to a different user. The session takes precedence until the person
-    /// decides, because an attacker may have set the cookie.
+    /// A session, while the provider's cookie belongs to a different user. The session takes precedence until the
+    /// person decides, because an attacker may have set the cookie.
     Disputed(Arc<Session>, Arc<Subject>),
     /// The provider's cookie, in a browser without a session.
     Cookie(Arc<Subject>),

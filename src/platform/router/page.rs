@@ -33,7 +33,7 @@ pub(super) enum UnavailableReason {
     /// An operator has powered off the machine.
     PoweredOff,
     /// The machine is `running`, but its route changed while the request was in flight.
-    JustChanged,
+    RouteChanged,
     /// The routes are too old, because the database has been unreachable.
     Unknown,
 }
@@ -66,8 +66,8 @@ impl UnavailableReason {
                 "Your computer is not running",
                 "Something went wrong. Your backups are safe. Please contact support.",
             ),
-            Self::NotRunning(Status::Running) | Self::JustChanged => {
-                ("Your computer is changing", "This page will try again in a moment.")
+            Self::NotRunning(Status::Running) | Self::RouteChanged => {
+                ("Your computer is reconnecting", "This page will try again in a moment.")
             }
             Self::PoweredOff => (
                 "Your computer is powered off",
@@ -84,7 +84,7 @@ impl UnavailableReason {
         match self {
             Self::NoMachine => "none",
             Self::NotRunning(status) => status.as_str(),
-            Self::JustChanged => Status::Running.as_str(),
+            Self::RouteChanged => Status::Running.as_str(),
             Self::PoweredOff => "powered_off",
             Self::Unknown => "unknown",
         }

@@ -144,8 +144,8 @@ impl RouterState {
         Ok(response)
     }
 
-    /// Reads the request's properties, and rejects unknown hosts. An absolute target overrides `Host` (RFC 9112, section
-    /// 3.2.2).
+    /// Reads the request's properties, and rejects unknown hosts. An absolute target overrides `Host` (RFC 9112,
+    /// section 3.2.2).
     fn request_context(&self, request: &mut Request) -> Result<RequestContext, Problem> {
         if let Some(authority) = request.uri().authority() {
             let host = HeaderValue::from_str(authority.as_str());
@@ -193,8 +193,8 @@ impl RouterState {
         self.identify(context, headers).await?.ok_or_else(sign_in::sign_in_required)
     }
 
-    /// Opens a session for a request with the provider's cookie, so that the browser stays signed in after the cookie has
-    /// expired. The request itself does not need the session, so a failure is only logged.
+    /// Opens a session for a request with the provider's cookie, so that the browser stays signed in after the cookie
+    /// has expired. The request itself does not need the session, so a failure is only logged.
     async fn open_session(&self, context: &RequestContext, identity: &Identity) -> Option<HeaderValue> {
         match self.sessions.open(context.host, identity.user(), None).await {
             Ok((token, _)) => Some(RouterCookie::Session(context.host).set_cookie_header(
@@ -282,7 +282,7 @@ impl RouterState {
                 tracing::warn!(svc_machine_id = %machine.record.id, error = %format_chain(&error), "request to the machine failed");
                 UPSTREAM_FAILURES.add_one([error.kind()]);
                 match error {
-                    ProxyError::Closed => UnavailableReason::JustChanged.respond(context.wants_page),
+                    ProxyError::Closed => UnavailableReason::RouteChanged.respond(context.wants_page),
                     ProxyError::HeadTimeout => page::upstream_timeout(context.wants_page),
                     ProxyError::Full => {
                         Problem::new(Code::Unavailable, "The machine has too many open connections.")
@@ -310,7 +310,7 @@ impl RouterState {
     fn stream_limit(&self, caller: Caller<'_>, now: Timestamp) -> Option<TimeLimit> {
         let (user, expires_at) = match caller {
             Caller::Owner(Identity::Bearer(_), _) => return None,
-            // As for a session opened now.
+            // The lifetime of a session that is opened now.
             Caller::Owner(Identity::Cookie(subject), _) => {
                 (&subject.user, now.as_second() + SESSION_SECONDS.cast_signed())
             }
@@ -380,7 +380,7 @@ pub(super) fn session_problem(error: &SessionError) -> Problem {
     if matches!(error, SessionError::ParentEnded) {
         return Problem::new(Code::Unauthorized, "The session has ended; sign in again.");
     }
-    tracing::warn!(error = %format_chain(error), "cannot look up sessions");
+    tracing::warn!(error = %format_chain(error), "cannot read or change sessions");
     Problem::new(Code::DatabaseUnavailable, "The session database is unavailable.")
         .retry_after(page::REFRESH_SECONDS)
 }

@@ -163,7 +163,7 @@ mod tests {
     #[test]
     fn recording_many_sign_outs_takes_linear_time() {
         let sign_outs = SignOuts::default();
-        // With quadratic time, this would take minutes.
+        // If each call scanned all users, this would take minutes.
         for n in 0..200_000 {
             sign_outs.record_sign_out(&user(&format!("user_{n}")), n, Duration::ZERO);
         }

@@ -1,8 +1,9 @@
-//! Keeps the directory and the session cache current: polls the database at an interval, and immediately after a NOTIFY.
+//! Keeps the directory and the session cache current: polls the database at an interval, and immediately after a
+//! NOTIFY.
 //!
 //! Numbers from a sequence are not committed in order, so reading only rows above the last number seen could miss rows.
-//! Instead, the poll compares a digest of the change numbers of all committed active rows. Sessions and acknowledged keys
-//! change rarely: each poll reads, by an index, the changes within a window that is longer than any transaction.
+//! Instead, the poll compares a digest of the change numbers of all committed active rows. Sessions and acknowledged
+//! keys change rarely: each poll reads, by an index, the changes within a window that is longer than any transaction.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -37,8 +38,8 @@ const ACTIVE: &str = "FROM user_machines WHERE deleted_at IS NULL AND retired_at
 /// would be compared.
 const CHANGED_SESSIONS: &str = "SELECT token_hash, host, idp_user_id, slot, expires_at, revoked_at IS NOT NULL \
      FROM sessions WHERE changed_at > now() - interval '15 seconds'";
-/// `$1` is the age in seconds up to which sign-outs are read. The first poll of a connection, and each poll after a gap,
-/// reads all sign-outs that affect valid app tokens; other polls read only recent ones.
+/// `$1` is the age in seconds up to which sign-outs are read. The first poll of a connection, and each poll after a
+/// gap, reads all sign-outs that affect valid app tokens; other polls read only recent ones.
 const SIGN_OUTS: &str = "SELECT idp_user_id, generation, \
      greatest(extract(epoch FROM now() - changed_at), 0)::float8 FROM sign_outs \
      WHERE changed_at > now() - make_interval(secs => $1)";
@@ -199,7 +200,7 @@ struct Connection {
 impl Connection {
     async fn open(config: &Config, wake: Arc<Notify>) -> anyhow::Result<Self> {
         let (client, mut connection) =
-            resolve_hosts(config).await?.connect(NoTls).await.context("connect to the database")?;
+            resolve_hosts(config).await?.connect(NoTls).await.context("cannot connect to the database")?;
         tokio::spawn(async move {
             // Ends when the client is dropped or the connection fails.
             while let Some(Ok(message)) = poll_fn(|cx| connection.poll_message(cx)).await {

@@ -5,7 +5,7 @@ use http::{Method, StatusCode};
 use super::{Support, temporary_key};
 use crate::config::S3Config;
 use crate::signed_request::{RequestError, SignedClient, StoreResponse};
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 
 const CONTENT: &[u8] = b"probe";
 /// The SHA-256 of an empty body, in base64.

@@ -120,7 +120,7 @@ add("nonroot_skip", basic, allow=False, user=True, more=["--dangerously-skip-per
 add("no_allow", basic, allow=False, what="nothing allowed: what happens to Write/Bash with -p", user_settings=H("user", ALL))
 add("accept_edits", basic, allow=False, more=["--permission-mode", "acceptEdits"], what="--permission-mode acceptEdits")
 add("outside", {"main": [{"tools": [T("Write", file_path=A + "/w/claude/outside-file", content="o\n")]}, {"tools": [bash("touch ../outside2; ls ..")]}, DONE]}, what="Write and Bash outside the project, with --allowedTools")
-# hooks: behaviour
+# hooks: behavior
 for ev in ("PreToolUse", "PostToolUse"):
     k = "pre" if ev == "PreToolUse" else "post"
     for code in (1, 2):

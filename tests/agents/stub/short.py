@@ -1,4 +1,4 @@
-"""short.py [LENGTH] < X.stdout.jsonl: prints the recording without its less interesting fields"""
+"""short.py [LENGTH] < X.stdout.jsonl: prints a shortened recording, without its less interesting fields"""
 import sys,json
 L=int(sys.argv[1]) if len(sys.argv)>1 else 1300
 for l in sys.stdin:

@@ -6,9 +6,9 @@
    usage: stub.py SCRIPT.json PORTFILE REQLOG
    SCRIPT.json: {"tracks": {"main": [step, ...], "sub": [...]}}
    The track is the last "[[name]]" marker in a user text of the request; the
-   step is the number of assistant turns after that marker, so that the stub
-   keeps no state (except for "times").  A request without a marker gets "ok", one
-   without tools (to generate a title) "A title".
+   step is the number of assistant turns after that marker, so the stub is
+   stateless (except for "times").  The response to a request without a marker is
+   "ok"; to a request without tools (to generate a title), it is "A title".
    step: {"text": "...", "thinking": "...", "tools": [{"name":..,"input":{..}}],
           "usage": {...}, "delay": seconds, "stop": "...",
           "status": 500, "body": {...}, "headers": {...}, "times": 2 (then the next
@@ -37,7 +37,7 @@ def texts(content, skip_types=("tool_result",)):
     return "\n".join(out)
 
 def turns(body):
-    """[(role, text)] of any of the three request forms"""
+    """Returns [(role, text)] for a request in any of the three formats"""
     r = []
     items = body.get("messages") or body.get("input") or []
     if isinstance(items, str):

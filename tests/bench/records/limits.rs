@@ -40,7 +40,7 @@ pub fn measure(dir: &Path) -> Result<()> {
         }
         Ok(file.flush()?)
     })?;
-    rate("one write(2) each", SINGLE_EVENTS, &|mut file| {
+    rate("one write(2) per event", SINGLE_EVENTS, &|mut file| {
         for _ in 0..SINGLE_EVENTS {
             file.write_all(&line)?;
         }
@@ -53,6 +53,10 @@ pub fn measure(dir: &Path) -> Result<()> {
         file.sync_data()?;
         written += 1;
     }
-    print_figure("events", "write and fdatasync each", f64::from(written) / started.elapsed().as_secs_f64());
+    print_figure(
+        "events",
+        "write and fdatasync per event",
+        f64::from(written) / started.elapsed().as_secs_f64(),
+    );
     Ok(std::fs::remove_file(path)?)
 }

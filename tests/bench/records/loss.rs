@@ -1,4 +1,4 @@
-//! Data loss in a crash: a child records when it submits each event, and is killed; then its file is checked.
+//! Data loss in a crash: a child process records when it submits each event, and is killed. Then its file is checked.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
@@ -25,7 +25,7 @@ fn now_nanos() -> u64 {
 
 /// Runs in the child: writes events until it is killed. The `n`th number in the file `times` is the submission time of
 /// event `n`.
-pub fn victim(dir: &Path) -> Result<()> {
+pub fn run_crash_child(dir: &Path) -> Result<()> {
     let writer = Writer::start(dir.join("logs"))?;
     let (records, times) = (writer.records(), File::create(dir.join("times"))?);
     println!("started");
@@ -45,11 +45,11 @@ pub fn measure(dir: &Path) -> Result<()> {
         let run_dir = dir.join(format!("kill-{kill}"));
         fs::create_dir_all(&run_dir)?;
         let mut child = Command::new(std::env::current_exe()?)
-            .arg("victim")
+            .arg("crash-child")
             .arg(&run_dir)
             .stdout(Stdio::piped())
             .spawn()
-            .context("start a child")?;
+            .context("cannot start a child process")?;
         let mut line = String::new();
         BufReader::new(child.stdout.take().context("the child's output is not piped")?)
             .read_line(&mut line)?;
@@ -71,14 +71,14 @@ fn find_oldest_lost(dir: &Path, killed: u64) -> Result<Duration> {
     let complete = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
     let mut next = 0;
     for line in complete {
-        let line: Value = serde_json::from_str(line).context("parse a line")?;
+        let line: Value = serde_json::from_str(line).context("cannot parse a line")?;
         ensure!(line["id"].as_str() == Some(&*u64::to_string(&next)), "event {next} is out of order: {line}");
         next += 1;
     }
     let times = fs::read(dir.join("times"))?;
     let times: Vec<u64> =
         times.chunks_exact(8).filter_map(|time| Some(u64::from_le_bytes(time.try_into().ok()?))).collect();
-    ensure!(times.len() > 100, "only {} events", times.len());
+    ensure!(times.len() > 100, "the child submitted only {} events", times.len());
     let lost = times.get(usize::try_from(next)?).copied();
     Ok(lost.map_or(Duration::ZERO, |at| Duration::from_nanos(killed.saturating_sub(at))))
 }

@@ -1,7 +1,8 @@
-//! The program that `cargo xtask bench records` runs once per round: it measures the real writer and usage book, and
+//! The program that `cargo xtask bench records` runs once per round: it measures the real writer and usage store, and
 //! upper bounds for the writer.
 //!
-//! It links the product, which the kit never does. Each figure is an output line `{name, whose, value}`.
+//! It links the product, which the kit never does. Each figure is printed as a line of JSON with `name`, `whose` and
+//! `value`.
 
 #![allow(clippy::print_stdout, reason = "figures go to standard output")]
 
@@ -15,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use serde_json::json;
-use svc::host::records::entry::{Interaction, Status};
+use svc::host::records::entry::{Interaction, ResultStatus};
 use svc::host::records::money::Dollars;
 
 /// Length of an event as a line, including the line end.
@@ -23,11 +24,11 @@ const EVENT_BYTES: usize = 246;
 
 fn main() -> Result<()> {
     let mut args = std::env::args().skip(1).filter(|arg| arg != "--bench");
-    let mode = args.next().context("missing mode: round or victim")?;
-    let dir = PathBuf::from(args.next().context("missing directory")?);
+    let mode = args.next().context("missing mode: expected round or crash-child")?;
+    let dir = PathBuf::from(args.next().context("missing directory for the measured files")?);
     match &*mode {
         "round" => {
-            let seconds: u64 = args.next().context("missing seconds")?.parse()?;
+            let seconds: u64 = args.next().context("missing duration of the load, in seconds")?.parse()?;
             let load = Duration::from_secs(seconds);
             // Runs first, because the other measurements grow the heap.
             usage::measure(&dir)?;
@@ -35,13 +36,13 @@ fn main() -> Result<()> {
             writer::measure(&dir, load)?;
             loss::measure(&dir)
         }
-        "victim" => loss::victim(&dir),
-        other => bail!("unknown mode {other}: expected round or victim"),
+        "crash-child" => loss::run_crash_child(&dir),
+        other => bail!("unknown mode {other}: expected round or crash-child"),
     }
 }
 
-fn print_figure(name: &str, whose: &str, value: f64) {
-    println!("{}", json!({ "name": name, "whose": whose, "value": value }));
+fn print_figure(name: &str, side: &str, value: f64) {
+    println!("{}", json!({ "name": name, "whose": side, "value": value }));
 }
 
 /// Builds an event as written by a dispatch, [`EVENT_BYTES`] long.
@@ -63,7 +64,7 @@ fn event(n: u64) -> Interaction {
         cost_estimated: false,
         duration_ms: 1000 + n % 9000,
         tools: Vec::new(),
-        status: Status::Success,
+        status: ResultStatus::Success,
         error: None,
         batch: false,
         batch_id: None,

@@ -1,4 +1,4 @@
-//! The usage book with three years of usage by fifty users with ten models.
+//! The usage store with three years of usage by fifty users with ten models.
 
 use std::fs;
 use std::io::{BufWriter, Write};
@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use jiff::ToSpan;
 use jiff::civil::Date;
 use svc::host::records::ledger::{GroupBy, UsageQuery};
-use svc::host::records::usage_book::UsageBook;
+use svc::host::records::usage_store::UsageStore;
 use svc::host::records::writer::Writer;
 use svc::wire::usage::UsageReport;
 
@@ -28,20 +28,20 @@ pub fn measure(dir: &Path) -> Result<()> {
     let writer = Writer::start(logs.clone())?;
     let before = resident_mib()?;
     let started = Instant::now();
-    let book = UsageBook::open(writer.records(), logs.clone(), dir.join("seals.json"))?;
-    print_figure("usage of 3 years: open", "svc", started.elapsed().as_secs_f64() * 1000.0);
-    print_figure("usage of 3 years: memory", "svc", resident_mib()? - before);
+    let store = UsageStore::open(writer.records(), logs.clone(), dir.join("seals.json"))?;
+    print_figure("3 years of usage: open", "svc", started.elapsed().as_secs_f64() * 1000.0);
+    print_figure("3 years of usage: memory", "svc", resident_mib()? - before);
     for (name, group_by) in [
-        ("usage of 3 years: by day, p99", GroupBy::Day),
-        ("usage of 3 years: by week, p99", GroupBy::Week),
-        ("usage of 3 years: by month, p99", GroupBy::Month),
-        ("usage of 3 years: by model, p99", GroupBy::Model),
-        ("usage of 3 years: by user, p99", GroupBy::User),
+        ("3 years of usage: by day, p99", GroupBy::Day),
+        ("3 years of usage: by week, p99", GroupBy::Week),
+        ("3 years of usage: by month, p99", GroupBy::Month),
+        ("3 years of usage: by model, p99", GroupBy::Model),
+        ("3 years of usage: by user, p99", GroupBy::User),
     ] {
         let mut samples = Vec::new();
         for _ in 0..QUERIES {
             let started = Instant::now();
-            let report = book.report(&UsageQuery { group_by, ..UsageQuery::default() });
+            let report = store.report(&UsageQuery { group_by, ..UsageQuery::default() });
             let report = UsageReport::from(report);
             let text = serde_json::to_vec(&report)?;
             samples.push(elapsed_nanos(started));
@@ -56,15 +56,15 @@ pub fn measure(dir: &Path) -> Result<()> {
     let mut samples: Vec<u64> = (0..QUERIES)
         .map(|_| {
             let started = Instant::now();
-            std::hint::black_box(book.report(&query));
+            std::hint::black_box(store.report(&query));
             elapsed_nanos(started)
         })
         .collect();
-    print_figure("usage of 3 years: of one user, p99", "svc", quantile(&mut samples, 0.99) / 1e6);
+    print_figure("3 years of usage: for one user, p99", "svc", quantile(&mut samples, 0.99) / 1e6);
     let started = Instant::now();
-    book.compact();
-    print_figure("usage of 3 years: compaction", "svc", started.elapsed().as_secs_f64() * 1000.0);
-    drop((book, writer));
+    store.compact();
+    print_figure("3 years of usage: compaction", "svc", started.elapsed().as_secs_f64() * 1000.0);
+    drop((store, writer));
     Ok(fs::remove_dir_all(logs)?)
 }
 

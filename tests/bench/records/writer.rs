@@ -30,9 +30,9 @@ fn with_writer<T>(dir: &Path, run: impl FnOnce(&Records) -> Result<(T, usize)>) 
 
 pub fn measure(dir: &Path, load: Duration) -> Result<()> {
     let events = events();
-    for (threads, whose) in [(1, "svc"), (2, "svc, two callers")] {
+    for (threads, side) in [(1, "svc"), (2, "svc, two callers")] {
         let rate = with_writer(dir, |records| run_full_load(records, &events, threads))?;
-        print_figure("events", whose, rate);
+        print_figure("events", side, rate);
     }
     for (threads, name) in [(1, "a caller at full load, p99"), (2, "one of two callers at full load, p99")] {
         let (mut samples, peak) = with_writer(dir, |records| run_timed_load(records, &events, threads))?;
@@ -103,7 +103,7 @@ fn run_timed_load(
         let (mut all, mut accepted, mut peak) = (Vec::new(), 0, 0);
         for thread in running {
             let (samples, thread_accepted, thread_peak) =
-                thread.join().ok().context("a caller has panicked")?;
+                thread.join().ok().context("a caller thread panicked")?;
             all.extend(samples);
             accepted += thread_accepted;
             peak = peak.max(thread_peak);

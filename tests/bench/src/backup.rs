@@ -17,18 +17,18 @@ use super::{Options, print_round};
 use kit::pg::PgServer;
 
 const WALL_TIME: &str = "one backup";
-const CPU: &str = "CPU time without the servers";
+const CPU: &str = "CPU time, excluding the servers";
 const STORE_CPU: &str = "CPU time of the store";
 const DISK_WRITES: &str = "written to disk";
 const DUMP_TO_FILE: &str = "pg_dump to a file";
 const DUMP_TO_STORE: &str = "pg_dump | s5cmd pipe";
 
-const MEMORY: &str = "peak memory, database of 1.9 GB";
+const MEMORY: &str = "peak memory, 1.9 GB database";
 /// Databases of other sizes, with their scales; memory must not grow with a database's size.
 const OTHER_SIZES: [(&str, u32); 3] = [
-    ("peak memory, database of 0.1 GB", 5),
-    ("peak memory, database of 1 GB", 53),
-    ("peak memory, database of 4 GB", 210),
+    ("peak memory, 0.1 GB database", 5),
+    ("peak memory, 1 GB database", 53),
+    ("peak memory, 4 GB database", 210),
 ];
 
 pub const ROWS: [Spec; 10] = [
@@ -63,7 +63,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     // Warms up the caches: the first reads of the database would distort the first measurement.
     let size = testbed.dump_to_file()?.1;
     println!(
-        "  {} MB of database, {} MB of dump",
+        "  database: {} MB, dump: {} MB",
         database::size_bytes(&server).await? / 1_000_000,
         size / 1_000_000
     );
@@ -100,7 +100,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
         let (stats, _) = Testbed::prepare(dir.path(), options, &store, &server, scale)?.run_svc_backup()?;
         tally.add(name, PRODUCT, stats.peak_mib);
         let (database, peak) = (database::size_bytes(&server).await?, stats.peak_mib);
-        println!("    {} MB of database: {peak:.1} MiB in {:.1?}", database / 1_000_000, stats.wall);
+        println!("    {} MB database: peak of {peak:.1} MiB in {:.1?}", database / 1_000_000, stats.wall);
     }
     Ok(tally)
 }

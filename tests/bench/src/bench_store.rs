@@ -71,8 +71,9 @@ impl BenchStore {
             self.object_size(&key) == Some(snapshot.size_bytes),
             "the size of {key} differs from the pointer"
         );
-        let side: Sidecar = self.json(&format!("{key}.json"))?.context("there is no sidecar")?;
-        let recorded: Vec<(&str, u64)> = side.tables.iter().map(|table| (&*table.name, table.rows)).collect();
+        let sidecar: Sidecar = self.json(&format!("{key}.json"))?.context("the snapshot has no sidecar")?;
+        let recorded: Vec<(&str, u64)> =
+            sidecar.tables.iter().map(|table| (&*table.name, table.rows)).collect();
         ensure!(recorded == database::tables(scale), "unexpected row counts in the sidecar: {recorded:?}");
         ensure!(self.server.uploads(BUCKET).is_empty(), "an upload is incomplete");
         Ok(snapshot)
@@ -90,7 +91,8 @@ impl BenchStore {
             .map(|object| object.size)
     }
 
-    /// Deletes an object. The store keeps the previous content of a key, so it is overwritten first.
+    /// Deletes an object. The store keeps the previous content of a key, so the object is first overwritten with an
+    /// empty one.
     pub fn purge(&self, key: &str) {
         self.server.write(BUCKET, key, "");
         self.server.remove(BUCKET, key);
@@ -113,7 +115,7 @@ pub struct MachineDir {
 }
 
 impl MachineDir {
-    /// Creates a machine with an empty directory: its restore gate is closed.
+    /// Creates a machine with an empty directory, and therefore with a closed restore gate.
     pub fn new(dir: &Path, store: &BenchStore, server: &PgServer) -> Result<Self> {
         let root = tempfile::Builder::new().prefix("machine-").tempdir_in(dir)?;
         let settings = [

@@ -21,8 +21,8 @@ const INSERT: [&str; 3] =
 const FIND: [&str; 2] = ["finds/s, 8 connections", "finds/s, 32 connections"];
 const INSERT_CPU: &str = "CPU per insert, 32 connections";
 const FIND_CPU: &str = "CPU per find, 32 connections";
-const INSERT_P99: &str = "insert's p99, 32 connections, to the peer's median";
-const FIND_P99: &str = "find's p99, 32 connections, to the peer's median";
+const INSERT_P99: &str = "insert p99, 32 connections, relative to the peer's median";
+const FIND_P99: &str = "find p99, 32 connections, relative to the peer's median";
 
 const PGBENCH: &str = "pgbench";
 const POSTGREST: &str = "PostgREST";
@@ -117,10 +117,13 @@ impl Testbed {
         Ok(testbed)
     }
 
-    /// Checks that the sides return the same results: error responses would yield good figures.
+    /// Checks that all sides return the same results, because fast error responses would yield good figures.
     async fn check_results_agree(&self) -> Result<()> {
         let inserted = self.gateway.query(&self.machine, &self.insert.bridge_body).await?;
-        ensure!(inserted["data"]["id"].is_string(), "the bridge's insert: {inserted}");
+        ensure!(
+            inserted["data"]["id"].is_string(),
+            "unexpected response from the bridge to an insert: {inserted}"
+        );
         let found = self.gateway.query(&self.machine, &self.find.bridge_body).await?;
         let found_rows = found["data"].as_array().map_or(0, Vec::len);
         let client = reqwest::Client::builder().no_proxy().build()?;
@@ -146,7 +149,7 @@ impl Testbed {
         }
         ensure!(
             results[0].len() == 1 && results[0][0]["id"].is_string(),
-            "PostgREST's insert: {:?}",
+            "unexpected response from PostgREST to an insert: {:?}",
             results[0]
         );
         ensure!(

@@ -53,7 +53,11 @@ fn run_rounds(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
     fs::copy(&cached, &archive)?;
     fs::write(dir.path().join("bundle.tar.gz.sha256"), format!("{digest}  bundle.tar.gz\n"))?;
     let packed = fs::metadata(&archive)?.len() / 1_000_000;
-    println!("  {packed} MB, {} MB in {} files", archive::TOTAL_BYTES / 1_000_000, archive::FILE_COUNT);
+    println!(
+        "  archive: {packed} MB; unpacked: {} MB in {} files",
+        archive::TOTAL_BYTES / 1_000_000,
+        archive::FILE_COUNT
+    );
     let address = serve(fs::read(&archive)?)?;
     let pigz = pigz::fetch()?.command();
     let mut tally = Tally::default();
@@ -96,7 +100,7 @@ fn run_rounds(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
 }
 
 fn create_memory_dir() -> Result<TempDir> {
-    let stats = statfs(MEMORY_DIR).with_context(|| format!("statfs {MEMORY_DIR}"))?;
+    let stats = statfs(MEMORY_DIR).with_context(|| format!("cannot read the file system of {MEMORY_DIR}"))?;
     ensure!(stats.filesystem_type() == TMPFS_MAGIC, "{MEMORY_DIR} is not a tmpfs");
     let free = stats.blocks_available() * u64::try_from(stats.block_size())?;
     ensure!(
@@ -152,7 +156,7 @@ fn check_unpacked(dir: &Path, is_product: bool) -> Result<()> {
     }
     ensure!(
         files == archive::FILE_COUNT && bytes > archive::TOTAL_BYTES,
-        "{files} files, {bytes} bytes unpacked"
+        "unexpected content: {files} files, {bytes} bytes"
     );
     Ok(())
 }
@@ -176,7 +180,7 @@ fn respond(mut stream: TcpStream, content: &[u8]) -> Result<()> {
     while !request.windows(4).any(|end| end == b"\r\n\r\n") {
         let mut piece = [0; 1024];
         let read = stream.read(&mut piece)?;
-        ensure!(read > 0, "no request");
+        ensure!(read > 0, "the client closed the connection without a complete request");
         request.extend_from_slice(&piece[..read]);
     }
     let length = content.len();

@@ -1,5 +1,5 @@
-//! Compares the product with an earlier build of it: both builds' figures, their ratio, and whether the product got
-//! worse.
+//! Compares the product with an earlier build of it: both builds' figures, their ratio, and whether the product has
+//! become worse.
 //!
 //! All functions here are pure. Each round measures both builds, so that a disturbance affects both sides of a ratio.
 
@@ -77,7 +77,7 @@ impl Comparison {
             baseline: Figure::from_samples(baseline)?,
             current: Figure::from_samples(current)?,
             ratio: median(&ratios)?,
-            verdict: judge(&ratios, is_higher_better(unit))?,
+            verdict: classify_ratios(&ratios, is_higher_better(unit))?,
         })
     }
 }
@@ -98,9 +98,9 @@ fn is_higher_better(unit: &str) -> bool {
     unit.ends_with("/s")
 }
 
-/// Judges a figure, which has changed if nearly all of its ratios are on one side of 1, and their median is further
+/// Classifies a figure, which has changed if nearly all of its ratios are on one side of 1, and their median is further
 /// from 1 than [`MIN_CHANGE`] and than twice their spread. `None` if there are no ratios.
-fn judge(ratios: &[f64], is_higher_better: bool) -> Option<Verdict> {
+fn classify_ratios(ratios: &[f64], is_higher_better: bool) -> Option<Verdict> {
     let (low, high) = (quantile(ratios, 0.1)?, quantile(ratios, 0.9)?);
     let change = median(ratios)? - 1.0;
     let spread = (quantile(ratios, 0.75)? - quantile(ratios, 0.25)?) / 2.0;

@@ -1,7 +1,7 @@
 //! Client connections that wrk cannot create: idle connections and WebSockets.
 //!
-//! Blocking sockets with a thread per active connection: a message costs two system calls and the TLS record, which is
-//! optimised even in dev builds.
+//! Uses blocking sockets and one thread per active connection: a message costs two system calls and one TLS record. The
+//! TLS code is optimized even in dev builds.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -64,7 +64,7 @@ impl Endpoint {
         let Self { host, cookie, .. } = self;
         connection.send(format!("GET / HTTP/1.1\r\nhost: {host}\r\ncookie: {cookie}\r\n\r\n").as_bytes())?;
         let head = read_head(&mut connection.tls)?;
-        ensure!(head.starts_with("HTTP/1.1 200"), "GET /: {head}");
+        ensure!(head.starts_with("HTTP/1.1 200"), "unexpected response to GET /: {head}");
         let length = head.lines().find_map(|line| {
             let (name, value) = line.split_once(':')?;
             name.eq_ignore_ascii_case("content-length").then(|| value.trim().parse().ok())?
@@ -85,7 +85,7 @@ impl Endpoint {
         );
         connection.send(request.as_bytes())?;
         let head = read_head(&mut connection.tls)?;
-        ensure!(head.starts_with("HTTP/1.1 101"), "GET /ws: {head}");
+        ensure!(head.starts_with("HTTP/1.1 101"), "unexpected response to GET /ws: {head}");
         connection.echo(&message(), &mut [0; MESSAGE_BYTES + 2])?;
         Ok(connection)
     }

@@ -52,7 +52,7 @@ pub async fn create(dir: &Path, scale: u32) -> Result<PgServer> {
     open(data, bulk.password().to_owned()).await
 }
 
-/// Opens the cached database. Creates it first if it is missing, or if its recipe has changed.
+/// Opens the cached database. Creates it first if it is missing, or if the statements that fill it have changed.
 pub async fn open_cached(dir: &Path) -> Result<PgServer> {
     let (cache, recipe) = (dir.join("postgresql"), format!("scale {SCALE}: {DOCUMENTS}"));
     if fs::read_to_string(cache.join("recipe")).ok().as_ref() != Some(&recipe) {
@@ -92,7 +92,7 @@ async fn open(data: PathBuf, password: String) -> Result<PgServer> {
     PgServer::open_with(&binaries()?, PgOptions { password: Some(password), ..options(data, &[]) }).await
 }
 
-/// Starts a server with minimal WAL, for loading: it is faster, and no WAL is kept with the data.
+/// Starts a server for loading, with minimal WAL: loading is faster, and no WAL is kept with the data.
 async fn start_bulk(data: &Path) -> Result<PgServer> {
     let bulk = [("wal_level", "minimal"), ("max_wal_senders", "0")];
     let server = PgServer::start(&binaries()?, options(data.to_owned(), &bulk)).await?;
@@ -112,7 +112,7 @@ async fn fill(server: &PgServer, scale: u32) -> Result<()> {
     {
         with_timeout(client.batch_execute(statement))
             .await
-            .with_context(|| format!("fill a database: {statement}"))?;
+            .with_context(|| format!("cannot fill the database: {statement}"))?;
     }
     Ok(())
 }

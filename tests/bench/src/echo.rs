@@ -36,7 +36,7 @@ pub fn serve(cert_pem: &str, key_pem: &str) -> Result<SocketAddr> {
         for stream in listener.incoming().flatten() {
             let config = Arc::clone(&config);
             let thread = std::thread::Builder::new().stack_size(STACK_BYTES);
-            // An error only ends its own connection; the client reports it.
+            // An error ends only its own connection; the client reports it.
             let _ = thread.spawn(move || serve_connection(stream, config));
         }
     });
@@ -72,7 +72,7 @@ pub struct EchoFrame {
 }
 
 impl EchoFrame {
-    /// Begins a frame; its payload is to be read into [`Self::payload`].
+    /// Starts a frame; the caller reads its payload into [`Self::payload`].
     pub fn new(start: [u8; FRAME_START_BYTES]) -> Result<Self> {
         let [opcode, length, mask @ ..] = start;
         let is_masked = length & 0x80 != 0;

@@ -1,7 +1,7 @@
 //! Samples per round, their medians and spread, and whether a target is met.
 //!
-//! All functions here are pure. A ratio is the median of the per-round ratios, because a disturbance affects both sides
-//! in a round.
+//! All functions here are pure. A ratio is the median of the per-round ratios, because a disturbance during a round
+//! affects both sides.
 
 use std::collections::BTreeMap;
 
@@ -54,7 +54,7 @@ pub struct Row {
     pub ratio: Option<f64>,
     pub target: Target,
     /// `None` if there is no target.
-    pub holds: Option<bool>,
+    pub is_met: Option<bool>,
 }
 
 impl Tally {
@@ -79,7 +79,7 @@ impl Tally {
                 (Some(Figure::from_samples(theirs)?), median(&paired))
             }
         };
-        let holds = spec.target.is_met(ours_figure.median, ratio);
+        let is_met = spec.target.is_met(ours_figure.median, ratio);
         Some(Row {
             name: spec.name,
             unit: spec.unit,
@@ -88,7 +88,7 @@ impl Tally {
             theirs,
             ratio,
             target: spec.target,
-            holds,
+            is_met,
         })
     }
 }
@@ -177,20 +177,20 @@ mod tests {
     #[test]
     fn targets_include_their_bound() {
         let equal = tally(&[10.0], &[10.0]);
-        let holds = |tally: &Tally, target| {
-            tally.row(&spec(Some("peer"), target)).expect("both sides were measured").holds
+        let is_met = |tally: &Tally, target| {
+            tally.row(&spec(Some("peer"), target)).expect("both sides were measured").is_met
         };
-        assert_eq!(holds(&equal, Target::RatioAtLeast(1.0)), Some(true));
-        assert_eq!(holds(&equal, Target::RatioAtLeast(1.01)), Some(false));
-        assert_eq!(holds(&equal, Target::RatioAtMost(1.0)), Some(true));
-        assert_eq!(holds(&equal, Target::RatioAtMost(0.99)), Some(false));
-        assert_eq!(holds(&equal, Target::AtMost(10.0)), Some(true));
-        assert_eq!(holds(&equal, Target::AtMost(9.9)), Some(false));
-        assert_eq!(holds(&equal, Target::AtLeast(10.0)), Some(true));
-        assert_eq!(holds(&equal, Target::AtLeast(10.1)), Some(false));
-        assert_eq!(holds(&equal, Target::None), None);
+        assert_eq!(is_met(&equal, Target::RatioAtLeast(1.0)), Some(true));
+        assert_eq!(is_met(&equal, Target::RatioAtLeast(1.01)), Some(false));
+        assert_eq!(is_met(&equal, Target::RatioAtMost(1.0)), Some(true));
+        assert_eq!(is_met(&equal, Target::RatioAtMost(0.99)), Some(false));
+        assert_eq!(is_met(&equal, Target::AtMost(10.0)), Some(true));
+        assert_eq!(is_met(&equal, Target::AtMost(9.9)), Some(false));
+        assert_eq!(is_met(&equal, Target::AtLeast(10.0)), Some(true));
+        assert_eq!(is_met(&equal, Target::AtLeast(10.1)), Some(false));
+        assert_eq!(is_met(&equal, Target::None), None);
         // A peer with a zero figure does not pass the target.
-        assert_eq!(holds(&tally(&[10.0], &[0.0]), Target::RatioAtLeast(0.1)), Some(false));
+        assert_eq!(is_met(&tally(&[10.0], &[0.0]), Target::RatioAtLeast(0.1)), Some(false));
     }
 
     #[test]
@@ -198,6 +198,6 @@ mod tests {
         assert_eq!(tally(&[1.0], &[]).row(&spec(Some("peer"), Target::None)), None);
         assert_eq!(tally(&[], &[1.0]).row(&spec(Some("peer"), Target::None)), None);
         let row = tally(&[1.0], &[]).row(&spec(None, Target::AtMost(2.0))).expect("a row without a peer");
-        assert_eq!((row.ratio, row.holds), (None, Some(true)));
+        assert_eq!((row.ratio, row.is_met), (None, Some(true)));
     }
 }

@@ -1,5 +1,5 @@
-//! File backup benchmark: `svc-sync-agent files` saves a home directory to the store, and `restore-home` restores it. Its
-//! peers are stock restic, which writes the same format, and rclone, which only copies, all to the same store.
+//! File backup benchmark: `svc-sync-agent files` saves a home directory to the store, and `restore-home` restores it.
+//! Its peers are stock restic, which writes the same format, and rclone, which only copies. Each run uses a new store.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -24,14 +24,14 @@ use super::process;
 use super::task;
 use super::{Options, print_round};
 
-const FIRST: &str = "first copy";
+const FIRST_COPY: &str = "first copy";
 const FIRST_CPU: &str = "CPU time of the first copy";
 const FIRST_MEMORY: &str = "peak memory of the first copy";
 const STORED: &str = "stored bytes";
 const REQUESTS: &str = "objects written";
-const UNCHANGED: &str = "pass without a change";
-const WHOLE: &str = "comparison of the whole home";
-const CHANGED: &str = "one changed file until it is saved";
+const UNCHANGED_PASS: &str = "pass without a change";
+const FULL_COMPARISON: &str = "comparison of the whole home";
+const CHANGE_DELAY: &str = "one changed file until it is saved";
 const RESTORE: &str = "restore";
 const RESTORE_CPU: &str = "CPU time of the restore";
 const RESTORE_MEMORY: &str = "peak memory of the restore";
@@ -40,16 +40,16 @@ const RESTIC: &str = "restic 0.14";
 const RCLONE: &str = "rclone 1.75";
 
 pub const ROWS: [Spec; 16] = [
-    Spec { name: FIRST, unit: "s", against: Some(RESTIC), target: Target::RatioAtMost(1.2) },
-    Spec { name: FIRST, unit: "s", against: Some(RCLONE), target: Target::None },
+    Spec { name: FIRST_COPY, unit: "s", against: Some(RESTIC), target: Target::RatioAtMost(1.2) },
+    Spec { name: FIRST_COPY, unit: "s", against: Some(RCLONE), target: Target::None },
     Spec { name: FIRST_CPU, unit: "s", against: Some(RESTIC), target: Target::None },
     Spec { name: FIRST_MEMORY, unit: "MiB", against: Some(RESTIC), target: Target::None },
     Spec { name: STORED, unit: "MB", against: Some(RESTIC), target: Target::None },
     Spec { name: REQUESTS, unit: "objects", against: Some(RESTIC), target: Target::None },
-    Spec { name: UNCHANGED, unit: "s", against: Some(RESTIC), target: Target::RatioAtMost(0.1) },
-    Spec { name: UNCHANGED, unit: "s", against: Some(RCLONE), target: Target::None },
-    Spec { name: WHOLE, unit: "s", against: Some(RESTIC), target: Target::None },
-    Spec { name: CHANGED, unit: "s", against: None, target: Target::AtMost(2.0) },
+    Spec { name: UNCHANGED_PASS, unit: "s", against: Some(RESTIC), target: Target::RatioAtMost(0.1) },
+    Spec { name: UNCHANGED_PASS, unit: "s", against: Some(RCLONE), target: Target::None },
+    Spec { name: FULL_COMPARISON, unit: "s", against: Some(RESTIC), target: Target::None },
+    Spec { name: CHANGE_DELAY, unit: "s", against: None, target: Target::AtMost(2.0) },
     Spec { name: RESTORE, unit: "s", against: Some(RESTIC), target: Target::RatioAtMost(1.0) },
     Spec { name: RESTORE, unit: "s", against: Some(RCLONE), target: Target::RatioAtMost(1.0) },
     Spec { name: RESTORE_CPU, unit: "s", against: Some(RESTIC), target: Target::None },
@@ -65,9 +65,10 @@ pub const ROWS: [Spec; 16] = [
 const SERVICE_MEMORY: &str = ROWS[15].name;
 
 const TIMEOUT: Duration = Duration::from_secs(3600);
-/// Changed files in each round. The service rests for 15 s after each save.
+/// Number of files that each round changes.
 const CHANGES: u32 = 5;
-const REST: Duration = Duration::from_secs(17);
+/// Longer than the service's minimum interval between saves, which is 15 s.
+const CHANGE_INTERVAL: Duration = Duration::from_secs(17);
 const USER: &str = "user_bench";
 /// Files in one directory.
 const FILES_PER_DIRECTORY: u32 = 50;
@@ -116,7 +117,7 @@ fn create_tree(home: &Path, files: u32, average: u32) -> Result<()> {
         if number % FILES_PER_DIRECTORY == 0 {
             fs::create_dir_all(&directory)?;
         }
-        // From a tenth to ten times the median, which is two fifths of the average.
+        // From a tenth to ten times the median, which is 0.465 times the average.
         let exponent = (next() % 2001) as f64 / 1000.0 - 1.0;
         let size = (f64::from(average) * 0.465 * 10_f64.powf(exponent)) as usize;
         content.clear();
@@ -135,7 +136,7 @@ fn create_tree(home: &Path, files: u32, average: u32) -> Result<()> {
     Ok(())
 }
 
-/// A machine's directory. The platform cannot be reached, so that the stored key is used.
+/// A machine's directory. The platform is unreachable, so the machine uses its stored key.
 struct Machine {
     root: PathBuf,
     env: Vec<(String, String)>,
@@ -211,7 +212,7 @@ fn measure_product(
 ) -> Result<()> {
     let svc = options.svc.as_path();
     let machine = Machine::new(dir, "machine", 1, store)?;
-    // The source itself is saved: it stays the same in all rounds, except for the changed files.
+    // The source itself is moved to the machine and back, so all rounds save the same files, apart from the changes.
     fs::rename(source, machine.home())?;
     let _move_back = MoveBack { from: machine.home(), to: source.to_owned() };
     for sub in ["home/system/logs", "home/apps"] {
@@ -225,29 +226,29 @@ fn measure_product(
     let (started, before) = (Instant::now(), Timestamp::now());
     let service = machine.spawn(svc, &["svc-sync-agent", "files"])?;
     machine.wait_until_saved(before)?;
-    tally.add(FIRST, PRODUCT, started.elapsed().as_secs_f64());
+    tally.add(FIRST_COPY, PRODUCT, started.elapsed().as_secs_f64());
     tally.add(FIRST_CPU, PRODUCT, process::cpu_time(service.pid())?.as_secs_f64());
     tally.add(FIRST_MEMORY, PRODUCT, process::peak_memory_mib(service.pid())?);
     tally.add(SERVICE_MEMORY, PRODUCT, process::memory_mib(service.pid())?);
     add_store_usage(store, PRODUCT, tally);
 
-    // The watcher's first scan ends some time after it listens; then it reports no change.
+    // The watcher starts to listen before its first scan ends. After the first of these saves, it reports no changes.
     machine.command(svc, &["svc-sync-agent", "now"]).output()?;
     let unchanged = task::run(machine.command(svc, &["svc-sync-agent", "now"]), TIMEOUT)?;
-    tally.add(UNCHANGED, PRODUCT, unchanged.wall.as_secs_f64());
+    tally.add(UNCHANGED_PASS, PRODUCT, unchanged.wall.as_secs_f64());
     for number in 0..CHANGES {
-        std::thread::sleep(REST);
+        std::thread::sleep(CHANGE_INTERVAL);
         let path = machine.home().join(format!("home/projects/000/0000/file-{number}"));
         let before = Timestamp::now();
         let started = Instant::now();
         fs::write(path, format!("changed at {before}"))?;
         machine.wait_until_saved(Timestamp::now())?;
-        tally.add(CHANGED, PRODUCT, started.elapsed().as_secs_f64());
+        tally.add(CHANGE_DELAY, PRODUCT, started.elapsed().as_secs_f64());
     }
     drop(watcher);
     // Without the watcher, the whole home is compared.
     let whole = task::run(machine.command(svc, &["svc-sync-agent", "now"]), TIMEOUT)?;
-    tally.add(WHOLE, PRODUCT, whole.wall.as_secs_f64());
+    tally.add(FULL_COMPARISON, PRODUCT, whole.wall.as_secs_f64());
     drop(service);
 
     let next = Machine::new(dir, "next", 2, store)?;
@@ -282,13 +283,13 @@ fn measure_restic(source: &Path, dir: &Path, store: &BenchStore, tally: &mut Tal
     restic.run(&["init"])?;
     let shown = source.display().to_string();
     let first = task::run(restic.command(&["backup", &shown]), TIMEOUT)?;
-    tally.add(FIRST, RESTIC, first.wall.as_secs_f64());
+    tally.add(FIRST_COPY, RESTIC, first.wall.as_secs_f64());
     tally.add(FIRST_CPU, RESTIC, first.cpu.as_secs_f64());
     tally.add(FIRST_MEMORY, RESTIC, first.peak_mib);
     add_store_usage(store, RESTIC, tally);
     let unchanged = task::run(restic.command(&["backup", &shown]), TIMEOUT)?;
-    tally.add(UNCHANGED, RESTIC, unchanged.wall.as_secs_f64());
-    tally.add(WHOLE, RESTIC, unchanged.wall.as_secs_f64());
+    tally.add(UNCHANGED_PASS, RESTIC, unchanged.wall.as_secs_f64());
+    tally.add(FULL_COMPARISON, RESTIC, unchanged.wall.as_secs_f64());
     let target = dir.join("restored");
     let restored = task::run(
         restic.command(&["restore", "latest", "--target", &target.display().to_string()]),
@@ -310,9 +311,9 @@ fn measure_rclone(
 ) -> Result<()> {
     let (remote, shown) = (format!(":s3:{BUCKET}/rclone"), source.display().to_string());
     let first = task::run(rclone.sync(&store.server, &shown, &remote), TIMEOUT)?;
-    tally.add(FIRST, RCLONE, first.wall.as_secs_f64());
+    tally.add(FIRST_COPY, RCLONE, first.wall.as_secs_f64());
     let unchanged = task::run(rclone.sync(&store.server, &shown, &remote), TIMEOUT)?;
-    tally.add(UNCHANGED, RCLONE, unchanged.wall.as_secs_f64());
+    tally.add(UNCHANGED_PASS, RCLONE, unchanged.wall.as_secs_f64());
     let target = dir.join("restored");
     let restored = task::run(rclone.sync(&store.server, &remote, &target.display().to_string()), TIMEOUT)?;
     check_restored(&target, source)?;
@@ -327,10 +328,10 @@ fn add_store_usage(store: &BenchStore, side: &'static str, tally: &mut Tally) {
     tally.add(REQUESTS, side, objects.len() as f64);
 }
 
-/// Checks that two trees have the same files of the same sizes.
+/// Checks that two trees have the same number of files and the same total size.
 fn check_restored(restored: &Path, source: &Path) -> Result<()> {
     let (found, expected) = (measure_tree(restored)?, measure_tree(source)?);
-    ensure!(found == expected, "restored {found:?} files and bytes, expected {expected:?}");
+    ensure!(found == expected, "restored (files, bytes): {found:?}, expected: {expected:?}");
     Ok(())
 }
 

@@ -1,4 +1,4 @@
-//! Footprint benchmark: idle memory, binary size, and start-up time.
+//! Footprint benchmark: idle memory, binary size, and startup time.
 
 use std::path::Path;
 use std::time::Duration;

@@ -40,8 +40,9 @@ pub struct Gateway {
 
 impl Machine {
     pub fn new(database_url: &str) -> Result<Self> {
-        let key = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).ok().context("generate a key")?;
-        let key = Ed25519KeyPair::from_pkcs8(key.as_ref()).ok().context("parse the generated key")?;
+        let key =
+            Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).ok().context("cannot generate a key")?;
+        let key = Ed25519KeyPair::from_pkcs8(key.as_ref()).ok().context("cannot parse the generated key")?;
         // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
         let root = tempfile::Builder::new().prefix("svc-bench-").tempdir_in("/tmp")?;
         kit::child::remove_on_exit(root.path());
@@ -110,7 +111,7 @@ impl Machine {
         ]);
         let (process, started_in) =
             ServerProcess::start(command, address, &self.root.path().join("gateway.log"))?;
-        // Accepts any certificate: the router benchmark measures pinning.
+        // Accepts any certificate, because the router benchmark measures pinning.
         let client = reqwest::Client::builder()
             .tls_danger_accept_invalid_certs(true)
             .timeout(READY_TIMEOUT)
@@ -146,7 +147,8 @@ impl Gateway {
         format!("https://{}/api/bridge/query", self.address)
     }
 
-    /// Returns the request for one query to the bridge, as a load generator sends it for up to a minute.
+    /// Returns the request for one query to the bridge. A load generator can send it until its proof expires after a
+    /// minute.
     pub fn bridge_request(&self, machine: &Machine, body: String) -> Request {
         let headers = [("Content-Type", "application/json".to_owned()), ("X-Svc-Proof", machine.proof())];
         Request {
@@ -163,6 +165,6 @@ impl Gateway {
         let status = response.status();
         let text = response.text().await?;
         ensure!(status.is_success(), "{body}: {status}: {text}");
-        serde_json::from_str(&text).context("parse the bridge's response")
+        serde_json::from_str(&text).context("cannot parse the bridge's response")
     }
 }

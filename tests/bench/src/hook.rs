@@ -177,7 +177,8 @@ impl Home {
         self.lines().iter().filter(|line| is_counted(line)).count()
     }
 
-    /// Waits until every written path has an entry, at most [`AUDIT_TIMEOUT`]; returns the number of paths without one.
+    /// Waits for at most [`AUDIT_TIMEOUT`] until every written path has an entry; returns the number of paths that have
+    /// none.
     fn count_unaudited(&self, calls: &CallResults) -> Result<usize> {
         let deadline = Instant::now() + AUDIT_TIMEOUT;
         loop {
@@ -204,7 +205,7 @@ fn applet(root: &Path, name: &str) -> Command {
     command
 }
 
-/// Runs the command with this standard input; returns its time, from before its start to its end.
+/// Runs the command with this standard input; returns the time from just before its start to its end.
 fn time_command(command: &mut Command, input: &[u8]) -> Result<Duration> {
     command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
     let started = Instant::now();
@@ -225,7 +226,7 @@ fn start_load() -> Result<Vec<OwnedChild>> {
     let spin = || {
         let mut spin = Command::new("/bin/sh");
         spin.args(["-c", "while :; do :; done"]).stdin(Stdio::null());
-        OwnedChild::spawn(&mut spin).context("start a busy process")
+        OwnedChild::spawn(&mut spin).context("cannot start a busy process")
     };
     (0..processors).map(|_| spin()).collect()
 }

@@ -114,7 +114,7 @@ struct Options {
     /// The measured binary; for records, the program that links the measured code
     #[arg(long, value_name = "PATH")]
     svc: PathBuf,
-    /// An earlier build: both are measured in turn, and a figure that got worse is a failure
+    /// Also measure this earlier build, in turn, and fail if a figure got worse
     #[arg(long, value_name = "PATH")]
     baseline: Option<PathBuf>,
     /// Directory for `AREA.json`
@@ -129,11 +129,11 @@ fn main() -> ExitCode {
     let options = Options::parse();
     // Fails if an earlier measurement in this process has installed the provider.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let succeeded = tokio::runtime::Runtime::new().context("start a runtime").and_then(|runtime| {
+    let succeeded = tokio::runtime::Runtime::new().context("cannot start the runtime").and_then(|runtime| {
         runtime.block_on(async {
             match &options.baseline {
                 Some(baseline) => compare_builds(&options, baseline).await,
-                None => run(&options).await.map(|report| !options.strict || report.all_hold()),
+                None => run(&options).await.map(|report| !options.strict || report.all_met()),
             }
         })
     });
@@ -178,7 +178,7 @@ async fn compare_builds(options: &Options, baseline: &Path) -> Result<bool> {
     let mut specs: &[Spec] = &[];
     for round in 0..options.rounds {
         let mut builds = [(Build::Baseline, baseline), (Build::Current, options.svc.as_path())];
-        // The build that runs second finds different caches.
+        // The order alternates, because the first build changes the caches for the second.
         if round % 2 == 1 {
             builds.reverse();
         }
@@ -229,6 +229,6 @@ fn print_round(round: u32, rounds: u32) {
 }
 
 fn file_size_mib(file: &Path) -> Result<f64> {
-    let size = std::fs::metadata(file).with_context(|| format!("stat {}", file.display()))?.len();
+    let size = std::fs::metadata(file).with_context(|| format!("cannot stat {}", file.display()))?.len();
     Ok(size as f64 / f64::from(1 << 20))
 }

@@ -1,4 +1,4 @@
-//! A server under measurement: start-up, CPU time, memory, and termination with all children.
+//! A server under measurement: startup, CPU time, memory, and termination with all children.
 
 use std::fs::{self, File};
 use std::net::{SocketAddr, TcpStream};
@@ -29,10 +29,10 @@ impl ServerProcess {
     /// time since exec.
     pub fn start(mut command: Command, address: SocketAddr, log: &Path) -> Result<(Self, Duration)> {
         let name = command.get_program().to_string_lossy().into_owned();
-        let out = File::create(log).with_context(|| format!("create {}", log.display()))?;
+        let out = File::create(log).with_context(|| format!("cannot create {}", log.display()))?;
         command.process_group(0).stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
         let started = Instant::now();
-        let child = command.spawn().with_context(|| format!("start {name}"))?;
+        let child = command.spawn().with_context(|| format!("cannot start {name}"))?;
         child::kill_on_exit(child.id(), AtExit::KillGroup);
         let mut running = Self { name, child, log: log.to_owned() };
         loop {
@@ -40,7 +40,7 @@ impl ServerProcess {
                 return Ok((running, started.elapsed()));
             }
             if let Some(status) = running.child.try_wait()? {
-                bail!("{} exited during start-up ({status}):\n{}", running.name, running.log_tail());
+                bail!("{} exited during startup ({status}):\n{}", running.name, running.log_tail());
             }
             if started.elapsed() > START_TIMEOUT {
                 bail!("{} is not listening on {address}:\n{}", running.name, running.log_tail());
@@ -106,18 +106,18 @@ pub fn memory_mib(pid: u32) -> Result<f64> {
     Ok(kib as f64 / 1024.0)
 }
 
-/// Resets the figure of [`peak_memory_mib`] to the current memory.
+/// Resets the peak that [`peak_memory_mib`] returns to the current memory use.
 pub fn reset_peak_memory(pid: u32) -> Result<()> {
     Ok(fs::write(format!("/proc/{pid}/clear_refs"), "5")?)
 }
 
-/// Returns the highest resident memory that a process has had, in MiB.
+/// Returns the peak resident memory of a process, in MiB.
 pub fn peak_memory_mib(pid: u32) -> Result<f64> {
     Ok(read_number(&format!("/proc/{pid}/status"), "VmHWM:")? as f64 / 1024.0)
 }
 
 fn read_number(file: &str, name: &str) -> Result<u64> {
-    let text = fs::read_to_string(file).with_context(|| format!("read {file}"))?;
+    let text = fs::read_to_string(file).with_context(|| format!("cannot read {file}"))?;
     let line = text.lines().find_map(|line| line.strip_prefix(name));
     let number = line.and_then(|line| line.split_whitespace().next());
     Ok(number.with_context(|| format!("no {name} in {file}"))?.parse()?)

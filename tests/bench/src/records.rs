@@ -1,5 +1,5 @@
-//! Records benchmark: a separate program links the product, and measures the real writer and usage book, and the upper
-//! bounds without them.
+//! Records benchmark: a separate program links the product and measures the real writer and usage store, and upper
+//! bounds for the writer.
 
 use std::path::Path;
 use std::process::Command;
@@ -19,8 +19,8 @@ pub const ROWS: [Spec; 23] = [
     spec(EVENTS, "1/s", Target::AtLeast(1_500_000.0)),
     events_against("block writes"),
     events_against("buffered, prepared"),
-    events_against("one write(2) each"),
-    events_against("write and fdatasync each"),
+    events_against("one write(2) per event"),
+    events_against("write and fdatasync per event"),
     events_against(TWO_CALLERS),
     spec("a caller at 10,000 a second, p50", "µs", Target::None),
     spec("a caller at 10,000 a second, p99", "µs", Target::AtMost(2.0)),
@@ -30,15 +30,15 @@ pub const ROWS: [Spec; 23] = [
     spec("a call that wakes the writer, p50", "µs", Target::None),
     spec("accepted but unwritten, peak", "MiB", Target::AtMost(16.0)),
     spec("age of the oldest event lost to kill -9", "ms", Target::AtMost(200.0)),
-    spec("usage of 3 years: open", "ms", Target::None),
-    spec("usage of 3 years: memory", "MiB", Target::None),
-    spec("usage of 3 years: by day, p99", "ms", Target::AtMost(50.0)),
-    spec("usage of 3 years: by week, p99", "ms", Target::AtMost(50.0)),
-    spec("usage of 3 years: by month, p99", "ms", Target::AtMost(50.0)),
-    spec("usage of 3 years: by model, p99", "ms", Target::AtMost(50.0)),
-    spec("usage of 3 years: by user, p99", "ms", Target::AtMost(50.0)),
-    spec("usage of 3 years: of one user, p99", "ms", Target::AtMost(50.0)),
-    spec("usage of 3 years: compaction", "ms", Target::None),
+    spec("3 years of usage: open", "ms", Target::None),
+    spec("3 years of usage: memory", "MiB", Target::None),
+    spec("3 years of usage: by day, p99", "ms", Target::AtMost(50.0)),
+    spec("3 years of usage: by week, p99", "ms", Target::AtMost(50.0)),
+    spec("3 years of usage: by month, p99", "ms", Target::AtMost(50.0)),
+    spec("3 years of usage: by model, p99", "ms", Target::AtMost(50.0)),
+    spec("3 years of usage: by user, p99", "ms", Target::AtMost(50.0)),
+    spec("3 years of usage: for one user, p99", "ms", Target::AtMost(50.0)),
+    spec("3 years of usage: compaction", "ms", Target::None),
 ];
 
 const TIMEOUT: Duration = Duration::from_secs(180);
@@ -54,7 +54,8 @@ const fn events_against(limit: &'static str) -> Spec {
 #[derive(Deserialize)]
 struct Sample {
     name: String,
-    whose: String,
+    #[serde(rename = "whose")]
+    side: String,
     value: f64,
 }
 
@@ -84,9 +85,9 @@ fn run_round(program: &Path, dir: &Path, seconds: u32) -> Result<Vec<Sample>> {
     text.lines().map(|line| serde_json::from_str(line).with_context(|| line.to_owned())).collect()
 }
 
-/// Adds a sample to its row; ignores a figure without a row.
+/// Adds a sample to its row; ignores a sample without a row.
 fn add(tally: &mut Tally, sample: &Sample) {
     let Some(spec) = ROWS.iter().find(|spec| spec.name == sample.name) else { return };
-    let side = ROWS.iter().filter_map(|spec| spec.against).find(|limit| *limit == sample.whose);
+    let side = ROWS.iter().filter_map(|spec| spec.against).find(|limit| *limit == sample.side);
     tally.add(spec.name, side.unwrap_or(PRODUCT), sample.value);
 }

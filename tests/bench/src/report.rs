@@ -15,16 +15,16 @@ pub struct Report {
     pub rows: Vec<Row>,
 }
 
-const HEAD: [&str; 8] = ["", "svc", "against", "theirs", "unit", "ratio", "target", "holds"];
+const HEAD: [&str; 8] = ["", "svc", "against", "theirs", "unit", "ratio", "target", "met"];
 
 impl Report {
     /// Returns the number of targets met, and the total number of targets.
     pub fn score(&self) -> (usize, usize) {
-        let targets = self.rows.iter().filter_map(|row| row.holds);
-        (targets.clone().filter(|holds| *holds).count(), targets.count())
+        let targets = self.rows.iter().filter_map(|row| row.is_met);
+        (targets.clone().filter(|is_met| *is_met).count(), targets.count())
     }
 
-    pub fn all_hold(&self) -> bool {
+    pub fn all_met(&self) -> bool {
         let (met, all) = self.score();
         met == all
     }
@@ -35,7 +35,7 @@ impl Report {
         let mut text = align(&lines, &[1, 3, 5]);
         let (met, all) = self.score();
         let rounds = self.rounds;
-        text.push_str(&format!("{}: {met} of {all} targets hold; medians of {rounds} rounds\n", self.area));
+        text.push_str(&format!("{}: {met} of {all} targets met; medians of {rounds} rounds\n", self.area));
         text
     }
 
@@ -51,7 +51,7 @@ impl Report {
             std::fs::create_dir_all(dir)?;
         }
         let text = serde_json::to_string_pretty(&self.json())? + "\n";
-        std::fs::write(path, text).with_context(|| format!("write {}", path.display()))
+        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
     }
 }
 
@@ -101,7 +101,7 @@ fn row_json(row: &Row) -> Value {
         "unit": row.unit,
         "ratio": row.ratio.map(round_figure),
         "target": if target.is_empty() { Value::Null } else { target.into() },
-        "holds": row.holds,
+        "holds": row.is_met,
         "oursSpreadPercent": round_figure(row.ours.spread_percent),
         "theirsSpreadPercent": row.theirs.map(|theirs| round_figure(theirs.spread_percent)),
     })
@@ -120,7 +120,7 @@ fn cells(row: &Row) -> [String; 8] {
         row.unit.to_owned(),
         row.ratio.map(|ratio| format!("{ratio:.2}")).unwrap_or_default(),
         row.target.describe(row.unit),
-        match row.holds {
+        match row.is_met {
             Some(true) => "yes",
             Some(false) => "NO",
             None => "",
@@ -169,10 +169,10 @@ mod tests {
     fn table_is_aligned_and_counts_met_targets() {
         let table = report().table();
         let lines: Vec<&str> = table.lines().collect();
-        assert_eq!(lines[0], "                   svc  against    theirs  unit  ratio  target       holds");
+        assert_eq!(lines[0], "                   svc  against    theirs  unit  ratio  target       met");
         assert_eq!(lines[1], "requests/s   1500 ±10%  peer     1000 ±0%  1/s    1.50  ratio ≥ 1.1  yes");
         assert_eq!(lines[2], "idle memory   21.5 ±0%                     MiB          ≤ 20 MiB     NO");
-        assert_eq!(lines[4], "test: 1 of 2 targets hold; medians of 3 rounds");
+        assert_eq!(lines[4], "test: 1 of 2 targets met; medians of 3 rounds");
     }
 
     #[test]
@@ -210,10 +210,10 @@ mod tests {
     }
 
     #[test]
-    fn all_hold_is_false_if_a_target_is_missed() {
+    fn all_met_is_false_if_a_target_is_missed() {
         let mut report = report();
-        assert!(!report.all_hold());
+        assert!(!report.all_met());
         report.rows.remove(1);
-        assert!(report.all_hold());
+        assert!(report.all_met());
     }
 }

@@ -19,7 +19,7 @@ use super::{Options, print_round};
 use kit::pg::PgServer;
 
 const WALL_TIME: &str = "one restore";
-const CPU: &str = "CPU time without the servers";
+const CPU: &str = "CPU time, excluding the servers";
 const STORE_CPU: &str = "CPU time of the store";
 const MEMORY: &str = "peak memory";
 const SHELL: &str = "s5cmd cp && createdb && pg_restore -j2";
@@ -71,7 +71,7 @@ async fn create_snapshot(dir: &Path, options: &Options, store: &BenchStore) -> R
     task::run(machine.command(&options.svc, "svc-db-backup"), TIMEOUT)?;
     let snapshot = store.verify_snapshot(0, database::SCALE)?;
     let database = database::size_bytes(&server).await?;
-    println!("  {} MB of database, {} MB of dump", database / 1_000_000, snapshot.size_bytes / 1_000_000);
+    println!("  database: {} MB, dump: {} MB", database / 1_000_000, snapshot.size_bytes / 1_000_000);
     Ok(snapshot)
 }
 
@@ -90,15 +90,15 @@ impl Run {
         Ok(Self { server, dir })
     }
 
-    /// Runs `svc-restore`. As on a new machine, it replaces an empty database. There, the server's restart has flushed
-    /// that database; here, a checkpoint does.
+    /// Runs `svc-restore`, which replaces an empty database, as on a new machine. On a machine, a restart of the server
+    /// has flushed that database; here, a checkpoint does.
     async fn restore(&self, svc: &Path, store: &BenchStore) -> Result<RunStats> {
         self.server.create_database(database::NAME).await?;
         self.server.connect(database::NAME).await?.batch_execute("CHECKPOINT").await?;
         nix::unistd::sync();
         let machine = MachineDir::new(self.dir.path(), store, &self.server)?;
         let stats = task::run(machine.command(svc, "svc-restore"), TIMEOUT)?;
-        ensure!(machine.is_gate_open(), "the gate is closed");
+        ensure!(machine.is_gate_open(), "the restore gate is closed");
         Ok(stats)
     }
 

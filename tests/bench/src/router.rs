@@ -135,7 +135,7 @@ impl Testbed {
         self.haproxy.router(self.dir.path(), &self.site.router_pem, &self.upstreams())
     }
 
-    /// Measures memory of freshly started processes: pages that an allocator retains would hide growth.
+    /// Measures the memory of freshly started processes, because pages that an allocator retains would hide growth.
     async fn measure_idle_memory(&mut self, tally: &mut Tally) -> Result<()> {
         self.site.start().await?;
         // Waits until the router has loaded the machines; the session itself is in the database.

@@ -152,10 +152,10 @@ impl Site {
              'x', 'x', now())"
         );
         let client = self.database.connect("platform").await?;
-        client.batch_execute(&sql).await.context("register a machine")
+        client.batch_execute(&sql).await.context("cannot register a machine")
     }
 
-    /// Opens a session as a browser does, once the router has found the machine; returns its cookie.
+    /// Opens a session as a browser does, once the router has loaded the machine; returns its cookie.
     pub async fn open_session(&self, user: &str) -> Result<String> {
         let token = self.idp.mint(user, &MintOptions::default());
         let router = self.router()?;

@@ -14,7 +14,7 @@ use nix::unistd::Pid;
 
 use kit::child::{self, AtExit};
 
-/// Interval between memory samples: short, but with negligible load. The program's end is noticed immediately.
+/// Interval between memory samples: short, but with negligible load. The program's end is detected immediately.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// A run's statistics.

@@ -45,9 +45,9 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
         other => return Err(format!("{stored} is reparsed as {other:?}")),
     }
     for path in [&stored["build"]["output"], &stored["icon"]] {
-        let leads_out = |path: &str| path.starts_with('/') || path.split('/').any(|part| part == "..");
-        if path.as_str().is_some_and(leads_out) {
-            return Err(format!("{path} leads out of the app's folder"));
+        let is_outside = |path: &str| path.starts_with('/') || path.split('/').any(|part| part == "..");
+        if path.as_str().is_some_and(is_outside) {
+            return Err(format!("{path} is outside the app's folder"));
         }
     }
     for statement in &statements {

@@ -7,7 +7,7 @@ use std::path::{Component, Path};
 use std::sync::LazyLock;
 
 use proptest::prelude::*;
-use svc::beneath::Folder;
+use svc::beneath::DirFd;
 use svc::gateway::bridge_fuzzing::path_in_app;
 
 use super::Target;
@@ -19,7 +19,7 @@ pub fn target() -> Target {
 const INSIDE: &[u8] = b"inside";
 
 /// An app's folder with files, symlinks that leave it and a hidden file; it exists until the process ends.
-static APP: LazyLock<(tempfile::TempDir, Folder)> = LazyLock::new(|| {
+static APP: LazyLock<(tempfile::TempDir, DirFd)> = LazyLock::new(|| {
     let dir = tempfile::tempdir().expect("create a temporary directory");
     let app = dir.path().join("app");
     fs::create_dir_all(app.join("a/b")).expect("create a directory");
@@ -32,7 +32,7 @@ static APP: LazyLock<(tempfile::TempDir, Folder)> = LazyLock::new(|| {
     std::os::unix::fs::symlink("..", app.join("up")).expect("create a symbolic link");
     std::os::unix::fs::symlink("../secret", app.join("out")).expect("create a symbolic link");
     std::os::unix::fs::symlink("/", app.join("a/root")).expect("create a symbolic link");
-    let folder = Folder::open(&app).expect("the folder exists");
+    let folder = DirFd::open(&app).expect("the folder exists");
     (dir, folder)
 });
 

@@ -1,6 +1,6 @@
-//! A bundle's archive, as the updater unpacks it. No content makes the updater create or change anything outside the
-//! directory, or create a link that leads out of it. A case is the tar within the bundle; damage to the compressed
-//! bytes is detected by their checksum.
+//! A bundle's archive, as the updater unpacks it. For any content, the updater neither creates nor changes anything
+//! outside the directory, and creates no link that points outside it. A case is the tar within the bundle; damage to
+//! the compressed bytes is detected by their checksum.
 
 use std::fs;
 use std::io::Write;
@@ -27,7 +27,7 @@ struct Entry {
     kind: u8,
     mode: u32,
     body: Vec<u8>,
-    /// The length that the header declares, if not the body's.
+    /// The length that the header declares; `None` means the body's length.
     size: Option<u64>,
 }
 
@@ -200,8 +200,8 @@ impl UnpackDir {
     }
 }
 
-/// Checks an accepted archive: only files, directories and links within it; no privileged mode bits; within the
-/// limits.
+/// Checks an accepted archive: it contains only files, directories and links within it; no file is set-ID, sticky, or
+/// writable by group or others; the total size is within the limit.
 fn check_release(into: &Path) -> Result<(), String> {
     let root = fs::canonicalize(into).map_err(|error| error.to_string())?;
     let (mut bytes, mut todo) = (0, vec![root.clone()]);
@@ -213,7 +213,7 @@ fn check_release(into: &Path) -> Result<(), String> {
             if meta.is_symlink() {
                 let end = fs::canonicalize(&path);
                 if !end.as_ref().is_ok_and(|end| end.starts_with(&root)) {
-                    return Err(format!("{} leads to {end:?}", path.display()));
+                    return Err(format!("{} points to {end:?}", path.display()));
                 }
             } else if meta.is_dir() {
                 todo.push(path);
@@ -274,11 +274,11 @@ fn check_valid_archive(bytes: &[u8]) -> Result<(), String> {
 fn archive_checks_detect_each_violation() {
     type Violation = fn(&UnpackDir);
     let violations: [(&str, Violation); 7] = [
-        ("a link that leads out", |dir| {
+        ("a link that points outside", |dir| {
             std::os::unix::fs::symlink("../outside", dir.target_path().join("x"))
                 .expect("create a symbolic link");
         }),
-        ("a link to nowhere", |dir| {
+        ("a dangling link", |dir| {
             std::os::unix::fs::symlink("none", dir.target_path().join("x")).expect("create a symbolic link");
         }),
         ("a pipe", |dir| {

@@ -1,4 +1,4 @@
-//! What an owner's archive, which is untrusted, claims about itself: its dump's listing, and its manifest.
+//! The parts of an owner's archive that describe its content, and are untrusted: the dump's listing and the manifest.
 
 use std::sync::LazyLock;
 

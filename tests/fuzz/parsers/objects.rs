@@ -32,7 +32,7 @@ fn timestamp(millis: i64) -> Timestamp {
 }
 
 /// Returns the sidecar of the only complete snapshot in the slot.
-fn complete_record() -> Sidecar {
+fn complete_sidecar() -> Sidecar {
     Sidecar {
         version: 1,
         key: snapshot_key(timestamp(1_767_323_045_678), Epoch(7)),
@@ -50,18 +50,18 @@ fn complete_record() -> Sidecar {
     }
 }
 
-/// Returns a bucket with that snapshot, whose sidecar is `side`, a copy of it in another slot, and a dump without a
-/// record.
-async fn bucket_with(side: &[u8]) -> Result<Bucket, String> {
+/// Returns a bucket with three dumps: the complete snapshot's, with the given sidecar; a valid copy of that
+/// snapshot in another slot; and a dump without a sidecar.
+async fn bucket_with(sidecar: &[u8]) -> Result<Bucket, String> {
     let bucket = Bucket::new(Arc::new(InMemory::new()));
-    let key = complete_record().key;
-    let record = serde_json::to_vec(&complete_record()).expect("a record serializes to JSON");
+    let key = complete_sidecar().key;
+    let valid_sidecar = serde_json::to_vec(&complete_sidecar()).expect("a sidecar serializes to JSON");
     let unrecorded = snapshot_key(timestamp(0), Epoch(7));
     let objects: [(Path, &[u8]); 5] = [
         (slot().snapshot(&key).ok_or("the key is invalid")?, DUMP),
-        (slot().sidecar(&key).ok_or("the key is invalid")?, side),
+        (slot().sidecar(&key).ok_or("the key is invalid")?, sidecar),
         (Path::from(format!("other/primary/{key}")), DUMP),
-        (Path::from(format!("other/primary/{key}.json")), &record),
+        (Path::from(format!("other/primary/{key}.json")), &valid_sidecar),
         (slot().snapshot(&unrecorded).ok_or("the key is invalid")?, DUMP),
     ];
     for (path, content) in objects {
@@ -84,7 +84,7 @@ fn is_digest(text: &str) -> bool {
 
 async fn with_pointer(bytes: &[u8]) -> Result<Bucket, String> {
     let bucket =
-        bucket_with(&serde_json::to_vec(&complete_record()).expect("a record serializes to JSON")).await?;
+        bucket_with(&serde_json::to_vec(&complete_sidecar()).expect("a sidecar serializes to JSON")).await?;
     bucket.put(&slot().pointer(), bytes.to_vec()).await.map_err(|error| error.to_string())?;
     Ok(bucket)
 }
@@ -101,7 +101,7 @@ pub fn pointer() -> Target {
 
 fn pointers() -> impl Strategy<Value = Vec<u8>> {
     let named = prop_oneof![
-        2 => Just(Some(SnapshotRef { etag: Some("\"abc\"".to_owned()), ..complete_record().snapshot_ref() })),
+        2 => Just(Some(SnapshotRef { etag: Some("\"abc\"".to_owned()), ..complete_sidecar().snapshot_ref() })),
         1 => Just(None),
     ];
     (0..60u32, 0..1u64 << 40, named).prop_map(|(fence, seq, snapshot)| {
@@ -126,7 +126,7 @@ fn check_any_pointer(bytes: &[u8]) -> Result<(), String> {
         }
         match snapshot::find_latest(&bucket, &slot()).await {
             Ok(named)
-                if (&named.key, named.size_bytes, &*named.sha256) == (&complete_record().key, 5, SHA256) =>
+                if (&named.key, named.size_bytes, &*named.sha256) == (&complete_sidecar().key, 5, SHA256) =>
             {
                 Ok(())
             }
@@ -139,7 +139,8 @@ fn check_any_pointer(bytes: &[u8]) -> Result<(), String> {
     })
 }
 
-/// Checks the values that the next writer derives from a value that was read: no field decreases, and none is lost.
+/// Checks that the pointer parses back to the same value, and that the next writer increases `seq` and does not
+/// decrease `fence_epoch`.
 fn check_next_writer(read: &Pointer) -> Result<(), String> {
     if read.version != 1 {
         return Err(format!("the version {} was accepted", read.version));
@@ -151,13 +152,13 @@ fn check_next_writer(read: &Pointer) -> Result<(), String> {
         return Err(format!("{read:?} was reparsed as {again:?}"));
     }
     let next = [
-        pointer::fence(Some(read), &Fence::unsigned(Epoch(u32::MAX), complete_record().machine_id)),
+        pointer::fence(Some(read), &Fence::unsigned(Epoch(u32::MAX), complete_sidecar().machine_id)),
         pointer::advance(
             Some(read),
             &SnapshotRef {
                 key: "another".to_owned(),
                 epoch: Epoch(u32::MAX),
-                ..complete_record().snapshot_ref()
+                ..complete_sidecar().snapshot_ref()
             },
         ),
     ];
@@ -193,7 +194,7 @@ fn check_valid_pointer(bytes: &[u8]) -> Result<(), String> {
         }
         match (snapshot::find_latest(&bucket, &slot()).await, wanted.snapshot) {
             (Ok(found), Some(named)) if found == named => Ok(()),
-            // There is another snapshot, which the pointer does not name.
+            // The bucket contains a snapshot, but the pointer names none.
             (Err(SnapshotUnusable::Damaged { .. }), None) => Ok(()),
             (found, named) => Err(format!("{named:?} resolved to {found:?}")),
         }
@@ -204,8 +205,8 @@ pub fn sidecar() -> Target {
     Target {
         name: "sidecar",
         valid: sidecars().boxed(),
-        check_any: check_any_side,
-        check_valid: check_valid_side,
+        check_any: check_any_sidecar,
+        check_valid: check_valid_sidecar,
         cases: 1500,
     }
 }
@@ -239,46 +240,52 @@ fn sidecars() -> impl Strategy<Value = Vec<u8>> {
         version,
     )
         .prop_map(|(tables, roles, database, pg_version)| {
-            let side = Sidecar { tables, roles, database, pg_version, ..complete_record() };
-            serde_json::to_vec(&side).expect("a record serializes to JSON")
+            let sidecar = Sidecar { tables, roles, database, pg_version, ..complete_sidecar() };
+            serde_json::to_vec(&sidecar).expect("a sidecar serializes to JSON")
         })
 }
 
-fn check_any_side(bytes: &[u8]) -> Result<(), String> {
+fn check_any_sidecar(bytes: &[u8]) -> Result<(), String> {
     block_on(async {
         let bucket = bucket_with(bytes).await?;
-        let side = match snapshot::load(&bucket, &slot(), &complete_record().key).await {
-            Ok(side) => side,
+        let sidecar = match snapshot::load(&bucket, &slot(), &complete_sidecar().key).await {
+            Ok(sidecar) => sidecar,
             Err(SnapshotUnusable::Damaged { .. }) => return Ok(()),
-            Err(error) => return Err(format!("a damaged record is reported as {error:?}")),
+            Err(error) => return Err(format!("a damaged sidecar is reported as {error:?}")),
         };
-        if side.version != 1 || side.key != complete_record().key || side.size_bytes != DUMP.len() as u64 {
-            return Err(format!("{side:?} was accepted"));
+        if sidecar.version != 1
+            || sidecar.key != complete_sidecar().key
+            || sidecar.size_bytes != DUMP.len() as u64
+        {
+            return Err(format!("{sidecar:?} was accepted"));
         }
         // The restore uses the digest in a file name.
-        if !is_digest(&side.sha256) {
-            return Err(format!("{:?} is not a SHA-256", side.sha256));
+        if !is_digest(&sidecar.sha256) {
+            return Err(format!("{:?} is not a SHA-256", sidecar.sha256));
         }
-        if side.key.parse::<SnapshotKey>().is_err() || side.snapshot_ref().key != side.key {
-            return Err(format!("{} is not a key", side.key));
+        if sidecar.key.parse::<SnapshotKey>().is_err() || sidecar.snapshot_ref().key != sidecar.key {
+            return Err(format!("{} is not a key", sidecar.key));
         }
-        if snapshot_key(side.taken_at, side.epoch) != side.key {
-            return Err(format!("{} of epoch {} does not match {}", side.taken_at, side.epoch, side.key));
+        if snapshot_key(sidecar.taken_at, sidecar.epoch) != sidecar.key {
+            return Err(format!(
+                "{} of epoch {} does not match {}",
+                sidecar.taken_at, sidecar.epoch, sidecar.key
+            ));
         }
-        let _ = side.pg_major();
+        let _ = sidecar.pg_major();
         Ok(())
     })
 }
 
-fn check_valid_side(bytes: &[u8]) -> Result<(), String> {
+fn check_valid_sidecar(bytes: &[u8]) -> Result<(), String> {
     let wanted: Sidecar = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    if serde_json::to_vec(&wanted).expect("a record serializes to JSON") != bytes {
+    if serde_json::to_vec(&wanted).expect("a sidecar serializes to JSON") != bytes {
         return Err("it is not serialized to the same bytes".to_owned());
     }
     block_on(async {
         let bucket = bucket_with(bytes).await?;
-        match snapshot::load(&bucket, &slot(), &complete_record().key).await {
-            Ok(side) if side == wanted => Ok(()),
+        match snapshot::load(&bucket, &slot(), &complete_sidecar().key).await {
+            Ok(sidecar) if sidecar == wanted => Ok(()),
             other => Err(format!("{other:?}")),
         }
     })

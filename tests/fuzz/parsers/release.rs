@@ -99,9 +99,9 @@ fn check_any_manifest(bytes: &[u8]) -> Result<(), String> {
 
 /// Checks a version, which becomes a segment of paths and keys.
 fn check_version(version: &str) -> Result<(), String> {
-    let leads_out =
+    let is_unsafe =
         version.contains('/') || version.contains("..") || version.starts_with('.') || version.is_empty();
-    if leads_out { Err(format!("{version:?} was accepted as a version")) } else { Ok(()) }
+    if is_unsafe { Err(format!("{version:?} was accepted as a version")) } else { Ok(()) }
 }
 
 fn check_valid_manifest(bytes: &[u8]) -> Result<(), String> {

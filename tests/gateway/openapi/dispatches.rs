@@ -2,13 +2,13 @@
 
 use serde_json::json;
 
-use super::{ROW, TestGateway, operations};
+use super::{EXAMPLE_ID, TestGateway, operations};
 use crate::contract::ApiUnderTest;
 
 /// Checks rejected dispatches, with a runner that accepts commands but never responds.
 pub async fn check_dispatches(gateway: &TestGateway) {
     let _runner = gateway.host.machine.owner_socket("agent.sock").unwrap();
-    let another = json!({ "id": ROW, "prompt": "another" });
+    let another = json!({ "id": EXAMPLE_ID, "prompt": "another" });
     gateway.dispatch(&another).await.assert_problem(422, "idempotency_mismatch");
     for operation in operations().filter(|operation| operation.path.contains("{id}")) {
         for id in ["unknown", "..%2f..", "%00"] {

@@ -1,27 +1,28 @@
-//! Questions about earlier files.
+//! Requests for earlier versions of files, and for the key of their backup.
 
 use reqwest::Method;
 use serde_json::json;
 
 use super::{Machine, TestGateway, operations};
 
-/// The store whose location the gateway shows with the key of the file backup.
+/// The store whose address the gateway returns together with the file backup's key.
 const STORE_ENV: &str = "OBJECT_STORE_URL=s3://bucket\nOBJECT_STORE_ENDPOINT=https://store.example\n\
                          AWS_ACCESS_KEY_ID=id\nAWS_SECRET_ACCESS_KEY=secret\n";
 const FILES_KEY: &str = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8";
 
-/// Writes the key of the file backup, and the address of its store, to a machine.
+/// Writes the file backup's key, and the address of its store, to a machine.
 pub fn write_key(machine: &Machine) {
     machine.write("opt/svc/env/r2.env", STORE_ENV).unwrap();
     machine.write("var/lib/svc/files/key", FILES_KEY).unwrap();
 }
 
 /// The operations that the history service serves.
-pub const READS: [&str; 3] = ["listFileVersions", "listFilesAt", "downloadFile"];
+pub const HISTORY_OPERATIONS: [&str; 3] = ["listFileVersions", "listFilesAt", "downloadFile"];
 
-/// Checks questions about earlier files: what never existed, and outages of the store and of the history service.
+/// Checks requests about earlier versions of files: unknown paths, a missing key, repeated restores, and outages of the
+/// store and the history service.
 pub async fn check_files(gateway: &TestGateway) {
-    let reads = || operations().filter(|operation| READS.contains(&operation.id));
+    let reads = || operations().filter(|operation| HISTORY_OPERATIONS.contains(&operation.id));
     let get = |path: &str| gateway.send(gateway.request_as("owner", &Method::GET, path));
     for operation in reads().filter(|operation| operation.id != "listFileVersions") {
         get(&format!("{}?path=never", operation.path)).await.assert_problem(404, "not_found");

@@ -83,10 +83,11 @@ async fn run_tests(
         Ok(text) => println!("{text}"),
         Err(error) => println!("{error:#}"),
     }
-    output.map(drop).context("run the tests in tests/browser")
+    output.map(drop).context("the tests in tests/browser failed")
 }
 
-/// Opens the owner's code-server through the router, types a command into a terminal, and waits for it to exit.
+/// Opens the owner's code-server through the router, types a command into a terminal, and waits for the command to
+/// exit.
 ///
 /// # Errors
 /// Fails if Chromium is unavailable, the terminal does not open, or the command does not exit.
@@ -113,7 +114,7 @@ pub async fn run_in_terminal(stack: &Stack, command: &str) -> Result<()> {
 /// Returns a `node --test` command.
 fn node_test_command() -> Command {
     let mut node = Command::new("node");
-    // An open page or browser must not keep the run from ending.
+    // `--test-force-exit` ends the run even if a page or browser is still open.
     node.args(["--test", "--test-concurrency=1", "--test-reporter=spec", "--test-force-exit"]);
     node
 }
@@ -147,7 +148,7 @@ fn install_playwright() -> Result<PathBuf> {
     }
     let mut npm = Command::new("npm");
     npm.args(["ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]).current_dir(&dir);
-    child::run(npm, INSTALL_TIMEOUT).context("fetch Playwright with npm")?;
+    child::run(npm, INSTALL_TIMEOUT).context("cannot fetch Playwright with npm")?;
     fs::write(stamp, lock)?;
     Ok(dir)
 }

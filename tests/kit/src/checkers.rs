@@ -109,8 +109,8 @@ pub fn cloud_init_schema() -> Result<Command> {
     Ok(command)
 }
 
-/// Returns a program that parses text as cloud-init does. Each input line is a text as a JSON string; each output line
-/// is its parse result: `{"parsed": …}` or `{"error": "…"}`.
+/// Returns a program that parses text as cloud-init does. Each input line is a JSON string with the text to parse; each
+/// output line is the result: `{"parsed": …}` or `{"error": "…"}`.
 pub fn cloud_init_parser() -> Result<Command> {
     const SCRIPT: &str = "
 import json, sys

@@ -67,7 +67,7 @@ pub fn run(mut command: Command, timeout: Duration) -> Result<String> {
         .stdout(stdout.try_clone()?)
         .stderr(stderr.try_clone()?)
         .spawn()
-        .with_context(|| format!("start {program}"))?;
+        .with_context(|| format!("cannot start {program}"))?;
     kill_on_exit(child.id(), AtExit::Kill);
     let status = wait_until(&mut child, Instant::now() + timeout);
     if status.is_none() {

@@ -15,7 +15,7 @@ use crate::{child, skip};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Returns the directory for temporary data in memory, if it has that many free bytes and can hold executable programs.
+/// Returns the in-memory directory for temporary data, if it has that many free bytes and allows programs to run.
 /// A test creates hundreds of small files; creating them on a disk takes up to a third of its CPU time. The path is
 /// short, because a Unix socket's path is limited to 107 bytes.
 pub fn in_memory_dir(min_free_bytes: u64) -> Option<&'static Path> {

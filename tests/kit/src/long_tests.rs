@@ -43,7 +43,7 @@ impl Figures {
         line.push('\n');
         let Some(path) = std::env::var_os(LONG_REPORT_VAR) else { return Ok(()) };
         let mut file = OpenOptions::new().create(true).append(true).open(&path)?;
-        file.write_all(line.as_bytes()).with_context(|| format!("append to {}", path.display()))
+        file.write_all(line.as_bytes()).with_context(|| format!("cannot append to {}", path.display()))
     }
 }
 
@@ -83,7 +83,7 @@ impl Sums {
     /// Returns the sums in one line.
     pub fn summary(&self) -> String {
         format!(
-            "faults tried: {}, kills survived: {}, snapshots taken: {}, lost: {}, fuzz cases: {}",
+            "faults injected: {}, kills survived: {}, snapshots taken: {}, lost: {}, fuzz cases: {}",
             self.faults_tried, self.kills_survived, self.snapshots_taken, self.lost, self.fuzz_cases
         )
     }
@@ -96,12 +96,12 @@ impl Sums {
     pub fn collect(lines: &Path, report: &Path) -> Result<Self> {
         let text = match std::fs::read_to_string(lines) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
-            text => text.with_context(|| format!("read {}", lines.display()))?,
+            text => text.with_context(|| format!("cannot read {}", lines.display()))?,
         };
         let sums = Self::parse(&text)?;
         let mut text = serde_json::to_vec_pretty(&sums)?;
         text.push(b'\n');
-        std::fs::write(report, text).with_context(|| format!("write {}", report.display()))?;
+        std::fs::write(report, text).with_context(|| format!("cannot write {}", report.display()))?;
         Ok(sums)
     }
 }
@@ -122,7 +122,7 @@ mod tests {
         let sums = Sums::parse(&lines).expect("valid lines");
         assert_eq!(
             sums.summary(),
-            "faults tried: 3, kills survived: 205, snapshots taken: 70, lost: 0, fuzz cases: 9"
+            "faults injected: 3, kills survived: 205, snapshots taken: 70, lost: 0, fuzz cases: 9"
         );
         assert_eq!(sums.tests.len(), 3);
         assert_eq!(sums.tests[0], kills);

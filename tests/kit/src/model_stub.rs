@@ -33,14 +33,14 @@ impl ModelStub {
         let mut python = Command::new("python3");
         python.arg(stub).arg(&script_file).arg(&port_file).arg(&requests);
         python.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let mut process = OwnedChild::spawn(&mut python).context("start python3")?;
+        let mut process = OwnedChild::spawn(&mut python).context("cannot start python3")?;
         let deadline = Instant::now() + START_TIMEOUT;
         while !port_file.exists() {
-            ensure!(process.status().is_none(), "the model API stub exited during start-up");
+            ensure!(process.status().is_none(), "the model API stub exited during startup");
             ensure!(Instant::now() < deadline, "the model API stub did not start within {START_TIMEOUT:?}");
             std::thread::sleep(Duration::from_millis(20));
         }
-        let port = fs::read_to_string(&port_file)?.trim().parse().context("read the stub's port")?;
+        let port = fs::read_to_string(&port_file)?.trim().parse().context("cannot parse the stub's port")?;
         Ok(Self { port, requests, _process: process })
     }
 

@@ -82,10 +82,10 @@ fn unpack(debs: &[Deb], into: &Path) -> Result<()> {
         apt.args(["--quiet=2", operation]).current_dir(dir.join("debs"));
         apt
     };
-    child::run(apt_get("update"), TIMEOUT).context("read Debian's package lists with apt-get")?;
+    child::run(apt_get("update"), TIMEOUT).context("cannot read Debian's package lists with apt-get")?;
     let mut get = apt_get("download");
     get.args(debs.iter().map(|deb| format!("{}={}", deb.name, deb.version)));
-    child::run(get, TIMEOUT).context("download the pinned Debian 12 packages with apt-get")?;
+    child::run(get, TIMEOUT).context("cannot download the pinned Debian 12 packages with apt-get")?;
     for deb in debs {
         let file = find_deb(&dir.join("debs"), deb.name)?;
         let found = fetch::sha256(&file)?;
@@ -115,7 +115,7 @@ pub fn fetch_npm_package(name: &str, version: &str, sha256: &str) -> Result<Path
         let download = tempfile::tempdir()?;
         let mut pack = Command::new("npm");
         pack.args(["pack", "--silent", &format!("{name}@{version}")]).current_dir(download.path());
-        child::run(pack, TIMEOUT).with_context(|| format!("download {name} with npm"))?;
+        child::run(pack, TIMEOUT).with_context(|| format!("cannot download {name} with npm"))?;
         let archive = download.path().join(format!("{name}-{version}.tgz"));
         let found = fetch::sha256(&archive)?;
         ensure!(found == sha256, "{} has SHA-256 {found}, expected {sha256}", archive.display());

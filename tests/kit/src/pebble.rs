@@ -112,14 +112,14 @@ impl Pebble {
         name_server.args(["-dns01", &dns.to_string(), "-management", &dns_management.to_string()]);
         let log = |name: &str| fs::File::create(path(name));
         name_server.stdin(Stdio::null()).stdout(log("names.log")?).stderr(log("names.err")?);
-        let name_server = OwnedChild::spawn(&mut name_server).context("start the name server")?;
+        let name_server = OwnedChild::spawn(&mut name_server).context("cannot start the name server")?;
         let mut server = fetch()?.command();
         // Without these variables, Pebble waits several seconds before each validation, and rejects some requests at
         // random.
         server.env("PEBBLE_VA_NOSLEEP", "1").env("PEBBLE_WFE_NONCEREJECT", "0").env("PEBBLE_AUTHZREUSE", "0");
         server.arg("-strict").arg("-config").arg(path("config.json")).args(["-dnsserver", &dns.to_string()]);
         server.stdin(Stdio::null()).stdout(log("pebble.log")?).stderr(log("pebble.err")?);
-        let server = OwnedChild::spawn(&mut server).context("start pebble")?;
+        let server = OwnedChild::spawn(&mut server).context("cannot start pebble")?;
         let mut pebble = Self { dir, api_address, management, name_server, server };
         pebble.wait_until_listening(dns_management)?;
         pebble.write_roots(&ca.root_pem()).await?;
@@ -182,13 +182,13 @@ impl Pebble {
         let (account, key) = (text("id")?, URL_SAFE_NO_PAD.decode(text("key_pkcs8")?)?);
         let nonce_url = format!("https://{}/nonce-plz", self.api_address);
         let nonce = client.head(nonce_url).send().await?.error_for_status()?;
-        let nonce = nonce.headers().get("replay-nonce").context("no nonce")?.to_str()?;
+        let nonce = nonce.headers().get("replay-nonce").context("the response has no nonce")?.to_str()?;
         let header = json!({"alg": "ES256", "kid": account, "nonce": nonce, "url": account});
         let encode = |value: Value| URL_SAFE_NO_PAD.encode(value.to_string());
         let (header, payload) = (encode(header), encode(json!({"status": "deactivated"})));
         let random = SystemRandom::new();
         let key = EcdsaKeyPair::from_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, &key, &random)
-            .map_err(|error| anyhow!("parse the account's key: {error}"))?;
+            .map_err(|error| anyhow!("cannot parse the account's key: {error}"))?;
         let signature = key.sign(&random, format!("{header}.{payload}").as_bytes());
         let signature = URL_SAFE_NO_PAD.encode(signature.map_err(|_| anyhow!("cannot sign the request"))?);
         let body = json!({"protected": header, "payload": payload, "signature": signature});

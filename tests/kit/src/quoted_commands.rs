@@ -46,9 +46,9 @@ enum Quoting {
     /// By a line of code: the command is complete.
     Line,
     /// By backticks: the command may omit arguments.
-    Whole,
+    Backticks,
     /// Not delimited: the command ends before the first word that cannot be part of it.
-    Open,
+    Undelimited,
 }
 
 /// Whether a word is a short option, or part of a usage line that names no argument, such as `[OPTIONS]` and
@@ -64,11 +64,13 @@ fn find_error(program: &Command, arguments: &str, quoting: Quoting) -> Option<St
     let (mut positionals, mut path) = (0, program.get_name().to_owned());
     let words = match quoting {
         Quoting::Line => split_shell_words(arguments),
-        Quoting::Whole | Quoting::Open => arguments.split_whitespace().map(str::to_owned).collect(),
+        Quoting::Backticks | Quoting::Undelimited => {
+            arguments.split_whitespace().map(str::to_owned).collect()
+        }
     };
     let mut words = words.iter();
     while let Some(raw) = words.next() {
-        let is_last = raw.ends_with([':', ',', ';', '.', ')']) && quoting == Quoting::Open;
+        let is_last = raw.ends_with([':', ',', ';', '.', ')']) && quoting == Quoting::Undelimited;
         let word = raw.trim_matches(['[', ']', ',', ';', ':', '.', '(', ')', '"', '\'']);
         if let Some(option) = word.strip_prefix("--") {
             let name = option.split(['=', '[']).next().unwrap_or_default();
@@ -87,10 +89,10 @@ fn find_error(program: &Command, arguments: &str, quoting: Quoting) -> Option<St
                     command = found;
                 }
                 // The text is prose: the program's name is the subject of a sentence.
-                None if quoting == Quoting::Open => return None,
+                None if quoting == Quoting::Undelimited => return None,
                 None => return Some(format!("{path} has no command {word}")),
             }
-        } else if quoting == Quoting::Open && !is_placeholder(word) {
+        } else if quoting == Quoting::Undelimited && !is_placeholder(word) {
             return None;
         } else {
             positionals += 1;
@@ -105,8 +107,8 @@ fn find_error(program: &Command, arguments: &str, quoting: Quoting) -> Option<St
     None
 }
 
-/// The error that the program itself reports for a complete command line. Invalid values are allowed, because they can
-/// be placeholders. A usage line with optional parts is not parsed.
+/// Returns the error that the program itself reports for a complete command line. Invalid values are allowed, because
+/// they can be placeholders. A usage line with optional parts is not parsed.
 fn parse_error(program: &Command, arguments: &str) -> Option<String> {
     use clap::error::ErrorKind::{DisplayHelp, DisplayVersion, InvalidValue, ValueValidation};
     if arguments.contains(['[', '|', '…']) || arguments.contains("<COMMAND>") {
@@ -155,13 +157,13 @@ fn find_command_lines(program: &str, text: &str, language: Language) -> Vec<(Str
         let is_fenced = language == Language::Markdown && before.matches("\n```").count() % 2 == 1;
         if before.ends_with('`') {
             let quoted = line.split(['`', '"']).next().unwrap_or_default();
-            found.push((quoted.to_owned(), Quoting::Whole));
+            found.push((quoted.to_owned(), Quoting::Backticks));
         } else if before.ends_with("$ ") || (is_fenced && before.ends_with('\n')) {
             let ends = [" #", " |", " >", " &", ";"];
             let end = ends.iter().filter_map(|end| line.find(end)).min().unwrap_or(line.len());
             found.push((line[..end].to_owned(), Quoting::Line));
         } else if before.ends_with(['"', ' ', '(']) {
-            found.push((line.split(['`', '"']).next().unwrap_or_default().to_owned(), Quoting::Open));
+            found.push((line.split(['`', '"']).next().unwrap_or_default().to_owned(), Quoting::Undelimited));
         }
     }
     found

@@ -19,7 +19,7 @@ const RESTIC: DebProgram = DebProgram {
 };
 const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// A repository, as `restic` sees it.
+/// Runs `restic` on one repository.
 pub struct Restic {
     program: FetchedProgram,
     /// A directory, or `s3:<endpoint>/<bucket>/<path>`.
@@ -41,7 +41,7 @@ impl Restic {
     /// Like [`Self::for_directory`], for a repository in an object store.
     ///
     /// # Errors
-    /// Those of [`Self::for_directory`].
+    /// Like [`Self::for_directory`].
     pub fn for_store(url: String, password: &str, access_key: &str, secret_key: &str) -> Result<Self> {
         let variables = [("AWS_ACCESS_KEY_ID", access_key), ("AWS_SECRET_ACCESS_KEY", secret_key)];
         let environment = variables.map(|(name, value)| (name.to_owned(), value.to_owned())).to_vec();
@@ -56,13 +56,13 @@ impl Restic {
     /// Runs a command, and returns its output.
     ///
     /// # Errors
-    /// If it fails, with its messages.
+    /// Fails with the output of `restic` if the command fails.
     pub fn run(&self, arguments: &[&str]) -> Result<String> {
         child::run(self.command(arguments), TIMEOUT)
             .with_context(|| format!("restic {}", arguments.join(" ")))
     }
 
-    /// Returns a command on the repository.
+    /// Builds a `restic` command for the repository.
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = self.program.command();
         command.args(arguments).env("RESTIC_REPOSITORY", &self.repository);
@@ -74,7 +74,7 @@ impl Restic {
     /// Checks the structure of the repository and the content of every pack.
     ///
     /// # Errors
-    /// If `restic` finds an error.
+    /// Fails if `restic` finds an error.
     pub fn check(&self) -> Result<()> {
         self.run(&["check", "--read-data"]).map(drop)
     }
@@ -82,7 +82,7 @@ impl Restic {
     /// Restores a snapshot to a new directory.
     ///
     /// # Errors
-    /// If `restic` fails.
+    /// Fails if `restic` fails.
     pub fn restore(&self, snapshot: &str, target: &Path) -> Result<PathBuf> {
         self.run(&["restore", snapshot, "--target", &target.display().to_string()])?;
         Ok(target.to_owned())

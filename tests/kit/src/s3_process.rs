@@ -31,7 +31,7 @@ impl S3Process {
             .stdout(Stdio::null())
             .stderr(File::create(log)?)
             .spawn()
-            .with_context(|| format!("start {name}"))?;
+            .with_context(|| format!("cannot start {name}"))?;
         child::kill_on_exit(server.id(), AtExit::Kill);
         let mut process = Self { name, server, port };
         let deadline = Instant::now() + START_TIMEOUT;

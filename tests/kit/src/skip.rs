@@ -1,4 +1,5 @@
-//! Tests that cannot run here: each prints its reason, and `cargo xtask test` lists them by name at the end.
+//! Tests that cannot run in this environment: each prints its reason, and `cargo xtask test` lists them by name at the
+//! end.
 //!
 //! ```no_run
 //! # fn is_root() -> bool { true }
@@ -18,7 +19,7 @@ pub const SKIP_REPORT_VAR: &str = "SVC_SKIP_REPORT";
 /// Records that the current test skips its checks, or some of them, for this reason.
 ///
 /// # Panics
-/// If the report cannot be written: a skipped test must not pass silently.
+/// Panics if the report cannot be written, because a skipped test must not pass silently.
 pub fn record(reason: impl Display) {
     let reason = reason.to_string().replace('\n', " ");
     println!("SKIPPED: {reason}");
@@ -27,10 +28,10 @@ pub fn record(reason: impl Display) {
     let appended = OpenOptions::new().create(true).append(true).open(&path);
     // In a single write, because tests run in parallel.
     let appended = appended.and_then(|mut file| file.write_all(line.as_bytes()));
-    appended.unwrap_or_else(|error| panic!("append to {}: {error}", path.display()));
+    appended.unwrap_or_else(|error| panic!("cannot append to {}: {error}", path.display()));
 }
 
-/// The name that nextest sets, otherwise the thread's name, which cargo's test runner sets.
+/// Returns the name that nextest sets or, without nextest, the thread's name, which cargo's test runner sets.
 fn current_test_name() -> String {
     std::env::var("NEXTEST_TEST_NAME")
         .unwrap_or_else(|_| std::thread::current().name().unwrap_or("a test").to_owned())

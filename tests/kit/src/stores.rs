@@ -46,7 +46,7 @@ impl StoreKind {
             Ok(store)
         };
         let started: Result<S3Server> = crate::runtime::servers().spawn_blocking(start).await?;
-        started.with_context(|| format!("start the store {}", self.name()))
+        started.with_context(|| format!("cannot start the store {}", self.name()))
     }
 }
 

@@ -78,7 +78,7 @@ $home/lab-bin/pg_dump || true
 grep -qx root /var/tmp/lab-ran-as || fail "the planted programs do not work"
 : >/var/tmp/lab-ran-as
 SVC_PG_BIN_DIR=$home/lab-bin timeout 300 svc-db-backup export --output /var/backups/lab/own.tar >/dev/null 2>&1 || true
-[ -s /var/tmp/lab-ran-as ] || fail "an export runs no program from SVC_PG_BIN_DIR"
+[ -s /var/tmp/lab-ran-as ] || fail "the export ran no program from SVC_PG_BIN_DIR"
 : >/var/tmp/lab-ran-as
 cp -p /opt/svc/env/host.env /var/tmp/lab-host.env
 printf 'SVC_PG_BIN_DIR=%s\n' $home/lab-bin >>/opt/svc/env/host.env
@@ -91,5 +91,5 @@ grep -qx root /var/tmp/lab-ran-as && fail "root ran one of the owner's programs"
 rm -rf /var/backups/lab $home/lab-* $home/apps/lab-* /var/tmp/lab-host.env
 [ -f /var/tmp/lab-config.json ] && cat /var/tmp/lab-config.json >$home/system/config.json
 failed=$(systemctl --failed --plain --no-legend | grep svc- || true)
-[ -z "$failed" ] || fail "$failed"
+[ -z "$failed" ] || fail "failed units: $failed"
 echo "links, FIFOs, swapped folders, root's settings, permissions and a forged end, from $unit and from an agent: nothing reached"

@@ -14,7 +14,7 @@ for program in claude codex; do
   found=$(readlink -f /opt/svc/runtime/agents/bin/$program)
   case $found in
     /opt/svc/releases/*/runtime/agents/$program/*) ;;
-    *) fail "$program is $found" ;;
+    *) fail "$program resolves to $found, which is not the release's program" ;;
   esac
 done
 
@@ -59,7 +59,7 @@ for agent in claude codex; do
     *'"status":"success"'*) ;;
     *) fail "$agent's record is $recorded" ;;
   esac
-  echo "$recorded" | grep -q '"cost":0\.0*[1-9]' || fail "$agent cost nothing: $recorded"
+  echo "$recorded" | grep -q '"cost":0\.0*[1-9]' || fail "$agent's record has no cost: $recorded"
   echo "$recorded" | grep -q '"tools":\[{' || fail "$agent's record has no tool: $recorded"
 done
 versions="Claude Code $(/opt/svc/runtime/agents/bin/claude --version), $(/opt/svc/runtime/agents/bin/codex --version)"

@@ -13,7 +13,7 @@ use kit::s3::{Fault, Rule};
 use kit::story::{MachineRecord, Stack, eventually};
 
 /// A script that lists the databases that the product has created, except the owner's.
-pub(super) const LIST_SIDE_DATABASES: &str = r#"
+pub(super) const LIST_EXTRA_DATABASES: &str = r#"
 url=$(sed -n 's/^DATABASE_URL=//p' /opt/svc/env/host.env | tr -d '"')
 PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime/postgres/bin/psql -v ON_ERROR_STOP=1 -qh 127.0.0.1 \
   -U postgres -d svc -Atc "select datname from pg_database where datname ~ '^svc_'"
@@ -25,7 +25,7 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     let vm = stack.provider.machine(&machine.server)?;
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let before = verified_pointer(stack)?;
-    vm.run(&set_retries(false), SHORT_TIMEOUT).await?.success().context("disable retries")?;
+    vm.run(&set_retries(false), SHORT_TIMEOUT).await?.success().context("cannot disable retries")?;
     let outage = stack.store.add_fault(Rule::new(Fault::Refuse).key("/system/db/").always());
     for nth in 1..=2 {
         let failed = vm.run(BACKUP, LONG_TIMEOUT).await?;
@@ -53,7 +53,7 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     ensure!(stack.slot.pointer(&stack.store)? == before, "a failed backup moved the pointer");
     let refused = outage.hits();
     stack.store.heal();
-    vm.run(&set_retries(true), SHORT_TIMEOUT).await?.success().context("allow retries")?;
+    vm.run(&set_retries(true), SHORT_TIMEOUT).await?.success().context("cannot enable retries")?;
     verified_pointer(stack)?;
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("backup after the outage")?;
     ensure!(verified_pointer(stack)?["seq"].as_u64() > before["seq"].as_u64(), "the pointer did not move");
@@ -105,7 +105,7 @@ pub async fn restore_side_database(stack: &Stack, machine: &MachineRecord) -> Re
     ensure!(restored == rows, "there were {rows:?}, now {restored:?}");
     send_side_request(stack, Method::DELETE, "", Value::Null).await?;
     wait_for_status(stack, "closed").await?;
-    let leftover = vm.run(LIST_SIDE_DATABASES, SHORT_TIMEOUT).await?.success()?;
+    let leftover = vm.run(LIST_EXTRA_DATABASES, SHORT_TIMEOUT).await?.success()?;
     ensure!(leftover.trim().is_empty(), "leftover databases: {leftover}");
     let inserted = &copied["tables"][0]["inserted"];
     Ok(((), format!("{} rows deleted; {inserted} restored from {}", rows.len(), opened["key"])))

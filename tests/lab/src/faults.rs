@@ -71,7 +71,7 @@ pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     let after = wait_until_served(stack).await?;
     ensure!(vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway, "the gateway was restarted");
     let lost: Vec<&String> = accepted.iter().filter(|title| !after.contains(title)).collect();
-    ensure!(lost.is_empty(), "acknowledged and lost: {lost:?}");
+    ensure!(lost.is_empty(), "acknowledged rows were lost: {lost:?}");
     let owner = stack.owner_token();
     eventually("a row can be added again", BOOT_TIMEOUT, || stack.web.insert(&owner, AFTER_TITLE)).await?;
     for title in &accepted {
@@ -102,8 +102,8 @@ async fn insert_large(stack: &Stack, title: &str) -> Result<Option<String>> {
     if response.status().is_success() {
         return Ok(None);
     }
-    let problem: Value = response.json().await.context("parse the problem document")?;
-    Ok(Some(problem["code"].as_str().context("a problem without a code")?.to_owned()))
+    let problem: Value = response.json().await.context("cannot parse the problem document")?;
+    Ok(Some(problem["code"].as_str().context("the problem document has no code")?.to_owned()))
 }
 
 /// Moves the clock ahead and back: snapshots are ordered independently of it, and a store that rejects the time is
@@ -155,10 +155,10 @@ pub async fn cut_power_during_backup(stack: &Stack, machine: &MachineRecord) -> 
     let vm = stack.provider.machine(&machine.server)?;
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let before = verified_pointer(stack)?;
-    vm.run(CREATE_LARGE_TABLE, LONG_TIMEOUT).await?.success().context("create a large table")?;
+    vm.run(CREATE_LARGE_TABLE, LONG_TIMEOUT).await?.success().context("cannot create a large table")?;
     let rows = stack.web.titles(&stack.owner_token()).await?;
     let dumping = "systemctl start --no-block svc-db-backup.service; for n in $(seq 600); do pgrep -x pg_dump && exit 0; sleep 0.1; done; exit 1";
-    vm.run(dumping, LONG_TIMEOUT).await?.success().context("wait for pg_dump")?;
+    vm.run(dumping, LONG_TIMEOUT).await?.success().context("pg_dump did not start")?;
     stack.provider.kill_server(&machine.server).await?;
     let at_cut = verified_pointer(stack)?;
     ensure!(at_cut == before, "the pointer moved before the dump was complete: {at_cut}");
@@ -197,7 +197,7 @@ async fn delete_note(stack: &Stack, title: &str) -> Result<()> {
     let call = json!({"action": "delete", "app": "notes", "table": "notes", "filter": filter});
     let deleted = stack.web.call_bridge(&stack.owner_token(), &call).await?;
     if deleted["affected"] != 1 {
-        bail!("{} rows with title {title}", deleted["affected"]);
+        bail!("deleted {} rows with title {title}", deleted["affected"]);
     }
     Ok(())
 }

@@ -1,5 +1,5 @@
 //! Checks that the owner's files survive the loss of the machine: a git repository, a SQLite database that a program is
-//! writing, and random data of a given size.
+//! writing to, and random data of a given size.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use super::faults::{LONG_TIMEOUT, SHORT_TIMEOUT};
 
 /// Size of each file with random data (a part).
 const PART_BYTES: u64 = 4 << 20;
-/// On an emulated processor, random bytes are written, hashed and saved at a few MB/s each.
+/// On an emulated processor, random bytes are written, hashed and saved at only a few MB/s.
 const MIN_BYTES_PER_SECOND: u64 = 1 << 20;
 /// A script that creates the directories for the files and unpacks the repository.
 const UNPACK: &str = "set -e
@@ -24,7 +24,8 @@ for dir in /home/svc/home/projects /home/svc/home/projects/lab /home/svc/home/pr
 done
 tar -C /home/svc/home/projects/lab --no-same-owner -xf /tmp/repository.tar
 chown -R svc:svc /home/svc/home/projects/lab";
-/// A script that starts a program of the owner, which writes to a database a hundred times a second until the machine is lost.
+/// A script that starts a program as the owner's user. The program writes to a database a hundred times a second until
+/// the machine is lost.
 const START_WRITER: &str = r#"
 cat >/tmp/writer.py <<'PYTHON'
 import os, sqlite3, time
@@ -75,21 +76,21 @@ pub(super) async fn save(stack: &Stack, machine: &MachineRecord, mib: u64) -> Re
     let timeout = parts_timeout(mib);
     let (archive, commit) = create_repository(&stack.dir)?;
     vm.upload(&archive, "/tmp/repository.tar", SHORT_TIMEOUT).await?;
-    vm.run(UNPACK, SHORT_TIMEOUT).await?.success().context("unpack the repository")?;
+    vm.run(UNPACK, SHORT_TIMEOUT).await?.success().context("cannot unpack the repository")?;
     let create = format!(
         "set -e; cd /home/svc/home/projects/lab/parts; \
          head -c {mib}M /dev/urandom | split -b {PART_BYTES} -a 5 -d - part-; chown -R svc:svc ."
     );
-    vm.run(&create, timeout).await?.success().context("create the parts")?;
+    vm.run(&create, timeout).await?.success().context("cannot create the parts")?;
     let parts_hash = vm.run(HASH_PARTS, timeout).await?.success()?;
-    vm.run(START_WRITER, SHORT_TIMEOUT).await?.success().context("start the writer")?;
+    vm.run(START_WRITER, SHORT_TIMEOUT).await?.success().context("cannot start the writer")?;
     let rows = count_rows(&vm.run(CHECK_NOTES, SHORT_TIMEOUT).await?.success()?)?;
     let began = Instant::now();
     loop {
         match vm.run("/opt/svc/bin/svc-sync-agent now", timeout).await?.success() {
             Ok(_) => break,
-            // A first save of many bytes takes longer than the command waits.
-            Err(error) if began.elapsed() >= timeout => return Err(error.context("the files are not saved")),
+            // The first save of many bytes can take longer than the command waits.
+            Err(error) if began.elapsed() >= timeout => return Err(error.context("the files were not saved")),
             Err(_) => tokio::time::sleep(Duration::from_secs(5)).await,
         }
     }
@@ -119,7 +120,7 @@ pub(super) async fn check_restored(
     let owners = vm.run(owners, SHORT_TIMEOUT).await?.success()?;
     ensure!(owners.lines().all(|line| line == "svc:svc"), "the owners are {owners}");
     let detail = format!(
-        "git finds no error; the database is sound, {rows} rows of at least {}; {} MiB have the same hash",
+        "git finds no error; the database is intact, {rows} rows (at least {}); {} MiB have the same hash",
         saved.rows, saved.mib
     );
     Ok(((), detail))
@@ -133,13 +134,13 @@ fn count_rows(output: &str) -> Result<u64> {
     }
 }
 
-fn git(dir: &Path, args: &[&str]) -> Result<String> {
+fn run_git(dir: &Path, args: &[&str]) -> Result<String> {
     let mut command = Command::new("git");
     command.current_dir(dir).args(["-c", "user.name=Ada", "-c", "user.email=ada@example.com"]).args(args);
     child::run(command, SHORT_TIMEOUT)
 }
 
-fn shell(dir: &Path, script: &str) -> Result<()> {
+fn run_shell(dir: &Path, script: &str) -> Result<()> {
     let mut command = Command::new("sh");
     command.current_dir(dir).args(["-c", script]);
     child::run(command, SHORT_TIMEOUT).map(drop)
@@ -149,16 +150,16 @@ fn shell(dir: &Path, script: &str) -> Result<()> {
 fn create_repository(dir: &Path) -> Result<(PathBuf, String)> {
     let repository = dir.join("repository");
     fs::create_dir_all(&repository)?;
-    git(&repository, &["init", "--quiet"])?;
+    run_git(&repository, &["init", "--quiet"])?;
     for nth in 0..20_u8 {
         let text: String = (0..200_u8).map(|line| hex::encode(Sha256::digest([nth, line])) + "\n").collect();
         fs::write(repository.join(format!("file-{}", nth % 7)), text)?;
-        git(&repository, &["add", "."])?;
-        git(&repository, &["commit", "--quiet", "-m", &format!("Change {nth}")])?;
+        run_git(&repository, &["add", "."])?;
+        run_git(&repository, &["commit", "--quiet", "-m", &format!("Change {nth}")])?;
     }
-    git(&repository, &["gc", "--quiet"])?;
-    let commit = git(&repository, &["rev-parse", "HEAD"])?;
-    shell(dir, "tar -cf repository.tar repository")?;
+    run_git(&repository, &["gc", "--quiet"])?;
+    let commit = run_git(&repository, &["rev-parse", "HEAD"])?;
+    run_shell(dir, "tar -cf repository.tar repository")?;
     Ok((dir.join("repository.tar"), commit))
 }
 
@@ -167,12 +168,12 @@ fn check_repository(dir: &Path, archive: &str, commit: &str) -> Result<()> {
     let unpacked = dir.join("restored-repository");
     fs::create_dir_all(&unpacked)?;
     fs::write(unpacked.join("archive"), archive)?;
-    shell(&unpacked, "base64 -d archive | tar --no-same-owner -x")?;
+    run_shell(&unpacked, "base64 -d archive | tar --no-same-owner -x")?;
     let repository = unpacked.join("repository");
-    git(&repository, &["fsck", "--strict", "--full"]).context("the repository is damaged")?;
-    let head = git(&repository, &["rev-parse", "HEAD"])?;
+    run_git(&repository, &["fsck", "--strict", "--full"]).context("the repository is damaged")?;
+    let head = run_git(&repository, &["rev-parse", "HEAD"])?;
     ensure!(head == commit, "the last commit was {commit}, now {head}");
-    let changed = git(&repository, &["status", "--porcelain"])?;
+    let changed = run_git(&repository, &["status", "--porcelain"])?;
     ensure!(changed.is_empty(), "these files have changed: {changed}");
     Ok(())
 }

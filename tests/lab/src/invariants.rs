@@ -1,4 +1,4 @@
-//! Invariants for every running machine, and its journal.
+//! Checks the invariants of running machines, and saves their journals.
 
 use std::fs;
 use std::path::Path;

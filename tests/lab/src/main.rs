@@ -70,7 +70,7 @@ impl Args {
             (false, true) => StepSelection::Full,
             (false, false) => StepSelection::only(self.only)?,
         };
-        let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
+        let runtime = tokio::runtime::Runtime::new().context("cannot start a runtime")?;
         let report = runtime.block_on(run(&self.svc, &steps, self.files_mib))?;
         Ok(if report.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
@@ -90,14 +90,14 @@ async fn run(svc: &Path, steps: &StepSelection, files_mib: u64) -> Result<Report
     let sockets = tempfile::Builder::new().prefix("svc-lab-").tempdir_in("/tmp")?;
     child::remove_on_exit(sockets.path());
     let dir = target_dir().join("lab");
-    fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
+    fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
     // Only one lab at a time: concurrent runs would delete each other's disks.
     let lock = fs::File::create(dir.join("lock"))?;
     lock.try_lock().context("another lab is running in this target directory")?;
     let machines = dir.join("machines");
     // Deletes the disks, which are large, and the logs from an earlier run.
     fs::remove_dir_all(&machines).ok();
-    fs::create_dir_all(&machines).with_context(|| format!("create {}", machines.display()))?;
+    fs::create_dir_all(&machines).with_context(|| format!("cannot create {}", machines.display()))?;
     let outcome = tokio::select! {
         result = run_all(&mut report, svc, (&steps, files_mib), &machines, sockets.path()) => Some(result.is_ok()),
         _ = terminate.recv() => None,

@@ -27,8 +27,8 @@ const REMOVE_RELEASE_AND_UNITS: &str = "systemctl disable --now svc.target; syst
                     find /etc/systemd/system -maxdepth 1 -type f -name 'svc*' ! -name svc-first-boot.service -delete && \
                     systemctl daemon-reload";
 
-/// Installs the platform package as in docs/operating/install.md, as a second process of the lab's platform, which
-/// becomes ready, passes its doctor, restarts after a kill, stops and is purged.
+/// Installs the platform package as in docs/operating/install.md, as a second process of the lab's platform. It
+/// becomes ready, passes `svcctl doctor platform`, restarts after a kill and stops. Then the package is purged.
 pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     vm.upload(&build_package(stack, "svc-platform").await?, "/var/tmp/svc-platform.deb", LONG_TIMEOUT)
@@ -44,7 +44,7 @@ pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> R
     vm.run("systemctl enable --now svc-platform.service", LONG_TIMEOUT)
         .await?
         .success()
-        .context("start the platform")?;
+        .context("cannot start the platform")?;
     let ready = async || {
         let body = vm.run(READY, SHORT_TIMEOUT).await?.success()?;
         ensure!(body.contains("\"database\":\"ok\""), "/readyz/control: {body}");
@@ -74,8 +74,8 @@ pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> R
     vm.run("dpkg --purge svc-platform && rm /var/tmp/svc-platform.deb && ! systemctl cat svc-platform.service 2>/dev/null", LONG_TIMEOUT)
         .await?
         .success()
-        .context("purge the package")?;
-    let in_container = check_container(&vm).await.context("in a container")?;
+        .context("cannot purge the package")?;
+    let in_container = check_container(&vm).await.context("the platform in a container")?;
     Ok((
         (),
         format!(
@@ -84,8 +84,8 @@ pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> R
     ))
 }
 
-/// Runs the same platform from the container recipe, with only its settings: it becomes healthy, and stops when
-/// signalled.
+/// Runs the same platform in a container built from the repository's Containerfile, with only its settings: it becomes
+/// healthy, and exits with 0 when it is stopped.
 async fn check_container(vm: &Machine) -> Result<String> {
     let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/container/Containerfile");
     vm.run("mkdir -p /var/tmp/image && cp /opt/svc/current/bin/svc /var/tmp/image/svc", SHORT_TIMEOUT)
@@ -93,11 +93,11 @@ async fn check_container(vm: &Machine) -> Result<String> {
         .success()?;
     vm.upload(&recipe, "/var/tmp/Containerfile", SHORT_TIMEOUT).await?;
     let build = "podman build --format docker -f /var/tmp/Containerfile -t svc-platform /var/tmp/image";
-    vm.run(build, LONG_TIMEOUT).await?.success().context("build the image")?;
+    vm.run(build, LONG_TIMEOUT).await?.success().context("cannot build the image")?;
     vm.run(&format!("chown 65532 /etc/svc/platform.env && {RUN_CONTAINER}"), LONG_TIMEOUT)
         .await?
         .success()
-        .context("run the container")?;
+        .context("cannot run the container")?;
     let healthy = eventually("the container is healthy", LONG_TIMEOUT, async || {
         vm.run(
             "podman healthcheck run svc-platform || { podman logs svc-platform >&2; exit 1; }",
@@ -116,7 +116,7 @@ async fn check_container(vm: &Machine) -> Result<String> {
     )
     .await?
     .success()
-    .context("remove the container")?;
+    .context("cannot remove the container")?;
     Ok("the same in a container, read-only and without capabilities".to_owned())
 }
 
@@ -125,16 +125,22 @@ async fn check_container(vm: &Machine) -> Result<String> {
 pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner_token()).await?;
-    vm.run(REMOVE_RELEASE_AND_UNITS, LONG_TIMEOUT).await?.success().context("remove release and units")?;
+    vm.run(REMOVE_RELEASE_AND_UNITS, LONG_TIMEOUT)
+        .await?
+        .success()
+        .context("cannot remove the release and the units")?;
     vm.upload(&build_package(stack, "svc-host").await?, "/var/tmp/svc-host.deb", LONG_TIMEOUT).await?;
     let output = vm.run("dpkg -i /var/tmp/svc-host.deb", LONG_TIMEOUT).await?.success()?;
     ensure!(!output.contains("not provisioned"), "the package reports an unprovisioned machine: {output}");
     vm.run("/usr/lib/svc/svc svc-update boot", LONG_TIMEOUT)
         .await?
         .success()
-        .context("install the release")?;
+        .context("cannot install the release")?;
     let started = Instant::now();
-    vm.run("systemctl enable --now svc.target", LONG_TIMEOUT).await?.success().context("start the host")?;
+    vm.run("systemctl enable --now svc.target", LONG_TIMEOUT)
+        .await?
+        .success()
+        .context("cannot start the host")?;
     let after = wait_until_served(stack).await?;
     let seconds = started.elapsed().as_secs_f64();
     ensure!(after == before, "there were {before:?}, now {after:?}");
@@ -149,7 +155,7 @@ pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Resul
     vm.run("dpkg -i /var/tmp/svc-host.deb", LONG_TIMEOUT)
         .await?
         .success()
-        .context("reinstall the package")?;
+        .context("cannot reinstall the package")?;
     ensure!(
         vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway,
         "upgrading the package restarted the gateway"
@@ -159,7 +165,7 @@ pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Resul
     vm.run("dpkg --purge svc-host && rm /var/tmp/svc-host.deb", LONG_TIMEOUT)
         .await?
         .success()
-        .context("purge the package")?;
+        .context("cannot purge the package")?;
     let running =
         "systemctl list-units --no-legend --state=active,activating 'svc*'; ss -Hltn 'sport = :443'";
     let running = vm.run(running, SHORT_TIMEOUT).await?.success()?;

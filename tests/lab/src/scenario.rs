@@ -5,20 +5,22 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use super::data::LIST_SIDE_DATABASES;
+use super::data::LIST_EXTRA_DATABASES;
 use super::{files, invariants, release};
 use kit::bundle;
 use kit::pg::PgBinaries;
 use kit::s3::{Fault, Rule};
-use kit::story::{CONFIRM_FLAGS, HANDLE, IMAGE_VERSION, MachineRecord, Stack, Timeouts, USER, eventually};
+use kit::story::{
+    CONFIRM_FLAGS, HANDLE, IMAGE_VERSION, MachineRecord, RecoveryTimeouts, Stack, USER, eventually,
+};
 pub use kit::story::{
     backup, check_owner_gets_503, check_restored_rows, delete, insert_and_find, insert_later_row,
 };
 
 /// Maximum time from power-on to a serving gateway, under emulation.
 pub const BOOT_TIMEOUT: Duration = Duration::from_secs(400);
-pub const TIMEOUTS: Timeouts =
-    Timeouts { ready: Duration::from_secs(800), removal: Duration::from_secs(300) };
+pub const TIMEOUTS: RecoveryTimeouts =
+    RecoveryTimeouts { ready: Duration::from_secs(800), removal: Duration::from_secs(300) };
 const MARKER: &str = "stat -c %Y.%Z /var/lib/svc/restore-complete";
 const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
 
@@ -48,7 +50,7 @@ pub async fn publish_as(stack: &Stack, version: &str, svc: &Path, parts: BundleP
 pub async fn provision(stack: &Stack) -> Result<(MachineRecord, String)> {
     let args = ["--json", "provision", USER, "--handle", HANDLE, "--wait=800"];
     let run = stack.svcctl(&[&args[..], &CONFIRM_FLAGS].concat()).await?.success()?;
-    let machine = MachineRecord::read(&run.stdout)?;
+    let machine = MachineRecord::parse(&run.stdout)?;
     ensure!(machine.status == "running" && machine.epoch == 1, "the machine is {machine:?}");
     Ok((machine.clone(), format!("machine {} is running at {}", machine.id, machine.ip)))
 }
@@ -85,7 +87,7 @@ pub async fn lose_machine(stack: &Stack, machine: &MachineRecord) -> Result<((),
     Ok(((), "power cut, and no server at the provider".to_owned()))
 }
 
-/// Recovers the lost machine, which has this size of the owner's files.
+/// Recovers the lost machine. `files_mib` is the size of the owner's files, which determines how long to wait.
 pub async fn recover(
     stack: &Stack,
     first: &MachineRecord,
@@ -95,11 +97,12 @@ pub async fn recover(
     let wait = format!("--wait={}", ready.as_secs());
     let recover = ["--json", "recover", USER, "--yes", &wait];
     let run = stack.svcctl_with_timeout(ready + Duration::from_secs(60), &recover).await?.success()?;
-    let second = MachineRecord::read(&run.stdout)?;
+    let second = MachineRecord::parse(&run.stdout)?;
     ensure!(second.status == "running" && second.id != first.id, "the new machine is {second:?}");
-    ensure!(second.epoch > first.epoch, "its epoch is {}", second.epoch);
+    ensure!(second.epoch > first.epoch, "the new machine has epoch {}", second.epoch);
     let vm = stack.provider.machine(&second.server)?;
-    let marker = vm.run(MARKER, Duration::from_secs(60)).await?.success().context("read the marker")?;
+    let marker =
+        vm.run(MARKER, Duration::from_secs(60)).await?.success().context("cannot read the marker")?;
     ensure!(!marker.trim().is_empty(), "the marker is empty");
     Ok((second.clone(), format!("machine {} is running, epoch {}, restored", second.id, second.epoch)))
 }
@@ -154,8 +157,10 @@ pub async fn run_drill(stack: &Stack, machine: &MachineRecord) -> Result<((), St
         Ok(checks)
     })
     .await?;
-    let leftover =
-        vm.run(&format!("set -e\n{LIST_SIDE_DATABASES}\nls /var/lib/svc/drill"), timeout).await?.success()?;
+    let leftover = vm
+        .run(&format!("set -e\n{LIST_EXTRA_DATABASES}\nls /var/lib/svc/drill"), timeout)
+        .await?
+        .success()?;
     ensure!(leftover.trim() == "lock", "left over from a drill: {leftover}");
     Ok(((), format!("{} restored in a drill; {}", checks["drill"]["key"], output.trim())))
 }
@@ -209,7 +214,7 @@ pub async fn refuse_corrupted_snapshot(stack: &Stack) -> Result<((), String)> {
     );
     let failure = &record["failure"];
     ensure!(failure["cause"] == "boot_reported" && failure["stage"] == "restore", "the failure is {failure}");
-    let id = record["machineId"].as_str().context("no machineId")?;
+    let id = record["machineId"].as_str().context("the record has no machineId")?;
     let vm = stack.provider.machine(&format!("svc-{id}"))?;
     let units = "systemctl show -P ActiveState svc-restore.service svc-gateway.service; test -e /opt/svc/restore-complete && echo open || echo closed";
     let output = vm.run_when_reachable(units, BOOT_TIMEOUT).await?.success()?;

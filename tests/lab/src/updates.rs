@@ -50,7 +50,7 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     let rollout: Value = run.json()?;
     let id = rollout["rolloutId"].as_str().with_context(|| format!("no rolloutId in {rollout}"))?.to_owned();
     let activating = "for n in $(seq 3000); do grep -rqs '\"activating\"' /var/lib/svc/update && exit 0; sleep 0.1; done; exit 1";
-    vm.run(activating, LONG_TIMEOUT).await?.success().context("wait for the new release's services")?;
+    vm.run(activating, LONG_TIMEOUT).await?.success().context("the update did not restart the services")?;
     stack.provider.kill_server(&machine.server).await?;
     stack.provider.power_on(&machine.server)?;
     let after = wait_until_served(stack).await?;
@@ -68,7 +68,7 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     let release = current_release(stack, machine).await?;
     ensure!(
         release == if state == "succeeded" { CUT_VERSION } else { &previous },
-        "the rollout {state}, the machine is running {release}"
+        "the rollout is {state}, but the machine is running {release}"
     );
     let journal = "journalctl -b -u svc-update.service -o cat --no-pager";
     let journal = vm.run(journal, SHORT_TIMEOUT).await?.success()?;
@@ -82,7 +82,7 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     Ok((
         (),
         format!(
-            "cut while {CUT_VERSION} started; after power-on the machine is on {release}, rollout {state}"
+            "cut while {CUT_VERSION} was starting; after power-on, machine on {release}, rollout {state}"
         ),
     ))
 }

@@ -43,7 +43,7 @@ fuzz_target!(
         RULE.get_or_init(|| (target.name, target.check_any));
     },
     |input: &[u8]| {
-        let (name, check_any) = RULE.get().expect("libFuzzer has initialised the target");
+        let (name, check_any) = RULE.get().expect("libFuzzer has initialized the target");
         if let Err(rule) = check_any(input) {
             panic!("{name}: {rule}\ninput {:?}", String::from_utf8_lossy(input));
         }
@@ -61,6 +61,6 @@ fn write_samples(target: &Target, dir: &Path) {
     for index in 0..SAMPLE_COUNT {
         let sample = target.valid.new_tree(&mut runner).expect("the strategy has no filters").current();
         (target.check_valid)(&sample).unwrap_or_else(|rule| panic!("sample {index}: {rule}"));
-        std::fs::write(dir.join(format!("sample-{index}")), sample).expect("write a sample");
+        std::fs::write(dir.join(format!("sample-{index}")), sample).expect("cannot write a sample");
     }
 }

@@ -35,11 +35,11 @@ const RACE_DEPENDENT: [(&str, &str); 6] = [
 ];
 
 /// Sends requests that the platform must reject.
-struct RefusalTester<'a> {
+struct RejectionTester<'a> {
     platform: &'a TestPlatform,
 }
 
-impl RefusalTester<'_> {
+impl RejectionTester<'_> {
     async fn send(&mut self, request: RequestBuilder, status: u16, code: &str) {
         self.platform.send(request).await.assert_problem(status, code);
     }
@@ -62,7 +62,7 @@ async fn every_documented_error_code_is_triggered() {
         assert_rejects_invalid_requests(&platform, operation).await;
         assert_rejects_invalid_ids(&platform, operation).await;
     }
-    let mut tester = RefusalTester { platform: &platform };
+    let mut tester = RejectionTester { platform: &platform };
     let settings = [("PLATFORM_DATABASE_URL", database.url("svc"))];
     trigger_provision_errors(&mut tester, &settings).await;
     trigger_machine_change_errors(&mut tester, &settings).await;
@@ -80,7 +80,7 @@ async fn every_documented_error_code_is_triggered() {
     database.kill9().await.unwrap();
     super::assert_reports_database_outage(&platform).await;
     let platform = TestPlatform::start(&[KEEP_PREDECESSORS]).await;
-    trigger_replaced_machine_errors(&mut RefusalTester { platform: &platform }).await;
+    trigger_replaced_machine_errors(&mut RejectionTester { platform: &platform }).await;
 
     let all: Vec<&'static Operation> = operations().collect();
     let findings = platform.contract().list_untriggered_codes(&all, &NOT_TRIGGERED, &RACE_DEPENDENT);
@@ -92,7 +92,7 @@ fn start_process(stack: &Stack, settings: &[(&str, String)], extra_env: &[(&str,
     stack.start_platform_with(&settings.chain(extra_env.iter().copied()).collect::<Vec<_>>())
 }
 
-async fn trigger_provision_errors(tester: &mut RefusalTester<'_>, settings: &[(&str, String)]) {
+async fn trigger_provision_errors(tester: &mut RejectionTester<'_>, settings: &[(&str, String)]) {
     for path in ["/vps/provision", "/vps/provision/quote"] {
         trigger_provision_and_quote_errors(tester, settings, path).await;
     }
@@ -111,7 +111,7 @@ async fn trigger_provision_errors(tester: &mut RefusalTester<'_>, settings: &[(&
 }
 
 async fn trigger_provision_and_quote_errors(
-    tester: &mut RefusalTester<'_>,
+    tester: &mut RejectionTester<'_>,
     settings: &[(&str, String)],
     path: &str,
 ) {
@@ -149,7 +149,7 @@ async fn trigger_provision_and_quote_errors(
     tester.post(path, &body_with("user_large", &json!({"handle": "large"})), 409, "disk_too_small").await;
 }
 
-async fn trigger_machine_change_errors(tester: &mut RefusalTester<'_>, settings: &[(&str, String)]) {
+async fn trigger_machine_change_errors(tester: &mut RejectionTester<'_>, settings: &[(&str, String)]) {
     let platform = tester.platform;
     let (running, booting) = (&platform.running.machine, &platform.booting.machine);
     let path_of = |machine: &str, action: &str| format!("/vps/{machine}/{action}");
@@ -227,7 +227,7 @@ async fn trigger_machine_change_errors(tester: &mut RefusalTester<'_>, settings:
 }
 
 /// Reuses an idempotency key with a different request, on every route that accepts such a key.
-async fn trigger_idempotency_errors(tester: &mut RefusalTester<'_>) {
+async fn trigger_idempotency_errors(tester: &mut RejectionTester<'_>) {
     let platform = tester.platform;
     for operation in operations().filter(|operation| accepts_idempotency_key(operation)) {
         let key = format!("key-{}", operation.id);
@@ -248,7 +248,7 @@ fn accepts_idempotency_key(operation: &Operation) -> bool {
     operation.parameters.iter().any(|parameter| parameter.name == "Idempotency-Key")
 }
 
-async fn trigger_rollout_errors(tester: &mut RefusalTester<'_>) {
+async fn trigger_rollout_errors(tester: &mut RejectionTester<'_>) {
     let (path, platform) = ("/vps/deploy", tester.platform);
     let rollout_path = |action: &str| format!("/vps/deploy/{}/{action}", platform.rollout);
     tester.post(path, &json!({"imageVersion": "v9"}), 404, "bundle_not_found").await;
@@ -293,7 +293,7 @@ async fn trigger_rollout_errors(tester: &mut RefusalTester<'_>) {
     tester.post(&format!("/vps/deploy/{done}/abort"), &json!({}), 409, "conflict").await;
 }
 
-async fn trigger_operator_errors(tester: &mut RefusalTester<'_>) {
+async fn trigger_operator_errors(tester: &mut RejectionTester<'_>) {
     let platform = tester.platform;
     let get = |path: &str| platform.operator_call(Method::GET, path, &Value::Null);
     for path in ["/operators?x=1", "/operators/whoami?x=1"] {
@@ -311,7 +311,7 @@ async fn trigger_operator_errors(tester: &mut RefusalTester<'_>) {
     tester.post("/operators/gone/rotate", &json!({}), 409, "conflict").await;
 }
 
-async fn trigger_usage_errors(tester: &mut RefusalTester<'_>) {
+async fn trigger_usage_errors(tester: &mut RejectionTester<'_>) {
     let platform = tester.platform;
     let usage_call =
         |machine: &str| platform.operator_call(Method::GET, &format!("/vps/{machine}/usage"), &Value::Null);
@@ -323,12 +323,12 @@ async fn trigger_usage_errors(tester: &mut RefusalTester<'_>) {
         (503, "", 503, "unavailable"),
         (200, "<html>", 502, "host_answer_invalid"),
     ] {
-        host.script.lock().unwrap().usage = (StatusCode::from_u16(status).unwrap(), body.to_owned());
+        host.behavior.lock().unwrap().usage = (StatusCode::from_u16(status).unwrap(), body.to_owned());
         tester.send(usage_call(&host.guest.machine), refused, code).await;
     }
 }
 
-async fn trigger_files_errors(tester: &mut RefusalTester<'_>) {
+async fn trigger_files_errors(tester: &mut RejectionTester<'_>) {
     let platform = tester.platform;
     let host = fake_host::start_host_for(&platform.stack, &platform.process, "user_files").await;
     for (method, route) in [
@@ -353,17 +353,17 @@ async fn trigger_files_errors(tester: &mut RefusalTester<'_>) {
             (503, "", 503, "unavailable"),
             (200, "<html>", 502, "host_answer_invalid"),
         ] {
-            // The state is never missing: a host without it has an older release.
+            // Only a host with an older release, which lacks the route `status`, responds to it with 404.
             let is_older = route == "status" && status == 404;
             let (refused, code) = if is_older { (502, "host_refused") } else { (refused, code) };
-            host.script.lock().unwrap().files = (StatusCode::from_u16(status).unwrap(), body.to_owned());
+            host.behavior.lock().unwrap().files = (StatusCode::from_u16(status).unwrap(), body.to_owned());
             tester.send(files_call(&host.guest.machine), refused, code).await;
         }
     }
 }
 
 /// Sends requests from an address that has sent too many wrong tokens.
-async fn trigger_rate_limits(tester: &mut RefusalTester<'_>, settings: &[(&str, String)]) {
+async fn trigger_rate_limits(tester: &mut RejectionTester<'_>, settings: &[(&str, String)]) {
     let platform = tester.platform;
     let limited = start_process(&platform.stack, settings, &[("PLATFORM_ADDRESS_CHECKS_PER_SECOND", "1")]);
     let with_wrong_token = |method: &Method, path: &str| {
@@ -385,7 +385,7 @@ async fn trigger_rate_limits(tester: &mut RefusalTester<'_>, settings: &[(&str, 
     }
 }
 
-async fn trigger_bundle_errors(tester: &mut RefusalTester<'_>) {
+async fn trigger_bundle_errors(tester: &mut RejectionTester<'_>) {
     let platform = tester.platform;
     let get = |path: &str| platform.operator_call(Method::GET, path, &Value::Null);
     let file = "svc-host-bundle.tar.gz";
@@ -407,7 +407,7 @@ async fn trigger_bundle_errors(tester: &mut RefusalTester<'_>) {
 const KEEP_PREDECESSORS: (&str, &str) = ("PREDECESSOR_KEEP_SECONDS", "3600");
 
 /// Sends recoveries that are rejected, and requests that become invalid when the machine is replaced.
-async fn trigger_replaced_machine_errors(tester: &mut RefusalTester<'_>) {
+async fn trigger_replaced_machine_errors(tester: &mut RejectionTester<'_>) {
     let platform = tester.platform;
     let (stack, machine) = (&platform.stack, &platform.running.machine);
     stack.store_snapshot_of_size("user_1", 1 << 40);

@@ -1,5 +1,5 @@
-//! A PostgreSQL server that stops, restarts, has no free connection, or locks a table: the run ends with a clear
-//! record, and the next run succeeds.
+//! Faults of the PostgreSQL server, such as a restart, exhausted connections or a locked table: the run ends with a
+//! clear error, and the next run succeeds.
 
 use std::time::{Duration, Instant};
 
@@ -26,7 +26,7 @@ async fn wait_until_snapshot_is_open(machine: &Machine) -> Result<()> {
     let sql = "SELECT FROM pg_stat_activity WHERE datname = 'svc' AND state = 'idle in transaction'";
     let deadline = Instant::now() + Duration::from_secs(60);
     while client.query(sql, &[]).await?.is_empty() {
-        ensure!(Instant::now() < deadline, "no snapshot is open");
+        ensure!(Instant::now() < deadline, "timed out: no snapshot is open");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     Ok(())
@@ -34,7 +34,7 @@ async fn wait_until_snapshot_is_open(machine: &Machine) -> Result<()> {
 
 /// Asserts that the last run failed at one of the given stages with the given message.
 fn assert_failed(machine: &Machine, stages: &[&str], expected_error: &str) -> Result<()> {
-    let line = machine.backup_records()?.pop().context("no record")?;
+    let line = machine.backup_records()?.pop().context("backup.jsonl is empty")?;
     let at = line["stage"].as_str().unwrap_or_default();
     let error = line["error"].as_str().unwrap_or_default();
     ensure!(line["status"] == "error" && stages.contains(&at) && error.contains(expected_error), "{line}");
@@ -69,12 +69,13 @@ async fn database_restart_during_a_backup_fails_that_run() -> Result<()> {
         ensure!([Some(69), Some(70)].contains(&result.code), "{how}: {:?}\n{}", result.code, result.stderr);
         assert_failed(&machine, &["gate", "snapshot", "dump"], "")?;
         checker.check().context(how)?;
-        assert_eq!(checker.seq(), 1, "{how}: the pointer");
-        assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{how}: the upload was aborted");
+        assert_eq!(checker.seq(), 1, "{how}: the pointer must not move");
+        assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{how}: the upload must be aborted");
     }
     machine.run(&["svc-db-backup"])?.expect(0);
     checker.check()?;
-    Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::new("restarts under backups") }.record()
+    Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::new("database restarts during backups") }
+        .record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -107,7 +108,8 @@ async fn database_restart_during_restore_leaves_complete_database() -> Result<()
         ensure!(!names.iter().any(|name| name.starts_with("svc_restore_")), "{point}: {names:?}");
         reset(&new).await?;
     }
-    Figures { faults_tried: points.len() as u64, ..Figures::new("restarts under restores") }.record()
+    Figures { faults_tried: points.len() as u64, ..Figures::new("database restarts during restores") }
+        .record()
 }
 
 const CONNECTIONS: usize = 8;
@@ -127,11 +129,11 @@ async fn occupy_connections(machine: &Machine, free: usize) -> Result<Vec<Client
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
     let mut held = Vec::new();
     while held.len() < CONNECTIONS {
-        // A session ends shortly after its client has disconnected.
+        // The server ends a session shortly after its client has disconnected, so a connection may not be free yet.
         match machine.postgres().connect("postgres").await {
             Ok(client) => held.push(client),
             Err(error) => {
-                ensure!(std::time::Instant::now() < deadline, "timeout: no free connection: {error:#}");
+                ensure!(std::time::Instant::now() < deadline, "timed out: no free connection: {error:#}");
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         }
@@ -147,7 +149,7 @@ async fn release_connections(held: &mut Vec<Client>, remain: usize) -> Result<()
     let expected = i64::try_from(remain)?;
     let sql = "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'";
     while held[0].query_one(sql, &[]).await?.get::<_, i64>(0) != expected {
-        ensure!(std::time::Instant::now() < deadline, "more than {remain} sessions remain");
+        ensure!(std::time::Instant::now() < deadline, "timed out: more than {remain} sessions remain");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     Ok(())
@@ -182,13 +184,13 @@ async fn exhausted_connections_fail_the_run_with_a_message() -> Result<()> {
     new.run_with(&["svc-restore"], SHORT_DEADLINE)?.expect(69);
     release_connections(&mut sessions, 1).await?;
     drop(sessions);
-    assert_untouched(&new, "no room").await?;
+    assert_untouched(&new, "no free connection").await?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.has_marker());
-    Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::new("databases without room") }.record()
+    Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::new("exhausted database connections") }.record()
 }
 
-/// For example, `VACUUM FULL` or a migration may lock a table for longer than the minute that a backup waits.
+/// A backup waits a minute for a lock; `VACUUM FULL` or a migration, for example, may hold one for longer.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: a backup waits a minute for a lock"]
 async fn backup_of_a_long_locked_table_fails_and_is_recorded() -> Result<()> {

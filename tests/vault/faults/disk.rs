@@ -1,5 +1,5 @@
 //! A full disk for each kind of write: a small file system is mounted at the written path. The run ends with a clear
-//! error, no switch is incomplete, and once there is free space, the next run succeeds.
+//! error and leaves no database or release half switched; once there is free space, the next run succeeds.
 
 use std::fs;
 use std::time::Duration;
@@ -31,7 +31,7 @@ async fn backup_succeeds_but_reports_that_it_is_not_recorded() -> Result<()> {
     let last = machine.path("var/lib/svc/last-backup.json");
     for place in ["var/lib/svc", "home/svc/home/system/logs"] {
         let Some(disk) = SmallDisk::mount(machine.path(place), 1)? else { return Ok(()) };
-        // The log is removed first: the rest of its last page could have room for a line.
+        // The log is removed first, because the free part of its last page could hold another line.
         let log = machine.path("home/svc/home/system/logs/backup.jsonl");
         if place.ends_with("logs") {
             svc::fsx::remove_if_exists(&log)?;
@@ -42,28 +42,33 @@ async fn backup_succeeds_but_reports_that_it_is_not_recorded() -> Result<()> {
         assert!(result.stderr.contains("No space left on device"), "{}", result.stderr);
         let seq = checker.seq();
         checker.check().context(place)?;
-        assert!(checker.seq() > seq, "{place}: the snapshot itself is valid");
+        assert!(checker.seq() > seq, "{place}: the snapshot itself must be valid");
         if place.ends_with("logs") {
-            assert_ne!(fs::read(&last)?, before, "{place}: the heartbeat and the gateway get the result");
+            assert_ne!(
+                fs::read(&last)?,
+                before,
+                "{place}: the heartbeat and the gateway must get the result"
+            );
         } else {
-            assert_eq!(fs::read(&last)?, before, "{place}: the old record is complete");
-            assert_eq!(machine.backup_records()?.len(), lines + 1, "{place}: the line is written");
+            assert_eq!(fs::read(&last)?, before, "{place}: the old record must be complete");
+            assert_eq!(machine.backup_records()?.len(), lines + 1, "{place}: the line must be written");
         }
         disk.delete_filler()?;
         machine.run(&["svc-db-backup"])?.expect(0);
-        let line = machine.backup_records()?.pop().context("no record")?;
+        let line = machine.backup_records()?.pop().context("backup.jsonl is empty")?;
         assert_eq!(line["status"], "success", "{line}");
         checker.check()?;
     }
     Figures {
         faults_tried: 2,
         snapshots_taken: checker.complete_count(),
-        ..Figures::new("full disks of backups")
+        ..Figures::new("full disks during backups")
     }
     .record()
 }
 
-/// Fills the disk while the restore is at a point that its databases reveal, and waits for the restore to end.
+/// Fills the disk while the restore pauses at `point`, which it has reached once there is a database whose name starts
+/// with `database`. Waits for the restore to end.
 async fn fill_disk_at(machine: &Machine, disk: &SmallDisk, point: &str, database: &str) -> Result<RunResult> {
     let slow = format!("{point}=sleep(2500)");
     let running = machine.spawn(&["svc-restore"], &[("FAILPOINTS", &slow)])?;
@@ -104,7 +109,7 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
     disk.fill(0)?;
     let result = wait_for_exit(running).await?.expect(70);
     assert!(result.stderr.contains("No space left on device"), "{}", result.stderr);
-    assert_untouched(&new, "in the download").await?;
+    assert_untouched(&new, "during the download").await?;
     disk.delete_filler()?;
 
     let result = fill_disk_at(&new, &disk, "restore.counted", "svc_restore_").await?.expect(70);
@@ -114,7 +119,10 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
 
     let result = fill_disk_at(&new, &disk, "restore.renamed", "svc_before_").await?.expect(70);
     assert!(result.stderr.contains("restore-complete"), "{}", result.stderr);
-    assert!(!new.has_marker() && is_restored(&new).await?, "swapped, but not marked yet");
+    assert!(
+        !new.has_marker() && is_restored(&new).await?,
+        "the database must be swapped, but not marked yet"
+    );
     disk.delete_filler()?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.has_marker() && is_restored(&new).await?);
@@ -123,7 +131,7 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
     svc::fsx::remove_if_exists(&marker)?;
     svc::fsx::remove_if_exists(&new.path("opt/svc/restore-complete"))?;
     reset(&new).await?;
-    Figures { faults_tried: 4, ..Figures::new("full disks of restores") }.record()
+    Figures { faults_tried: 4, ..Figures::new("full disks during restores") }.record()
 }
 
 /// Applies an update, fills the disk once `when` holds, and returns the result.
@@ -134,7 +142,7 @@ async fn apply_on_full_disk(
     when: impl FnMut() -> bool,
 ) -> Result<RunResult> {
     let running = fixture.spawn_with(&["apply", "--version", NEW_VERSION], Some(point))?;
-    wait_until("the time to fill the disk", when).await?;
+    wait_until("the condition for filling the disk", when).await?;
     disk.fill(0)?;
     wait_for_exit(running).await
 }
@@ -169,7 +177,7 @@ async fn release_is_unpacked_only_with_free_space() -> Result<()> {
 
     fixture.apply(NEW_VERSION).await?.expect(0);
     fixture.assert_running(NEW_VERSION)?;
-    Figures { faults_tried: 2, ..Figures::new("full disks of unpacked releases") }.record()
+    Figures { faults_tried: 2, ..Figures::new("full disks while unpacking releases") }.record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -189,12 +197,12 @@ async fn update_with_full_journal_disk_completes_later() -> Result<()> {
         apply_on_full_disk(&fixture, &disk, "update.linked=sleep(1500)", is_switched).await?.expect(70);
     assert!(result.stderr.contains("No space left on device"), "{}", result.stderr);
     assert!(fixture.machine.path("var/lib/svc/update/journal.json").exists(), "the journal is missing");
-    assert!(is_switched() && current.join("bin/svc").is_file(), "the current release is complete");
+    assert!(is_switched() && current.join("bin/svc").is_file(), "the current release must be complete");
     disk.delete_filler()?;
     fixture.run(&["resume"], None).await?.expect(0);
     fixture.assert_running(NEW_VERSION)?;
     assert_eq!(fixture.last_update()?["outcome"], "updated");
-    Figures { faults_tried: 2, ..Figures::new("full disks of journals") }.record()
+    Figures { faults_tried: 2, ..Figures::new("full disks for update journals") }.record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -215,5 +223,5 @@ async fn full_disk_for_units_rolls_the_update_back() -> Result<()> {
     assert!(current.ends_with(OLD_VERSION), "{}", current.display());
     fixture.run(&["apply", "--version", NEW_VERSION, "--allow-quarantined"], None).await?.expect(0);
     assert_eq!(fixture.last_update()?["outcome"], "updated");
-    Figures { faults_tried: 1, ..Figures::new("full disks of units") }.record()
+    Figures { faults_tried: 1, ..Figures::new("full disks for units") }.record()
 }

@@ -20,7 +20,7 @@ pub struct SnapshotChecker<'a> {
 
 struct SeenSnapshot {
     etags: (String, String),
-    side: Sidecar,
+    sidecar: Sidecar,
 }
 
 impl<'a> SnapshotChecker<'a> {
@@ -38,6 +38,8 @@ impl<'a> SnapshotChecker<'a> {
         self.seq
     }
 
+    /// Checks the slot's objects against the invariants.
+    ///
     /// # Errors
     /// Returns the violated invariant.
     pub fn check(&mut self) -> anyhow::Result<()> {
@@ -54,17 +56,17 @@ impl<'a> SnapshotChecker<'a> {
         for (key, seen) in &self.complete {
             let current = (etags.get(key), etags.get(&format!("{key}.json")));
             match current {
-                (Some(dump), Some(side)) if (dump, side) == (&seen.etags.0, &seen.etags.1) => {}
+                (Some(dump), Some(sidecar)) if (dump, sidecar) == (&seen.etags.0, &seen.etags.1) => {}
                 (Some(_), Some(_)) => return Err(format!("{key} was overwritten")),
                 _ => return Err(format!("{key} has disappeared")),
             }
         }
         for (key, etag) in &etags {
-            let side = etags.get(&format!("{key}.json"));
-            if let Some(side) = side.filter(|_| !self.complete.contains_key(key)) {
+            let sidecar = etags.get(&format!("{key}.json"));
+            if let Some(sidecar) = sidecar.filter(|_| !self.complete.contains_key(key)) {
                 let seen = SeenSnapshot {
-                    etags: (etag.clone(), side.clone()),
-                    side: self.read_sidecar(&root, key)?,
+                    etags: (etag.clone(), sidecar.clone()),
+                    sidecar: self.read_sidecar(&root, key)?,
                 };
                 self.complete.insert(key.clone(), seen);
             }
@@ -75,14 +77,14 @@ impl<'a> SnapshotChecker<'a> {
     /// Reads a dump's sidecar, and checks the dump against it.
     fn read_sidecar(&self, root: &str, key: &str) -> Result<Sidecar, String> {
         let read = |key: &str| self.store.read(BUCKET, &format!("{root}{key}")).unwrap_or_default();
-        let side: Sidecar = serde_json::from_slice(&read(&format!("{key}.json")))
-            .map_err(|error| format!("the sidecar of {key}: {error}"))?;
+        let sidecar: Sidecar = serde_json::from_slice(&read(&format!("{key}.json")))
+            .map_err(|error| format!("cannot read the sidecar of {key}: {error}"))?;
         let dump = read(key);
         let found = (dump.len() as u64, hex::encode(Sha256::digest(&dump)));
-        if side.key != key || (side.size_bytes, &side.sha256) != (found.0, &found.1) {
-            return Err(format!("{key} has size and SHA-256 {found:?}, but its sidecar is {side:?}"));
+        if sidecar.key != key || (sidecar.size_bytes, &sidecar.sha256) != (found.0, &found.1) {
+            return Err(format!("{key} has size and SHA-256 {found:?}, but its sidecar is {sidecar:?}"));
         }
-        Ok(side)
+        Ok(sidecar)
     }
 
     fn check_pointer(&mut self, root: &str) -> Result<(), String> {
@@ -99,8 +101,8 @@ impl<'a> SnapshotChecker<'a> {
         let Some(seen) = self.complete.get(&named.key) else {
             return Err(format!("the pointer names {}, which is not complete", named.key));
         };
-        if (named.size_bytes, &named.sha256) != (seen.side.size_bytes, &seen.side.sha256) {
-            return Err(format!("the pointer states {named:?}, but the record is {:?}", seen.side));
+        if (named.size_bytes, &named.sha256) != (seen.sidecar.size_bytes, &seen.sidecar.sha256) {
+            return Err(format!("the pointer states {named:?}, but the sidecar is {:?}", seen.sidecar));
         }
         Ok(())
     }
@@ -124,7 +126,7 @@ mod tests {
         let key = format!("system/db/snapshots/2026-01-02T03-04-0{number}.000Z-1.dump");
         let dump = format!("dump {number}").into_bytes();
         let at = format!("2026-01-02T03:04:0{number}Z").parse().expect("the time is valid");
-        let side = Sidecar {
+        let sidecar = Sidecar {
             version: 1,
             key: key.clone(),
             size_bytes: dump.len() as u64,
@@ -143,9 +145,9 @@ mod tests {
         store.write(
             BUCKET,
             &path(&format!("{key}.json")),
-            serde_json::to_vec(&side).expect("plain fields serialize to JSON"),
+            serde_json::to_vec(&sidecar).expect("plain fields serialize to JSON"),
         );
-        let moved = pointer::advance(current, &side.snapshot_ref())
+        let moved = pointer::advance(current, &sidecar.snapshot_ref())
             .expect("the slot is not fenced")
             .expect("the pointer should advance");
         store.write(

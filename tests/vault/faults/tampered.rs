@@ -14,12 +14,12 @@ use super::super::gate::{assert_untouched, dump_key, is_restored, old_and_new_ma
 use super::super::machine::{self, BUCKET, Machine, USER};
 use super::snapshot_checker::SnapshotChecker;
 
-/// The three original objects of a snapshot, and their replacements.
+/// The three original objects of a snapshot; the methods replace and restore them in the store.
 struct Objects<'a> {
     store: &'a S3Server,
     key: String,
     pointer: Value,
-    side: Value,
+    sidecar: Value,
     dump: Vec<u8>,
 }
 
@@ -30,13 +30,13 @@ impl<'a> Objects<'a> {
         Ok(Self {
             store,
             pointer: serde_json::from_slice(&read(&pointer_key())?)?,
-            side: serde_json::from_slice(&read(&format!("{path}.json"))?)?,
+            sidecar: serde_json::from_slice(&read(&format!("{path}.json"))?)?,
             dump: read(&path)?,
-            key: path.strip_prefix(&format!("{USER}/primary/")).context("no key")?.to_owned(),
+            key: path.strip_prefix(&format!("{USER}/primary/")).context("not a key of the slot")?.to_owned(),
         })
     }
 
-    fn put(&self, pointer: &Value, side: &Value, dump: &[u8]) {
+    fn put(&self, pointer: &Value, sidecar: &Value, dump: &[u8]) {
         let log = format!("{USER}/primary/system/db/pointer-log");
         let entry = |seq: u64| format!("{log}/{seq:016}.json");
         // A later entry in the log would take precedence over this pointer.
@@ -52,42 +52,42 @@ impl<'a> Objects<'a> {
         }
         self.store.write(BUCKET, &entry(seq.min(1 << 53)), pointer.to_string());
         self.store.write(BUCKET, &pointer_key(), pointer.to_string());
-        self.store.write(BUCKET, &self.path(".json"), side.to_string());
+        self.store.write(BUCKET, &self.path(".json"), sidecar.to_string());
         self.store.write(BUCKET, &self.path(""), dump.to_vec());
     }
 
-    fn path(&self, end: &str) -> String {
-        format!("{USER}/primary/{}{end}", self.key)
+    fn path(&self, suffix: &str) -> String {
+        format!("{USER}/primary/{}{suffix}", self.key)
     }
 
-    fn heal(&self) {
-        self.put(&self.pointer, &self.side, &self.dump);
+    fn restore_originals(&self) {
+        self.put(&self.pointer, &self.sidecar, &self.dump);
     }
 
     fn with_pointer(&self, change: impl FnOnce(&mut Value)) {
         let mut pointer = self.pointer.clone();
         change(&mut pointer);
-        self.put(&pointer, &self.side, &self.dump);
+        self.put(&pointer, &self.sidecar, &self.dump);
     }
 
-    fn with_side(&self, change: impl FnOnce(&mut Value)) {
-        let mut side = self.side.clone();
-        change(&mut side);
-        self.put(&self.pointer, &side, &self.dump);
+    fn with_sidecar(&self, change: impl FnOnce(&mut Value)) {
+        let mut sidecar = self.sidecar.clone();
+        change(&mut sidecar);
+        self.put(&self.pointer, &sidecar, &self.dump);
     }
 
-    /// Stores a different dump with a matching record and pointer, so that only its content reveals the change.
+    /// Stores a different dump with a matching sidecar and pointer, so that only its content reveals the change.
     fn with_dump(&self, dump: &[u8]) {
         self.put_forged(dump, &hex::encode(Sha256::digest(dump)));
     }
 
     fn put_forged(&self, dump: &[u8], sha256: &str) {
-        let (mut pointer, mut side) = (self.pointer.clone(), self.side.clone());
-        for record in [&mut pointer["snapshot"], &mut side] {
+        let (mut pointer, mut sidecar) = (self.pointer.clone(), self.sidecar.clone());
+        for record in [&mut pointer["snapshot"], &mut sidecar] {
             record["sha256"] = sha256.into();
             record["sizeBytes"] = dump.len().into();
         }
-        self.put(&pointer, &side, dump);
+        self.put(&pointer, &sidecar, dump);
     }
 }
 
@@ -103,7 +103,7 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("the pointer names another slot's snapshot", "not a snapshot key", |objects| {
             let there = format!("user_2/primary/{}", objects.key);
             objects.store.write(BUCKET, &there, objects.dump.clone());
-            objects.store.write(BUCKET, &format!("{there}.json"), objects.side.to_string());
+            objects.store.write(BUCKET, &format!("{there}.json"), objects.sidecar.to_string());
             objects.with_pointer(|pointer| pointer["snapshot"]["key"] = format!("../../{there}").into());
         }),
         ("the pointer names a missing object", "the object is missing", |objects| {
@@ -118,54 +118,54 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("a sequence that cannot increase", "is above the maximum", |objects| {
             objects.with_pointer(|pointer| pointer["seq"] = u64::MAX.into());
         }),
-        ("a digest that leads to another file", "no valid SHA-256", |objects| {
+        ("a digest that is a path to another file", "no valid SHA-256", |objects| {
             objects.put_forged(&objects.dump, "../../../../outside");
         }),
         ("a sidecar that is not JSON", "its sidecar", |objects| {
             objects.store.write(BUCKET, &objects.path(".json"), "{\"version\":1,");
         }),
         ("a sidecar of another format", "an unexpected format or key", |objects| {
-            objects.with_side(|side| side["version"] = 2.into());
+            objects.with_sidecar(|sidecar| sidecar["version"] = 2.into());
         }),
         ("a sidecar of another snapshot", "an unexpected format or key", |objects| {
-            objects.with_side(|side| side["key"] = "system/db/snapshots/x.dump".into());
+            objects.with_sidecar(|sidecar| sidecar["key"] = "system/db/snapshots/x.dump".into());
         }),
         ("a sidecar with a different size", "bytes instead of", |objects| {
-            objects.with_side(|side| side["sizeBytes"] = 1.into());
+            objects.with_sidecar(|sidecar| sidecar["sizeBytes"] = 1.into());
         }),
-        ("a table is missing from the record", "public.noise: 200 rows restored", |objects| {
-            objects.with_side(|side| {
-                let tables = side["tables"].as_array_mut().expect("tables is a list");
+        ("a table is missing from the sidecar", "public.noise: 200 rows restored", |objects| {
+            objects.with_sidecar(|sidecar| {
+                let tables = sidecar["tables"].as_array_mut().expect("tables is a list");
                 tables.retain(|table| table["name"] != "public.noise");
             });
         }),
-        ("an additional table in the record", "public.more: no table restored", |objects| {
-            objects.with_side(|side| {
-                let tables = side["tables"].as_array_mut().expect("tables is a list");
+        ("an additional table in the sidecar", "public.more: no table restored", |objects| {
+            objects.with_sidecar(|sidecar| {
+                let tables = sidecar["tables"].as_array_mut().expect("tables is a list");
                 tables.push(json!({"name": "public.more", "rows": 0}));
             });
         }),
         ("a role whose name no server accepts", "role", |objects| {
-            objects.with_side(|side| side["roles"] = json!(["a\0b"]));
+            objects.with_sidecar(|sidecar| sidecar["roles"] = json!(["a\0b"]));
         }),
         ("the bytes of another snapshot with the same size", "the SHA-256 of", |objects| {
             let mut other = objects.dump.clone();
             other.rotate_left(4096);
             objects.store.write(BUCKET, &objects.path(""), other);
         }),
-        ("an empty dump, with a matching record", "pg_restore exited with", |objects| {
+        ("an empty dump, with a matching sidecar", "pg_restore exited with", |objects| {
             objects.with_dump(b"");
         }),
-        ("text instead of a dump, with a matching record", "pg_restore exited with", |objects| {
+        ("text instead of a dump, with a matching sidecar", "pg_restore exited with", |objects| {
             objects.with_dump(b"DROP DATABASE svc;\n");
         }),
-        ("only the header of a dump, with a matching record", "pg_restore exited with", |objects| {
+        ("only the header of a dump, with a matching sidecar", "pg_restore exited with", |objects| {
             objects.with_dump(&objects.dump[..200]);
         }),
-        ("a dump truncated in the middle, with a matching record", "pg_restore exited with", |objects| {
+        ("a dump truncated in the middle, with a matching sidecar", "pg_restore exited with", |objects| {
             objects.with_dump(&objects.dump[..objects.dump.len() / 2]);
         }),
-        ("damage in the middle, with a matching record", "pg_restore exited with", |objects| {
+        ("damage in the middle, with a matching sidecar", "pg_restore exited with", |objects| {
             let mut dump = objects.dump.clone();
             let middle = dump.len() / 2;
             dump[middle..middle + 4000].fill(0);
@@ -182,7 +182,7 @@ async fn every_tampered_object_is_refused() -> Result<()> {
     let rows = table.len() as u64;
     for (name, expected_error, tamper) in table {
         tamper(&objects);
-        // A complete download from an earlier run would not need the store.
+        // With a complete download from an earlier run, the restore would not read the store.
         let fetched = find(&new.path("var/lib/svc/restore"), "").unwrap_or_default();
         fetched.iter().try_for_each(|path| svc::fsx::remove_if_exists(path))?;
         let result = new.run(&["svc-restore"]).context(name)?;
@@ -191,7 +191,7 @@ async fn every_tampered_object_is_refused() -> Result<()> {
         assert_untouched(&new, name).await?;
         let outside = find(new.root.path(), "outside")?;
         ensure!(outside.is_empty(), "{name}: {outside:?}");
-        objects.heal();
+        objects.restore_originals();
     }
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.has_marker() && is_restored(&new).await?);
@@ -215,20 +215,20 @@ fn find(dir: &std::path::Path, prefix: &str) -> Result<Vec<std::path::PathBuf>> 
 
 /// Names and values that would be SQL statements if they were not quoted.
 #[tokio::test]
-async fn record_text_is_never_executed_as_sql() -> Result<()> {
+async fn sidecar_text_is_never_executed_as_sql() -> Result<()> {
     let (store, _old, new) = old_and_new_machines().await?;
     let objects = Objects::read(&store)?;
     let hostile = "x\"; DROP DATABASE svc WITH (FORCE); CREATE ROLE intruder SUPERUSER; --";
     let literal = "x'; DROP TABLE kept; CREATE ROLE intruder SUPERUSER; --";
     type Change = fn(&mut Value, &str);
     let changes: [(&str, Change); 4] = [
-        ("a role", |side, text| side["roles"] = json!([text])),
-        ("the owner", |side, text| side["database"]["owner"] = text.into()),
-        ("a right", |side, text| {
-            side["database"]["grants"] = json!([{"grantee": null, "privilege": text, "grantable": false}]);
+        ("a role", |sidecar, text| sidecar["roles"] = json!([text])),
+        ("the owner", |sidecar, text| sidecar["database"]["owner"] = text.into()),
+        ("a privilege", |sidecar, text| {
+            sidecar["database"]["grants"] = json!([{"grantee": null, "privilege": text, "grantable": false}]);
         }),
-        ("a setting", |side, text| {
-            side["database"]["settings"] = json!([
+        ("a setting", |sidecar, text| {
+            sidecar["database"]["settings"] = json!([
                 {"role": null, "name": format!("my.{}", text.len()), "value": text},
                 {"role": null, "name": "application_name", "value": text},
             ]);
@@ -236,7 +236,7 @@ async fn record_text_is_never_executed_as_sql() -> Result<()> {
     ];
     for (name, change) in changes {
         for text in [hostile, literal] {
-            objects.with_side(|side| change(side, text));
+            objects.with_sidecar(|sidecar| change(sidecar, text));
             let result = new.run(&["svc-restore"])?;
             let admin = new.postgres().connect("postgres").await?;
             let roles = admin.query("SELECT FROM pg_roles WHERE rolname = 'intruder'", &[]).await?;
@@ -263,7 +263,7 @@ async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
     pointer_io::fence(&machine::bucket(&store)?, &machine::slot(), &Fence::unsigned(Epoch(2), new.id))
         .await?;
     old.run(&["svc-db-backup"])?.expect(77);
-    objects.heal();
+    objects.restore_originals();
     new.run(&["svc-restore"])?.expect(0);
     assert!(is_restored(&new).await?);
     new.run(&["svc-db-backup"])?.expect(0);
@@ -274,7 +274,7 @@ async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
     Ok(())
 }
 
-/// A backup checks the pointer and the record first: it never overwrites an unreadable pointer, and it replaces a
+/// A backup checks the pointer and the sidecar first: it never overwrites an unreadable pointer, and it replaces a
 /// snapshot that cannot be restored.
 #[tokio::test]
 async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
@@ -285,42 +285,42 @@ async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
             let before = store.read(BUCKET, &pointer_key());
             let result = machine.run(&["svc-db-backup"])?;
             assert_eq!(result.code, Some(code), "{name}: {}", result.stderr);
-            let line = machine.backup_records()?.pop().context("no record")?;
+            let line = machine.backup_records()?.pop().context("backup.jsonl is empty")?;
             let error = line["error"].as_str().unwrap_or_default();
             ensure!(error.contains(expected_error) && line["stage"] == "gate", "{name}: {line}");
             ensure!(store.read(BUCKET, &pointer_key()) == before, "{name}: the pointer was overwritten");
             Ok(())
         };
     for (name, expected_error, text) in [
-        ("no JSON", "is not readable", "{".to_owned()),
+        ("not JSON", "is not readable", "{".to_owned()),
         (
             "another format",
             "format version 9",
             objects.pointer.to_string().replace("\"version\":1", "\"version\":9"),
         ),
-        ("nothing", "is not readable", String::new()),
+        ("an empty pointer", "is not readable", String::new()),
     ] {
         store.write(BUCKET, &pointer_key(), text);
         assert_backup_fails(&old, 70, expected_error, name)?;
     }
     objects.with_pointer(|pointer| pointer["seq"] = u64::MAX.into());
     assert_backup_fails(&old, 70, "is above the maximum", "a sequence that cannot increase")?;
-    for (name, side) in [
-        ("no record", None),
-        ("no JSON", Some("{".to_owned())),
+    for (name, sidecar) in [
+        ("no sidecar", None),
+        ("not JSON", Some("{".to_owned())),
         ("row counts that overflow", {
-            let mut side = objects.side.clone();
-            side["tables"] = json!([{"name": "a", "rows": u64::MAX}, {"name": "b", "rows": u64::MAX}]);
-            Some(side.to_string())
+            let mut sidecar = objects.sidecar.clone();
+            sidecar["tables"] = json!([{"name": "a", "rows": u64::MAX}, {"name": "b", "rows": u64::MAX}]);
+            Some(sidecar.to_string())
         }),
     ] {
-        objects.heal();
-        if let Some(side) = side {
-            store.write(BUCKET, &objects.path(".json"), side);
+        objects.restore_originals();
+        if let Some(sidecar) = sidecar {
+            store.write(BUCKET, &objects.path(".json"), sidecar);
         } else {
             store.remove(BUCKET, &objects.path(".json"));
         }
-        // A record of rows that never existed makes the new snapshot look like a loss: it is stored, and held.
+        // A sidecar with rows that never existed makes the new snapshot look like a loss, so it is held back.
         let is_held = name == "row counts that overflow";
         old.run(&["svc-db-backup"])?.expect(if is_held { 65 } else { 0 });
         let latest = machine::pointer(&store)
@@ -329,6 +329,6 @@ async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
             .context("the pointer names no snapshot")?;
         assert_eq!(latest.key == objects.key, is_held, "{name}");
     }
-    objects.heal();
+    objects.restore_originals();
     SnapshotChecker::new(&store).check()
 }

@@ -10,9 +10,9 @@ export const VERSIONS_PER_PAGE = 50;
 export interface BackupState {
   /** Everything that was written before this time is saved. */
   savedUntil: string | null;
-  /** When the first change was seen that is not saved yet. */
+  /** When the earliest change that is not saved yet was detected. */
   changedSince: string | null;
-  /** An estimate of the bytes that are not saved yet; `null` if there are none, or if it is not known. */
+  /** An estimate of the bytes that are not saved yet; `null` if there are none, or if their number is unknown. */
   pendingBytes: number | null;
   /** Why the last save failed. */
   error: string | null;
@@ -20,7 +20,7 @@ export interface BackupState {
   bytes: number;
   unreadable: number;
   firstUnreadable: string | null;
-  /** Files that changed whenever they were read. */
+  /** The number of files that changed every time they were read. */
   unstable: number;
   invalidRules: string[];
   excluded: Exclusions | null;
@@ -35,14 +35,14 @@ export interface Exclusions {
   measuredAt: string;
   entries: number;
   bytes: number;
-  /** Whether everything was counted; otherwise, there is more. */
+  /** Whether everything was counted; otherwise, `entries` and `bytes` are lower bounds. */
   complete: boolean;
   largest: { path: string; entries: number; bytes: number }[];
 }
 
 export interface FileEntry {
   name: string;
-  /** A newer host may know other kinds. */
+  /** A newer host may send other kinds. */
   kind: "file" | "directory" | "link" | "special" | "unknown";
   sizeBytes: number;
   mode: string;
@@ -60,7 +60,7 @@ export interface Listing {
 export interface Version {
   firstSavedAt: string;
   lastSavedAt: string;
-  /** `null` if nothing was at the path. */
+  /** `null` if nothing existed at the path. */
   entry: FileEntry | null;
 }
 
@@ -83,7 +83,7 @@ export interface Restore {
   path: string;
   savedAt: string | null;
   restoredTo: string | null;
-  /** Where the replaced entry is now. */
+  /** The path under which the replaced entry was kept. */
   keptAs: string | null;
   totalBytes: number;
   writtenBytes: number;
@@ -98,8 +98,8 @@ export interface RepositoryKey {
 }
 
 function url(route: string, parameters: Record<string, string | number | null>): string {
-  const given = Object.entries(parameters).filter(([, value]) => value !== null);
-  return `/api/files/${route}?${new URLSearchParams(given.map(([name, value]) => [name, String(value)]))}`;
+  const presentParameters = Object.entries(parameters).filter(([, value]) => value !== null);
+  return `/api/files/${route}?${new URLSearchParams(presentParameters.map(([name, value]) => [name, String(value)]))}`;
 }
 
 export function fetchBackupState(signal: AbortSignal): Promise<BackupState> {
@@ -138,7 +138,7 @@ export function requestRestore(
   return fetchJson("/api/files/restore", { signal, body: request, idempotencyKey });
 }
 
-/** Returns the restore in progress, or else the last one. */
+/** Returns the restore in progress; if there is none, the last one. */
 export async function fetchRestore(): Promise<Restore | null> {
   return (await fetchJson<{ restore: Restore | null }>("/api/files/restore")).restore;
 }

@@ -63,7 +63,7 @@ export class FileBrowser {
     else void this.versions.show(versionsOf);
   }
 
-  /** Cancels requests, and removes what they have shown. */
+  /** Cancels requests, and clears their results. */
   clear(): void {
     this.listing.clear();
     this.versions.clear();

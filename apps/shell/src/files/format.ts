@@ -34,13 +34,13 @@ export function formatTimestamp(timestamp: string): string {
 
 const isToday = (date: Date) => date.toDateString() === new Date().toDateString();
 
-/** Formats a time to the minute; without the date, if that is today. */
+/** Formats a time to the minute, with the date unless it is today. */
 export function formatMoment(timestamp: string): string {
   const date = new Date(timestamp);
   return date.toLocaleString(undefined, { ...(isToday(date) ? {} : { dateStyle: "medium" }), timeStyle: "short" });
 }
 
-/** Formats a time as the date; to the minute, if that is today. */
+/** Formats a time as a date, or as a time of day if the date is today. */
 export function formatDay(timestamp: string): string {
   const date = new Date(timestamp);
   return isToday(date) ? formatMoment(timestamp) : date.toLocaleDateString(undefined, { dateStyle: "medium" });

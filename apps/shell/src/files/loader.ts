@@ -1,10 +1,10 @@
-// Runs one request at a time, and shows that it is in progress, or its error.
+// Runs one request at a time, and shows its progress or its error.
 
 import { el } from "../../../shared/ui";
 import { RequestError, SignedOutError } from "../http";
 
 interface LoadOptions {
-  /** What is shown during the request; the empty text keeps what is shown, such as an earlier error. */
+  /** The message during the request. If it is empty, the current message, such as an earlier error, stays. */
   progressText?: string;
 }
 
@@ -15,8 +15,8 @@ export class Loader {
   private controller = new AbortController();
 
   /**
-   * Loads and shows something. A newer call, or `cancel`, cancels this one: `show` is then not called, so that a stale
-   * response never replaces a newer one. Returns whether it was loaded; `null` if it was cancelled.
+   * Calls `load`, then `show` with its result. A newer call, or `cancel`, cancels this one: `show` is then not called,
+   * so that a stale response never replaces a newer one. Returns whether it succeeded; `null` if it was cancelled.
    */
   async run<T>(
     load: (signal: AbortSignal) => Promise<T>,

@@ -1,4 +1,4 @@
-// The form with which the owner restores a version: beside the present one, over it, or to another path.
+// The form for restoring a version: next to the current one, in its place, or at another path.
 
 import { el } from "../../../shared/ui";
 import { RequestError } from "../http";
@@ -18,18 +18,18 @@ interface Choice {
 const CHOICES: Choice[] = [
   {
     value: "beside",
-    label: "Beside the present one",
-    hint: "Its name gets the time of the backup. If nothing is there now, it goes to its own place.",
+    label: "Next to the current one",
+    hint: "The time of the backup is added to its name. If nothing is at its path now, it is restored there.",
   },
   {
     value: "replace",
-    label: "Replace the present one",
-    hint: "The present one is saved first, and stays beside it under another name. Stop programs that write to it.",
+    label: "Replace the current one",
+    hint: "The current one is saved first, and kept next to it under another name. Stop programs that write to it.",
   },
   { value: "into", label: "To another path", hint: `A relative path is below ${HOME}.` },
 ];
 const RESERVED_HINT =
-  "It is, or contains, a folder that only the machine writes, so it can only be restored to another path.";
+  "This is, or contains, a folder that only the machine may change. It can only be restored to another path.";
 
 export interface RestoreFormListener {
   /** Called when the machine has accepted the restore. */
@@ -103,7 +103,7 @@ export class RestoreForm {
   }
 
   /** Returns the same key for the same request, because the response to its first attempt may have been lost. */
-  private keyFor(request: string): string {
+  private idempotencyKeyFor(request: string): string {
     if (this.attempt?.request !== request) {
       this.attempt = { request, key: crypto.getRandomValues(new Uint32Array(4)).join("-") };
     }
@@ -118,7 +118,7 @@ export class RestoreForm {
       ...(placement === "into" ? { into: this.target.value } : {}),
       ...(placement === "replace" ? { replace: true } : {}),
     };
-    const idempotencyKey = this.keyFor(JSON.stringify(request));
+    const idempotencyKey = this.idempotencyKeyFor(JSON.stringify(request));
     this.submitButton.disabled = true;
     const load = async (signal: AbortSignal) => {
       try {
@@ -132,7 +132,7 @@ export class RestoreForm {
   }
 }
 
-/** The detail of an invalid field continues a sentence whose subject is the field. The owner enters only the path. */
+/** Adds a subject to the detail of an invalid field: the path, because it is the only field that the owner enters. */
 function explainInvalidPath(error: unknown): unknown {
   const [invalid] = error instanceof RequestError ? error.fieldErrors : [];
   return invalid ? new RequestError(`Invalid path: it ${invalid.detail}.`, (error as RequestError).status) : error;

@@ -84,13 +84,13 @@ export class RestoreProgress {
 }
 
 function describe({ status, path, savedAt, restoredTo, keptAs, incomplete, error }: Restore): (Node | string)[] {
-  if (status === "failed") return [verbatim(path), ` could not be restored: ${error ?? "no reason is known"}.`];
+  if (status === "failed") return [verbatim(path), ` could not be restored: ${error ?? "the reason is unknown"}.`];
   if (status !== "done") return ["Restoring ", verbatim(path), error ? `. Retrying after an error: ${error}.` : "…"];
   return [
     "Restored to ",
     verbatim(restoredTo ?? path),
     savedAt ? `, as saved at ${formatTimestamp(savedAt)}.` : ".",
-    ...(keptAs ? [" The replaced one is now ", verbatim(keptAs), "."] : []),
+    ...(keptAs ? [" The replaced one was kept as ", verbatim(keptAs), "."] : []),
     incomplete > 0 ? ` Not all attributes of ${formatCount(incomplete, "entry", "entries")} could be set.` : "",
   ];
 }

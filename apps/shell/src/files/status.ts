@@ -19,7 +19,7 @@ interface Summary {
 }
 
 function summarize({ savedUntil, changedSince, pendingBytes, error, damage }: BackupState): Summary {
-  if (!savedUntil) return { kind: error ? "problem" : "pending", text: "Nothing is saved yet" };
+  if (!savedUntil) return { kind: error ? "problem" : "pending", text: "Nothing has been saved yet" };
   const isSilent = Date.now() - Date.parse(savedUntil) > MAX_SILENCE_MS;
   if (error || isSilent) {
     return { kind: "problem", text: `Changes since ${formatMoment(changedSince ?? savedUntil)} are not saved` };
@@ -43,9 +43,9 @@ function listWarnings(state: BackupState): HTMLLIElement[] {
   }
   if (state.unstable > 0) {
     const files = formatCount(state.unstable, "file");
-    warn(`${files} changed while being read, and may be saved in the middle of a write`);
+    warn(`${files} changed while being read, and may have been saved in the middle of a write`);
   }
-  for (const rule of state.invalidRules) warn("Invalid in .svcignore, so that it excludes nothing: ", verbatim(rule));
+  for (const rule of state.invalidRules) warn("Ignored an invalid line in .svcignore: ", verbatim(rule));
   return warnings;
 }
 
@@ -67,9 +67,9 @@ function summarizeExclusions(excluded: Exclusions | null): string {
 function describeExclusions(excluded: Exclusions | null): HTMLElement[] {
   const code = (text: string) => el("code", {}, text);
   const rules = el("p", {},
-    "Left out are folders named ", code("node_modules"), ", ", code(".cache"), " or ", code("__pycache__"),
-    ", folders with a ", code("CACHEDIR.TAG"), ", and what the file ", code(".svcignore"),
-    " in your home folder lists. A line such as ", code("!node_modules/"), " in it includes them again.",
+    "The backup leaves out folders named ", code("node_modules"), ", ", code(".cache"), " or ", code("__pycache__"),
+    ", folders with a ", code("CACHEDIR.TAG"), ", and everything that the file ", code(".svcignore"),
+    " in your home folder lists. A line such as ", code("!node_modules/"), " in this file includes such folders again.",
   );
   if (!excluded || excluded.largest.length === 0) return [rules];
   const largest = [...excluded.largest].sort((a, b) => b.bytes - a.bytes).map(({ path, entries, bytes }) =>
@@ -96,8 +96,8 @@ export class BackupStatus {
     this.content, this.loader.element);
   private timer = 0;
   private isStarted = false;
-  /** The state that is shown, as JSON. */
-  private shown = "";
+  /** The last rendered state, as JSON. */
+  private renderedState = "";
 
   constructor() {
     document.addEventListener("visibilitychange", () => void this.refresh());
@@ -118,7 +118,7 @@ export class BackupStatus {
   private async refresh(): Promise<void> {
     clearTimeout(this.timer);
     if (!this.isStarted || document.hidden) return;
-    const progressText = this.shown ? "" : "Loading…";
+    const progressText = this.renderedState ? "" : "Loading…";
     const isLoaded = await this.loader.run(fetchBackupState, (state) => this.render(state), { progressText });
     if (isLoaded === null) return;
     // The state that was shown may be outdated.
@@ -133,10 +133,10 @@ export class BackupStatus {
     // Screen readers announce each assignment, even of the same text.
     if (this.headline.textContent !== text) this.headline.textContent = text;
     this.detail.textContent = detail;
-    // The rest is replaced only if it has changed, so that selected text stays selected.
-    const shown = JSON.stringify({ ...state, savedUntil: null, changedSince: null, pendingBytes: null });
-    if (shown === this.shown) return;
-    this.shown = shown;
+    // The rest is replaced only if it has changed, so that the user's text selection is not lost.
+    const newState = JSON.stringify({ ...state, savedUntil: null, changedSince: null, pendingBytes: null });
+    if (newState === this.renderedState) return;
+    this.renderedState = newState;
     this.facts.replaceChildren(...listFacts(state));
     this.warnings.replaceChildren(...listWarnings(state));
     this.exclusionSummary.textContent = summarizeExclusions(state.excluded);

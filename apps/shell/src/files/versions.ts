@@ -54,7 +54,7 @@ export class VersionList {
       this.list.lastElementChild?.replaceWith(this.createItem(path, last));
       versions.shift();
     }
-    // A page that is not full has ended at the maximum number of searched snapshots, perhaps within a version.
+    // If a page is not full, the search reached its maximum number of snapshots, perhaps within a version.
     this.mayContinue = page.versions.length < VERSIONS_PER_PAGE;
     const items = versions.map((version) => this.createItem(path, version));
     this.versions.push(...versions);
@@ -80,7 +80,7 @@ export class VersionList {
     const damage = damagedSnapshots > 0 ? ` ${formatCount(damagedSnapshots, "backup")} could not be searched.` : "";
     if (this.versions.length > 0) return `${hasMore ? `The newest ${count}` : count}.${damage}`;
     if (hasMore) return `No version has been found yet.${damage}`;
-    // The API replaces bytes that are not UTF-8, so that the path names nothing.
+    // The API replaces bytes that are not UTF-8, so this path does not name the file.
     const hint = path.includes("\ufffd") ? " Its name is not valid UTF-8: restore the folder that contains it." : "";
     return `No version is saved.${hint}${damage}`;
   }

@@ -19,7 +19,7 @@ export class FilesView {
   ) {
     const content = el("div", { className: "content" }, this.status.element, this.browser.element, this.key.element);
     panel.append(el("div", { className: "scroller" }, content), this.restoreProgress.element);
-    // On the document, because an element that had the focus may have been removed.
+    // The listener is on the document, because the element that had the focus may have been removed.
     document.addEventListener("keydown", (event) => {
       if (this.isOpen && event.key === "Escape" && !event.defaultPrevented && !event.isComposing) closeButton.click();
     });

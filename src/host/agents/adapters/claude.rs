@@ -2,7 +2,8 @@
 //! `tests/agents/README.md`, with the recordings that test this adapter.
 //!
 //! `total_cost_usd` and `modelUsage` accumulate over results and over resumed conversations. The usage of a run is
-//! therefore the sum of `model_usage_since_last_result` over its results; background work causes several results.
+//! therefore the sum of `model_usage_since_last_result` over its results. A run with background work has several
+//! results.
 //!
 //! Earlier releases, such as 2.1.197, do not print that field. For those, the last `modelUsage`, which includes
 //! subagents, is used. In a resumed conversation, the share of earlier runs in it is unknown, so the tokens in `usage`,
@@ -15,7 +16,7 @@ use serde_json::Value;
 
 use super::run::RunState;
 use super::{Adapter, Event, Exit, MAX_MESSAGE_CHARS, Outcome, exit_failure, scrub_and_truncate};
-use crate::records::entry::{DispatchError, Status};
+use crate::records::entry::{DispatchError, ResultStatus};
 use crate::records::money::Dollars;
 
 #[derive(Deserialize)]
@@ -230,10 +231,10 @@ impl Claude {
                     self.run.tools.start(at_ms, &id, &name, &input)
                 }
                 Block::ToolResult { tool_use_id, is_error: false, .. } => {
-                    self.run.tools.end(at_ms, &tool_use_id, Status::Success, None)
+                    self.run.tools.end(at_ms, &tool_use_id, ResultStatus::Success, None)
                 }
                 Block::ToolResult { tool_use_id, content, .. } => {
-                    self.run.tools.end(at_ms, &tool_use_id, Status::Error, Some(&result_text(&content)))
+                    self.run.tools.end(at_ms, &tool_use_id, ResultStatus::Error, Some(&result_text(&content)))
                 }
                 _ => None,
             });
@@ -318,7 +319,7 @@ mod tests {
         super::super::tests::replay("claude", name, &mut Claude::default())
     }
 
-    fn tool_statuses(outcome: &Outcome) -> Vec<(&str, Status)> {
+    fn tool_statuses(outcome: &Outcome) -> Vec<(&str, ResultStatus)> {
         outcome.tools.iter().map(|tool| (&*tool.name, tool.status)).collect()
     }
 
@@ -343,7 +344,7 @@ mod tests {
     #[test]
     fn run_reports_succeeded_and_failed_tools() {
         let (events, outcome) = replay("basic");
-        let (good, bad) = (Status::Success, Status::Error);
+        let (good, bad) = (ResultStatus::Success, ResultStatus::Error);
         assert_eq!(
             tool_statuses(&outcome),
             [
@@ -359,7 +360,7 @@ mod tests {
         assert_eq!(outcome.tools[2].input_preview, "mkdir -p a/b && cp x z && mv x y && rm z");
         assert_eq!((outcome.tokens_in, outcome.tokens_out), (72_000, 1477));
         assert_eq!(outcome.cost, Some(Dollars::from_nanos(189_540_000)));
-        assert_eq!((outcome.status, outcome.text.as_deref()), (Status::Success, Some("All done.")));
+        assert_eq!((outcome.status, outcome.text.as_deref()), (ResultStatus::Success, Some("All done.")));
         assert_eq!(outcome.model.as_deref(), Some("claude-opus-5-5"));
         assert!(matches!(&events[0], Event::Started { conversation_id: Some(_), .. }), "{:?}", events[0]);
         let ends = events.iter().filter(|event| matches!(event, Event::ToolEnded { .. })).count();
@@ -388,7 +389,7 @@ mod tests {
         ] {
             let (_, outcome) = replay(name);
             let failed = outcome.error.unwrap_or_else(|| panic!("{name} did not fail"));
-            assert_eq!((&*failed.name, outcome.status), (error, Status::Error), "{name}: {failed:?}");
+            assert_eq!((&*failed.name, outcome.status), (error, ResultStatus::Error), "{name}: {failed:?}");
             assert!(failed.message.contains(message), "{name}: {failed:?}");
         }
     }
@@ -473,7 +474,7 @@ mod tests {
         assert!(tools.iter().any(|(name, _)| *name == "Write"), "the subagent's call: {tools:?}");
         for name in ["bash_bg", "agent", "parallel", "no_allow", "model_unknown", "bash_cd"] {
             let (_, outcome) = replay(name);
-            assert_eq!(outcome.status, Status::Success, "{name}: {:?}", outcome.error);
+            assert_eq!(outcome.status, ResultStatus::Success, "{name}: {:?}", outcome.error);
             assert!(outcome.cost > Some(Dollars::ZERO), "{name}");
         }
     }

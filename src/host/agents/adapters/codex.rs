@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::codex_sessions::SessionUsage;
 use super::run::RunState;
 use super::{Adapter, Event, Exit, MAX_MESSAGE_CHARS, Outcome, exit_failure, scrub_and_truncate};
-use crate::records::entry::{DispatchError, Status};
+use crate::records::entry::{DispatchError, ResultStatus};
 
 #[derive(Deserialize)]
 #[serde(tag = "type")]
@@ -184,7 +184,7 @@ impl Codex {
     }
 
     fn end_tool(&mut self, at_ms: u64, id: &str, status: &str, output: Option<&str>) -> Option<Event> {
-        let status = if status == "completed" { Status::Success } else { Status::Error };
+        let status = if status == "completed" { ResultStatus::Success } else { ResultStatus::Error };
         self.run.tools.end(at_ms, id, status, output)
     }
 }
@@ -203,16 +203,16 @@ mod tests {
     #[test]
     fn run_reports_tools_usage_and_text() {
         let (events, outcome) = replay("codex", "basic", &mut Codex::default());
-        let tools: Vec<(&str, Status)> =
+        let tools: Vec<(&str, ResultStatus)> =
             outcome.tools.iter().map(|tool| (&*tool.name, tool.status)).collect();
-        let (patch, good) = ("apply_patch", Status::Success);
+        let (patch, good) = ("apply_patch", ResultStatus::Success);
         assert_eq!(
             tools,
             [
                 (patch, good),
                 (patch, good),
                 ("Bash", good),
-                ("Bash", Status::Error),
+                ("Bash", ResultStatus::Error),
                 (patch, good),
                 ("Bash", good),
                 (patch, good)
@@ -221,7 +221,7 @@ mod tests {
         assert_eq!(outcome.tools[2].input_preview, "mkdir -p a/b && cp x z && mv x y && rm z");
         assert_eq!((outcome.tokens_in, outcome.tokens_out, outcome.cost), (48_000, 1600, None));
         assert_eq!(outcome.tokens_cached, 40_000);
-        assert_eq!((outcome.status, outcome.text.as_deref()), (Status::Success, Some("All done.")));
+        assert_eq!((outcome.status, outcome.text.as_deref()), (ResultStatus::Success, Some("All done.")));
         assert!(!format!("{events:?}{outcome:?}").contains("three"), "tool outputs are not reported");
         assert_eq!(outcome.tools[3].error.as_deref(), Some("Exit code 3 out err"));
         assert_eq!(outcome.tools.iter().filter(|tool| tool.error.is_some()).count(), 1);

@@ -19,7 +19,7 @@ use super::run::RunState;
 use super::{
     Adapter, Event, Exit, MAX_MESSAGE_CHARS, MAX_STACK_CHARS, Outcome, exit_failure, scrub_and_truncate,
 };
-use crate::records::entry::{DispatchError, Status};
+use crate::records::entry::{DispatchError, ResultStatus};
 use crate::records::money::Dollars;
 
 /// Maximum characters in an error or tool name.
@@ -43,7 +43,7 @@ enum Line {
     },
     ToolResult {
         id: String,
-        status: Status,
+        status: ResultStatus,
         error: Option<String>,
     },
     Usage {
@@ -54,7 +54,7 @@ enum Line {
         cost: Option<Dollars>,
     },
     Result {
-        status: Status,
+        status: ResultStatus,
         text: Option<String>,
         error: Option<ErrorFields>,
     },
@@ -85,7 +85,7 @@ impl From<ErrorFields> for DispatchError {
 #[derive(Default)]
 pub struct JsonLines {
     run: RunState,
-    result: Option<(Status, Option<DispatchError>)>,
+    result: Option<(ResultStatus, Option<DispatchError>)>,
 }
 
 impl Adapter for JsonLines {
@@ -122,8 +122,8 @@ impl Adapter for JsonLines {
 
     fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome {
         let error = match (self.result.take(), exit) {
-            (Some((Status::Success, _)), Exit::Code(0)) => None,
-            (Some((Status::Error, error)), _) => {
+            (Some((ResultStatus::Success, _)), Exit::Code(0)) => None,
+            (Some((ResultStatus::Error, error)), _) => {
                 Some(error.unwrap_or_else(|| exit_failure(exit, stderr_tail)))
             }
             _ => Some(exit_failure(exit, stderr_tail)),
@@ -166,7 +166,7 @@ mod tests {
         );
         assert_eq!(
             (outcome.status, outcome.text.as_deref(), outcome.model.as_deref()),
-            (Status::Success, Some("done"), Some("m1"))
+            (ResultStatus::Success, Some("done"), Some("m1"))
         );
         assert_eq!((outcome.tools[0].duration_ms, &*outcome.tools[0].input_preview), (20, "ls"));
     }
@@ -186,7 +186,7 @@ mod tests {
         ] {
             let (_, outcome) = run(&lines, exit);
             let error = outcome.error.unwrap();
-            assert_eq!((&*error.name, outcome.status), (name, Status::Error));
+            assert_eq!((&*error.name, outcome.status), (name, ResultStatus::Error));
             assert!(!format!("{error:?}").contains("hunter2hunter2"), "{error:?}");
             assert_eq!(error.tool.is_some(), lines.first() == Some(&tool));
             assert_eq!(error.turn, error.tool.is_some().then_some(1));

@@ -21,7 +21,7 @@ pub use codex::Codex;
 pub use json_lines::JsonLines;
 
 use self::codex_sessions::SessionUsage;
-use crate::records::entry::{DispatchError, Status, ToolCall};
+use crate::records::entry::{DispatchError, ResultStatus, ToolCall};
 use crate::records::money::Dollars;
 
 /// Longer messages and stacks are truncated.
@@ -53,7 +53,7 @@ pub enum Event {
     ToolEnded {
         id: String,
         name: String,
-        status: Status,
+        status: ResultStatus,
     },
 }
 
@@ -90,7 +90,7 @@ pub struct Outcome {
     /// Whether the model worked after the program last reported its usage or cost.
     pub has_unreported_usage: bool,
     pub tools: Vec<ToolCall>,
-    pub status: Status,
+    pub status: ResultStatus,
     pub error: Option<DispatchError>,
     /// The agent's final text.
     pub text: Option<String>,

@@ -1,6 +1,6 @@
 //! Previews of tool inputs and messages: their start, without secrets.
 //!
-//! Secrets are recognised by their format, by the name before them, and by value if they are in the agent's
+//! Secrets are recognized by their format, by the name before them, and by value if they are in the agent's
 //! environment. No list of patterns is complete, so previews are short, and only the start of a tool's error is shown.
 
 use std::borrow::Cow;
@@ -133,7 +133,7 @@ pub fn flatten_and_truncate(text: &str, max: usize) -> String {
 
 /// The start of an error that a tool returned, on one line and without secrets.
 pub fn preview_error(error: &str, max_bytes: usize) -> String {
-    // Scan more than is shown, so that a secret at the cut is recognised.
+    // Scan more than is shown, so that a secret at the cut is recognized.
     let scanned: String = error.trim().chars().take(MAX_SCANNED_CHARS).collect();
     let mut text = flatten_and_truncate(&scrub(&scanned), max_bytes);
     if text.len() > max_bytes {
@@ -151,7 +151,7 @@ pub fn preview_input(input: &Value) -> String {
         ["command", "file_path", "notebook_path", "path", "pattern", "url", "query", "description", "prompt"];
     let field = PREVIEWED_FIELDS.iter().find_map(|name| input.get(name)?.as_str());
     let text = field.map_or_else(|| input.to_string(), str::to_owned);
-    // Scan more than is shown, so that a secret at the cut is recognised.
+    // Scan more than is shown, so that a secret at the cut is recognized.
     let scanned: String = text.chars().take(MAX_SCANNED_CHARS).collect();
     flatten_and_truncate(&scrub(&scanned), MAX_PREVIEW_CHARS)
 }

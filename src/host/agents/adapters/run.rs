@@ -2,7 +2,7 @@
 
 use super::tools::ToolCalls;
 use super::{MAX_ID_CHARS, Outcome, scrub_and_truncate};
-use crate::records::entry::{DispatchError, Status};
+use crate::records::entry::{DispatchError, ResultStatus};
 use crate::records::money::Dollars;
 
 /// The state of a run, as reported by its program so far.
@@ -53,7 +53,7 @@ impl RunState {
             cost: run.cost,
             has_unreported_usage: run.has_unreported_usage,
             tools: run.tools.into_all(),
-            status: if error.is_some() { Status::Error } else { Status::Success },
+            status: if error.is_some() { ResultStatus::Error } else { ResultStatus::Success },
             error,
             text: run.text,
         }

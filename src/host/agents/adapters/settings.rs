@@ -273,7 +273,7 @@ mod tests {
             cost: None,
             has_unreported_usage: false,
             tools: Vec::new(),
-            status: crate::records::entry::Status::Success,
+            status: crate::records::entry::ResultStatus::Success,
             error: None,
             text: None,
         };

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::{Event, preview, scrub_and_truncate};
-use crate::records::entry::{Status, ToolCall};
+use crate::records::entry::{ResultStatus, ToolCall};
 
 /// Maximum tool calls recorded per run, which bounds the length of its record; further calls are ignored.
 const MAX_TOOLS: usize = 2000;
@@ -48,13 +48,13 @@ impl ToolCalls {
             Event::ToolStarted { id: id.clone(), name: name.clone(), input_preview: input_preview.clone() };
         self.running.push(RunningCall { id, index: self.all.len(), started_ms: at_ms });
         // A tool that never ends keeps the status `Error`.
-        let tool = ToolCall { name, duration_ms: 0, input_preview, status: Status::Error, error: None };
+        let tool = ToolCall { name, duration_ms: 0, input_preview, status: ResultStatus::Error, error: None };
         self.all.push(tool);
         Some(event)
     }
 
     /// Ends a call. `error` is its output if it failed.
-    pub fn end(&mut self, at_ms: u64, id: &str, status: Status, error: Option<&str>) -> Option<Event> {
+    pub fn end(&mut self, at_ms: u64, id: &str, status: ResultStatus, error: Option<&str>) -> Option<Event> {
         self.has_results = true;
         let id = preview::flatten_and_truncate(id, MAX_ID_CHARS);
         let position = self.running.iter().position(|running| running.id == id)?;
@@ -63,7 +63,7 @@ impl ToolCalls {
         tool.duration_ms = at_ms.saturating_sub(running.started_ms);
         tool.status = status;
         let has_room = self.error_bytes + MAX_ERROR_BYTES <= MAX_ERRORS_BYTES;
-        if let Some(error) = error.filter(|_| status == Status::Error && has_room) {
+        if let Some(error) = error.filter(|_| status == ResultStatus::Error && has_room) {
             let error = preview::preview_error(error, MAX_ERROR_BYTES);
             self.error_bytes += error.len();
             tool.error = Some(error).filter(|error| !error.is_empty());
@@ -75,7 +75,7 @@ impl ToolCalls {
     /// running one, or else the last one if it failed.
     pub fn close(&mut self, at_ms: u64) -> Option<String> {
         let running = self.running.iter().map(|running| running.index).max();
-        let last = self.all.len().checked_sub(1).filter(|last| self.all[*last].status == Status::Error);
+        let last = self.all.len().checked_sub(1).filter(|last| self.all[*last].status == ResultStatus::Error);
         let interrupted = running.or(last);
         for running in self.running.drain(..) {
             self.all[running.index].duration_ms = at_ms.saturating_sub(running.started_ms);
@@ -113,7 +113,7 @@ mod tests {
             panic!("the tool did not start");
         };
         assert!(shown.len() <= MAX_ID_CHARS + 3 && named.len() <= MAX_NAME_CHARS + 3, "{}", shown.len());
-        let Some(Event::ToolEnded { id: ended, .. }) = tools.end(5, &id, Status::Success, None) else {
+        let Some(Event::ToolEnded { id: ended, .. }) = tools.end(5, &id, ResultStatus::Success, None) else {
             panic!("the tool did not end");
         };
         assert_eq!(ended, shown);
@@ -127,9 +127,9 @@ mod tests {
         for id in ["a", "b", "c"] {
             tools.start(0, id, "Bash", &Value::Null);
         }
-        tools.end(1, "a", Status::Error, Some(&long));
-        tools.end(1, "b", Status::Success, Some("not an error"));
-        tools.end(1, "c", Status::Error, Some(""));
+        tools.end(1, "a", ResultStatus::Error, Some(&long));
+        tools.end(1, "b", ResultStatus::Success, Some("not an error"));
+        tools.end(1, "c", ResultStatus::Error, Some(""));
         let all = tools.into_all();
         let error = all[0].error.as_deref().unwrap();
         assert!(error.starts_with("Exit code 1 password=*** é") && error.ends_with('…'), "{error}");
@@ -138,7 +138,7 @@ mod tests {
         let mut tools = ToolCalls::default();
         for n in 0..MAX_TOOLS {
             tools.start(0, &n.to_string(), "Bash", &Value::Null);
-            tools.end(1, &n.to_string(), Status::Error, Some(&"x".repeat(1100)));
+            tools.end(1, &n.to_string(), ResultStatus::Error, Some(&"x".repeat(1100)));
         }
         let bytes: usize = tools.into_all().iter().filter_map(|tool| Some(tool.error.as_ref()?.len())).sum();
         assert!((MAX_ERRORS_BYTES - MAX_ERROR_BYTES..=MAX_ERRORS_BYTES).contains(&bytes), "{bytes}");
@@ -153,7 +153,7 @@ mod tests {
         }
         assert_eq!(tools.turn(), Some(1));
         for id in ["a", "b"] {
-            tools.end(0, id, Status::Success, None);
+            tools.end(0, id, ResultStatus::Success, None);
         }
         tools.record_model_output();
         tools.start(0, "c", "Bash", &Value::Null);

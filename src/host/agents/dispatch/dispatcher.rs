@@ -148,7 +148,7 @@ impl Dispatcher {
     /// # Errors
     /// The records or the journal are still being read, or the gateway is shutting down.
     pub async fn wait_until_ready(&self) -> Result<(), Problem> {
-        self.kernel.wait_for_usage_book().await?;
+        self.kernel.wait_for_usage_store().await?;
         let unavailable =
             || Problem::new(Code::Unavailable, "Dispatches are not accepted at the moment.").retry_after(2);
         let recovered = tokio::time::timeout(MAINTENANCE_INTERVAL, self.recovered.cancelled()).await;
@@ -314,7 +314,7 @@ impl Dispatcher {
             match self.kernel.reserve(&dispatch.accepted.sender_id, &settings) {
                 Ok(Ok(reservation)) => dispatch.set_reservation(reservation),
                 Ok(Err(reached)) => return self.refuse(dispatch, &reached).await,
-                // Unreachable: nothing is accepted before the book is open.
+                // Unreachable: nothing is accepted before the usage store is open.
                 Err(_) => {}
             }
         }
@@ -328,8 +328,8 @@ impl Dispatcher {
             let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());
             let marked = tokio::task::spawn_blocking(move || journal.mark_started(&accepted)).await;
             if !marked.unwrap_or_default() {
-                let message = "the disk is full, so the start of the agent could not be recorded, and it did not run: \
-                               free disk space, for instance in the terminal, and send the dispatch again";
+                let message = "the agent did not run, because the disk is full and its start could not be recorded: \
+                               free disk space, for example in the terminal, and send the dispatch again";
                 let interaction = run::interaction_without_run(dispatch, "NoRoom", message);
                 return self.end(dispatch, interaction, None).await;
             }

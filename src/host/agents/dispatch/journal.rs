@@ -15,8 +15,8 @@ use serde::{Deserialize, Serialize};
 use super::request::PromptEntry;
 use crate::records::entry::Interaction;
 use crate::records::limits::Period;
-use svc_base::chain::format_chain;
 use svc_base::clock;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx::{self, FileError};
 
 /// The position of a dispatch in its batch.
@@ -80,7 +80,7 @@ impl Journal {
         }
     }
 
-    /// Writes one dispatch, or all of a batch.
+    /// Writes one dispatch, or all dispatches of a batch.
     pub fn write(&self, all: &[JournalEntry]) -> Result<(), FileError> {
         let (file, text) = match all {
             [] => return Ok(()),

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QueueDecision {
     Take,
-    /// The dispatch and those behind it keep their positions.
+    /// The dispatch keeps its position. Only a dispatch that has a reservation may overtake it.
     Wait,
 }
 

@@ -16,7 +16,7 @@ use crate::audit::protocol;
 use crate::audit::protocol::{Message, SeenCalls};
 use crate::records::entry::Interaction;
 use crate::system::blocking::run_blocking;
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx::FileError;
 
 /// Timeout for making records durable.
@@ -25,7 +25,7 @@ const FLUSH_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);
 impl Dispatcher {
     /// Restores the previous process's dispatches, then prunes the journal and starts queued ones until `stop`.
     pub async fn maintain(self: Arc<Self>, stop: CancellationToken) {
-        while self.kernel.wait_for_usage_book().await.is_err() {
+        while self.kernel.wait_for_usage_store().await.is_err() {
             if stop.is_cancelled() {
                 return;
             }

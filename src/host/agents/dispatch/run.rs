@@ -22,7 +22,7 @@ use crate::agents::protocol::{
     GatewayFrame, INTERRUPT_GRACE, RunRequest, RunResult, RunnerFrame, TERMINATE_GRACE,
 };
 use crate::audit::protocol::{self, COMMAND_TOOLS, Message, Process, WRITER_TOOLS};
-use crate::records::entry::{DispatchError, Interaction, Status};
+use crate::records::entry::{DispatchError, Interaction, ResultStatus};
 use crate::records::money::Dollars;
 use svc_base::clock;
 
@@ -72,7 +72,7 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     context.kernel.note(&format!(
         "dispatch {}: {} after {:.1} s",
         dispatch.id(),
-        if outcome.status == Status::Success { "success" } else { "error" },
+        if outcome.status == ResultStatus::Success { "success" } else { "error" },
         start.elapsed().as_secs_f64()
     ));
     let entry = &dispatch.accepted.entry;
@@ -81,7 +81,7 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     let reserved = dispatch.reserved_amount();
     if let Some(estimate) = estimate_cost(context.settings, &outcome, cost, is_cut_off, reserved) {
         context.kernel.note(&format!(
-            "dispatch {}: ended before it reported its full cost, which is estimated as {estimate}, including the reservation",
+            "dispatch {}: ended before it reported its full cost, which is estimated at {estimate}, including the reservation",
             dispatch.id()
         ));
         let text = outcome.text.clone();
@@ -91,7 +91,7 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     if cost.is_none() && outcome.tokens_in + outcome.tokens_out > 0 {
         let model = model.as_deref().unwrap_or(UNKNOWN_MODEL);
         context.kernel.note(&format!(
-            "dispatch {}: its cost counts as $0, because prices in system/config.json lacks {model}",
+            "dispatch {}: its cost counts as $0, because system/config.json has no price for {model}",
             dispatch.id()
         ));
     }
@@ -163,7 +163,7 @@ fn failed_outcome(name: &str, message: impl Into<String>) -> Outcome {
         cost: None,
         has_unreported_usage: false,
         tools: Vec::new(),
-        status: Status::Error,
+        status: ResultStatus::Error,
         error: Some(dispatch_error(name, message)),
         text: None,
     }
@@ -325,15 +325,15 @@ impl<'a> Run<'a> {
             Err(failed) => {
                 // Usage and tools reported so far still count.
                 let reported = self.adapter.finish(at, Exit::Signal(9), "");
-                Outcome { status: Status::Error, error: Some(failed), ..reported }
+                Outcome { status: ResultStatus::Error, error: Some(failed), ..reported }
             }
         };
-        if let (Some(why), Status::Error) = (self.end_reason, outcome.status) {
+        if let (Some(why), ResultStatus::Error) = (self.end_reason, outcome.status) {
             let reported = outcome.error.take();
             let (tool, turn) = reported.map(|reported| (reported.tool, reported.turn)).unwrap_or_default();
             outcome.error = Some(DispatchError { tool, turn, ..self.early_end_error(why) });
         }
-        let is_cut_off = self.is_started && was_ended_from_outside && outcome.status == Status::Error;
+        let is_cut_off = self.is_started && was_ended_from_outside && outcome.status == ResultStatus::Error;
         RunEnd { outcome, is_cut_off }
     }
 
@@ -363,7 +363,7 @@ impl<'a> Run<'a> {
         mut from: OwnedReadHalf,
         mut to: OwnedWriteHalf,
     ) -> Result<RunResult, DispatchError> {
-        // A separate task reads the frames: a read cancelled half-way would lose the position in the stream.
+        // A separate task reads the frames: a read cancelled halfway would lose the position in the stream.
         let (frames, mut next) = tokio::sync::mpsc::channel(2);
         let reader = tokio::spawn(async move {
             while let Ok(Some(frame)) = RunnerFrame::read(&mut from).await {

@@ -12,7 +12,7 @@ use super::journal::{BatchPosition, JournalEntry};
 use super::request::PromptEntry;
 use crate::agents::kernel::Reservation;
 use crate::audit::protocol::SeenCalls;
-use crate::records::entry::{Interaction, Status};
+use crate::records::entry::{Interaction, ResultStatus};
 use crate::records::money::Dollars;
 use svc_base::clock::rfc3339_ms;
 
@@ -29,7 +29,7 @@ pub enum Phase {
 }
 
 impl Phase {
-    pub const WORDS: &'static [&'static str] = <Self as strum::VariantNames>::VARIANTS;
+    pub const NAMES: &'static [&'static str] = <Self as strum::VariantNames>::VARIANTS;
 
     fn as_str(self) -> &'static str {
         self.into()
@@ -40,11 +40,11 @@ impl Phase {
     }
 }
 
-impl From<Status> for Phase {
-    fn from(status: Status) -> Self {
+impl From<ResultStatus> for Phase {
+    fn from(status: ResultStatus) -> Self {
         match status {
-            Status::Success => Self::Success,
-            Status::Error => Self::Error,
+            ResultStatus::Success => Self::Success,
+            ResultStatus::Error => Self::Error,
         }
     }
 }

@@ -59,7 +59,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 
 /// Serves the connection on standard input until its run has ended.
 async fn serve_stdin(layout: Layout) -> Result<(), Failure> {
-    let connection = socket_service::take_stdin()?;
+    let connection = socket_service::stdin_connection()?;
     let connection = tokio::net::UnixStream::from_std(connection).context("cannot use the connection")?;
     let stop = server::stop_on_signal().context("cannot handle signals").or_exit(Exit::Internal)?;
     run::serve(&layout, connection, stop).await.context("the run failed").or_exit(Exit::Unavailable)

@@ -29,7 +29,7 @@ use crate::agents::protocol::{
     GatewayFrame, INTERRUPT_GRACE, RunRequest, RunResult, RunnerFrame, TERMINATE_GRACE,
 };
 use crate::system::layout::Layout;
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 
 /// Timeout for reading the request, and then for reading the go-ahead.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);

@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn background_commands_are_recognised() {
+    fn background_commands_are_recognized() {
         let recorded = include_str!("../../../../tests/agents/recordings/claude/bash_bg.hooks.jsonl");
         let messages: Vec<Message> = recorded.lines().filter_map(parse).collect();
         let background = messages.iter().filter(|message| message.is_background);
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn codex_is_recognised() {
+    fn codex_is_recognized() {
         let recorded = include_str!("../../../../tests/agents/recordings/codex/basic.hooks.jsonl");
         let messages: Vec<Message> = recorded.lines().filter_map(parse).collect();
         assert!(messages.iter().any(|message| message.tool.as_deref() == Some("apply_patch")));

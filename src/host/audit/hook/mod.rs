@@ -42,7 +42,7 @@ const SAVE_RESERVE: Duration = Duration::from_millis(10);
 #[command(
     name = "svc-hook",
     version = applet::version(),
-    about = "The hook of agents' programs that reports their tool calls to svc-watch",
+    about = "Reports agents' tool calls to svc-watch, as a hook in the agents' programs",
     after_help = "Without a command, it acts as a hook: it reads the hook's JSON from stdin, prints nothing, and exits with 0.\n\nExample: svc-hook install"
 )]
 struct Args {
@@ -105,7 +105,7 @@ type SharedMessage = Arc<Mutex<Option<Message>>>;
 /// The time since this process was started, in steps of 10 ms; zero if unknown. On a busy machine, the process may have
 /// waited for a CPU.
 fn process_age() -> Duration {
-    let Ok(stat) = ProcessStat::of_this_process() else { return Duration::ZERO };
+    let Ok(stat) = ProcessStat::current() else { return Duration::ZERO };
     let now = clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from);
     now.saturating_sub(Duration::from_millis(stat.started * 1000 / TICKS_PER_SECOND))
 }

@@ -1,6 +1,6 @@
 //! Edits the `hooks` of an agent's settings. Performs no I/O.
 //!
-//! Foreign hooks keep their content and order. Our hook is recognised by its program.
+//! Foreign hooks keep their content and order. Our hook is recognized by its program.
 
 use serde_json::{Map, Value, json};
 

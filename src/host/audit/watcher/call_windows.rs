@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::diff::Change;
 use crate::audit::protocol::Process;
-use crate::records::entry::{AuditEntry, Op};
+use crate::records::entry::{AuditEntry, FileOperation};
 
 /// Maximum open tool calls.
 pub const MAX_WINDOWS: usize = 256;
@@ -42,9 +42,9 @@ impl CallWindow {
     fn claims(&self, change: &Change) -> bool {
         let Some(paths) = &self.claim else { return false };
         paths.iter().any(|path| match change.op {
-            Op::Write => change.path == path.as_bytes(),
-            Op::Mkdir => is_above(&change.path, path.as_bytes()),
-            Op::Delete => false,
+            FileOperation::Write => change.path == path.as_bytes(),
+            FileOperation::Mkdir => is_above(&change.path, path.as_bytes()),
+            FileOperation::Delete => false,
         })
     }
 }
@@ -53,7 +53,7 @@ fn is_above(folder: &[u8], path: &[u8]) -> bool {
     path.strip_prefix(folder).is_some_and(|rest| rest.starts_with(b"/"))
 }
 
-/// The agents to which a change is attributed, and the tool that they used if it was the same.
+/// The agents to which a change is attributed, and their tool, if all of them used the same one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Attribution {
     agents: Vec<Agent>,
@@ -193,7 +193,7 @@ impl CallWindows {
             .partition::<Vec<_>, _>(|pending| window.claims(&pending.change));
         self.pending = others;
         let attribution = Attribution { agents: vec![window.agent], tool: Some(window.tool) };
-        if !claimed.iter().any(|pending| pending.change.op == Op::Write) {
+        if !claimed.iter().any(|pending| pending.change.op == FileOperation::Write) {
             let fallback =
                 fallback.map(|change| PendingChange { change, attribution: attribution.clone(), at });
             claimed.extend(fallback);

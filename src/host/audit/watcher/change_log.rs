@@ -1,4 +1,4 @@
-//! The changed paths that the backup of files has not saved yet.
+//! The changed paths that the file backup has not saved yet.
 
 use std::collections::BTreeSet;
 
@@ -43,7 +43,7 @@ impl PathSet {
 pub struct ChangeLog {
     /// Distinguishes the tokens of this process from earlier ones.
     instance: String,
-    /// The number of the last reply, and of the reply whose changes are saved.
+    /// The numbers of the last reply, and of the last reply whose changes are saved.
     last_reply: u64,
     last_saved: Option<u64>,
     /// Changes in replies since the saved one.
@@ -55,7 +55,7 @@ pub struct ChangeLog {
 }
 
 impl ChangeLog {
-    /// Starts without knowledge: until a reader has saved the home, anything may have changed.
+    /// Creates a log in which anything may have changed, until a reader has saved the home.
     pub fn new() -> Self {
         Self {
             instance: uuid::Uuid::now_v7().simple().to_string(),
@@ -79,8 +79,8 @@ impl ChangeLog {
         }
     }
 
-    /// Records the dirty names at their paths in the tree. Called before and after a check: a moved folder's changes are at
-    /// both of its paths.
+    /// Records the dirty names at their paths in the tree. Must be called before and after a check, because a moved
+    /// folder's changes are at both of its paths.
     pub fn record(&mut self, dirty: &DirtySet, tree: &Tree) {
         if self.is_everything_fresh() {
             return;
@@ -99,7 +99,7 @@ impl ChangeLog {
         self.fresh.limit();
     }
 
-    /// Records the folders of changed paths. They include the other names of a file that was written through one name.
+    /// Records the folders of changed paths. These include the folders of a hard-linked file's other names.
     pub fn record_changes(&mut self, changes: &[Change]) {
         if self.is_everything_fresh() {
             return;
@@ -119,10 +119,10 @@ impl ChangeLog {
         if saved.is_some() && saved == Some(self.last_reply) {
             (self.unsaved, self.last_saved) = (PathSet::default(), saved);
         } else if saved.is_none() || saved != self.last_saved {
-            // The reader has saved nothing, or something that this process does not know.
+            // The reader has saved nothing, or its token is unknown to this process.
             (self.unsaved, self.last_saved) = (PathSet::everything(), None);
         }
-        // While a tool is running, the same names are recorded again and again, without new events.
+        // While a tool is running, the same names are recorded repeatedly, without new events.
         let has_new = events != self.events;
         self.events = events;
         self.unsaved.merge(fresh);

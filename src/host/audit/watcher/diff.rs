@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 
 use super::tree::{FileId, FileState, Inode, Kind, Name, Paths, Tree, TreeEntry, join_path};
-use crate::records::entry::Op;
+use crate::records::entry::FileOperation;
 
 /// Maximum names with events; beyond that, the whole tree is checked.
 pub const MAX_NAMES: usize = 200_000;
@@ -115,7 +115,7 @@ impl DirtySet {
 /// A changed path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
-    pub op: Op,
+    pub op: FileOperation,
     pub path: Vec<u8>,
     pub size: u64,
 }
@@ -160,7 +160,7 @@ pub fn update_tree(tree: &mut Tree, dirty: &DirtySet, probe: &mut impl FsProbe) 
     let mut changes = compare_paths(&before, &after, dirty, &shared);
     changes.extend(compare_other_names(tree, probe, &after, &shared));
     changes.sort_by(|a, b| {
-        let (a_deletes, b_deletes) = (a.op == Op::Delete, b.op == Op::Delete);
+        let (a_deletes, b_deletes) = (a.op == FileOperation::Delete, b.op == FileOperation::Delete);
         let by_path = if a_deletes { b.path.cmp(&a.path) } else { a.path.cmp(&b.path) };
         b_deletes.cmp(&a_deletes).then(by_path)
     });
@@ -296,7 +296,7 @@ fn compare_paths(
 ) -> Vec<Change> {
     let mut changes = Vec::new();
     for path in before.keys().filter(|path| !after.contains_key(*path)) {
-        changes.push(Change { op: Op::Delete, path: path.clone(), size: 0 });
+        changes.push(Change { op: FileOperation::Delete, path: path.clone(), size: 0 });
     }
     for (path, new) in after {
         let old = before.get(path).map(|old| old.state);
@@ -319,10 +319,10 @@ fn compare_paths(
 fn compare_states(old: Option<FileState>, new: FileState, marks: Marks, path: &[u8]) -> Option<Change> {
     let is_new = old.is_none_or(|old| old.kind != new.kind);
     if new.kind == Kind::Folder {
-        return is_new.then(|| Change { op: Op::Mkdir, path: path.to_vec(), size: 0 });
+        return is_new.then(|| Change { op: FileOperation::Mkdir, path: path.to_vec(), size: 0 });
     }
     let is_changed = is_new || old.is_some_and(|old| is_written_or_replaced(old, new, marks));
-    is_changed.then(|| Change { op: Op::Write, path: path.to_vec(), size: new.size })
+    is_changed.then(|| Change { op: FileOperation::Write, path: path.to_vec(), size: new.size })
 }
 
 fn is_written_or_replaced(old: FileState, new: FileState, marks: Marks) -> bool {

@@ -76,7 +76,7 @@ impl HomeWatcher {
         self.is_at_watch_limit
     }
 
-    /// Allows new watches again. Called before a full check.
+    /// Clears [`Self::is_at_watch_limit`]. Called before a full check, which tries to watch all folders again.
     pub fn retry_watches(&mut self) {
         self.is_at_watch_limit = false;
     }

@@ -1,5 +1,4 @@
-//! `svc-watch`: audits the files in the home directory. Changes made by agents' tools are recorded
-//! in `audit.jsonl`.
+//! `svc-watch`: audits the files in the home directory, and records the changes made by agents' tools in `audit.jsonl`.
 //!
 //! This module contains the command line, the socket for hooks, and the service lifecycle. The watcher runs as a user
 //! whose processes the owner's programs can neither kill nor impersonate. It reads names and sizes, never contents.
@@ -51,7 +50,7 @@ use svc_base::applet::{self, Exit, Failure, OrExit};
 const MAX_CONNECTIONS: usize = 128;
 /// Timeout for one hook connection; longer than the hook itself waits.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(1);
-/// Timeout for one connection of the file backup.
+/// Timeout for one connection from the file backup.
 const READER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time between two iterations of the watcher thread; a full check of a million names takes several seconds.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(20);
@@ -219,17 +218,17 @@ async fn listen(listener: UnixListener, handle: WatcherHandle) {
     }
 }
 
-/// Answers the backup of files, one connection at a time.
+/// Serves the file backup, one connection at a time.
 async fn listen_for_readers(listener: UnixListener, handle: WatcherHandle) {
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
                 let served = serve_reader(stream, &handle);
-                // A reader that disconnected or timed out asks again.
+                // A reader that disconnected or timed out retries.
                 let _ = tokio::time::timeout(READER_TIMEOUT, served).await;
             }
             Err(error) => {
-                tracing::error!(%error, "cannot accept a connection of the file backup");
+                tracing::error!(%error, "cannot accept a connection from the file backup");
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
@@ -237,17 +236,17 @@ async fn listen_for_readers(listener: UnixListener, handle: WatcherHandle) {
 }
 
 async fn serve_reader(mut stream: UnixStream, handle: &WatcherHandle) -> std::io::Result<()> {
-    // Agents can enter the directory, too; they must not make the backup forget changes.
+    // Agents can also connect to this socket, but must not be able to mark changes as saved.
     let peer = PeerCredentials::from_stream(&stream).uid;
     if peer != Some(nix::unistd::geteuid().as_raw()) {
-        tracing::warn!(uid = ?peer, "refused to tell another user the changes for the file backup");
+        tracing::warn!(uid = ?peer, "rejected a request for changed paths: the client runs as a different user");
         return Ok(());
     }
     let mut line = Vec::new();
     let (read, mut write) = stream.split();
     BufReader::new(read).take(file_changes::MAX_REQUEST_BYTES).read_until(b'\n', &mut line).await?;
     let Ok(request) = serde_json::from_slice::<ChangesRequest>(&line) else {
-        tracing::warn!("invalid request of the file backup");
+        tracing::warn!("invalid request from the file backup");
         return Ok(());
     };
     if let Some(reply) = handle.take_changes(request.saved).await {

@@ -1,4 +1,4 @@
-//! What other tasks ask of the watcher thread.
+//! Requests from other tasks to the watcher thread.
 
 use tokio::sync::oneshot;
 

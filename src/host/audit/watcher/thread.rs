@@ -1,7 +1,7 @@
 //! The watcher thread: processes file events in the home directory and then hook messages.
 //!
 //! Before a tool call starts and after it ends, all changes so far are collected. Each change therefore belongs to the
-//! calls that have run since the last check. Where this is impossible, a gap is recorded.
+//! calls that have run since the last check. If this cannot be guaranteed, a gap is recorded.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
@@ -29,7 +29,7 @@ use super::tool_paths;
 use super::tree::Tree;
 use crate::audit::file_changes::ChangesReply;
 use crate::audit::protocol::{Message, Phase, Process, UndeliveredHook};
-use crate::records::entry::{AuditEntry, Gap, GapLine, GapReason, Op};
+use crate::records::entry::{AuditEntry, FileOperation, Gap, GapLine, GapReason};
 use crate::records::writer::{Record, Records};
 use crate::system::layout::Layout;
 use svc_base::clock;
@@ -58,8 +58,7 @@ pub struct Watcher {
     dispatches: Dispatches,
     /// Tool calls whose gap has already been recorded.
     calls_with_gap: VecDeque<String>,
-    /// Tool calls that have ended. A call whose hook disconnected may be reported twice: live, and by its saved
-    /// message.
+    /// Ended tool calls. A call whose hook disconnected may be reported twice: live, and by its saved message.
     ended_calls: VecDeque<EndedCall>,
     last_check: Instant,
     was_at_watch_limit: bool,
@@ -81,7 +80,7 @@ impl Watcher {
             names = tree.len(),
             folders = home_watcher.watch_count(),
             ms = start.elapsed().as_millis(),
-            "watching"
+            "watching the home directory"
         );
         let state_file = layout.tool_calls();
         let WatcherState { windows: open, dispatches } = load_state(&state_file);
@@ -389,12 +388,12 @@ impl Watcher {
         let paths = tool_paths::resolve_written_paths(&self.home, cwd, path);
         let path = paths.last()?;
         let meta = std::fs::symlink_metadata(self.home.join(path)).ok();
-        // The link leads out of the home directory, so the write was outside too.
+        // The link points outside the home directory, so the write was outside too.
         if meta.as_ref().is_some_and(std::fs::Metadata::is_symlink) {
             return None;
         }
         let size = meta.map_or(0, |meta| meta.len());
-        Some(Change { op: Op::Write, path: path.clone().into_bytes(), size })
+        Some(Change { op: FileOperation::Write, path: path.clone().into_bytes(), size })
     }
 
     /// Collects the changes so far, then ends the matching calls.
@@ -408,7 +407,7 @@ impl Watcher {
     /// Collects and attributes all changes so far.
     fn check_home(&mut self) {
         self.home_watcher.drain(&mut self.dirty);
-        if failpoint::pass("watch.check").is_err() || self.home_watcher.is_at_watch_limit() {
+        if failpoint::trigger("watch.check").is_err() || self.home_watcher.is_at_watch_limit() {
             self.dirty.mark_all();
             self.home_watcher.retry_watches();
         }
@@ -431,7 +430,8 @@ impl Watcher {
         if self.home_watcher.is_at_watch_limit() != self.was_at_watch_limit {
             self.was_at_watch_limit = self.home_watcher.is_at_watch_limit();
             let note = if self.was_at_watch_limit {
-                "the file audit cannot watch all folders, so it scans the whole home at each tool call: raise fs.inotify.max_user_watches"
+                "the file audit cannot watch all folders, so it scans the whole home at each tool call: raise \
+                 fs.inotify.max_user_watches"
             } else {
                 "the file audit watches all folders again"
             };

@@ -1,7 +1,7 @@
 //! The last known state of the files in the home directory: the names in each folder, and the file behind each name.
 //!
-//! The tree is only in memory, and performs no I/O. Folders are identified by inode, so that they keep their identity
-//! when they are moved.
+//! The tree exists only in memory, and performs no I/O. Folders are identified by inode, so that they keep their
+//! identity when they are moved.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -102,7 +102,7 @@ impl Tree {
         while let Some((parent, name)) = &current.parent {
             names.push(name);
             current = self.folders.get(parent)?;
-            // No path is this deep: between two checks, each of two folders was moved into the other.
+            // Such a path is a cycle: between two checks, each of two folders was moved into the other.
             if names.len() > MAX_DEPTH {
                 return None;
             }
@@ -174,7 +174,7 @@ impl Tree {
         }
     }
 
-    /// Whether the folder is still at this path: it may since have been found elsewhere.
+    /// Whether the folder is still at this path. It may have been found elsewhere since.
     fn is_at(&self, inode: Inode, expected_parent: Inode, path: &[u8]) -> bool {
         let parent = self.folders.get(&inode).and_then(|folder| folder.parent.as_ref());
         parent.is_some_and(|(parent, name)| *parent == expected_parent && last_component(path) == &name[..])

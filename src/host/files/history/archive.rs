@@ -1,4 +1,4 @@
-//! Archives of earlier states, written while they are sent.
+//! Archives of earlier states, generated while they are being sent.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -11,7 +11,7 @@ use axum::body::Body;
 use futures_util::{Stream, StreamExt, stream};
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_files::FilesError;
 use svc_files::history::{Entry, EntryKind, History};
 use tokio::runtime::Handle;
@@ -20,7 +20,7 @@ use zip::write::{SimpleFileOptions, StreamWriter};
 use zip::{CompressionMethod, ZipWriter};
 
 const BUFFER_BYTES: usize = 128 << 10;
-/// Buffers that wait for the client.
+/// Maximum number of buffers that wait for the client.
 const MAX_PENDING_BUFFERS: usize = 4;
 
 /// An archive format.
@@ -46,8 +46,8 @@ impl Archive {
     }
 }
 
-/// Returns an archive of an entry and everything below it. If it cannot be completed, the body ends with an error, so
-/// that no client takes it for complete.
+/// Returns an archive of an entry and everything below it. If the archive cannot be completed, the body ends with an
+/// error, so that a client does not mistake it for a complete one.
 pub fn stream_archive(history: History, entry: Entry, name: OsString, archive: Archive) -> Body {
     let (sender, buffers) = mpsc::channel::<io::Result<Vec<u8>>>(MAX_PENDING_BUFFERS);
     let runtime = Handle::current();
@@ -60,7 +60,7 @@ pub fn stream_archive(history: History, entry: Entry, name: OsString, archive: A
         };
         if let Err(error) = write_archive(&history, &entry, &name, writer, &runtime) {
             tracing::warn!(error = %format_chain(&error), "an archive of the owner's files is incomplete");
-            // The client may have gone.
+            // The client may have disconnected.
             let _ = errors.blocking_send(Err(error));
         }
     });
@@ -73,7 +73,7 @@ struct ChannelWriter(mpsc::Sender<io::Result<Vec<u8>>>);
 
 impl Write for ChannelWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let gone = |_| io::Error::new(io::ErrorKind::BrokenPipe, "the client has gone");
+        let gone = |_| io::Error::new(io::ErrorKind::BrokenPipe, "the client has disconnected");
         self.0.blocking_send(Ok(bytes.to_vec())).map_err(gone)?;
         Ok(bytes.len())
     }
@@ -85,7 +85,7 @@ impl Write for ChannelWriter {
 
 /// An archive that is being written.
 enum Writer<W: Write> {
-    /// The map has the first path of each hard-linked file.
+    /// The map contains the first path of each hard-linked file.
     Tar(Box<tar::Builder<W>>, HashMap<(u64, u64), PathBuf>),
     Zip(Box<ZipWriter<StreamWriter<W>>>),
 }
@@ -197,7 +197,8 @@ fn zip_options(entry: &Entry) -> SimpleFileOptions {
         .last_modified_time(zip_time(entry.modified_at()).unwrap_or_default())
 }
 
-/// Returns a time as zip stores it: in UTC, to two seconds; `None` outside 1980 to 2107.
+/// Converts a time to UTC in the zip format, which has a resolution of two seconds; `None` outside the years 1980 to
+/// 2107.
 fn zip_time(time: Timestamp) -> Option<zip::DateTime> {
     let time = time.to_zoned(TimeZone::UTC);
     let part = |number: i8| u8::try_from(number).ok();
@@ -212,7 +213,7 @@ fn zip_time(time: Timestamp) -> Option<zip::DateTime> {
     .ok()
 }
 
-/// Returns a path as text: each byte that is not part of UTF-8 is percent-encoded.
+/// Returns a path as text. Each byte that is not valid UTF-8 is percent-encoded.
 fn zip_name(path: &Path) -> String {
     use std::fmt::Write as _;
     let mut name = String::new();
@@ -227,7 +228,7 @@ fn zip_name(path: &Path) -> String {
 
 type Chunks<'a> = Pin<Box<dyn Stream<Item = Result<Vec<u8>, FilesError>> + 'a>>;
 
-/// Reads a file's content. It must have its recorded size, because a tar entry begins with that.
+/// Reads a file's content, which must have the recorded size, because a tar entry's header contains it.
 struct ContentReader<'a> {
     chunks: Chunks<'a>,
     chunk: io::Cursor<Vec<u8>>,

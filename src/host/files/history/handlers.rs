@@ -114,8 +114,8 @@ pub async fn download(
         let format = match (found.entry.kind(), format) {
             (EntryKind::File, format) => format.unwrap_or_default(),
             (EntryKind::Directory, Some(DownloadFormat::Raw)) => {
-                let detail = "A directory is downloaded with the format tar or zip.";
-                return Err(Problem::field("?format", "raw is for files").with("hint", detail.into()));
+                let detail = "A directory can be downloaded only as tar or zip.";
+                return Err(Problem::field("?format", "raw is only for files").with("hint", detail.into()));
             }
             (EntryKind::Directory, format) => format.unwrap_or(DownloadFormat::Tar),
             _ => return Err(Problem::field("?path", "names neither a file nor a directory")),
@@ -151,15 +151,18 @@ async fn open(settings: &FilesSettings) -> Result<Repository, Problem> {
             AccessError::KeyRefused(_) => {
                 Problem::new(Code::Superseded, "Another machine has replaced this one.")
             }
-            _ => Problem::new(Code::Unavailable, "The key of the file backup is not available now.")
-                .retry_after(RETRY_SECONDS),
+            _ => Problem::new(
+                Code::Unavailable,
+                "The key of the file backup is currently unavailable; try again.",
+            )
+            .retry_after(RETRY_SECONDS),
         }
     })?;
     repository.ok_or_else(|| Problem::new(Code::NotFound, "No files have been saved yet."))
 }
 
 /// An entry, and the snapshot in which it was found.
-struct Found {
+struct SnapshotEntry {
     id: Id,
     snapshot: Snapshot,
     entry: Entry,
@@ -170,12 +173,12 @@ async fn find(
     history: &History,
     path: &HomePath,
     time: Option<Timestamp>,
-) -> Result<Found, Problem> {
+) -> Result<SnapshotEntry, Problem> {
     let latest = match time {
         Some(_) => None,
         None => settings.read_latest().await.map_err(|error| problem(error.into()))?,
     };
-    // A clock that was ahead may have dated an earlier snapshot later than the latest one.
+    // If the clock was ahead, an earlier snapshot may have a later time than the latest one.
     let snapshot = latest.and_then(|id| history.find_by_id(id)).or_else(|| history.find_snapshot(time));
     let (id, snapshot) = snapshot.cloned().ok_or_else(|| {
         let detail = match time {
@@ -187,23 +190,24 @@ async fn find(
     let entry = history.find(&snapshot, path.as_path()).await.map_err(problem)?;
     let entry = entry.ok_or_else(|| {
         let detail = format!(
-            "{path} is not in the snapshot of {}; a list of its versions shows which have it.",
+            "{path} is not in the snapshot of {}; list its versions to see which snapshots contain it.",
             rfc3339_ms(snapshot.time)
         );
         Problem::new(Code::NotFound, detail)
     })?;
-    Ok(Found { id, snapshot, entry })
+    Ok(SnapshotEntry { id, snapshot, entry })
 }
 
 fn problem(error: FilesError) -> Problem {
     tracing::warn!(error = %format_chain(&error), "cannot read the file backup");
     match error {
         FilesError::Store(StoreError::NotFound { .. }) | FilesError::Corrupt { .. } => {
-            let detail = "The file backup is damaged where this request needs it; try another snapshot.";
+            let detail =
+                "The part of the file backup that this request needs is damaged; try another snapshot.";
             Problem::new(Code::StoreUnavailable, detail)
         }
         FilesError::Store(_) | FilesError::IndexChanging => {
-            Problem::new(Code::StoreUnavailable, "The file backup cannot be read now; try again.")
+            Problem::new(Code::StoreUnavailable, "The file backup is currently unreadable; try again.")
                 .retry_after(RETRY_SECONDS)
         }
         error => Problem::internal(&error),
@@ -253,7 +257,7 @@ fn send_file(history: Arc<History>, entry: Entry, name: &OsStr) -> Response {
                 Ok(None) => break,
                 Err(error) => Err(error),
             };
-            // The client has gone.
+            // The client has disconnected.
             if sender.send(next).await.is_err() {
                 return;
             }
@@ -275,7 +279,7 @@ fn send_archive(history: History, entry: Entry, name: &OsStr, archive: Archive) 
     response
 }
 
-/// Makes a browser store the response, and show or run nothing of it.
+/// Makes a browser save the response as a file instead of displaying or running it.
 fn set_attachment(response: &mut Response, name: &OsStr, extension: &str, media_type: &'static str) {
     use std::fmt::Write as _;
     let mut encoded = String::new();

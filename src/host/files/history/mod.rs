@@ -1,8 +1,8 @@
-//! `svc-sync-agent history`: answers questions about earlier states of the owner's files.
+//! `svc-sync-agent history`: serves requests for earlier states of the owner's files.
 //!
 //! The gateway connects to `history.sock` for each request. systemd accepts the connection and starts one process for
-//! it (`svc-files-history@.service`), so that the index of a large repository takes memory only meanwhile; `--listen`
-//! works without systemd.
+//! it (`svc-files-history@.service`), so that the index of a large repository uses memory only during requests. Without
+//! systemd, `--listen` does the same.
 
 mod archive;
 mod handlers;
@@ -18,24 +18,24 @@ use axum::routing::get;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use svc_base::applet::{Exit, Failure, OrExit};
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_http::observe::{self, Listener};
 use svc_http::server;
 
 use super::access::FilesSettings;
 use crate::system::layout::Layout;
 use crate::system::socket_service::{self, SocketService};
-use stall::{WaitingSince, Watched};
+use stall::{StallTrackedStream, WriteStallTimer};
 
 pub use handlers::DownloadFormat;
 
 /// The socket, in [`Layout::history_sockets`].
 pub const SOCKET: &str = "history.sock";
-/// Maximum number of processes without systemd, whose socket unit has its own limit.
+/// Maximum number of processes with `--listen`. With systemd, the socket unit sets the limit.
 const MAX_PROCESSES: usize = 4;
 const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Accepts connections, and serves each in a process of its own.
+/// Accepts connections, and serves each in a separate process.
 pub async fn listen(layout: Layout) -> Result<(), Failure> {
     let service = SocketService {
         directory: layout.history_sockets(),
@@ -46,9 +46,9 @@ pub async fn listen(layout: Layout) -> Result<(), Failure> {
     socket_service::listen(&service).await
 }
 
-/// Serves the one request on standard input.
+/// Serves one request from the connection on standard input.
 pub async fn serve_stdin(layout: Layout) -> Result<(), Failure> {
-    let connection = socket_service::take_stdin()?;
+    let connection = socket_service::stdin_connection()?;
     let settings = FilesSettings::read(layout)?;
     let stop = server::stop_on_signal().context("cannot handle signals").or_exit(Exit::Internal)?;
     match stop.run_until_cancelled(serve(settings, connection)).await {
@@ -67,19 +67,22 @@ async fn serve(settings: FilesSettings, connection: UnixStream) -> Result<(), Fa
         .route("/api/files/download", get(handlers::download))
         .layer(axum::middleware::from_fn_with_state(Listener::Socket, observe::layer))
         .with_state(Arc::new(settings));
-    let waiting = WaitingSince::default();
-    let connection = Watched { stream: connection, waiting: waiting.clone() };
+    let stall_timer = WriteStallTimer::default();
+    let connection = StallTrackedStream { stream: connection, stall_timer: stall_timer.clone() };
     let served = hyper::server::conn::http1::Builder::new()
         .keep_alive(false)
         .timer(TokioTimer::new())
         .header_read_timeout(HEADER_TIMEOUT)
         .serve_connection(TokioIo::new(connection), TowerToHyperService::new(router));
     tokio::select! {
-        // The client has gone, or an archive could not be completed, which the client sees as an incomplete response.
+        // The client has disconnected, or an archive could not be completed; the client then gets an incomplete
+        // response.
         served = served => if let Err(error) = served {
             tracing::debug!(error = %format_chain(&error), "the connection ended early");
         },
-        () = waiting.wait_for_stall() => tracing::warn!("the client has stopped reading; closing the connection"),
+        () = stall_timer.wait_for_stall() => {
+            tracing::warn!("the client has stopped reading; closing the connection");
+        }
     }
     Ok(())
 }

@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// How long a client may read nothing.
+/// How long a write may wait for the client.
 const TIMEOUT: Duration = Duration::from_secs(60);
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Since when a write waits for the client; `None` if none does.
+/// When the pending write began to wait for the client; `None` if no write is waiting.
 #[derive(Clone, Default)]
-pub(super) struct WaitingSince(Arc<Mutex<Option<Instant>>>);
+pub(super) struct WriteStallTimer(Arc<Mutex<Option<Instant>>>);
 
-impl WaitingSince {
+impl WriteStallTimer {
     fn record<T>(&self, written: &Poll<T>) {
         let mut since = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         match written {
@@ -25,7 +25,7 @@ impl WaitingSince {
         }
     }
 
-    /// Waits until the client has read nothing for [`TIMEOUT`].
+    /// Waits until a write has waited for the client for [`TIMEOUT`].
     pub(super) async fn wait_for_stall(&self) {
         loop {
             tokio::time::sleep(CHECK_INTERVAL).await;
@@ -37,13 +37,13 @@ impl WaitingSince {
     }
 }
 
-/// A connection that records since when its client reads nothing.
-pub(super) struct Watched<S> {
+/// A connection that records since when a write has been waiting for its client.
+pub(super) struct StallTrackedStream<S> {
     pub(super) stream: S,
-    pub(super) waiting: WaitingSince,
+    pub(super) stall_timer: WriteStallTimer,
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Watched<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for StallTrackedStream<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -53,10 +53,10 @@ impl<S: AsyncRead + Unpin> AsyncRead for Watched<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for StallTrackedStream<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(cx, bytes);
-        self.waiting.record(&written);
+        self.stall_timer.record(&written);
         written
     }
 
@@ -66,7 +66,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write_vectored(cx, slices);
-        self.waiting.record(&written);
+        self.stall_timer.record(&written);
         written
     }
 
@@ -90,23 +90,23 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn only_a_write_that_waits_counts() {
+    async fn stall_timer_runs_only_while_write_waits() {
         let (stream, mut client) = tokio::io::duplex(10);
-        let waiting = WaitingSince::default();
-        let mut watched = Watched { stream, waiting: waiting.clone() };
-        let since = || *waiting.0.lock().unwrap();
-        watched.write_all(b"0123456789").await.unwrap();
+        let stall_timer = WriteStallTimer::default();
+        let mut tracked = StallTrackedStream { stream, stall_timer: stall_timer.clone() };
+        let since = || *stall_timer.0.lock().unwrap();
+        tracked.write_all(b"0123456789").await.unwrap();
         assert_eq!(since(), None);
         let writing = tokio::spawn(async move {
-            watched.write_all(b"more").await.unwrap();
-            watched
+            tracked.write_all(b"more").await.unwrap();
+            tracked
         });
         while since().is_none() {
             tokio::task::yield_now().await;
         }
         let mut buffer = [0; 14];
         client.read_exact(&mut buffer).await.unwrap();
-        let _watched = writing.await.unwrap();
+        let _tracked = writing.await.unwrap();
         assert_eq!(since(), None);
     }
 }

@@ -1,10 +1,11 @@
-//! Brings a file or directory of the owner back as it was: next to the present one, over it, or to another place.
+//! Restores one of the owner's files or directories to an earlier state: beside the existing entry, in its place, or to
+//! another path.
 //!
 //! The gateway writes a request file, and `svc-files-request.service` serves it (`svc-sync-agent serve-restore`). The
 //! entry is restored to a staging directory and moved into place by a rename, so that a killed run can be repeated.
-//! Nothing is deleted: what is replaced stays under another name.
+//! Nothing is deleted: a replaced entry is kept under another name.
 
-mod put;
+mod entry_placement;
 mod request;
 mod run;
 

@@ -26,24 +26,24 @@ pub struct RestoreRequest {
     /// The last snapshot at or before this time is restored; `None` for the last one.
     #[serde(with = "clock::wire_option", default)]
     pub time: Option<Timestamp>,
-    /// Where to restore it; `None` for its own place, or beside it if something is there.
+    /// Where to restore the entry; `None` for its original path, or for a new name beside it if that path exists.
     pub into: Option<String>,
-    /// Replace what is there. It is saved first, and stays under another name.
+    /// Whether to replace an existing entry, which is saved first and kept under another name.
     pub replace: bool,
-    /// The number of runs that have started to restore it.
+    /// The number of runs that have started to restore the entry.
     #[serde(default)]
     pub attempts: u32,
 }
 
 impl RestoreRequest {
-    /// Creates a request with a new id: that of the HTTP request is the client's, and may repeat.
+    /// Creates a request with a new id. The id of the HTTP request is not used, because a client may repeat it.
     pub fn new(path: String, time: Option<Timestamp>, into: Option<String>, replace: bool) -> Self {
         let (request_id, requested_at) = (uuid::Uuid::now_v7().to_string(), clock::now_ms());
         Self { request_id, requested_at, path, time, into, replace, attempts: 0 }
     }
 
-    /// Derives the request's id from an idempotency key, so that a repeated request has the same id.
-    /// Returns the request with an id that depends on an idempotency key and on what is requested.
+    /// Replaces the request's id with one derived from an idempotency key and the request's fields, so that a repeated
+    /// request has the same id.
     #[must_use]
     pub fn with_idempotency_key(self, key: &str) -> Self {
         let request = format!("{:?}", (&self.path, self.time, &self.into, self.replace));
@@ -51,7 +51,7 @@ impl RestoreRequest {
     }
 
     /// Whether the request with this id had the same idempotency key.
-    pub fn has_key_of(&self, request_id: &str) -> bool {
+    pub fn has_same_idempotency_key(&self, request_id: &str) -> bool {
         let key = |id: &str| id.split('-').next().map(str::to_owned);
         key(&self.request_id) == key(request_id)
     }
@@ -65,14 +65,14 @@ impl RestoreRequest {
         fsx::create_atomic(&layout.request(REQUEST), &text, 0o600)
     }
 
-    /// Counts an attempt, durably: a run that is killed cannot.
+    /// Counts an attempt durably before it starts, because a run that is killed cannot record its end.
     pub(super) fn start_attempt(&mut self, layout: &Layout) -> Result<(), FileError> {
         self.attempts += 1;
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(&layout.request(REQUEST), &text, 0o600)
     }
 
-    /// Reads the pending request. The inner error means that the file does not parse: a retry is pointless.
+    /// Reads the pending request. The inner error means that the file cannot be parsed, so that a retry is pointless.
     ///
     /// # Errors
     /// If the file exists and cannot be read.
@@ -109,12 +109,12 @@ fn hash_text(text: &str) -> String {
     hex::encode(&Sha256::digest(text)[..16])
 }
 
-/// Returns the state of the pending request, or else of the last one.
+/// Returns the state of the pending request or, if there is none, of the last one.
 ///
 /// # Errors
 /// If a file exists and cannot be read.
 pub fn current(layout: &Layout) -> Result<Option<FileRestore>, FileError> {
-    // Read the request first: it is removed after the state reflects it.
+    // Read the request first: it is removed only after the final state has been written.
     let request = RestoreRequest::read(layout)?.and_then(Result::ok);
     let state = read_state(layout)?;
     Ok(match request {

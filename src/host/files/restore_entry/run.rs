@@ -11,8 +11,8 @@ use rustix::io::Errno;
 use rustix::thread::CapabilitySet;
 use serde::{Deserialize, Serialize};
 use svc_base::applet::{Exit, Failure, OrExit};
-use svc_base::chain::format_chain;
 use svc_base::clock::{self, rfc3339_ms};
+use svc_base::error_chain::format_chain;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::FileError;
 use svc_files::FilesError;
@@ -20,7 +20,7 @@ use svc_files::history::{EntryKind, History};
 use svc_files::restore::{RestoreOptions, RestoreProgress, Restored, restore_entries};
 use svc_wire::files::{FileRestore, FileRestoreStatus};
 
-use super::put::Directory;
+use super::entry_placement::Directory;
 use super::request::{RestoreRequest, read_state, write_state};
 use crate::files::access::{AccessError, FilesSettings, retry};
 use crate::files::home_path::{HomePath, HomePathError, SHOWN_HOME};
@@ -38,12 +38,12 @@ const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 /// The entry's name in the staging directory.
 const STAGED: &str = "entry";
 const MAX_KEEP_ATTEMPTS: u32 = 10;
-/// Maximum number of runs that start to restore the same entry: one that needs too much memory is killed each time.
+/// Maximum number of runs for one request: a restore that needs too much memory is killed each time.
 const MAX_ATTEMPTS: u32 = 5;
 const LOCK_FILE: &str = "entry-restore.lock";
 
-/// The capabilities of `svc-files-request.service`: to give the files to the owner's user, and to reach directories that
-/// only that user can enter.
+/// The capabilities of `svc-files-request.service`, which gives the files to the owner's user and accesses directories
+/// that only this user can enter.
 pub const CAPABILITIES: CapabilitySet = crate::files::gate::CAPABILITIES;
 
 /// The fail points of a restore.
@@ -61,21 +61,21 @@ enum RestoreError {
     NoSnapshot(Timestamp),
     #[error("{path} did not exist at {}", rfc3339_ms(*.at))]
     NotFound { path: HomePath, at: Timestamp },
-    #[error("{0} is a device, FIFO or socket, of which nothing is saved")]
+    #[error("{0} is a device, FIFO or socket; these are not saved")]
     Special(HomePath),
-    #[error("{0} is, or contains, a directory that only the machine writes; restore to another path")]
+    #[error("{0} is, or contains, a directory that only the machine writes to; restore to another path")]
     Reserved(HomePath),
     #[error("{0} already exists; restore to another path, or replace it")]
     Taken(HomePath),
-    #[error("{0} is on another file system than the home directory; choose another place with `into`")]
+    #[error("{0} is on a different file system from the home directory; choose another path with `into`")]
     OtherFileSystem(HomePath),
-    #[error("the present state could not be saved, so nothing was replaced")]
+    #[error("the current state could not be saved, so nothing was replaced")]
     Unsaved(#[source] SaveRequestError),
     #[error("the platform has stopped this machine's writers for a final backup; nothing was restored")]
     Quiesced,
     #[error(
-        "it was interrupted {MAX_ATTEMPTS} times, perhaps because the machine has too little memory for so many files; \
-         restore a part of the directory"
+        "the restore was interrupted {MAX_ATTEMPTS} times, perhaps because the machine has too little memory for this \
+         many files; restore part of the directory"
     )]
     Killed,
     #[error(transparent)]
@@ -100,14 +100,14 @@ impl RestoreError {
     }
 }
 
-/// What to do with a complete entry in the staging directory. Names are bytes, because not all are text.
+/// Where to move the complete entry in the staging directory. Names are bytes, because they need not be UTF-8.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Placement {
     request_id: String,
     /// The directory and the name for the entry, below the home directory.
     directory: Vec<u8>,
     name: Vec<u8>,
-    /// The name under which the present entry is kept.
+    /// The name under which the existing entry is kept.
     kept_as: Option<Vec<u8>>,
     #[serde(flatten)]
     staged: Staged,
@@ -118,7 +118,7 @@ struct Placement {
 struct Staged {
     /// When the snapshot was taken.
     saved_at: Timestamp,
-    /// The inode of the restored entry, which says where it is after an interrupted exchange.
+    /// The inode of the restored entry, by which a run after an interrupted exchange finds it.
     inode: u64,
     files: u64,
     bytes: u64,
@@ -133,7 +133,7 @@ impl Placement {
 }
 
 impl Placement {
-    /// Explains why the entry cannot be moved to its place.
+    /// Converts the error of moving the entry into place.
     fn explain(&self, error: Errno) -> RestoreError {
         let path = Path::new(&bytes_to_name(&self.directory)).join(bytes_to_name(&self.name));
         match error {
@@ -151,9 +151,10 @@ fn bytes_to_name(bytes: &[u8]) -> OsString {
 /// Serves the pending request, if there is one.
 ///
 /// # Errors
-/// `Unavailable` if it fails. It is then removed: its state says why. A killed run is repeated.
+/// `Unavailable` if the restore fails: the request is then removed, and its state contains the reason. `TryAgain` if
+/// another run is in progress or the replaced entry could not be moved. A killed run is repeated.
 pub async fn serve(layout: Layout) -> Result<(), Failure> {
-    let _lock = Lock::take(&layout.files_state().join(LOCK_FILE)).or_exit(Exit::TryAgain)?;
+    let _lock = Lock::acquire(&layout.files_state().join(LOCK_FILE)).or_exit(Exit::TryAgain)?;
     let Some(request) = RestoreRequest::read(&layout).or_exit(Exit::Internal)? else { return Ok(()) };
     let mut request = match request {
         Ok(request) => request,
@@ -164,15 +165,15 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
     };
     let has_ended = |state: &FileRestore| state.request_id == request.request_id && state.status.has_ended();
     let staging = Staging::new(&layout, ENTRY_STAGING);
-    // Before anything is removed: an interrupted run may have left the owner's present entry there. A directory of another
-    // user has none; the restore then says so.
+    // Before anything is removed: an interrupted run may have left the replaced entry in the staging directory. A
+    // directory that belongs to another user contains none; the restore reports it.
     if staging.ensure_own().is_ok()
         && let Err(error) = finish_exchange(&layout, &staging)
     {
-        return Err(keep_trying(&layout, request.to_state(), error));
+        return Err(fail_and_keep_request(&layout, request.to_state(), error));
     }
     if read_state(&layout).or_exit(Exit::Internal)?.is_some_and(|state| has_ended(&state)) {
-        // An earlier run was interrupted after its end. What cannot be removed is removed by the next restore.
+        // An earlier run was interrupted after it had recorded the final state, but before it had cleaned up.
         return clean_up(&layout, &staging).or_exit(Exit::Internal);
     }
     let settings = FilesSettings::read(layout)?;
@@ -184,37 +185,37 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
     if matches!(find_exchanged(&staging), Ok(Some(_)))
         && let Err(error) = result
     {
-        return Err(keep_trying(layout, state, error));
+        return Err(fail_and_keep_request(layout, state, error));
     }
     if result.is_err() {
-        // First, because a full disk may be the reason, and then the state could not be written.
+        // Remove it before writing the state, which cannot be written if the restore has filled the disk.
         remove_staging(&staging);
     }
     state.status = if result.is_ok() { FileRestoreStatus::Done } else { FileRestoreStatus::Failed };
     state.error = result.as_ref().err().map(|error| format_chain(error));
     write_state(layout, &mut state).or_exit(Exit::Internal)?;
-    failpoint::pass("files.entry.recorded").or_exit(Exit::Internal)?;
+    failpoint::trigger("files.entry.recorded").or_exit(Exit::Internal)?;
     clean_up(layout, &staging).or_exit(Exit::Internal)?;
     activity::note(layout, &describe(&request, &state));
     result.map_err(|error| Failure::new(Exit::Unavailable, error))
 }
 
-/// Keeps the request, because the owner's present entry is still in the staging directory: the next run moves it.
-fn keep_trying(layout: &Layout, mut state: FileRestore, error: RestoreError) -> Failure {
+/// Keeps the request, because the replaced entry is still in the staging directory: the next run moves it.
+fn fail_and_keep_request(layout: &Layout, mut state: FileRestore, error: RestoreError) -> Failure {
     state.status = FileRestoreStatus::Running;
     state.error = Some(format_chain(&error));
     write_progress(layout, &mut state);
     Failure::new(Exit::TryAgain, error)
 }
 
-/// Removes the served request, and what is left of the restore.
+/// Removes the served request and the staging directory.
 fn clean_up(layout: &Layout, staging: &Staging) -> Result<(), FileError> {
     remove_staging(staging);
     RestoreRequest::remove(layout)
 }
 
-/// Removes the staging directory. If that fails, the next restore removes it, or says why it cannot. An entry of the owner
-/// that was exchanged for the restored one, and could not be moved yet, is kept for the next run.
+/// Removes the staging directory, unless it contains a replaced entry that could not be moved yet. If the removal
+/// fails, the next restore tries it again.
 fn remove_staging(staging: &Staging) {
     if matches!(find_exchanged(staging), Err(_) | Ok(Some(_))) {
         return;
@@ -224,7 +225,7 @@ fn remove_staging(staging: &Staging) {
     }
 }
 
-/// Writes the progress, which is written again at the end.
+/// Writes the progress. An error is only logged, because the state is written again at the end.
 fn write_progress(layout: &Layout, state: &mut FileRestore) {
     if let Err(error) = write_state(layout, state) {
         tracing::debug!(error = %format_chain(&error), "cannot write the progress of a restore");
@@ -238,11 +239,11 @@ fn describe(request: &RestoreRequest, state: &FileRestore) -> String {
             let kept = state
                 .kept_as
                 .as_ref()
-                .map_or_else(String::new, |kept| format!("; what was there is now {kept}"));
+                .map_or_else(String::new, |kept| format!("; the replaced entry is now {kept}"));
             format!("restored {} as it was at {at} to {restored_to}{kept}", request.path)
         }
         (_, error) => {
-            let why = error.as_deref().unwrap_or("no reason is known");
+            let why = error.as_deref().unwrap_or("the reason is unknown");
             format!("{} could not be restored: {why}", request.path)
         }
     }
@@ -257,7 +258,7 @@ async fn restore(
     let complete = if staging.ensure_own()? { staging.read_complete::<Placement>()? } else { None };
     let owner = owner_ids(&settings.layout);
     let placement = match complete.filter(|placement| placement.request_id == request.request_id) {
-        // An earlier run was interrupted while it moved the entry.
+        // An earlier run was interrupted while it was moving the entry.
         Some(placement) => placement,
         None => {
             ensure_writable(&settings.layout)?;
@@ -271,18 +272,18 @@ async fn restore(
             stage(settings, request, state, staging, owner).await?
         }
     };
-    failpoint::pass("files.entry.staged")?;
-    // Otherwise, an earlier run has moved the entry, and was then interrupted.
+    failpoint::trigger("files.entry.staged")?;
+    // Otherwise, an earlier run was interrupted after it had moved the entry.
     if find_inode(&staging.files().join(STAGED))? == Some(placement.staged.inode) {
-        // The download may have taken long.
+        // Check again, because the download may have taken a long time.
         ensure_writable(&settings.layout)?;
-        put(&settings.layout, staging, &placement, owner)?;
+        move_into_place(&settings.layout, staging, &placement, owner)?;
     }
     state.kept_as = match finish_exchange(&settings.layout, staging)? {
         Some(kept) => Some(kept),
         None => find_kept(&settings.layout, &placement)?,
     };
-    failpoint::pass("files.entry.placed")?;
+    failpoint::trigger("files.entry.placed")?;
     state.saved_at = Some(placement.staged.saved_at.into());
     state.restored_to = Some(placement.shown(&placement.name));
     let Staged { files, bytes, incomplete, .. } = placement.staged;
@@ -291,13 +292,13 @@ async fn restore(
     Ok(())
 }
 
-/// Refuses to change the home after its final save.
+/// Refuses to change the home once the writers are stopped or the machine is superseded.
 fn ensure_writable(layout: &Layout) -> Result<(), RestoreError> {
     let is_quiesced = Quiesce::read(layout)?.is_some_and(|quiesce| quiesce.quiesced_at.is_some());
     if is_quiesced || layout.superseded().exists() { Err(RestoreError::Quiesced) } else { Ok(()) }
 }
 
-/// Restores the entry to the staging directory, and decides where it goes.
+/// Restores the entry to the staging directory, and decides where to move it.
 async fn stage(
     settings: &FilesSettings,
     request: &RestoreRequest,
@@ -318,7 +319,8 @@ async fn stage(
         save_request::save_now(&settings.layout).await.map_err(RestoreError::Unsaved)?;
     }
     let counts = RestoreProgress::default();
-    // The save before a replacement must not be the one that is restored; a repeated run restores the same one.
+    // The default is the time of the request, so that the save above is not restored, and a repeated run finds the same
+    // snapshot.
     let time = request.time.unwrap_or(request.requested_at);
     let attempt = async || restore_to_staging(settings, time, &path, staging, owner, &counts).await;
     let staged = tokio::select! {
@@ -393,9 +395,9 @@ async fn show_progress(
     }
 }
 
-/// Puts the restored entry into its place. A present one that it replaces is exchanged with it in one step, so that there
-/// is an entry at each moment; [`finish_exchange`] then moves it beside the restored one.
-fn put(
+/// Moves the restored entry into place. An existing entry is atomically exchanged with it, so that the path always
+/// exists; [`finish_exchange`] then moves the replaced entry beside the restored one.
+fn move_into_place(
     layout: &Layout,
     staging: &Staging,
     placement: &Placement,
@@ -407,16 +409,16 @@ fn put(
     let name = bytes_to_name(&placement.name);
     if placement.kept_as.is_some() {
         match directory.exchange(&name, &staged) {
-            Ok(()) => return Ok(failpoint::pass("files.entry.exchanged")?),
-            // The owner's programs have removed it in the meantime.
+            Ok(()) => return Ok(failpoint::trigger("files.entry.exchanged")?),
+            // One of the owner's programs has removed the existing entry in the meantime.
             Err(Errno::NOENT) => {}
             Err(error) => return Err(placement.explain(error)),
         }
     }
-    directory.take(&staged, &name).map_err(|error| placement.explain(error))
+    directory.move_in(&staged, &name).map_err(|error| placement.explain(error))
 }
 
-/// Returns the placement whose restored entry was exchanged for the present one, which is still in the staging directory.
+/// Returns the placement if its restored entry is in place, and the replaced entry is still in the staging directory.
 fn find_exchanged(staging: &Staging) -> Result<Option<Placement>, RestoreError> {
     let complete = if staging.ensure_own()? { staging.read_complete::<Placement>()? } else { None };
     let Some(placement) = complete else { return Ok(None) };
@@ -424,8 +426,8 @@ fn find_exchanged(staging: &Staging) -> Result<Option<Placement>, RestoreError> 
     Ok(Some(placement).filter(|placement| inode.is_some_and(|inode| inode != placement.staged.inode)))
 }
 
-/// Moves the entry that was exchanged for the restored one beside it, and returns its path as it is shown; `None` if there
-/// is none. If it cannot be moved, the exchange is undone.
+/// Moves the replaced entry, if any, from the staging directory to a name beside the restored one, and returns its path
+/// for display. If it cannot be moved, undoes the exchange.
 fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>, RestoreError> {
     let Some(placement) = find_exchanged(staging)? else { return Ok(None) };
     let staged = staging.files().join(STAGED);
@@ -433,9 +435,9 @@ fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>,
     let directory = Directory::open(&layout.user_home(), Path::new(&path), owner_ids(layout))?;
     let mut kept_as = bytes_to_name(placement.kept_as.as_ref().unwrap_or(&placement.name));
     for _ in 0..MAX_KEEP_ATTEMPTS {
-        match directory.take(&staged, &kept_as) {
+        match directory.move_in(&staged, &kept_as) {
             Ok(()) => return Ok(Some(placement.shown(kept_as.as_bytes()))),
-            // The owner's programs have taken the name in the meantime.
+            // One of the owner's programs has created an entry with this name in the meantime.
             Err(Errno::EXIST) => {
                 let name = bytes_to_name(&placement.name);
                 kept_as = directory.find_free_name(&name, "replaced", clock::now_ms())?;
@@ -443,7 +445,7 @@ fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>,
             Err(error) => {
                 let name = bytes_to_name(&placement.name);
                 if let Err(error) = directory.exchange(&name, &staged) {
-                    tracing::error!(%error, "cannot undo the exchange of a restored entry");
+                    tracing::error!(%error, "cannot undo the exchange of the restored and the replaced entry");
                 }
                 return Err(error.into());
             }
@@ -452,7 +454,7 @@ fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>,
     Err(Errno::EXIST.into())
 }
 
-/// Returns where an earlier, interrupted run has kept the replaced entry.
+/// Returns the path for display to which an earlier, interrupted run has moved the replaced entry.
 fn find_kept(layout: &Layout, placement: &Placement) -> Result<Option<String>, RestoreError> {
     let Some(kept_as) = &placement.kept_as else { return Ok(None) };
     let path = bytes_to_name(&placement.directory);

@@ -46,7 +46,7 @@ pub enum SkippedApp {
 pub enum BundledError {
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("serialize the record of bundled apps")]
+    #[error("cannot serialize the record of bundled apps")]
     Record(#[from] serde_json::Error),
 }
 

@@ -33,8 +33,8 @@ pub struct RegistrationPlan {
     pub changes: Vec<SchemaChange>,
     /// Parts of the manifest that the registration does not apply, as text.
     pub unapplied_changes: Vec<String>,
-    /// The resulting tables: a column that already has a different type keeps it, and is left out if manifests have no
-    /// such type.
+    /// The resulting tables. A column that already has a different type keeps it, and is omitted if manifests do not
+    /// support that type.
     pub tables: Vec<Table>,
 }
 

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::manifest::Manifest;
 use crate::name::Slug;
-use svc_base::beneath::Folder;
+use svc_base::beneath::DirFd;
 
 const MAX_MANIFEST_BYTES: u64 = 256 * 1024;
 /// Relative to the home directory.
@@ -27,7 +27,7 @@ pub struct AppFolder {
 /// # Errors
 /// The apps folder cannot be read.
 pub fn scan(home: &Path) -> io::Result<Vec<AppFolder>> {
-    let apps = match Folder::open(home).and_then(|home| home.open_folder(Path::new(APPS_DIR))) {
+    let apps = match DirFd::open(home).and_then(|home| home.open_dir(Path::new(APPS_DIR))) {
         Ok(apps) => apps,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(error),
@@ -40,7 +40,7 @@ pub fn scan(home: &Path) -> io::Result<Vec<AppFolder>> {
 }
 
 /// Reads an app's folder; `None` if `name` is hidden, a file, or a folder without a manifest.
-fn read_app_folder(apps: &Folder, name: &str) -> Option<AppFolder> {
+fn read_app_folder(apps: &DirFd, name: &str) -> Option<AppFolder> {
     if name.starts_with('.') {
         return None;
     }

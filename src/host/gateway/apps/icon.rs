@@ -10,7 +10,7 @@ use http::{HeaderValue, header};
 use sha2::{Digest, Sha256};
 
 use super::pages::AppFiles;
-use svc_base::beneath::Folder;
+use svc_base::beneath::DirFd;
 use svc_http::files::{Caching, StaticFile, media_type, respond};
 use svc_http::path_params::PathParams;
 
@@ -45,9 +45,9 @@ fn read_icon(home: &Path, icon: &Path) -> Option<StaticFile> {
     if !kind.starts_with("image/") {
         return None;
     }
-    // Opened relative to the icon's folder: `Folder` opens a file that does not belong to the folder's owner only if
-    // everyone can read it.
-    let app = Folder::open(home).ok()?.open_folder(icon.parent()?).ok()?;
+    // Open the icon relative to its folder, because `DirFd` opens a file that does not belong to the folder's owner
+    // only if everyone can read it.
+    let app = DirFd::open(home).ok()?.open_dir(icon.parent()?).ok()?;
     let content = app.read(Path::new(icon.file_name()?), MAX_ICON_BYTES).ok()?;
     Some(StaticFile::in_memory(content, kind))
 }

@@ -18,7 +18,7 @@ use super::foreign_origin::ForeignOrigin;
 use super::manifest::Runtime;
 use super::registry::Registry;
 use crate::auth::{Caller, Principal};
-use svc_base::beneath::Folder;
+use svc_base::beneath::DirFd;
 use svc_http::files::{Caching, StaticFile, percent_decode, respond};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
@@ -115,7 +115,7 @@ async fn find_page(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> R
     let policy = content_security_policy(&manifest.connect);
     let files = files.clone();
     let opened = tokio::task::spawn_blocking(move || {
-        let folder = Folder::open(&files.home)?.open_folder(&output)?;
+        let folder = DirFd::open(&files.home)?.open_dir(&output)?;
         let (file, meta, name) = open_page(&folder, &path)?;
         let plain = StaticFile::from_file(file, &meta, &name);
         let gzip = files.gzip_cache.get_or_compress(&plain);
@@ -145,7 +145,7 @@ pub fn path_in_app(path: &str) -> Option<PathBuf> {
 }
 
 /// Opens the file, or the app's first page for a path that only the app's client-side router handles.
-fn open_page(output: &Folder, path: &Path) -> io::Result<(File, Metadata, PathBuf)> {
+fn open_page(output: &DirFd, path: &Path) -> io::Result<(File, Metadata, PathBuf)> {
     let index = Path::new("index.html");
     let candidates = [
         (!path.as_os_str().is_empty()).then(|| path.to_owned()),
@@ -216,7 +216,7 @@ mod tests {
         std::fs::write(root.join("index.html"), "i").unwrap();
         std::fs::write(root.join("sub/index.html"), "i").unwrap();
         std::os::unix::fs::symlink("../secret.txt", root.join("out.txt")).unwrap();
-        let folder = Folder::open(&root).unwrap();
+        let folder = DirFd::open(&root).unwrap();
         assert!(open_page(&folder, Path::new("out.txt")).is_err());
         assert!(open_page(&folder, Path::new("missing.js")).is_err());
         let name = |path: &str| open_page(&folder, Path::new(path)).unwrap().2;

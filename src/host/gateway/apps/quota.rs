@@ -239,7 +239,7 @@ impl Quotas {
         // next measurement.
         let before = std::mem::take(&mut *self.written());
         let sizes = tokio::time::timeout(MEASURE_TIMEOUT, measure_sizes(database)).await;
-        match sizes.unwrap_or(Err(DatabaseError::Deadline)) {
+        match sizes.unwrap_or(Err(DatabaseError::Timeout)) {
             Ok(sizes) => {
                 *self.measured.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(sizes));
                 Ok(())

@@ -28,7 +28,7 @@ pub enum RegisterError {
     ForeignSchema(SqlIdentifier),
     #[error("{0} exists but is not a table")]
     NotATable(String),
-    #[error("register the app in the database")]
+    #[error("cannot register the app in the database")]
     Database(#[from] tokio_postgres::Error),
 }
 

@@ -18,7 +18,7 @@ use super::folder_watcher::FolderWatcher;
 use super::manifest::Manifest;
 use super::register::{self, RegisterError};
 use super::registry::{App, AppError, AppsSnapshot, Registry};
-use crate::database::{self, Budget, Database, DatabaseError, Pool};
+use crate::database::{self, ConnectionBudget, Database, DatabaseError, Pool};
 use crate::name::Slug;
 use crate::writers::Writers;
 use svc_host::agents::kernel::Kernel;
@@ -100,7 +100,7 @@ struct Supervisor {
     context: SupervisorContext,
     passwords: HashMap<Slug, SecretString>,
     pools: HashMap<Slug, Arc<Pool>>,
-    budget: Option<Arc<Budget>>,
+    budget: Option<Arc<ConnectionBudget>>,
     snapshot: AppsSnapshot,
     /// Stored manifests that this version cannot parse.
     unreadable: BTreeMap<String, AppError>,
@@ -112,9 +112,9 @@ enum RoundError {
     Database(#[from] DatabaseError),
     #[error(transparent)]
     Identity(#[from] IdentityError),
-    #[error("read the apps folder")]
+    #[error("cannot read the apps folder")]
     Folder(#[source] std::io::Error),
-    #[error("register {slug}")]
+    #[error("cannot register the app {slug}")]
     Register { slug: String, source: RegisterError },
     #[error("the system's random number generator failed; cannot generate a password")]
     RandomUnavailable,
@@ -211,7 +211,7 @@ impl Supervisor {
         database::prepare(client, self.context.epoch).await?;
         if self.budget.is_none() {
             let connections = database::connection_budget(client).await?;
-            self.budget = Some(Budget::new(connections));
+            self.budget = Some(ConnectionBudget::new(connections));
         }
         self.snapshot.apps.clear();
         self.unreadable.clear();
@@ -273,7 +273,7 @@ impl Supervisor {
     }
 
     fn get_or_create_pool(&mut self, slug: &Slug, password: &SecretString) -> Arc<Pool> {
-        let budget = self.budget.get_or_insert_with(|| Budget::new(1)).clone();
+        let budget = self.budget.get_or_insert_with(|| ConnectionBudget::new(1)).clone();
         let database = self.context.database.clone();
         let new_pool = || {
             let mut config = database.config().clone();

@@ -14,7 +14,7 @@ use super::plan::{self, Plan};
 use super::request::{Action, BridgeRequest, TableCall};
 use super::response::{self, BridgeResponse};
 use super::service::Bridge;
-use super::{refusal, run, schemas};
+use super::{execute, refusal, schemas};
 use crate::apps::{App, ChangedRows, InFlightWrite, WriteSize};
 use crate::auth::{Caller, Principal};
 use crate::body;
@@ -79,7 +79,7 @@ async fn handle_query(
     let changed = write.as_ref().map_or(&uncounted, |write| &write.changed);
     let limit = bridge.statement_timeout;
     let response = if is_transaction {
-        let result = run::run_transaction(&app.pool, plans, limit, changed).await;
+        let result = execute::execute_transaction(&app.pool, plans, limit, changed).await;
         result
             .map(|responses| response::json_response(StatusCode::OK, BridgeResponse::combine(&responses)))
             .map_err(|failed| match failed.index {
@@ -88,7 +88,7 @@ async fn handle_query(
             })
     } else {
         let plan = plans.pop().ok_or_else(|| refusal::bridge_defect("request without a plan"))?;
-        run::run_plan(&app.pool, plan, limit, changed)
+        execute::execute_plan(&app.pool, plan, limit, changed)
             .await
             .map(|response| response::json_response(response.status, response.body))
     };
@@ -143,7 +143,7 @@ pub(super) fn require_access(principal: &Principal, app: &str) -> Result<(), Pro
 /// The default app when a request names none; `None` means all apps.
 ///
 /// # Errors
-/// An agent with access to several apps names none.
+/// An agent has access to several apps, so the request must name one.
 pub(super) fn default_app(principal: &Principal) -> Result<Option<&str>, Problem> {
     match principal {
         Principal::App { slug } => Ok(Some(slug)),

@@ -1,12 +1,13 @@
 //! The bridge: HTTP access to an app's tables, without SQL.
 //!
 //! A request is parsed ([`request`]), planned against the app's registered manifest ([`plan`], pure), and executed with
-//! the app's own role ([`run`]). SQL text never contains a value; errors and log lines never contain row values.
+//! the app's own role ([`execute`]). SQL text never contains a value; errors and log lines never contain row values.
 //! [`changes`] streams every change, including changes made outside the bridge.
 
 mod changes;
 mod cursor;
 mod describe;
+mod execute;
 mod fields;
 mod filter;
 #[cfg(feature = "fuzzing")]
@@ -19,7 +20,6 @@ mod refusal;
 mod request;
 mod response;
 mod row;
-mod run;
 mod schemas;
 mod service;
 mod sql;

@@ -73,11 +73,12 @@ pub struct FindPlan<'t> {
 #[derive(Debug, PartialEq)]
 pub struct ChangePlan<'t> {
     pub sql: Sql,
-    /// With [`Returning::Rows`], the row of a change starts with `TRUE`, and then has the values of these columns.
+    /// With [`Returning::Rows`], the row of each change contains `TRUE`, followed by the values of these columns.
     pub columns: Vec<&'t Column>,
     pub target: ChangeTarget,
     pub returning: Returning,
-    /// With a bound, each result row starts with the number of matched rows, and nothing is changed above the bound.
+    /// With a bound, each result row starts with the number of matched rows; if that exceeds the bound, nothing is
+    /// changed.
     pub max_affected: Option<i64>,
 }
 

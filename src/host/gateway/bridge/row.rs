@@ -42,8 +42,8 @@ impl<'c> RowFormat<'c> {
         Self { first: 0, columns, max_bytes: MAX_ROW_BYTES }
     }
 
-    /// The format of rows that a write returns. They must not be refused, because the write may be committed; texts of
-    /// [`MAX_ROW_BYTES`] become at most six times as much JSON.
+    /// The format of rows that a write returns. They must not be refused, because the write may be committed. Their
+    /// size is bounded nevertheless: text of [`MAX_ROW_BYTES`] becomes at most six times as many bytes of JSON.
     pub fn for_write(first: usize, columns: &'c [&'c Column]) -> Self {
         Self { first, columns, max_bytes: usize::MAX }
     }
@@ -82,8 +82,8 @@ fn write_object(row: &Row, format: RowFormat<'_>, out: &mut BytesMut) -> Result<
     if out.len() <= max_length { Ok(()) } else { Err(RowError::TooLarge) }
 }
 
-/// Whether the JSON of a value can fit into `room`. Escaped text and base64 are measured exactly, because they must not be
-/// written before the check.
+/// Whether the JSON of a value can fit into `room`. Escaped text and base64 are measured exactly, because they must not
+/// be written before the check.
 fn fits(kind: ColumnType, raw: &[u8], room: usize) -> bool {
     /// `\u0001` is the longest escape.
     const MAX_ESCAPE_BYTES: usize = 6;
@@ -96,7 +96,7 @@ fn fits(kind: ColumnType, raw: &[u8], room: usize) -> bool {
     }
 }
 
-/// The length of a character, or of a part of one, in a JSON string.
+/// The number of bytes that a byte of UTF-8 text takes in a JSON string.
 fn escaped_bytes(byte: u8) -> usize {
     match byte {
         b'"' | b'\\' | b'\n' | b'\r' | b'\t' | 0x08 | 0x0c => 2,
@@ -105,8 +105,8 @@ fn escaped_bytes(byte: u8) -> usize {
     }
 }
 
-/// Appends a value as JSON; see `README.md`. The casts in the statement determine PostgreSQL's format; a value in another
-/// one would become `null`.
+/// Appends a value as JSON; see `README.md`. The casts in the statement determine PostgreSQL's format; a value in any
+/// other format would become `null`.
 fn write_value(kind: ColumnType, raw: &[u8], out: &mut BytesMut) {
     let written = match kind {
         ColumnType::Boolean => {
@@ -169,8 +169,8 @@ fn write_uuid(bytes: [u8; 16], out: &mut BytesMut) {
 }
 
 /// Appends `"YYYY-MM-DDTHH:MM:SS.mmmZ"` in UTC, from microseconds since 2000-01-01. Like PostgreSQL's `to_char`, it
-/// drops smaller units than milliseconds, prints years above 9999 with more digits, and years before 1 as their number
-/// before Christ. Infinity has no RFC 3339 representation; it is written as PostgreSQL prints it.
+/// drops units smaller than milliseconds, prints years above 9999 with more digits, and prints a year before 1 as its
+/// number BC. Infinity has no RFC 3339 representation; it is written as PostgreSQL prints it.
 fn write_timestamp(micros: i64, out: &mut BytesMut) {
     const MICROS_PER_DAY: i64 = 86_400_000_000;
     match micros {

@@ -6,7 +6,7 @@ use super::param::Param;
 use crate::apps::{Column, ColumnType};
 use crate::name::SqlIdentifier;
 
-/// Maximum size of a row that is read, as JSON, and of the values of a row that a write returns.
+/// Maximum size of a row: of its JSON when it is read, and of its values when a write returns it.
 pub const MAX_ROW_BYTES: usize = 8 * 1024 * 1024;
 
 /// A statement under construction.
@@ -86,9 +86,9 @@ impl Sql {
         self
     }
 
-    /// Adds a column's value as [`super::cursor::key_text`] reads it. Every row has its order keys, although only those
-    /// of the last row become a cursor. Types that are cheap to format here are therefore not converted by the
-    /// database.
+    /// Adds a column's value as [`super::cursor::key_text`] reads it. The order keys are read for every row, although
+    /// only those of the last row become a cursor. The database therefore does not convert the types that are cheap to
+    /// format here.
     pub fn push_order_key(&mut self, column: &Column) -> &mut Self {
         self.push_column(column);
         match column.kind {
@@ -97,7 +97,7 @@ impl Sql {
         }
     }
 
-    /// Adds the columns' values as [`super::row::write_row`] reads them, from a source with jsonb columns as text.
+    /// Adds the columns' values as [`super::row::write_row`] reads them, from a source whose jsonb columns are text.
     pub fn push_raw_values(&mut self, columns: &[&Column]) -> &mut Self {
         self.push_list(columns, ", ", |sql, column| match column.kind {
             ColumnType::Jsonb => {
@@ -121,7 +121,7 @@ impl Sql {
         self.push_column(column).push("::").push_type_name(column.kind)
     }
 
-    /// Adds what a write returns of each row: the columns' values, and a column for the size check.
+    /// Adds the expressions that a write returns for each row: the columns' values, and a column for the size check.
     pub fn push_returned_values(&mut self, columns: &[&Column]) -> &mut Self {
         self.push_list(columns, ", ", |sql, column| sql.push_raw_value(column)).push(", ");
         self.push_size_check(columns, "NULL", Self::push_raw_value)
@@ -131,7 +131,7 @@ impl Sql {
     /// converted to text, and with the size check as its condition.
     pub fn push_checked_source(&mut self, columns: &[&Column], query: Self) -> &mut Self {
         let Self { text: query, params } = query;
-        // Placeholders are numbered in the query.
+        // The query's placeholders are already numbered, so its parameters are kept unchanged.
         self.params = params;
         self.push("(");
         let has_jsonb = columns.iter().any(|column| column.kind == ColumnType::Jsonb);
@@ -160,9 +160,10 @@ impl Sql {
         })
     }
 
-    /// Adds an expression that is `value` for each row, but fails the whole statement with SQLSTATE 54000 before a row
-    /// leaves the server whose texts, documents and bytes together exceed [`MAX_ROW_BYTES`]. Other values are short, but
-    /// for a numeric with up to 147,000 characters. `push_value` adds a column's value.
+    /// Adds an expression that evaluates to `value`. If a row's texts, documents and bytes together exceed
+    /// [`MAX_ROW_BYTES`], the whole statement instead fails with SQLSTATE 54000 before that row leaves the server.
+    /// Values of other types are short, except for a numeric, which has up to 147,000 characters. `push_value` adds a
+    /// column's value.
     fn push_size_check(
         &mut self,
         columns: &[&Column],

@@ -55,7 +55,8 @@ impl CertificateIssuance<'_> {
     /// Returns the chain in PEM, unchecked.
     ///
     /// # Errors
-    /// The reason that no certificate was issued. The error contains no secrets.
+    /// The authority does not issue a certificate, or a local file cannot be read or written. The error contains no
+    /// secrets.
     pub async fn issue(&self) -> anyhow::Result<String> {
         let issuing = tokio::time::timeout(ISSUE_TIMEOUT, self.complete_order());
         issuing.await.map_err(|_| anyhow!("the authority did not issue a certificate within 5 minutes"))?
@@ -75,11 +76,11 @@ impl CertificateIssuance<'_> {
         match ready {
             Ok(OrderStatus::Ready) => {}
             Ok(_) | Err(Error::Api(_)) => return Err(self.explain_refusal(&mut order, ready.err()).await),
-            Err(error) => return Err(error).context("wait for the validation of the name"),
+            Err(error) => return Err(error).context("failed while waiting for the validation of the name"),
         }
         let request = create_signing_request(self.name, self.key_pem)?;
         order.finalize_csr(&request.der).await.context("the authority refused the certificate request")?;
-        order.poll_certificate(&POLL_POLICY).await.context("wait for the certificate")
+        order.poll_certificate(&POLL_POLICY).await.context("failed while waiting for the certificate")
     }
 
     async fn place_order(&self) -> anyhow::Result<Order> {
@@ -92,7 +93,7 @@ impl CertificateIssuance<'_> {
         let mut guards = Vec::new();
         let mut authorizations = order.authorizations();
         while let Some(authorization) = authorizations.next().await {
-            let mut authorization = authorization.context("read the order's authorization")?;
+            let mut authorization = authorization.context("cannot read the order's authorization")?;
             match authorization.status {
                 AuthorizationStatus::Pending => {}
                 AuthorizationStatus::Valid => continue,
@@ -108,8 +109,8 @@ impl CertificateIssuance<'_> {
         Ok(guards)
     }
 
-    /// Returns an error with the authority's reason, read from the failed challenge: the order's own error has no
-    /// detail.
+    /// Returns an error with the authority's reason. It is read from the failed challenge, because the order's own
+    /// error has no detail.
     async fn explain_refusal(&self, order: &mut Order, error: Option<Error>) -> anyhow::Error {
         let mut authorizations = order.authorizations();
         while let Some(Ok(mut authorization)) = authorizations.next().await {
@@ -131,13 +132,14 @@ impl CertificateIssuance<'_> {
         let settings = self.settings;
         let contact: Vec<&str> = settings.contact.iter().map(String::as_str).collect();
         if let Some(mut stored) = StoredAccount::read(self.layout)?
-            && stored.is_for(settings)
+            && stored.matches_settings(settings)
             && let Ok(credentials) = serde_json::from_value(stored.credentials.clone())
         {
             let account = Account::builder_with_http(http_client()?).from_credentials(credentials).await;
-            let account = account.context("reach the authority's directory")?;
+            let account = account.context("cannot reach the authority's directory")?;
             if stored.contact != settings.contact {
-                account.update_contacts(&contact).await.context("change the contact of the ACME account")?;
+                let updated = account.update_contacts(&contact).await;
+                updated.context("cannot change the contact of the ACME account")?;
                 stored.contact.clone_from(&settings.contact);
                 stored.write(self.layout)?;
             }
@@ -149,7 +151,7 @@ impl CertificateIssuance<'_> {
         let external = settings.external_account.as_ref().map(external_account_key).transpose()?;
         let builder = Account::builder_with_http(http_client()?);
         let created = builder.create(&new_account, settings.directory_url.clone(), external.as_ref()).await;
-        let (account, credentials) = created.context("create an account with the authority")?;
+        let (account, credentials) = created.context("cannot create an account with the authority")?;
         StoredAccount::new(settings, &credentials)?.write(self.layout)?;
         Ok(account)
     }
@@ -195,7 +197,7 @@ impl StoredAccount {
         Ok(fsx::read_if_exists(&layout.acme_account())?.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 
-    fn is_for(&self, settings: &AcmeSettings) -> bool {
+    fn matches_settings(&self, settings: &AcmeSettings) -> bool {
         self.directory_url == settings.directory_url
             && self.external_key_id.as_ref()
                 == settings.external_account.as_ref().map(|external| &external.key_id)

@@ -1,14 +1,14 @@
 //! The machine's TLS key and self-signed certificate, created once; the platform pins the key at registration.
-//! Certificate chains from an authority use the same key: see [`keeper`].
+//! Certificate chains from an authority use the same key: see [`manager`].
 //!
 //! The key is written before the certificate, and the pair is used only when both exist: a crash between the two writes
 //! leaves a key that was never used.
 
 mod acme;
-mod keeper;
+mod manager;
 mod schedule;
 
-pub use self::keeper::{CertificateKeeper, KeeperConfig};
+pub use self::manager::{CertificateManager, CertificateManagerConfig};
 
 use anyhow::{Context, anyhow};
 
@@ -26,7 +26,7 @@ use svc_http::tls::{self, Identity};
 pub fn load_or_create(layout: &Layout) -> anyhow::Result<Identity> {
     if layout.tls_cert().exists() {
         return Identity::read(&layout.tls_cert(), &layout.tls_key())
-            .with_context(|| format!("read {} and its key", layout.tls_cert().display()));
+            .with_context(|| format!("cannot read {} and its key", layout.tls_cert().display()));
     }
     let identity = tls::generate_self_signed(&["svc-host".to_owned()])?;
     fsx::write_atomic(&layout.tls_key(), identity.key_pem.as_bytes(), 0o600)?;
@@ -45,7 +45,7 @@ pub fn print_csr(layout: &Layout) -> Result<(), Failure> {
     };
     let path = layout.tls_key();
     let key = std::fs::read_to_string(&path);
-    let key = key.with_context(|| format!("read {}", path.display())).or_exit(Exit::Unavailable)?;
+    let key = key.with_context(|| format!("cannot read {}", path.display())).or_exit(Exit::Unavailable)?;
     print!("{}", create_signing_request(&name, &key).or_exit(Exit::Internal)?.pem);
     Ok(())
 }

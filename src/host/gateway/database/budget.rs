@@ -11,7 +11,7 @@ use super::pool::Pool;
 const RETIRE_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The connection limit shared by all pools.
-pub struct Budget {
+pub struct ConnectionBudget {
     permits: Arc<Semaphore>,
     pools: Mutex<Vec<Weak<Pool>>>,
 }
@@ -19,7 +19,7 @@ pub struct Budget {
 /// A permit for one connection.
 pub type ConnectionPermit = OwnedSemaphorePermit;
 
-impl Budget {
+impl ConnectionBudget {
     pub fn new(connections: usize) -> Arc<Self> {
         Arc::new(Self { permits: Arc::new(Semaphore::new(connections)), pools: Mutex::default() })
     }

@@ -17,13 +17,13 @@ const PING_TIMEOUT: Duration = Duration::from_secs(2);
 /// An error while connecting to the database or querying it.
 #[derive(Debug, thiserror::Error)]
 pub enum DatabaseError {
-    #[error("connect to the database")]
+    #[error("cannot connect to the database")]
     Connect(#[source] tokio_postgres::Error),
-    #[error("connect to the database: {0}")]
+    #[error("cannot connect to the database: {0}")]
     Resolve(#[from] resolve::ResolveError),
     #[error("the database did not respond in time")]
-    Deadline,
-    #[error("query the database")]
+    Timeout,
+    #[error("cannot query the database")]
     Query(#[from] tokio_postgres::Error),
 }
 
@@ -65,7 +65,7 @@ impl Database {
         let config = resolve_hosts(&self.config).await?;
         let connecting = tokio::time::timeout(CONNECT_TIMEOUT, config.connect(NoTls));
         let (client, mut connection) =
-            connecting.await.map_err(|_| DatabaseError::Deadline)?.map_err(DatabaseError::Connect)?;
+            connecting.await.map_err(|_| DatabaseError::Timeout)?.map_err(DatabaseError::Connect)?;
         tokio::spawn(async move {
             while let Some(Ok(message)) = std::future::poll_fn(|cx| connection.poll_message(cx)).await {
                 if matches!(message, AsyncMessage::Notification(_)) {
@@ -78,7 +78,7 @@ impl Database {
         Ok(client)
     }
 
-    /// The server's own address and port; `None` behind a unix socket.
+    /// The server's own address and port; `None` behind a Unix socket.
     ///
     /// # Errors
     /// See [`DatabaseError`].
@@ -93,7 +93,7 @@ impl Database {
                 _ => None,
             }))
         });
-        query.await.unwrap_or(Err(DatabaseError::Deadline))
+        query.await.unwrap_or(Err(DatabaseError::Timeout))
     }
 
     /// The connection shared by all short statements.
@@ -116,7 +116,7 @@ pub async fn connect(config: &tokio_postgres::Config) -> Result<Client, Database
     let config = resolve_hosts(config).await?;
     let connecting = tokio::time::timeout(CONNECT_TIMEOUT, config.connect(NoTls));
     let (client, connection) =
-        connecting.await.map_err(|_| DatabaseError::Deadline)?.map_err(DatabaseError::Connect)?;
+        connecting.await.map_err(|_| DatabaseError::Timeout)?.map_err(DatabaseError::Connect)?;
     tokio::spawn(async move {
         if let Err(error) = connection.await {
             tracing::debug!(%error, "database connection ended");
@@ -125,7 +125,7 @@ pub async fn connect(config: &tokio_postgres::Config) -> Result<Client, Database
     Ok(client)
 }
 
-/// Fills in the hosts' addresses. A configuration with a unix socket needs no resolution.
+/// Fills in the hosts' addresses. A configuration with a Unix socket needs no resolution.
 async fn resolve_hosts(config: &tokio_postgres::Config) -> Result<tokio_postgres::Config, DatabaseError> {
     let mut config = config.clone();
     let names: Vec<String> = config

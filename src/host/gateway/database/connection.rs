@@ -37,7 +37,7 @@ struct StatementCache {
 }
 
 impl Connection {
-    /// Wraps an opened connection, with its opener's request in flight.
+    /// Wraps a new connection, on which the opener's request already counts as in flight.
     pub(super) fn new(client: Client, backend_pid: i32, permit: ConnectionPermit) -> Self {
         Self {
             client,

@@ -11,7 +11,7 @@ mod pool;
 mod role;
 mod schema_lock;
 
-pub use budget::Budget;
+pub use budget::ConnectionBudget;
 pub use cluster::{connection_budget, prepare};
 pub use connect::{Database, DatabaseError};
 pub use connection::Connection;

@@ -14,7 +14,7 @@ const RESERVED: u32 = 1 << 31;
 pub struct Occupancy(AtomicU32);
 
 impl Occupancy {
-    /// The occupancy of a connection that its opener uses.
+    /// The occupancy of a new connection: the opener's request is in flight.
     pub fn used_by_opener() -> Self {
         Self(AtomicU32::new(1))
     }

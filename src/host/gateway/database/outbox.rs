@@ -15,7 +15,7 @@ use crate::name::SqlIdentifier;
 use svc_machine::epoch::Epoch;
 
 /// The notification channel for changes by other sessions.
-pub const CHANNEL: &str = "svc_changes";
+pub const NOTIFY_CHANNEL: &str = "svc_changes";
 
 /// An event's position is its transaction id. Arrays of more than 1000 ids are stored as NULL, in which case the reader
 /// reloads the table.
@@ -173,7 +173,7 @@ pub async fn start_watching(client: &mut Client, schema: &SqlIdentifier) -> Resu
 
 /// The outbox's retention limits.
 #[derive(Debug, Clone, Copy)]
-pub struct Retention {
+pub struct OutboxRetention {
     pub max_age_seconds: f64,
     pub max_rows: i64,
     /// Days without a listener after which an app is no longer watched.
@@ -187,7 +187,7 @@ pub struct Retention {
 /// A database error.
 pub async fn clean_up(
     client: &mut Client,
-    retention: Retention,
+    retention: OutboxRetention,
     followed: &[String],
 ) -> Result<(), DatabaseError> {
     client

@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, Semaphore};
 use tokio_postgres::error::SqlState;
 
-use super::budget::{Budget, ConnectionPermit};
+use super::budget::{ConnectionBudget, ConnectionPermit};
 use super::connect::{Database, DatabaseError, connect};
 use super::connection::{Connection, now_ms};
 use super::lease::Lease;
@@ -29,7 +29,7 @@ const SLOW_THRESHOLD: Duration = Duration::from_millis(100);
 
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
-    #[error("timeout waiting for a connection")]
+    #[error("timed out waiting for a connection")]
     Timeout,
     #[error(transparent)]
     Database(#[from] DatabaseError),
@@ -38,7 +38,7 @@ pub enum PoolError {
 pub struct Pool {
     database: Arc<Database>,
     config: tokio_postgres::Config,
-    budget: Arc<Budget>,
+    budget: Arc<ConnectionBudget>,
     lease_permits: Arc<Semaphore>,
     state: Mutex<PoolState>,
     /// Notified when a connection may have become available.
@@ -56,7 +56,7 @@ struct PoolState {
 enum Selection {
     Use(Arc<Connection>),
     /// Open another connection; it is already counted in `opening`.
-    Open(Need),
+    Open(ConnectionDemand),
     Wait,
     /// A transaction has reserved the chosen connection in the meantime.
     Retry,
@@ -64,7 +64,7 @@ enum Selection {
 
 /// How urgently another connection is needed.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Need {
+enum ConnectionDemand {
     /// The app has no connection: another app may have to close one of its connections.
     First,
     /// All of the app's connections are busy.
@@ -86,7 +86,11 @@ pub(super) struct PoolUsage {
 
 impl Pool {
     /// `config` has the role and its password; all pools share `budget`.
-    pub fn new(database: Arc<Database>, config: tokio_postgres::Config, budget: Arc<Budget>) -> Arc<Self> {
+    pub fn new(
+        database: Arc<Database>,
+        config: tokio_postgres::Config,
+        budget: Arc<ConnectionBudget>,
+    ) -> Arc<Self> {
         let pool = Arc::new(Self {
             database,
             config,
@@ -248,7 +252,11 @@ impl Pool {
         if !is_idle && can_open && state.connections.len() + state.opening < MAX_CONNECTIONS {
             let is_first = state.connections.is_empty() && state.opening == 0;
             state.opening += 1;
-            return Selection::Open(if is_first { Need::First } else { Need::Further });
+            return Selection::Open(if is_first {
+                ConnectionDemand::First
+            } else {
+                ConnectionDemand::Further
+            });
         }
         match least_busy {
             // Entered under the lock, so that two requests do not take the same idle connection.
@@ -264,16 +272,16 @@ impl Pool {
     }
 
     /// Opens another connection, already in use by the caller; `None` if the budget is exhausted.
-    async fn open_another(&self, need: Need) -> Result<Option<Arc<Connection>>, PoolError> {
+    async fn open_another(&self, demand: ConnectionDemand) -> Result<Option<Arc<Connection>>, PoolError> {
         let _guard = OpeningGuard(self);
-        let permit = match need {
-            Need::First => Some(self.budget.acquire().await.ok_or(PoolError::Timeout)?),
-            Need::Further => self.budget.try_acquire(),
+        let permit = match demand {
+            ConnectionDemand::First => Some(self.budget.acquire().await.ok_or(PoolError::Timeout)?),
+            ConnectionDemand::Further => self.budget.try_acquire(),
         };
         let Some(permit) = permit else { return Ok(None) };
         match self.connect_with_permit(permit).await {
             Ok(connection) => Ok(Some(connection)),
-            Err(error) if need == Need::First => Err(error.into()),
+            Err(error) if demand == ConnectionDemand::First => Err(error.into()),
             Err(error) => {
                 tracing::debug!(error = %svc_http::problem::format_chain(&error), "opening another connection failed");
                 Ok(None)
@@ -284,7 +292,7 @@ impl Pool {
     async fn connect_with_permit(&self, permit: ConnectionPermit) -> Result<Arc<Connection>, DatabaseError> {
         let client = connect(&self.config).await.inspect_err(|error| self.report_rejected_login(error))?;
         let query = client.query_one("SELECT pg_backend_pid()", &[]);
-        let row = tokio::time::timeout(LEASE_TIMEOUT, query).await.map_err(|_| DatabaseError::Deadline)??;
+        let row = tokio::time::timeout(LEASE_TIMEOUT, query).await.map_err(|_| DatabaseError::Timeout)??;
         let connection = Arc::new(Connection::new(client, row.try_get(0)?, permit));
         self.lock().connections.push(connection.clone());
         Ok(connection)
@@ -304,7 +312,7 @@ impl Pool {
     }
 }
 
-/// Counts a request that had to wait for a connection: as given up, unless it was served.
+/// Counts a request that had to wait for a connection: as `served` or as `given_up`.
 #[derive(Default)]
 struct WaitMetric {
     is_served: bool,

@@ -165,7 +165,7 @@ fn stream_events(dispatcher: &Arc<Dispatcher>, target: DispatchTarget, from: u64
     let first = stream::iter([Ok::<_, Infallible>(greeting)]);
     let rest = stream::unfold(Some(state), |state| async move {
         let (target, from, end, dispatcher) = state?;
-        // On shutdown, the listener reconnects to the next gateway.
+        // On shutdown, the stream ends, and the listener reconnects to the restarted gateway.
         let next = dispatcher.closed.run_until_cancelled(next_events(target.log(), from, end)).await;
         let (chunk, next) = next.unwrap_or_else(|| remaining_events(target.log(), from))?;
         Some((Ok(chunk), next.map(|from| (target, from, end, dispatcher))))
@@ -212,7 +212,7 @@ pub fn dispatch_schema() -> Value {
     object(
         &[
             ("id", text()),
-            ("status", one_of(Phase::WORDS)),
+            ("status", one_of(Phase::NAMES)),
             ("senderId", text()),
             ("agentName", text()),
             ("model", nullable(text())),
@@ -283,8 +283,8 @@ pub static DISPATCH: Endpoint = Endpoint {
         id: "dispatch",
         method: Method::POST,
         path: "/api/dispatch",
-        summary: "Submits one or several prompts to a coding agent configured in system/config.json, which works in \
-                  the owner's home. Idempotent by id. The dispatch continues without listeners.",
+        summary: "Submits one or more prompts to a coding agent configured in system/config.json, which works in the \
+                  owner's home. Idempotent by id. The dispatch continues without listeners.",
         credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: Some(request_schema),
@@ -292,7 +292,7 @@ pub static DISPATCH: Endpoint = Endpoint {
             EVENTS,
             documented_json(
                 202,
-                "Accepted. Sent if the client accepts application/json but no events.",
+                "Accepted. Sent if the client accepts application/json but not text/event-stream.",
                 response_schema,
             ),
         ],
@@ -312,7 +312,7 @@ pub static LIST: Endpoint = Endpoint {
         id: "listDispatches",
         method: Method::GET,
         path: "/api/dispatch",
-        summary: "Queued, running and recently ended dispatches, the newest first.",
+        summary: "Queued, running and recently ended dispatches, newest first.",
         credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: None,

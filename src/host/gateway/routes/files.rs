@@ -1,7 +1,7 @@
 //! `/api/files`: the state of the file backup, and earlier states of the owner's files.
 //!
-//! `history.sock` answers questions about earlier states, one process for each request. A restore becomes a request
-//! file that a unit consumes.
+//! `history.sock` serves requests about earlier states, each in a separate process. A restore becomes a request file
+//! that a unit consumes.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::auth::{OWNER_OR_ADMIN, READERS, READERS_AND_PLATFORM};
 use crate::body;
 use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::proxy::{Upstreams, proxy_to_history};
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx::FileError;
 use svc_host::files::access::ResticAccess;
 use svc_host::files::checks::FileChecks;
@@ -41,7 +41,7 @@ use svc_wire::files::{
     FileRestoreResponse, FileVersions, MAX_ENTRIES, MAX_PATH_CHARS, MAX_VERSIONS,
 };
 
-/// When a client may try again, in seconds: a person has to mend what is wrong.
+/// `Retry-After`, in seconds: an operator must fix the cause first.
 const RETRY_SECONDS: u64 = 60;
 
 /// `GET /api/files/status`
@@ -87,7 +87,7 @@ pub async fn show_restore(State(layout): State<Layout>) -> Result<Response, Prob
     Ok(Json(FileRestoreResponse { restore }).into_response())
 }
 
-/// `POST /api/files/restore`: requests that a file or directory be brought back as it was.
+/// `POST /api/files/restore`: requests that a file or directory be restored.
 pub async fn restore(
     State(layout): State<Layout>,
     headers: HeaderMap,
@@ -111,7 +111,8 @@ pub async fn restore(
         request = request.with_idempotency_key(key);
         let layout = layout.clone();
         let current = run_blocking(move || restore_entry::current(&layout)).await?;
-        if let Some(earlier) = current.filter(|current| request.has_key_of(&current.request_id)) {
+        if let Some(earlier) = current.filter(|current| request.has_same_idempotency_key(&current.request_id))
+        {
             return respond_to_repeat(&request, earlier);
         }
     }
@@ -149,7 +150,7 @@ const PATH: Parameter = Parameter {
 const TIME: Parameter = Parameter::query(
     "time",
     time,
-    "The last snapshot at or before this time is used; without it, the last one.",
+    "The last snapshot at or before this time is used; by default, the last one.",
 );
 
 pub static STATUS: Endpoint = Endpoint {
@@ -172,7 +173,7 @@ pub static KEY: Endpoint = Endpoint {
         id: "showFileBackupKey",
         method: Method::GET,
         path: "/api/files/key",
-        summary: "The location and the password of the file backup, for `restic`. The password opens all files.",
+        summary: "The location and the password of the file backup, for `restic`. The password decrypts all files.",
         credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: None,
@@ -191,7 +192,7 @@ pub static VERSIONS: Endpoint = Endpoint {
         id: "listFileVersions",
         method: Method::GET,
         path: "/api/files/versions",
-        summary: "The versions of a file or directory that are saved, the newest first.",
+        summary: "The saved versions of a file or directory, newest first.",
         credentials: READERS_AND_PLATFORM,
         parameters: &[
             PATH,
@@ -258,13 +259,13 @@ pub static DOWNLOAD: Endpoint = Endpoint {
             Parameter::query(
                 "format",
                 || one_of(DownloadFormat::VARIANTS),
-                "`raw` for a file's content, which is the default for a file; `tar`, the default for a directory; `zip`.",
+                "`raw`: a file's content, the default for a file; `tar`: the default for a directory; or `zip`.",
             ),
         ],
         body: None,
         responses: &[DocumentedResponse {
             status: 200,
-            description: "The content. A connection that ends early means that it is incomplete.",
+            description: "The content. If the connection ends early, the content is incomplete.",
             content: Content::Other("application/octet-stream"),
         }],
         problems: READ_PROBLEMS,
@@ -294,9 +295,9 @@ pub static RESTORE: Endpoint = Endpoint {
         id: "restoreFile",
         method: Method::POST,
         path: "/api/files/restore",
-        summary: "Brings a file or directory back as it was: to its own place; beside it, if something is there; to \
-                  another place with `into`; or, with `replace`, over what is there, which is saved before and stays \
-                  under another name.",
+        summary: "Restores a file or directory to its original path or, if that path exists, beside it; with `into`, \
+                  to another path; with `replace`, in place of the existing entry, which is saved first and kept under \
+                  another name.",
         credentials: READERS_AND_PLATFORM,
         parameters: &[Parameter {
             name: idempotency::HEADER,

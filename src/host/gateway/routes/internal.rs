@@ -116,7 +116,7 @@ pub static ACCEPT: Endpoint = Endpoint {
         id: "acceptBackup",
         method: Method::POST,
         path: "/_svc/internal/backup-accept",
-        summary: "Requests that the snapshot that was held back, because the database has shrunk, become the latest.",
+        summary: "Requests that the snapshot that was held back because the database has shrunk become the latest.",
         credentials: &[PLATFORM],
         parameters: &[],
         body: None,

@@ -18,7 +18,7 @@ use svc_host::agents::kernel::Kernel;
 use svc_host::agents::owner_config;
 use svc_host::agents::owner_config::Settings;
 use svc_host::records::calendar::Calendar;
-use svc_host::records::entry::{AuditEntry, Op};
+use svc_host::records::entry::{AuditEntry, FileOperation};
 use svc_host::records::limits::{Period, Spending};
 use svc_host::records::money::Dollars;
 use svc_host::records::writer::Record;
@@ -60,7 +60,7 @@ pub fn default_sender_id(resolver: &PrincipalResolver, caller: &Principal) -> St
 }
 
 async fn limits_json(kernel: &Kernel, user: &str) -> Result<Value, Problem> {
-    kernel.wait_for_usage_book().await?;
+    kernel.wait_for_usage_store().await?;
     let (settings, now) = (kernel.settings(), Timestamp::now());
     let spent = kernel.spent(user, &settings, now)?;
     let [daily, monthly] = Period::ALL.map(|period| period_json(&settings, &spent, period, now));
@@ -157,7 +157,7 @@ fn audit_entry(size_bytes: u64) -> AuditEntry {
     AuditEntry {
         version: AuditEntry::VERSION,
         timestamp: now_ms(),
-        op: Op::Write,
+        op: FileOperation::Write,
         path: "system/config.json".to_owned(),
         escaped: false,
         size_bytes,

@@ -1,4 +1,4 @@
-//! A host's `/metrics`, only on its unix socket: the gateway's counters, and gauges measured on request.
+//! A host's `/metrics`, only on its Unix socket: the gateway's counters, and gauges measured on request.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -45,7 +45,7 @@ pub async fn render_metrics(
     POOL_CONNECTIONS.set(["open"], open as f64);
     POOL_CONNECTIONS.set(["idle"], (open - busy) as f64);
     let records = kernel.records();
-    RECORDS_STUCK.set([], f64::from(u8::from(records.is_stuck())));
+    RECORDS_STUCK.set([], f64::from(u8::from(records.is_write_failing())));
     UNWRITTEN_RECORD_BYTES.set([], records.unwritten_bytes() as f64);
     // Reads records and /proc, which blocks.
     let rendered = tokio::task::spawn_blocking(move || {
@@ -90,7 +90,7 @@ fn set_check_metrics(layout: &Layout) {
     }
 }
 
-/// Sets the metrics of the file backup, as far as it has run.
+/// Sets the metrics of the file backup that are known so far.
 fn set_file_metrics(layout: &Layout) {
     let seconds = |at: Timestamp| at.as_second() as f64;
     if let Ok(Some(status)) = FilesStatus::read(layout) {

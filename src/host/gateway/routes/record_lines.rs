@@ -15,7 +15,7 @@ use tokio::time::{Duration, Instant};
 
 use crate::bridge;
 use crate::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_host::agents::kernel::Kernel;
 use svc_host::records::files::{LinePosition, RecordKind, TailPosition};
 use svc_host::records::page::{self, PageError, Verdict};

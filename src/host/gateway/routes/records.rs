@@ -77,7 +77,7 @@ macro_rules! record {
                 id: $id,
                 method: Method::GET,
                 path: $path,
-                summary: concat!($summary, ", the newest first."),
+                summary: concat!($summary, ", newest first."),
                 credentials: READERS,
                 parameters: &[LIMIT, CURSOR, SINCE, UNTIL $(, $filter)*],
                 body: None,
@@ -169,12 +169,12 @@ record!(
     "Ended dispatches",
     [
         filter_parameter("id", "The dispatch with this id."),
-        filter_parameter("senderId", "Dispatches of this user or channel."),
-        filter_parameter("conversationId", "Dispatches of this conversation."),
+        filter_parameter("senderId", "Dispatches from this user or channel."),
+        filter_parameter("conversationId", "Dispatches in this conversation."),
         filter_parameter("model", "Dispatches that used this model."),
         filter_parameter("agentName", "Dispatches to this agent."),
         filter_parameter("status", "`success` or `error`."),
-        filter_parameter("batchId", "Dispatches of this batch.")
+        filter_parameter("batchId", "Dispatches in this batch.")
     ],
     "interactions",
     "Interaction"

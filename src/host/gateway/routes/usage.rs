@@ -24,9 +24,10 @@ pub async fn report_usage(
     let mut fields = Fields::from_query(&query.unwrap_or_default());
     let query = UsageQuery::read(&mut fields);
     let query = fields.finish(Some(query))?;
-    kernel.wait_for_usage_book().await?;
+    kernel.wait_for_usage_store().await?;
     // A report over years and many users is slow.
-    let report = tokio::task::spawn_blocking(move || kernel.book().map(|book| book.report(&query))).await;
+    let report =
+        tokio::task::spawn_blocking(move || kernel.usage_store().map(|store| store.report(&query))).await;
     let report = report.map_err(|error| Problem::internal(&error))??;
     Ok(Json(report.into()))
 }

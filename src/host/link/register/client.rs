@@ -9,7 +9,7 @@ use serde::Serialize;
 use url::Url;
 
 use crate::system::backoff::Backoff;
-use crate::system::config::PlatformLink;
+use crate::system::config::PlatformAccess;
 use crate::system::platform_response::{ProblemBody, read_body};
 use svc_http::body::ResponseBodyError;
 use svc_http::client::{self, Deadlines};
@@ -33,12 +33,12 @@ pub enum RegistrationError {
 
 pub struct RegistrationClient<'a> {
     client: reqwest::Client,
-    link: &'a PlatformLink,
+    platform: &'a PlatformAccess,
     token: &'a SecretString,
 }
 
 /// The result of one attempt: final, or an error to retry.
-enum Attempt<T> {
+enum PostAttempt<T> {
     Done(Result<T, RegistrationError>),
     Retry(String),
 }
@@ -46,9 +46,9 @@ enum Attempt<T> {
 impl<'a> RegistrationClient<'a> {
     /// # Errors
     /// If the HTTP client cannot be created.
-    pub fn new(link: &'a PlatformLink, token: &'a SecretString) -> Result<Self, RegistrationError> {
+    pub fn new(platform: &'a PlatformAccess, token: &'a SecretString) -> Result<Self, RegistrationError> {
         let client = client::build(Deadlines::CALL).map_err(RegistrationError::Client)?;
-        Ok(Self { client, link, token })
+        Ok(Self { client, platform, token })
     }
 
     /// Sends the registration until the platform responds or the timeout passes.
@@ -57,7 +57,7 @@ impl<'a> RegistrationClient<'a> {
         body: &str,
         timeout: Duration,
     ) -> Result<RegistrationResponse, RegistrationError> {
-        let response = self.post(self.link.url("/vps/register"), body, timeout).await?;
+        let response = self.post(self.platform.url("/vps/register"), body, timeout).await?;
         serde_json::from_slice(&response).map_err(|error| RegistrationError::UnexpectedResponse {
             status: StatusCode::OK,
             detail: error.to_string(),
@@ -71,7 +71,7 @@ impl<'a> RegistrationClient<'a> {
         report: &BootFailureReport,
         timeout: Duration,
     ) -> Result<(), RegistrationError> {
-        let url = self.link.url(&format!("/vps/{machine}/boot-failure"));
+        let url = self.platform.url(&format!("/vps/{machine}/boot-failure"));
         self.post(url, &to_json(report), timeout).await.map(drop)
     }
 
@@ -82,7 +82,7 @@ impl<'a> RegistrationClient<'a> {
         report: &BootStageReport,
         timeout: Duration,
     ) -> Result<(), RegistrationError> {
-        let url = self.link.url(&format!("/vps/{machine}/boot-stage"));
+        let url = self.platform.url(&format!("/vps/{machine}/boot-stage"));
         self.post(url, &to_json(report), timeout).await.map(drop)
     }
 
@@ -90,8 +90,8 @@ impl<'a> RegistrationClient<'a> {
         let mut backoff = Backoff::new(timeout);
         loop {
             match self.try_post(&url, body).await {
-                Attempt::Done(result) => return result,
-                Attempt::Retry(last) => {
+                PostAttempt::Done(result) => return result,
+                PostAttempt::Retry(last) => {
                     tracing::warn!(why = last, "no response from the platform; retrying");
                     backoff.pause().await.map_err(|_| RegistrationError::Unreachable { last })?;
                 }
@@ -99,7 +99,7 @@ impl<'a> RegistrationClient<'a> {
         }
     }
 
-    async fn try_post(&self, url: &Url, body: &str) -> Attempt<Vec<u8>> {
+    async fn try_post(&self, url: &Url, body: &str) -> PostAttempt<Vec<u8>> {
         let request = self
             .client
             .post(url.clone())
@@ -108,30 +108,32 @@ impl<'a> RegistrationClient<'a> {
             .body(body.to_owned());
         let response = match request_id::attach(request).send().await {
             Ok(response) => response,
-            Err(error) => return Attempt::Retry(svc_http::problem::format_chain(&error)),
+            Err(error) => return PostAttempt::Retry(svc_http::problem::format_chain(&error)),
         };
         let status = response.status();
         let body = match read_body(response).await {
             Ok(body) => body,
             // A retry would get the same response.
             Err(error @ ResponseBodyError::TooLarge(_)) => {
-                return Attempt::Done(Err(RegistrationError::UnexpectedResponse {
+                return PostAttempt::Done(Err(RegistrationError::UnexpectedResponse {
                     status,
                     detail: error.to_string(),
                 }));
             }
             Err(ResponseBodyError::Http(error)) => {
-                return Attempt::Retry(svc_http::problem::format_chain(&error));
+                return PostAttempt::Retry(svc_http::problem::format_chain(&error));
             }
         };
         match status {
-            status if status.is_success() => Attempt::Done(Ok(body)),
+            status if status.is_success() => PostAttempt::Done(Ok(body)),
             StatusCode::UNAUTHORIZED => {
-                Attempt::Done(Err(RegistrationError::TokenRejected { detail: problem_detail(&body) }))
+                PostAttempt::Done(Err(RegistrationError::TokenRejected { detail: problem_detail(&body) }))
             }
-            StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT => Attempt::Retry(status.to_string()),
-            status if status.is_server_error() => Attempt::Retry(status.to_string()),
-            status => Attempt::Done(Err(RegistrationError::UnexpectedResponse {
+            StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT => {
+                PostAttempt::Retry(status.to_string())
+            }
+            status if status.is_server_error() => PostAttempt::Retry(status.to_string()),
+            status => PostAttempt::Done(Err(RegistrationError::UnexpectedResponse {
                 status,
                 detail: problem_detail(&body),
             })),

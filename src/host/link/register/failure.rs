@@ -6,7 +6,7 @@ use secrecy::{ExposeSecret, SecretString};
 
 use super::client::RegistrationClient;
 use crate::system::config;
-use crate::system::config::{DatabaseUrl, Identity, PlatformLink};
+use crate::system::config::{DatabaseUrl, Identity, PlatformAccess};
 use crate::system::layout::Layout;
 use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
@@ -27,7 +27,7 @@ const REDACTED: &str = "[hidden]";
 pub async fn report(layout: &Layout, stage: BootStageName, message: &str) -> Result<(), Failure> {
     let mut env = config::environment(layout);
     let identity = Identity::read(&mut env);
-    let platform = PlatformLink::read(&mut env, layout);
+    let platform = PlatformAccess::read(&mut env, layout);
     let token = env.required_secret(&vars::REGISTRATION_TOKEN);
     let secrets = read_secrets(&mut env);
     let parts = identity.zip(platform).zip(token);

@@ -17,7 +17,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use secrecy::SecretString;
 
 use crate::system::config;
-use crate::system::config::{Identity, PlatformLink, init_log};
+use crate::system::config::{Identity, PlatformAccess, init_log};
 use crate::system::layout::Layout;
 use crate::system::probe;
 use crate::system::probe::GatewayClient;
@@ -104,7 +104,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 
 struct RegisterConfig {
     identity: Identity,
-    platform: PlatformLink,
+    platform: PlatformAccess,
     token: SecretString,
     listen: SocketAddr,
     version: ImageVersion,
@@ -116,7 +116,7 @@ struct RegisterConfig {
 impl RegisterConfig {
     fn read(layout: &Layout, env: &mut Env) -> Option<Self> {
         let identity = Identity::read(env);
-        let platform = PlatformLink::read(env, layout);
+        let platform = PlatformAccess::read(env, layout);
         let token = env.required_secret(&vars::REGISTRATION_TOKEN);
         let listen = env.or_default(&vars::GATEWAY_LISTEN);
         // The variable is in root's `update.env`, which this user cannot read. It is needed only if no release is
@@ -154,7 +154,7 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
     let mut env = config::environment(layout);
     let config = RegisterConfig::read(layout, &mut env);
     let config = env.finish(config)?;
-    failpoint::pass("register.begin").or_exit(Exit::Internal)?;
+    failpoint::trigger("register.begin").or_exit(Exit::Internal)?;
     let state = RegistrationState::read(layout).or_exit(Exit::Internal)?;
     if let Some(registered) = state.as_ref().filter(|state| state.is_registered(config.identity.machine)) {
         tracing::info!(epoch = %config.identity.epoch, "already registered");
@@ -162,7 +162,7 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
         return Ok(());
     }
     let pin = wait_for_gateway(layout, &config).await?;
-    failpoint::pass("register.ready").or_exit(Exit::Internal)?;
+    failpoint::trigger("register.ready").or_exit(Exit::Internal)?;
     let body = Registration {
         machine_id: config.identity.machine,
         image_version: config.version.clone(),
@@ -171,11 +171,11 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
         boot_ms: measure_boot_ms(layout),
     };
     let mut state = RegistrationState::reuse_or_create(layout, state, &body).or_exit(Exit::Internal)?;
-    failpoint::pass("register.written").or_exit(Exit::Internal)?;
+    failpoint::trigger("register.written").or_exit(Exit::Internal)?;
     let platform = RegistrationClient::new(&config.platform, &config.token).or_exit(Exit::Config)?;
     let response =
         platform.register(state.request_text(), config.platform_timeout).await.map_err(to_failure)?;
-    failpoint::pass("register.accepted").or_exit(Exit::Internal)?;
+    failpoint::trigger("register.accepted").or_exit(Exit::Internal)?;
     state.mark_registered(layout).or_exit(Exit::Internal)?;
     tracing::info!(status = %response.status, epoch = %response.epoch, "registered");
     Ok(())

@@ -7,7 +7,7 @@ use anyhow::anyhow;
 use super::client::RegistrationClient;
 use super::state::RegistrationState;
 use crate::system::config;
-use crate::system::config::{Identity, PlatformLink};
+use crate::system::config::{Identity, PlatformAccess};
 use crate::system::layout::Layout;
 use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
@@ -31,7 +31,7 @@ pub async fn report(layout: &Layout, stage: BootStageName) {
 async fn send_stage(layout: &Layout, stage: BootStageName) -> Result<(), Failure> {
     let mut env = config::environment(layout);
     let identity = Identity::read(&mut env);
-    let platform = PlatformLink::read(&mut env, layout);
+    let platform = PlatformAccess::read(&mut env, layout);
     let token = env.required_secret(&vars::REGISTRATION_TOKEN);
     let ((identity, platform), token) = env.finish(identity.zip(platform).zip(token))?;
     let state = RegistrationState::read(layout).or_exit(Exit::Internal)?;

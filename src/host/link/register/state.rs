@@ -13,7 +13,7 @@ use svc_machine::id::MachineId;
 use svc_wire::registration::Registration;
 
 /// Returns whether both registrations describe the same machine, ignoring the boot time.
-fn describe_same_machine(a: &Registration, b: &Registration) -> bool {
+fn is_same_machine(a: &Registration, b: &Registration) -> bool {
     let without_time = |registration: &Registration| Registration { boot_ms: None, ..registration.clone() };
     without_time(a) == without_time(b)
 }
@@ -47,7 +47,7 @@ impl RegistrationState {
         body: &Registration,
     ) -> Result<Self, FileError> {
         if let Some(earlier) = earlier
-            && earlier.body().is_some_and(|sent| describe_same_machine(&sent, body))
+            && earlier.body().is_some_and(|sent| is_same_machine(&sent, body))
         {
             return Ok(earlier);
         }

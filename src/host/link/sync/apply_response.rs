@@ -13,8 +13,8 @@ use crate::system::quiesce::{Quiesce, QuiesceError};
 use crate::system::upgrade_token::TokenError;
 use crate::update::protocol;
 use crate::update::protocol::{LastUpdate, UpdateRequest, UpdateResult};
-use svc_base::chain::format_chain;
 use svc_base::clock;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx::{self, FileError};
 use svc_http::proof::{ProofKey, ProofKeys};
 use svc_http::request_id;
@@ -77,7 +77,7 @@ pub fn apply_response(
         tracing::error!(error = %format_chain(&error), "could not store this machine's next token");
     }
     if let Some(desired) = response.desired_image_version {
-        // The updater would drop an invalid id, and the request could not be recognised later.
+        // The updater would drop an invalid id, and the request could not be recognized later.
         let request = response.desired_request_id.filter(|id| request_id::is_well_formed(id));
         request_update(config, desired, request)?;
     }
@@ -102,9 +102,9 @@ pub async fn resume_writers(
 }
 
 /// Requests the release that the platform names, unless it is current, an update is requested or in progress, or the
-/// release has failed on this machine for the same request, because a release that was rejected or rolled back would
-/// fail again. For a new request, the release is tried again. The updater stores the request's id with the outcome,
-/// whether the sync agent or the gateway wrote the request, so no clock is needed.
+/// release has failed on this machine for the same request. A release that was rejected or rolled back would fail
+/// again, so it is retried only for a new request. The updater stores the request's id with the outcome, whether the
+/// sync agent or the gateway wrote the request, so no clock is needed.
 fn request_update(
     config: &SyncConfig,
     desired: ImageVersion,
@@ -130,8 +130,8 @@ fn has_failed(last: &LastUpdate, desired: &ImageVersion, request: Option<&str>) 
 }
 
 /// Stores the next token. If there is none and the platform accepted only the previous token, that becomes the current
-/// one again. No token is stored during an update, because the updater has written the current one for
-/// the release that it is switching to.
+/// one again. No token is stored during an update, because the updater has written the current one for the release that
+/// it is switching to.
 fn store_next_token(
     config: &SyncConfig,
     next: Option<&SecretString>,

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::system::config;
-use crate::system::config::{DatabaseUrl, Identity, PlatformLink};
+use crate::system::config::{DatabaseUrl, Identity, PlatformAccess};
 use crate::system::epoch;
 use crate::system::layout::Layout;
 use crate::system::postgres::PostgresServer;
-use crate::system::store::StoreLink;
+use crate::system::store::HostStoreAccess;
 use crate::system::store_credentials::{OutagePolicy, RenewingCredentials};
 use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
@@ -24,7 +24,7 @@ use svc_store::key::SlotPrefix;
 pub struct SyncConfig {
     pub layout: Layout,
     pub identity: Identity,
-    pub platform: PlatformLink,
+    pub platform: PlatformAccess,
     pub slot: SlotPrefix,
     pub bucket: Bucket,
     /// Present if the store's credentials expire.
@@ -42,8 +42,8 @@ impl SyncConfig {
     pub fn read(layout: Layout) -> Result<Self, Failure> {
         let mut env = config::environment(&layout);
         let identity = Identity::read(&mut env);
-        let platform = PlatformLink::read(&mut env, &layout);
-        let store = StoreLink::read(&mut env, &layout);
+        let platform = PlatformAccess::read(&mut env, &layout);
+        let store = HostStoreAccess::read(&mut env, &layout);
         let database = DatabaseUrl::read(&mut env);
         let image_version = config::image_version(&mut env);
         let listen = env.or_default(&vars::GATEWAY_LISTEN);

@@ -83,7 +83,7 @@ impl<'a> HeartbeatClient<'a> {
         let mut accepted = AcceptedToken { token: current, rejected: None };
         let (mut status, mut body) = self.send(&request, &accepted.token).await?;
         if let (StatusCode::UNAUTHORIZED, Some(previous)) = (status, previous) {
-            // A platform restored to an earlier key does not recognise a token that it issued later.
+            // A platform that was restored with an earlier key does not recognize tokens issued with a later one.
             accepted = AcceptedToken { token: previous, rejected: Some(accepted.token) };
             (status, body) = self.send(&request, &accepted.token).await?;
         }

@@ -9,7 +9,7 @@ use super::server::CloudServer;
 use crate::system::quiesce::Quiesce;
 use svc_base::clock;
 use svc_store::StoreError;
-use svc_store::meta::{self, MetaError, VpsMeta};
+use svc_store::meta::{self, VpsMeta, VpsMetaError};
 use svc_store::pointer_io;
 
 /// Timeout for a write; shorter than the interval between two writes.
@@ -18,7 +18,7 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(120);
 #[derive(Debug, thiserror::Error)]
 pub enum MetaWriteError {
     #[error(transparent)]
-    Meta(#[from] MetaError),
+    Meta(#[from] VpsMetaError),
     #[error("timed out")]
     Timeout,
 }
@@ -55,7 +55,7 @@ pub async fn write_if_due(config: &SyncConfig, last_write: &mut LastWrite) -> Re
 }
 
 async fn try_write(config: &SyncConfig, meta: &mut VpsMeta) -> Result<(), MetaWriteError> {
-    meta.last_backup = read_last_backup(config).await.map_err(MetaError::Store)?;
+    meta.last_backup = read_last_backup(config).await.map_err(VpsMetaError::Store)?;
     Ok(meta::write(&config.bucket, &config.slot, meta).await?)
 }
 

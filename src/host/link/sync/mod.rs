@@ -29,7 +29,7 @@ use apply_response::SupersededRecord;
 use config::SyncConfig;
 use heartbeat::HeartbeatClient;
 use svc_base::applet::{self, Exit, Failure, OrExit};
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_http::request_id;
 
 #[derive(clap::Parser)]
@@ -48,7 +48,7 @@ struct Args {
 enum Command {
     /// Save the owner's files until stopped
     Files,
-    /// Show what is saved of the owner's files
+    /// Show the state of the owner's file backup
     #[command(
         after_help = "Exit codes: 0 saved, 69 changes have not been saved for ten minutes, or the files were not restored."
     )]
@@ -66,7 +66,7 @@ enum Command {
         #[arg(long)]
         before: Option<String>,
     },
-    /// List a directory as it was
+    /// List an earlier state of a directory
     #[command(after_help = "A relative path is below /home/svc/home.\n\n\
 Example: svc-sync-agent list projects --time 2026-11-27T18:00:00Z")]
     List {
@@ -77,10 +77,10 @@ Example: svc-sync-agent list projects --time 2026-11-27T18:00:00Z")]
         #[arg(long)]
         time: Option<String>,
     },
-    /// Bring a file or directory back as it was, and wait until it is there
+    /// Restore an earlier state of a file or directory, and wait until the restore has ended
     #[command(
-        after_help = "It is restored to its own place; if something is there, beside it under a new name. With --replace, what \
-is there is saved first, and stays under a new name.\n\n\
+        after_help = "It is restored to its original path or, if that path exists, next to it under a new name. With --replace, \
+an existing file or directory is saved first and kept under a new name.\n\n\
 Example: svc-sync-agent restore projects/app --time 2026-11-27T18:00:00Z\n\n\
 Exit codes: 0 restored, 64 invalid path or time, 65 refused, 69 not restored, 77 not permitted."
     )]
@@ -93,7 +93,7 @@ Exit codes: 0 restored, 64 invalid path or time, 65 refused, 69 not restored, 77
         /// Restore to this path, which must not exist
         #[arg(long)]
         into: Option<String>,
-        /// Replace what is there
+        /// Replace an existing file or directory
         #[arg(long)]
         replace: bool,
     },
@@ -105,12 +105,14 @@ Exit codes: 0 restored, 64 invalid path or time, 65 refused, 69 not restored, 77
         listen: bool,
     },
     /// Serve the requested restore of a file or directory
-    #[command(after_help = "Used by svc-files-request.service. As root, it runs as that service does.")]
+    #[command(
+        after_help = "Used by svc-files-request.service. If root starts it, it switches to that service's user."
+    )]
     ServeRestore,
     /// Verify part of the file backup
     #[command(
-        after_help = "Reads the shares that are due, so that all is verified within VERIFY_WITHIN_DAYS, and requests a save if packs \
-are damaged. Once a week, also compares a sample with the files on this machine.\n\nExample: svc-sync-agent verify --all\n\n\
+        after_help = "Reads the shares that are due, so that everything is verified within VERIFY_WITHIN_DAYS, and requests a save if \
+packs are damaged. Once a week, also compares a sample with the files on this machine.\n\nExample: svc-sync-agent verify --all\n\n\
 Exit codes: 0 intact, 65 damaged or different, 69 not completed."
     )]
     Verify {
@@ -120,8 +122,8 @@ Exit codes: 0 intact, 65 damaged or different, 69 not completed."
     },
     /// Restore the owner's files on a new machine
     #[command(
-        after_help = "A machine that is already in use restores nothing, because its files are newer. If the restore of its \
-first boot failed, --retry repeats it: files of the snapshot then replace files of the same name.\n\n\
+        after_help = "A machine that is already in use restores nothing, because its files are newer. If the restore at its \
+first boot failed, --retry repeats it; files from the snapshot then replace files with the same name.\n\n\
 Example: svc-sync-agent restore-home --retry"
     )]
     RestoreHome {
@@ -142,13 +144,13 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Err(code) => return code,
     };
     let layout = Layout::from_process();
-    // A person may start these as root; they then run as their units do.
+    // If root starts these commands, they run as the user of their units, with the same capabilities.
     if matches!(args.command, Some(Command::RestoreHome { .. } | Command::ServeRestore))
         && let Err(error) = user::switch_to_gateway_user_with(&layout, files::gate::CAPABILITIES)
     {
         return applet::report("svc-sync-agent", &Failure::new(Exit::Internal, error));
     }
-    // A person may start these as root; the services must be able to remove requests, and to replace the results.
+    // Even if root starts these commands, the services must be able to remove their requests and replace their results.
     if matches!(args.command, Some(Command::Now | Command::Verify { .. }))
         && let Err(error) = user::switch_to_gateway_user(&layout)
     {
@@ -197,7 +199,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 async fn send_heartbeats() -> Result<(), Failure> {
     let config = SyncConfig::read(Layout::from_process())?;
     if config.layout.superseded().exists() {
-        let why = anyhow!("another machine has taken this one's place: the agent does not run here");
+        let why = anyhow!("another machine has taken this one's place, so the agent does not run here");
         return Err(Failure::new(Exit::Permission, why));
     }
     config.platform.upgrade_token.make_durable().or_exit(Exit::Internal)?;
@@ -209,7 +211,7 @@ async fn send_heartbeats() -> Result<(), Failure> {
     tokio::select! {
         superseded = run_heartbeats(&config, &heartbeats) => {
             superseded.write(&config.layout).or_exit(Exit::Internal)?;
-            tracing::warn!(epoch = ?superseded.epoch, "another machine has taken this one's place: stopping");
+            tracing::warn!(epoch = ?superseded.epoch, "another machine has taken this one's place; stopping");
         }
         never = run_meta_writer(&config) => match never {},
         _ = term.recv() => {}

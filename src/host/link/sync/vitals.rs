@@ -23,11 +23,11 @@ use svc_http::proof::ProofKeys;
 use svc_store::key;
 use svc_wire::heartbeat::ComponentHealth;
 use svc_wire::host::{
-    ComponentStatus, FilesReport, LastBackup, LastUpdate, MAX_DAMAGED_KEYS, Outcome, SnapshotCheck,
+    ComponentStatus, FileBackupReport, LastBackup, LastUpdate, MAX_DAMAGED_KEYS, Outcome, SnapshotCheck,
     SnapshotChecks, UpdateOutcome,
 };
 use svc_wire::machine::{Attention, Disk};
-use svc_wire::text::Text;
+use svc_wire::text::WireString;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -62,7 +62,7 @@ pub fn read_last_update(config: &SyncConfig) -> Option<LastUpdate> {
     Some(LastUpdate { version: version.into(), outcome: outcome.into(), stage, at: at.into(), error })
 }
 
-/// Creates an item for the fleet's problem list.
+/// Creates an item for the fleet's attention list.
 fn attention_item(code: &str, detail: impl Into<String>) -> Attention {
     Attention { code: code.to_owned(), detail: detail.into() }
 }
@@ -108,14 +108,14 @@ fn unsaved_files_item(config: &SyncConfig) -> Option<Attention> {
     let outcome = RestoreOutcome::read(&config.layout).ok().flatten();
     if let Some(error) = outcome.and_then(|outcome| outcome.error) {
         let detail =
-            format!("the files of the earlier machine are not restored, and no files are saved: {error}");
+            format!("the previous machine's files have not been restored, and no files are saved: {error}");
         return Some(attention_item("files_not_restored", detail));
     }
     let status = FilesStatus::read(&config.layout).ok()??;
     let since = status.find_unsaved_since(Timestamp::now())?;
     let why = status.error.as_deref().unwrap_or("the file backup is not keeping up, or is not running");
     let detail =
-        format!("changes of the owner's files since {} are not saved: {why}", clock::rfc3339_ms(since));
+        format!("changes to the owner's files since {} have not been saved: {why}", clock::rfc3339_ms(since));
     Some(attention_item("files_unsaved", detail))
 }
 
@@ -130,11 +130,11 @@ fn damaged_files_item(config: &SyncConfig) -> Option<Attention> {
 }
 
 /// Reads the state of the file backup; `None` if it has not started.
-pub fn read_files(config: &SyncConfig) -> Option<FilesReport> {
+pub fn read_files(config: &SyncConfig) -> Option<FileBackupReport> {
     let status = FilesStatus::read(&config.layout).ok()??;
     let outcome = RestoreOutcome::read(&config.layout).ok().flatten();
     let checks = FileChecks::read(&config.layout).unwrap_or_default();
-    Some(FilesReport {
+    Some(FileBackupReport {
         saved_until: status.saved_until.map(Into::into),
         changed_since: status.changed_since.map(Into::into),
         // A sum of sparse files can exceed what the platform accepts.
@@ -196,7 +196,7 @@ pub fn read_last_backup(config: &SyncConfig) -> Option<LastBackup> {
     let record: BackupRecord = serde_json::from_slice(&text).ok()?;
     Some(LastBackup {
         taken_at: record.key.as_deref().and_then(key::taken_at).map(Into::into),
-        status: Text::from_stored(record.status),
+        status: WireString::from_stored(record.status),
         began_at: record.timestamp.map(Into::into),
         key: record.key,
         size_bytes: record.size_bytes,

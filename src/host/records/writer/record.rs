@@ -3,7 +3,7 @@
 use jiff::civil::Date;
 
 use super::file::LineFormat;
-use crate::records::names::{ACTIVITY, AUDIT, INTERACTIONS};
+use crate::records::record_file_names::{ACTIVITY, AUDIT, INTERACTIONS};
 
 /// Number of queued bytes at which they are written immediately, without waiting for the next interval.
 pub const BATCH_BYTES: usize = 256 << 10;

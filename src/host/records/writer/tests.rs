@@ -118,10 +118,10 @@ fn rejected_lines_are_counted_and_reported_by_a_gap() {
     let day: Date = "2026-11-22".parse().unwrap();
     records.append(Record::Interactions(day), &json!({"n": 1})).unwrap();
     records.append(Record::Usage, &json!({"n": 1})).unwrap();
-    assert!(!records.flush(Duration::from_millis(100)) && records.is_stuck());
+    assert!(!records.flush(Duration::from_millis(100)) && records.is_write_failing());
     assert_eq!(numbers(&dir.path().join("usage.jsonl")), [1]);
     fs::remove_dir(&path).unwrap();
-    assert!(records.flush(TIMEOUT) && !records.is_stuck());
+    assert!(records.flush(TIMEOUT) && !records.is_write_failing());
     // The gap is reported even without further lines.
     let start = Instant::now();
     while lines(&path).len() as u64 <= accepted {
@@ -190,7 +190,7 @@ fn lines_are_written_while_a_sync_hangs() {
         }
     }
     assert!(!records.flush(Duration::from_millis(20)), "the sync is still hanging");
-    assert!(!records.is_stuck());
+    assert!(!records.is_write_failing());
     drop(release);
     assert!(records.flush(TIMEOUT));
 }
@@ -258,7 +258,7 @@ fn full_disk_resumes_where_it_stopped_and_reports_the_gap() {
         }
     }
     let start = Instant::now();
-    while !records.is_stuck() {
+    while !records.is_write_failing() {
         assert!(start.elapsed() < TIMEOUT, "no write failed on the full disk");
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -274,7 +274,7 @@ fn full_disk_resumes_where_it_stopped_and_reports_the_gap() {
     assert!((1..7).contains(&whole), "{whole} lines fit");
     assert!(numbers(&after.path().join("audit.jsonl")).into_iter().eq((0..whole).chain([99])));
     disk.delete_filler().unwrap();
-    assert!(records.flush(TIMEOUT) && !records.is_stuck());
+    assert!(records.flush(TIMEOUT) && !records.is_write_failing());
     records.append(Record::Audit, &json!({"n": accepted})).unwrap();
     drop(writer);
     let gaps: Vec<u64> = lines(&path).iter().filter_map(|line| line["gap"]["lost"].as_u64()).collect();

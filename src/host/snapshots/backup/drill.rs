@@ -37,7 +37,7 @@ enum DrillError {
     Connect(#[from] ConnectError),
     #[error(transparent)]
     Load(#[from] LoadError),
-    #[error("remove the databases and roles of earlier drills")]
+    #[error("cannot remove the databases and roles of earlier drills")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
     File(#[from] FileError),
@@ -101,29 +101,29 @@ pub async fn run(
         tracing::warn!(%error, "could not remove the damaged dump");
     }
     check.write(&settings.layout).or_exit(Exit::Internal)?;
-    failpoint::pass("drill.recorded").or_exit(Exit::Internal)?;
+    failpoint::trigger("drill.recorded").or_exit(Exit::Internal)?;
     let summary = end.map_err(|error| Failure::new(error.exit(), error))?;
     println!("{} was restored and matches its record: {summary}", check.key.unwrap_or_default());
     Ok(())
 }
 
 async fn drill(settings: &BackupSettings, drilled: &mut Option<SnapshotRef>) -> Result<String, DrillError> {
-    failpoint::pass("drill.begin")?;
+    failpoint::trigger("drill.begin")?;
     let (context, dir) = (settings.restore_context(), settings.layout.drill_state());
     remove_leftovers(&context, &dir).await?;
-    failpoint::pass("drill.cleaned")?;
-    let Some((snapshot, side)) = find_latest(settings, drilled).await? else { return Ok(String::new()) };
-    staging::check_postgres_version(&context, &side).await?;
-    let dump = staging::fetch_dump(&context, &dir, &snapshot, &side).await?;
-    failpoint::pass("drill.downloaded")?;
-    let loaded = staging::load_into_scratch(&context, &dump, &side, RoleLifetime::Temporary).await?;
-    failpoint::pass("drill.loaded")?;
+    failpoint::trigger("drill.cleaned")?;
+    let Some((snapshot, sidecar)) = find_latest(settings, drilled).await? else { return Ok(String::new()) };
+    staging::check_postgres_version(&context, &sidecar).await?;
+    let dump = staging::fetch_dump(&context, &dir, &snapshot, &sidecar).await?;
+    failpoint::trigger("drill.downloaded")?;
+    let loaded = staging::load_into_scratch(&context, &dump, &sidecar, RoleLifetime::Temporary).await?;
+    failpoint::trigger("drill.loaded")?;
     let client = context.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     staging::drop_scratch(&client, &loaded.name).await;
-    failpoint::pass("drill.dropped")?;
+    failpoint::trigger("drill.dropped")?;
     remove_leftovers(&context, &dir).await?;
-    let rows: u64 = side.tables.iter().map(|table| table.rows).sum();
-    Ok(format!("{}, {}", pluralize(side.tables.len() as u64, "table"), pluralize(rows, "row")))
+    let rows: u64 = sidecar.tables.iter().map(|table| table.rows).sum();
+    Ok(format!("{}, {}", pluralize(sidecar.tables.len() as u64, "table"), pluralize(rows, "row")))
 }
 
 /// Finds the latest snapshot. `drilled` is set even if the sidecar cannot be read.
@@ -138,8 +138,8 @@ async fn find_latest(
         Err(SnapshotUnusable::Store(error)) => return Err(DrillError::Store(error)),
     };
     *drilled = Some(snapshot.clone());
-    let side = snapshot::read_sidecar(&settings.bucket, &settings.slot, &snapshot).await;
-    Ok(Some((snapshot, side.map_err(DrillError::Store)?)))
+    let sidecar = snapshot::read_sidecar(&settings.bucket, &settings.slot, &snapshot).await;
+    Ok(Some((snapshot, sidecar.map_err(DrillError::Store)?)))
 }
 
 /// Removes databases, dumps and roles of this drill or of a killed one.

@@ -74,15 +74,15 @@ pub enum DumpError {
     NoTableOfContents,
     #[error("{tool} made no progress for {seconds} s")]
     Stalled { tool: &'static str, seconds: u64 },
-    #[error("read from pg_dump")]
+    #[error("cannot read from pg_dump")]
     Read(#[source] std::io::Error),
     #[error("pg_dump has no standard output")]
     NoOutput,
     #[error(transparent)]
     Upload(#[from] UploadError),
-    #[error("write the dump")]
+    #[error("cannot write the dump")]
     Write(#[source] std::io::Error),
-    #[error("read the database's catalog")]
+    #[error("cannot read the database's catalog")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
     Injected(#[from] failpoint::Injected),
@@ -146,7 +146,7 @@ pub async fn dump_snapshot(
 /// Dumps the exported snapshot.
 ///
 /// # Errors
-/// [`DumpError`]; the bytes in the sink are then not a dump.
+/// [`DumpError`]; the sink then does not contain a valid dump.
 async fn dump_to_sink(
     settings: &BackupSettings,
     snapshot: &str,
@@ -206,7 +206,7 @@ async fn pump(
         head.extend_from_slice(&chunk[..chunk.len().min(toc::HEAD_BYTES - head.len())]);
         reader.push(chunk.clone()).await?;
         sink.push(chunk).await?;
-        failpoint::pass("backup.streaming")?;
+        failpoint::trigger("backup.streaming")?;
     }
     sink.flush().await?;
     Ok((VerifiedDump { size_bytes, sha256: hex::encode(digest.finalize()) }, toc::count_entries(&head)))

@@ -22,7 +22,7 @@ const MAX_STDERR_BYTES: usize = 4096;
 /// Why a dump was not read in full.
 #[derive(Debug, thiserror::Error)]
 pub enum DumpCheckError {
-    #[error("start {tool}")]
+    #[error("cannot start {tool}")]
     Start {
         tool: &'static str,
         #[source]
@@ -33,7 +33,7 @@ pub enum DumpCheckError {
     /// The state of the dump is unknown.
     #[error("pg_restore was killed: {status}")]
     Killed { status: ExitStatus },
-    #[error("wait for {tool}")]
+    #[error("cannot wait for {tool}")]
     Wait {
         tool: &'static str,
         #[source]

@@ -1,5 +1,5 @@
-//! The steps of a backup, ordered so that the pointer never names a missing object: snapshot, dump, object, sidecar
-//! , pointer.
+//! The steps of a backup, ordered so that the pointer never names a missing object: snapshot, dump, object, sidecar,
+//! pointer.
 //!
 //! A failure never moves the pointer, and no snapshot is ever pruned. Every run leaves a record.
 
@@ -11,7 +11,7 @@ use jiff::Timestamp;
 use super::dump::{self, DumpError, VerifiedDump};
 use super::old_databases;
 use super::open_uploads;
-use super::progress_writer::{TrackedUpload, Tracker};
+use super::progress_writer::{ProgressTracker, TrackedUpload};
 use super::record::{self, BackupRecord};
 use super::row_loss::{EmptiedDatabase, count_owner_rows};
 use super::settings::BackupSettings;
@@ -33,8 +33,8 @@ use svc_store::StoreError;
 use svc_store::key;
 use svc_store::pointer::{Fenced, SnapshotRef};
 use svc_store::pointer_io::{self, PointerError};
-use svc_store::recorded_snapshot::RecordedSnapshot;
 use svc_store::snapshot::{self as stored, DatabaseIdentity, Sidecar};
+use svc_store::snapshot_with_sidecar::SnapshotWithSidecar;
 use svc_store::upload::{PartLayout, Upload, UploadError};
 
 /// Fail points of a run.
@@ -53,8 +53,8 @@ pub const FAILPOINTS: &[&str] = &[
 /// Policy for a database that has lost rows since the previous snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LossPolicy {
-    /// Take no snapshot of an emptied database, and hold back that of a shrunken one: the previous one stays the
-    /// latest.
+    /// Take no snapshot of an emptied database, and hold back the snapshot of a shrunken one. The previous snapshot
+    /// stays the latest.
     Refuse,
     /// Make the snapshot the latest: the operator has confirmed the loss.
     Accept,
@@ -125,7 +125,7 @@ impl BackupError {
 /// A stored snapshot whose attempt could not move the pointer. The next attempt of the run moves it, instead of taking
 /// another snapshot.
 pub struct UnpublishedSnapshot {
-    snapshot: RecordedSnapshot,
+    snapshot: SnapshotWithSidecar,
     /// Key of the snapshot that the pointer named when this one was taken. If the pointer names another one now, that
     /// one is newer.
     previous_key: Option<String>,
@@ -138,7 +138,7 @@ struct Progress {
     dump: Option<VerifiedDump>,
     /// Set once the snapshot may become the latest.
     unpublished: Option<UnpublishedSnapshot>,
-    tracker: Tracker,
+    tracker: ProgressTracker,
 }
 
 impl Progress {
@@ -179,7 +179,7 @@ pub async fn attempt(
         key: None,
         dump: None,
         unpublished: unpublished.take(),
-        tracker: Tracker::begin(&settings.layout, timestamp),
+        tracker: ProgressTracker::begin(&settings.layout, timestamp),
     };
     let end = back_up(settings, options, &mut progress, stop).await;
     let record = build_record(timestamp, started, &progress, end.as_ref().err());
@@ -189,7 +189,7 @@ pub async fn attempt(
     let recorded = record::write(&settings.layout, &record).or_exit(Exit::Internal);
     match end {
         Ok(()) => {
-            failpoint::pass("backup.recorded").or_exit(Exit::Internal)?;
+            failpoint::trigger("backup.recorded").or_exit(Exit::Internal)?;
             tracing::info!(
                 key = progress.key,
                 size = record.size_bytes,
@@ -232,7 +232,7 @@ async fn back_up(
     progress: &mut Progress,
     stop: impl Future<Output = ()>,
 ) -> Result<(), BackupError> {
-    failpoint::pass("backup.begin")?;
+    failpoint::trigger("backup.begin")?;
     if settings.layout.superseded().exists() {
         return Err(BackupError::Superseded);
     }
@@ -252,21 +252,23 @@ async fn back_up(
 
     progress.enter(Stage::Snapshot);
     let snapshot = Snapshot::open(&settings.server).await?;
-    failpoint::pass("backup.snapshot")?;
+    failpoint::trigger("backup.snapshot")?;
 
     progress.enter(Stage::Dump);
     let mut taken = upload(settings, progress, &snapshot, previous.as_ref(), stop).await?;
-    taken.side.database_identity = identity;
+    taken.sidecar.database_identity = identity;
     drop(snapshot);
-    failpoint::pass("backup.completed")?;
+    failpoint::trigger("backup.completed")?;
 
     progress.enter(Stage::Sidecar);
-    let snapshot = stored::write_sidecar(&settings.bucket, &settings.slot, &taken.side, taken.etag).await?;
-    failpoint::pass("backup.sidecar")?;
+    let snapshot =
+        stored::write_sidecar(&settings.bucket, &settings.slot, &taken.sidecar, taken.etag).await?;
+    failpoint::trigger("backup.sidecar")?;
 
     progress.enter(Stage::Pointer);
     if let Some(previous) = &previous
-        && let Some(held) = shrink_guard::check_shrinkage(settings, options.trigger, previous, &taken.side)?
+        && let Some(held) =
+            shrink_guard::check_shrinkage(settings, options.trigger, previous, &taken.sidecar)?
     {
         return Err(held.into());
     }
@@ -296,12 +298,12 @@ async fn publish(settings: &BackupSettings, progress: &mut Progress) -> Result<(
             source => BackupError::Unpublished { key: stored.snapshot.snapshot_ref().key.clone(), source },
         })?;
     }
-    failpoint::pass("backup.pointer")?;
+    failpoint::trigger("backup.pointer")?;
     HeldSnapshot::clear(&settings.layout)?;
 
     progress.enter(Stage::Done);
     old_databases::drop_old_databases(&settings.server, settings.layout.root()).await;
-    failpoint::pass("backup.cleaned")?;
+    failpoint::trigger("backup.cleaned")?;
     Ok(())
 }
 
@@ -327,7 +329,7 @@ async fn read_sidecar(
     latest: &SnapshotRef,
 ) -> Result<Option<Sidecar>, BackupError> {
     match stored::read_sidecar(&settings.bucket, &settings.slot, latest).await {
-        Ok(side) => Ok(Some(side)),
+        Ok(sidecar) => Ok(Some(sidecar)),
         // An unusable snapshot must not block its replacement.
         Err(error @ (StoreError::Corrupt { .. } | StoreError::NotFound { .. })) => {
             tracing::warn!(error = %format_chain(&error), "the previous snapshot has no usable sidecar; the new one is not compared with it");
@@ -339,12 +341,12 @@ async fn read_sidecar(
 
 /// A completely uploaded object and its sidecar.
 struct UploadedSnapshot {
-    side: Sidecar,
+    sidecar: Sidecar,
     etag: Option<String>,
 }
 
-/// Uploads the dump, and counts the rows in the same snapshot. The upload is completed only for a verified dump,
-/// otherwise aborted.
+/// Uploads the dump, and counts the rows in the same snapshot. The upload is completed only if the dump is
+/// verified; otherwise it is aborted.
 async fn upload(
     settings: &BackupSettings,
     progress: &mut Progress,
@@ -383,16 +385,16 @@ async fn dump_to_upload(
 ) -> Result<UploadedSnapshot, BackupError> {
     let mut sink = TrackedUpload { upload, tracker: &progress.tracker };
     let dumped = dump::dump_snapshot(settings, snapshot, &mut sink).await?;
-    if let Some(previous) =
-        previous.filter(|side| count_owner_rows(&side.tables) > 0 && count_owner_rows(&dumped.tables) == 0)
+    if let Some(previous) = previous
+        .filter(|sidecar| count_owner_rows(&sidecar.tables) > 0 && count_owner_rows(&dumped.tables) == 0)
     {
         let rows = count_owner_rows(&previous.tables);
         return Err(EmptiedDatabase { previous_key: previous.key.clone(), rows }.into());
     }
-    failpoint::pass("backup.verified")?;
+    failpoint::trigger("backup.verified")?;
     progress.enter(Stage::Upload);
     progress.dump = Some(dumped.dump.clone());
-    let side = dumped.sidecar(key, &settings.identity, snapshot);
+    let sidecar = dumped.sidecar(key, &settings.identity, snapshot);
     let meta = upload.complete().await?;
-    Ok(UploadedSnapshot { etag: meta.e_tag, side })
+    Ok(UploadedSnapshot { etag: meta.e_tag, sidecar })
 }

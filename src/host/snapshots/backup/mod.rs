@@ -47,7 +47,7 @@ use retry::RetrySchedule;
 use settings::BackupSettings;
 use shrink_guard::Trigger;
 use svc_base::applet::{self, Exit, Failure, OrExit};
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_http::request_id;
 use svc_store::key::SnapshotKey;
 use verify::VerifyTargets;
@@ -190,7 +190,7 @@ impl VerifyArgs {
             Self { latest: true, .. } => VerifyTargets::Latest,
             Self { all: true, .. } => VerifyTargets::All,
             Self { keys, .. } if !keys.is_empty() => VerifyTargets::Named(keys),
-            _ => VerifyTargets::Share,
+            _ => VerifyTargets::DailyShare,
         }
     }
 }

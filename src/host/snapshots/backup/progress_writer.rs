@@ -12,15 +12,15 @@ use super::dump::{DumpError, Sink};
 use super::stage::Stage;
 use crate::snapshots::backup_progress::BackupProgress;
 use crate::system::layout::Layout;
-use svc_base::chain::format_chain;
 use svc_base::clock;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx;
 use svc_store::upload::Upload;
 
 const WRITE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// The progress of one run.
-pub struct Tracker {
+pub struct ProgressTracker {
     layout: Layout,
     state: Mutex<TrackerState>,
 }
@@ -30,7 +30,7 @@ struct TrackerState {
     written_at: Instant,
 }
 
-impl Tracker {
+impl ProgressTracker {
     /// Starts tracking a run. The caller holds the backup's lock.
     pub fn begin(layout: &Layout, began_at: Timestamp) -> Self {
         // A killed run may leave a temporary file.
@@ -73,7 +73,7 @@ enum Urgency {
 /// An upload whose progress is tracked.
 pub struct TrackedUpload<'a> {
     pub upload: &'a mut Upload,
-    pub tracker: &'a Tracker,
+    pub tracker: &'a ProgressTracker,
 }
 
 impl Sink for TrackedUpload<'_> {

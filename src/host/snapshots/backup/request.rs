@@ -1,4 +1,4 @@
-//! A request file, which the requester of a backup or a drill writes, and the run that serves it removes.
+//! A request file: the requester of a backup or a drill writes it, and the run that serves it removes it.
 //!
 //! A request made during a run needs a later snapshot than that run's, so it is kept for the next run.
 
@@ -38,7 +38,7 @@ impl RequestFile {
         request["requestId"].as_str().filter(|id| request_id::is_well_formed(id)).map(str::to_owned)
     }
 
-    /// Marks every request until now as served by this run, whose snapshot is taken later.
+    /// Marks every request made so far as served by this run, whose snapshot is taken later.
     pub fn begin(&self) {
         self.served.set(read_version(&self.path));
     }

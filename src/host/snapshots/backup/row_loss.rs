@@ -8,8 +8,8 @@ use svc_store::snapshot::TableCount;
 /// An emptied database.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the database holds no rows, but the previous snapshot, {previous_key}, holds {rows}: it stays the latest\n  next: \
-     `svcctl recover` restores it; if the loss is intended, `svc-db-backup run --allow-empty`"
+    "the database holds no rows, but the previous snapshot, {previous_key}, holds {rows} and stays the latest\n  next: \
+     restore it with `svcctl recover`; if the loss is intended, run `svc-db-backup run --allow-empty`"
 )]
 pub struct EmptiedDatabase {
     /// Key of the previous snapshot.

@@ -10,7 +10,7 @@ use crate::system::config::{DatabaseUrl, Identity};
 use crate::system::layout::Layout;
 use crate::system::postgres::PostgresServer;
 use crate::system::postgres_tools::{Compression, PgTools};
-use crate::system::store::StoreLink;
+use crate::system::store::HostStoreAccess;
 use crate::system::store_credentials::OutagePolicy;
 use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
@@ -36,7 +36,7 @@ impl BackupSettings {
     pub fn read(layout: Layout, outage_policy: OutagePolicy) -> Result<Self, Failure> {
         let mut env = config::environment(&layout);
         let identity = Identity::read_current(&mut env, &layout);
-        let store = StoreLink::read(&mut env, &layout);
+        let store = HostStoreAccess::read(&mut env, &layout);
         let database = DatabaseUrl::read(&mut env);
         let tools = PgTools::locate(&mut env, &layout);
         let compression = env.or_default(&vars::BACKUP_COMPRESSION);

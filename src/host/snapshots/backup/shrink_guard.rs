@@ -125,18 +125,18 @@ impl AcceptError {
 pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failure> {
     let (started, timestamp) = (Instant::now(), clock::now_ms());
     let accepted = accept_held(settings).await.map_err(|error| Failure::new(error.exit(), error))?;
-    let Some(side) = accepted else {
+    let Some(sidecar) = accepted else {
         println!("no snapshot is held back");
         return Ok(());
     };
-    println!("{} is now the latest snapshot", side.key);
+    println!("{} is now the latest snapshot", sidecar.key);
     let record = BackupRecord {
         timestamp,
         status: Status::Success,
         stage: Stage::Done,
-        key: Some(side.key),
-        size_bytes: Some(side.size_bytes),
-        sha256: Some(side.sha256),
+        key: Some(sidecar.key),
+        size_bytes: Some(sidecar.size_bytes),
+        sha256: Some(sidecar.sha256),
         duration_ms: u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX),
         error: None,
         held: None,
@@ -146,8 +146,8 @@ pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failu
 
 async fn accept_held(settings: &BackupSettings) -> Result<Option<Sidecar>, AcceptError> {
     let Some(held) = HeldSnapshot::read(&settings.layout)? else { return Ok(None) };
-    let (side, snapshot) = stored::load_recorded(&settings.bucket, &settings.slot, &held.key).await?;
+    let (sidecar, snapshot) = stored::load_with_sidecar(&settings.bucket, &settings.slot, &held.key).await?;
     pointer_io::advance(&settings.bucket, &settings.slot, &snapshot).await?;
     HeldSnapshot::clear(&settings.layout)?;
-    Ok(Some(side))
+    Ok(Some(sidecar))
 }

@@ -24,7 +24,7 @@ const LOCK_TIMEOUT_SECONDS: u32 = 60;
 /// The open transaction. Dropping it closes the connection and ends the transaction.
 pub struct Snapshot {
     client: Client,
-    /// For `pg_dump --snapshot`.
+    /// The id for `pg_dump --snapshot`.
     pub id: String,
     /// A time just before the snapshot: everything committed by then is in the snapshot.
     pub taken_at: Timestamp,
@@ -42,7 +42,7 @@ pub enum SnapshotError {
     /// A long operation, such as a migration, has locked a table exclusively.
     #[error("a table has been locked by another session for more than {LOCK_TIMEOUT_SECONDS} s")]
     Locked(#[source] Error),
-    #[error("take a snapshot of the database")]
+    #[error("cannot take a snapshot of the database")]
     Query(#[from] Error),
 }
 
@@ -57,8 +57,8 @@ impl SnapshotError {
 }
 
 impl Snapshot {
-    /// Opens a snapshot. If a table is dropped before it is locked, a new transaction is tried, at most [`MAX_ATTEMPTS`]
-    /// in total.
+    /// Opens a snapshot. If a table is dropped before it is locked, retries in a new transaction, with at most
+    /// [`MAX_ATTEMPTS`] attempts in total.
     pub async fn open(server: &PostgresServer) -> Result<Self, SnapshotError> {
         let mut attempt = 1;
         loop {

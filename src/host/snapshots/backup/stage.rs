@@ -10,7 +10,7 @@ pub enum Stage {
     Snapshot,
     Dump,
     Upload,
-    /// Its former name stays in records.
+    /// Records still use its former name.
     #[serde(rename = "sideRecord")]
     Sidecar,
     Pointer,
@@ -18,7 +18,7 @@ pub enum Stage {
 }
 
 impl Stage {
-    /// The stage's name in records.
+    /// Returns the stage's name in records.
     pub fn name(self) -> String {
         let name = serde_json::to_value(self).ok();
         name.and_then(|name| name.as_str().map(str::to_owned)).unwrap_or_default()

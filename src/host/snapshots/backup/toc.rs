@@ -1,6 +1,7 @@
 //! Parses the head of a custom-format dump, up to the number of entries in its table of contents.
 //!
-//! The layout is `ReadHead` of PostgreSQL's `pg_backup_archiver.c`; formats 1.14 (PostgreSQL 14, 15) to 1.16.
+//! The layout is the one that `ReadHead` in PostgreSQL's `pg_backup_archiver.c` parses, in formats 1.14 (PostgreSQL 14
+//! and 15) to 1.16.
 
 /// Number of bytes that [`count_entries`] needs, for names of reasonable length.
 pub const HEAD_BYTES: usize = 4096;
@@ -8,28 +9,28 @@ pub const HEAD_BYTES: usize = 4096;
 /// Returns the number of entries, or `None` if this is not the head of such a dump.
 pub fn count_entries(head: &[u8]) -> Option<u32> {
     let mut rest = Reader { bytes: head.strip_prefix(b"PGDMP")?, int_size: 4 };
-    let (major, minor, _revision) = (rest.byte()?, rest.byte()?, rest.byte()?);
+    let (major, minor, _revision) = (rest.read_byte()?, rest.read_byte()?, rest.read_byte()?);
     if major != 1 || !(14..=16).contains(&minor) {
         return None;
     }
-    rest.int_size = usize::from(rest.byte()?);
-    let _offset_size = rest.byte()?;
+    rest.int_size = usize::from(rest.read_byte()?);
+    let _offset_size = rest.read_byte()?;
     const CUSTOM: u8 = 1;
-    if rest.byte()? != CUSTOM {
+    if rest.read_byte()? != CUSTOM {
         return None;
     }
     if minor >= 15 {
-        rest.byte()?;
+        rest.read_byte()?;
     } else {
-        rest.int()?;
+        rest.read_int()?;
     }
     for _time_part in 0..7 {
-        rest.int()?;
+        rest.read_int()?;
     }
     for _name_and_versions in 0..3 {
-        rest.text()?;
+        rest.skip_text()?;
     }
-    u32::try_from(rest.int()?).ok()
+    u32::try_from(rest.read_int()?).ok()
 }
 
 struct Reader<'a> {
@@ -38,26 +39,26 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    fn byte(&mut self) -> Option<u8> {
+    fn read_byte(&mut self) -> Option<u8> {
         let (first, rest) = self.bytes.split_first()?;
         self.bytes = rest;
         Some(*first)
     }
 
     /// Reads a sign byte, then the magnitude, least significant byte first.
-    fn int(&mut self) -> Option<i64> {
-        let is_negative = self.byte()? != 0;
+    fn read_int(&mut self) -> Option<i64> {
+        let is_negative = self.read_byte()? != 0;
         let mut value: i64 = 0;
         for index in 0..self.int_size {
-            value |= i64::from(self.byte()?).checked_shl(8 * u32::try_from(index).ok()?)?;
+            value |= i64::from(self.read_byte()?).checked_shl(8 * u32::try_from(index).ok()?)?;
         }
         // The minimum has no positive counterpart.
         if is_negative { value.checked_neg() } else { Some(value) }
     }
 
-    fn text(&mut self) -> Option<()> {
+    fn skip_text(&mut self) -> Option<()> {
         // -1 encodes a missing string.
-        let length = usize::try_from(self.int()?.max(0)).ok()?;
+        let length = usize::try_from(self.read_int()?.max(0)).ok()?;
         self.bytes = self.bytes.get(length..)?;
         Some(())
     }

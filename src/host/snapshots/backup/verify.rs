@@ -32,9 +32,9 @@ pub enum VerifyTargets {
     /// The snapshot that the pointer names.
     Latest,
     /// Today's share of all snapshots, so that each is read within the configured number of days.
-    Share,
+    DailyShare,
     All,
-    /// By their keys.
+    /// The snapshots with these keys.
     Named(Vec<String>),
 }
 
@@ -100,7 +100,8 @@ struct VerifyResults {
     damaged: Vec<(String, String)>,
 }
 
-/// Reads snapshots and records the results. `stop` ends it early; snapshots read until then count.
+/// Reads snapshots and records the results. `stop` ends the run early; the snapshots read so far are still
+/// recorded.
 ///
 /// # Errors
 /// [`Failure`]; `Refused` if a snapshot is damaged.
@@ -134,7 +135,7 @@ pub async fn run(
         error,
     };
     check.write(&settings.layout).or_exit(Exit::Internal)?;
-    failpoint::pass("verify.recorded").or_exit(Exit::Internal)?;
+    failpoint::trigger("verify.recorded").or_exit(Exit::Internal)?;
     end.map_err(|error| Failure::new(error.exit(), error))?;
     match results.damaged.as_slice() {
         [] => {
@@ -162,7 +163,7 @@ async fn verify_all(
     targets: &VerifyTargets,
     results: &mut VerifyResults,
 ) -> Result<(), VerifyError> {
-    failpoint::pass("verify.begin")?;
+    failpoint::trigger("verify.begin")?;
     let mut read_times = ReadTimes::read(settings)?;
     let keys = select_keys(settings, targets, &mut read_times).await?;
     if let [only] = keys.as_slice() {
@@ -170,13 +171,13 @@ async fn verify_all(
     }
     for key in keys {
         match verify_one(settings, &key).await {
-            Ok(side) => {
-                failpoint::pass("verify.read")?;
+            Ok(sidecar) => {
+                failpoint::trigger("verify.read")?;
                 read_times.record_read(settings, &key)?;
-                failpoint::pass("verify.read_recorded")?;
+                failpoint::trigger("verify.read_recorded")?;
                 results.intact += 1;
-                results.bytes += side.size_bytes;
-                tracing::info!(key, bytes = side.size_bytes, "a snapshot is intact");
+                results.bytes += sidecar.size_bytes;
+                tracing::info!(key, bytes = sidecar.size_bytes, "a snapshot is intact");
             }
             Err(VerifyFailure::Damaged(why)) => {
                 tracing::error!(key, why, "a snapshot is damaged");
@@ -226,15 +227,15 @@ enum VerifyFailure {
 }
 
 async fn verify_one(settings: &BackupSettings, key: &str) -> Result<Sidecar, VerifyFailure> {
-    let side = snapshot::load(&settings.bucket, &settings.slot, key).await;
-    let side = side.map_err(|unusable| match unusable {
+    let sidecar = snapshot::load(&settings.bucket, &settings.slot, key).await;
+    let sidecar = sidecar.map_err(|unusable| match unusable {
         SnapshotUnusable::Store(error) => VerifyFailure::Unknown(error.into()),
         error => VerifyFailure::Damaged(error.to_string()),
     })?;
     let mut backoff = Backoff::new(settings.outage_timeout);
     let (bucket, slot, tools) = (&settings.bucket, &settings.slot, &settings.tools);
-    match verify_object::verify_object(bucket, slot, tools, &side, &mut backoff).await {
-        Ok(()) => Ok(side),
+    match verify_object::verify_object(bucket, slot, tools, &sidecar, &mut backoff).await {
+        Ok(()) => Ok(sidecar),
         Err(error) if error.is_damage() => {
             Err(VerifyFailure::Damaged(format!("{key}: {}", format_chain(&error))))
         }

@@ -46,14 +46,14 @@ pub async fn verify_object(
     bucket: &Bucket,
     slot: &SlotPrefix,
     tools: &PgTools,
-    side: &Sidecar,
+    sidecar: &Sidecar,
     backoff: &mut Backoff,
 ) -> Result<(), VerifyObjectError> {
     let reader = DumpCheck::start(tools)?;
     let mut state = ReadState { length: 0, digest: Sha256::new() };
-    while state.length < side.size_bytes {
+    while state.length < sidecar.size_bytes {
         let previous_length = state.length;
-        match state.read_rest(bucket, slot, &reader, side).await {
+        match state.read_rest(bucket, slot, &reader, sidecar).await {
             Ok(()) => {}
             Err(VerifyObjectError::Store(error)) if error.is_transient() => {
                 tracing::warn!(error = %format_chain(&error), at = state.length, "the read was interrupted");
@@ -62,15 +62,15 @@ pub async fn verify_object(
                 }
                 backoff.pause().await.map_err(|_| VerifyObjectError::Store(error))?;
             }
-            // `finish` returns the tool's own error.
+            // `finish` returns the error of `pg_restore` itself.
             Err(VerifyObjectError::Reader(DumpCheckError::ReaderExited)) => break,
             Err(error) => return Err(error),
         }
     }
     let read = reader.finish().await;
-    let is_complete = state.length == side.size_bytes;
-    if is_complete && hex::encode(state.digest.finalize()) != side.sha256 {
-        return Err(VerifyObjectError::WrongDigest { key: side.key.clone() });
+    let is_complete = state.length == sidecar.size_bytes;
+    if is_complete && hex::encode(state.digest.finalize()) != sidecar.sha256 {
+        return Err(VerifyObjectError::WrongDigest { key: sidecar.key.clone() });
     }
     Ok(read?)
 }
@@ -86,10 +86,10 @@ impl ReadState {
         bucket: &Bucket,
         slot: &SlotPrefix,
         reader: &DumpCheck,
-        side: &Sidecar,
+        sidecar: &Sidecar,
     ) -> Result<(), VerifyObjectError> {
-        let missing = || VerifyObjectError::Missing { key: side.key.clone() };
-        let key = slot.snapshot(&side.key).ok_or_else(missing)?;
+        let missing = || VerifyObjectError::Missing { key: sidecar.key.clone() };
+        let key = slot.snapshot(&sidecar.key).ok_or_else(missing)?;
         let failed = |error| match StoreError::classify(&key, error) {
             StoreError::NotFound { .. } => missing(),
             error => VerifyObjectError::Store(error),
@@ -97,9 +97,12 @@ impl ReadState {
         let range = (self.length > 0).then_some(GetRange::Offset(self.length));
         let options = GetOptions { range, ..GetOptions::default() };
         let response = bucket.raw().get_opts(&key, options).await.map_err(failed)?;
-        let wrong_size =
-            |found| VerifyObjectError::WrongSize { key: side.key.clone(), expected: side.size_bytes, found };
-        if response.meta.size != side.size_bytes {
+        let wrong_size = |found| VerifyObjectError::WrongSize {
+            key: sidecar.key.clone(),
+            expected: sidecar.size_bytes,
+            found,
+        };
+        if response.meta.size != sidecar.size_bytes {
             return Err(wrong_size(response.meta.size));
         }
         let mut stream = response.into_stream();
@@ -107,7 +110,7 @@ impl ReadState {
             let chunk = chunk.map_err(failed)?;
             self.digest.update(&chunk);
             self.length += chunk.len() as u64;
-            if self.length > side.size_bytes {
+            if self.length > sidecar.size_bytes {
                 return Err(wrong_size(self.length));
             }
             reader.push(chunk).await?;

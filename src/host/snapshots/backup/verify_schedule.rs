@@ -9,14 +9,14 @@ const DAY: SignedDuration = SignedDuration::from_hours(24);
 /// Maximum number of daily shares per run, to catch up after days without a run.
 const MAX_CATCH_UP_DAYS: usize = 3;
 
-/// A snapshot and when it was last read in full, by its backup or by a check since.
+/// A snapshot and when it was last read in full, by its backup or by a later check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LastRead {
     pub key: String,
     pub read_at: Timestamp,
 }
 
-/// Returns all snapshots with the time of their last read: by default, when they were taken.
+/// Returns all snapshots with the time of their last read. One that no check has read counts as read when it was taken.
 pub fn list_last_reads(
     taken: &[(String, Timestamp)],
     checked: &BTreeMap<String, Timestamp>,
@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// On a machine that runs every day, no snapshot stays unread for too long, while hourly snapshots arrive.
+        /// With a run every day, no snapshot stays unread for too long, although new snapshots keep arriving.
         #[test]
         fn schedule_reads_every_snapshot_in_time(within in 1_u32..20, per_day in 0_usize..30, days in 1_usize..60) {
             let mut now: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
@@ -69,7 +69,7 @@ mod tests {
             }
         }
 
-        /// After any time without runs, the schedule catches up without reading everything on one day.
+        /// After any time without runs, the schedule catches up without reading everything in one day.
         #[test]
         fn schedule_catches_up_in_steps(count in 1_usize..500, idle_days in 0_i32..400, within in 1_u32..40) {
             let start: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();

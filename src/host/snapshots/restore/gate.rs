@@ -17,7 +17,7 @@ use crate::system::lock::Lock;
 use crate::system::postgres;
 use crate::system::postgres::ConnectError;
 use svc_base::applet::{Exit, Failure};
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::{self, FileError};
 use svc_http::request_id;
@@ -48,14 +48,14 @@ pub const FAILPOINTS: &[&str] = &[
 /// Why the gate stays closed.
 #[derive(Debug, thiserror::Error)]
 enum RestoreError {
-    #[error("there is no snapshot, and SVC_RESTORE_MODE is required")]
+    #[error("there is no snapshot, and SVC_RESTORE_MODE does not allow an empty start")]
     Absent,
     #[error("the snapshot {key} is unusable: {why}")]
     Damaged { key: String, why: String },
     #[error(
-        "the database {database} holds rows of the owner ({table}), but no marker shows that it was restored: it may be newer \
-         than the snapshot, and is not replaced\n  next: `svc-restore adopt` keeps and serves it; `svc-restore replace` \
-         restores the snapshot and keeps this database as svc_before_<n>"
+        "the database {database} contains the owner's rows (in {table}), but no marker shows that it was \
+         restored: it may be newer than the snapshot, and is not replaced\n  next: `svc-restore adopt` keeps \
+         and serves it; `svc-restore replace` restores the snapshot and keeps this database as svc_before_<n>"
     )]
     HoldsRows { database: String, table: String },
     #[error(transparent)]
@@ -120,19 +120,19 @@ impl RestoreError {
     }
 }
 
-/// Policy for an existing database that has rows of the owner.
+/// Policy for an existing database that contains the owner's rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExistingRows {
     /// Refuse to replace it: it may be newer than the snapshot, and its marker may be lost.
     Refuse,
-    /// Replace it, as a person requested, and keep it as `svc_before_<n>`.
+    /// Replace it, as `svc-restore replace` requests, and keep it as `svc_before_<n>`.
     Replace,
 }
 
 /// Restores the snapshot, if there is one, and writes the marker.
 ///
 /// # Errors
-/// [`Failure`]; the marker is then not written and, unless the databases were swapped, the old one is unchanged.
+/// [`Failure`]; the marker is then not written and, unless the databases were swapped, the old database is unchanged.
 pub async fn open(
     _lock: &Lock,
     settings: &RestoreSettings,
@@ -142,26 +142,20 @@ pub async fn open(
 }
 
 /// Adopts the existing database as this machine's.
-///
-/// # Errors
-/// [`Failure`].
 pub async fn adopt(_lock: &Lock, settings: &RestoreSettings) -> Result<(), Failure> {
     set_marker(settings, None).await.map_err(|error| Failure::new(error.exit(), error))
 }
 
 /// Finishes or undoes an interrupted swap. It runs at every boot, even if the gate is open, because imports swap
 /// databases too.
-///
-/// # Errors
-/// [`Failure`].
-pub async fn settle(_lock: &Lock, settings: &RestoreSettings) -> Result<(), Failure> {
-    settle_swap(settings).await.map_err(|error| Failure::new(error.exit(), error))
+pub async fn finish_interrupted_swap(_lock: &Lock, settings: &RestoreSettings) -> Result<(), Failure> {
+    finish_or_undo_swap(settings).await.map_err(|error| Failure::new(error.exit(), error))
 }
 
-async fn settle_swap(settings: &RestoreSettings) -> Result<(), RestoreError> {
+async fn finish_or_undo_swap(settings: &RestoreSettings) -> Result<(), RestoreError> {
     let Some(journal) = Journal::read(&settings.layout)? else { return Ok(()) };
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
-    staging::end_sessions_of(&client, settings.context.name).await.map_err(SwapError::from)?;
+    staging::end_application_sessions(&client, settings.context.name).await.map_err(SwapError::from)?;
     let database = settings.context.server.database();
     let was_swapped =
         staging::find_oid(&client, database).await.map_err(SwapError::from)? == Some(journal.scratch_oid);
@@ -177,34 +171,35 @@ async fn settle_swap(settings: &RestoreSettings) -> Result<(), RestoreError> {
 }
 
 async fn restore(settings: &RestoreSettings, existing_rows: ExistingRows) -> Result<(), RestoreError> {
-    failpoint::pass("restore.begin")?;
+    failpoint::trigger("restore.begin")?;
     fsx::remove_leftover_temps_in(&settings.layout.restore_state(), |_| true)?;
     let Some(snapshot) = find_snapshot(settings).await? else {
         tracing::info!("there is no snapshot: this machine starts with an empty database");
         return set_marker(settings, None).await;
     };
-    failpoint::pass("restore.named")?;
-    let is_unserved = is_unserved_restore(settings).await?;
+    failpoint::trigger("restore.named")?;
+    let was_never_served = is_restored_but_never_served(settings).await?;
     let is_swapped = clean_up_earlier_run(settings, &snapshot).await?;
     if is_swapped {
-        tracing::info!(key = snapshot.key, "an earlier run had swapped the databases");
+        tracing::info!(key = snapshot.key, "an earlier run has already swapped the databases");
     } else {
-        if existing_rows == ExistingRows::Refuse && !is_unserved {
-            refuse_rows(settings).await?;
+        if existing_rows == ExistingRows::Refuse && !was_never_served {
+            ensure_no_owner_rows(settings).await?;
         }
-        let side = read_sidecar(settings, &snapshot).await?;
-        staging::check_postgres_version(&settings.context, &side).await?;
-        let dump = staging::fetch_dump(&settings.context, &settings.layout.restore_state(), &snapshot, &side)
-            .await?;
-        failpoint::pass("restore.downloaded")?;
+        let sidecar = read_sidecar(settings, &snapshot).await?;
+        staging::check_postgres_version(&settings.context, &sidecar).await?;
+        let dump =
+            staging::fetch_dump(&settings.context, &settings.layout.restore_state(), &snapshot, &sidecar)
+                .await?;
+        failpoint::trigger("restore.downloaded")?;
         let loaded =
-            staging::load_into_scratch(&settings.context, &dump, &side, RoleLifetime::Permanent).await?;
+            staging::load_into_scratch(&settings.context, &dump, &sidecar, RoleLifetime::Permanent).await?;
         assign_restore_id(settings, &loaded).await?;
         settings.context.progress.start_phase("putting the snapshot in place");
         let journal = Journal::new(&snapshot, &loaded);
         let swapped = async {
             journal.write(&settings.layout)?;
-            failpoint::pass("restore.journal")?;
+            failpoint::trigger("restore.journal")?;
             swap::swap(&settings.context.server, &loaded).await?;
             Ok(())
         };
@@ -233,7 +228,7 @@ async fn find_snapshot(settings: &RestoreSettings) -> Result<Option<SnapshotRef>
             Some(key) => {
                 let chosen =
                     snapshot::load(&settings.context.bucket, &settings.context.slot, key.as_str()).await;
-                chosen.map(|side| side.snapshot_ref())
+                chosen.map(|sidecar| sidecar.snapshot_ref())
             }
         };
         match (found, settings.mode) {
@@ -252,7 +247,7 @@ async fn read_sidecar(settings: &RestoreSettings, snapshot: &SnapshotRef) -> Res
     let mut backoff = Backoff::new(settings.context.outage_timeout);
     loop {
         match snapshot::read_sidecar(&settings.context.bucket, &settings.context.slot, snapshot).await {
-            Ok(side) => return Ok(side),
+            Ok(sidecar) => return Ok(sidecar),
             Err(StoreError::Corrupt { key, why }) => return Err(RestoreError::Damaged { key, why }),
             Err(StoreError::NotFound { key }) => {
                 return Err(RestoreError::Damaged { key, why: "it is missing".to_owned() });
@@ -270,13 +265,13 @@ async fn wait_to_retry(backoff: &mut Backoff, error: StoreError) -> Result<(), R
     backoff.pause().await.map_err(|_| RestoreError::Store(error))
 }
 
-/// Cleans up after an earlier run. Returns whether that run had swapped the databases and only lacked the marker.
+/// Cleans up after an earlier run. Returns whether that run swapped the databases but did not write the marker.
 async fn clean_up_earlier_run(
     settings: &RestoreSettings,
     snapshot: &SnapshotRef,
 ) -> Result<bool, RestoreError> {
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
-    staging::end_sessions_of(&client, settings.context.name).await.map_err(SwapError::from)?;
+    staging::end_application_sessions(&client, settings.context.name).await.map_err(SwapError::from)?;
     let journal = Journal::read(&settings.layout)?;
     let database = settings.context.server.database();
     if let Some(journal) = journal.filter(|journal| journal.is_for(snapshot))
@@ -292,7 +287,7 @@ async fn clean_up_earlier_run(
 }
 
 /// Returns whether an earlier run restored the database but never opened the gate, so that there are no new rows.
-async fn is_unserved_restore(settings: &RestoreSettings) -> Result<bool, RestoreError> {
+async fn is_restored_but_never_served(settings: &RestoreSettings) -> Result<bool, RestoreError> {
     let Some(journal) = Journal::read(&settings.layout)? else { return Ok(false) };
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     let live_oid =
@@ -302,7 +297,7 @@ async fn is_unserved_restore(settings: &RestoreSettings) -> Result<bool, Restore
 
 /// Refuses to replace rows that may be newer than the snapshot. If only the marker was lost, `adopt` keeps the
 /// database.
-async fn refuse_rows(settings: &RestoreSettings) -> Result<(), RestoreError> {
+async fn ensure_no_owner_rows(settings: &RestoreSettings) -> Result<(), RestoreError> {
     let maintenance =
         staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     let database = settings.context.server.database();
@@ -329,7 +324,7 @@ async fn set_marker(settings: &RestoreSettings, snapshot: Option<&str>) -> Resul
     let identity = database_identity::adopt(&client, settings.context.server.database()).await?;
     fsx::remove_leftover_temp(&fsx::resolve_link(&settings.layout.restore_complete()))?;
     RestoreMarker::new(snapshot.map(str::to_owned), identity).write(&settings.layout)?;
-    failpoint::pass("restore.marker")?;
+    failpoint::trigger("restore.marker")?;
     Ok(())
 }
 

@@ -1,5 +1,5 @@
-//! The journal entry written before a swap, so that the next run can see whether the swap happened: by the database's
-//! oid, which a rename keeps.
+//! The journal entry written before a swap. It names the new database's oid, which a rename keeps, so the next run can
+//! determine whether the swap happened.
 
 use serde::{Deserialize, Serialize};
 

@@ -117,7 +117,7 @@ async fn open_gate(layout: Layout) -> Result<(), Failure> {
     if layout.restore_complete().exists() {
         if Journal::is_open(&layout) {
             let settings = RestoreSettings::read(layout)?;
-            return gate::settle(&lock(&settings)?, &settings).await;
+            return gate::finish_interrupted_swap(&lock(&settings)?, &settings).await;
         }
         tracing::info!("the database of this machine is already in use; nothing is restored");
         return Ok(());
@@ -142,7 +142,7 @@ fn record_outcome(layout: &Layout, restored: &Result<(), Failure>) {
 }
 
 fn lock(settings: &RestoreSettings) -> Result<Lock, Failure> {
-    Lock::take(&settings.layout.restore_state().join("lock")).map_err(|error| match error {
+    Lock::acquire(&settings.layout.restore_state().join("lock")).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another restore is under way")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })

@@ -9,7 +9,7 @@ use crate::system::config::{DatabaseUrl, Identity};
 use crate::system::layout::Layout;
 use crate::system::postgres::PostgresServer;
 use crate::system::postgres_tools::PgTools;
-use crate::system::store::StoreLink;
+use crate::system::store::HostStoreAccess;
 use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_machine::event::RestoreMode;
@@ -30,7 +30,7 @@ impl RestoreSettings {
     pub fn read(layout: Layout) -> Result<Self, Failure> {
         let mut env = config::environment(&layout);
         let identity = Identity::read(&mut env);
-        let store = StoreLink::read(&mut env, &layout);
+        let store = HostStoreAccess::read(&mut env, &layout);
         let database = DatabaseUrl::read(&mut env);
         let tools = PgTools::locate(&mut env, &layout);
         let mode = env.required::<RestoreMode>(&vars::SVC_RESTORE_MODE);

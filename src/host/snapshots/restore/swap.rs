@@ -20,7 +20,7 @@ const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);
 pub enum SwapError {
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    #[error("swap the databases")]
+    #[error("cannot inspect or swap the databases")]
     Query(#[from] Error),
     #[error("{sessions} sessions of the database {database} did not end in time")]
     InUse { database: String, sessions: i64 },
@@ -46,7 +46,7 @@ pub async fn swap(server: &PostgresServer, scratch: &ScratchDatabase) -> Result<
     if exists {
         let close = format!("ALTER DATABASE {} ALLOW_CONNECTIONS false", quote_ident(database));
         client.batch_execute(&close).await?;
-        failpoint::pass("restore.closed")?;
+        failpoint::trigger("restore.closed")?;
         end_sessions(&client, database).await?;
     }
     end_sessions(&client, &scratch.name).await?;
@@ -63,16 +63,16 @@ pub async fn swap(server: &PostgresServer, scratch: &ScratchDatabase) -> Result<
             quote_ident(database)
         ))
         .await?;
-    failpoint::pass("restore.renamed")?;
+    failpoint::trigger("restore.renamed")?;
     open_databases(&client, database).await?;
-    failpoint::pass("restore.opened")?;
+    failpoint::trigger("restore.opened")?;
     Ok(())
 }
 
-/// Allows connections to the owner's database and to all replaced ones. A swap that was interrupted leaves them closed.
+/// Allows connections to the owner's database and to all replaced ones. An interrupted swap leaves them closed.
 ///
 /// # Errors
-/// Errors of the database.
+/// If a query fails.
 pub async fn open_databases(client: &Client, database: &str) -> Result<(), SwapError> {
     allow_connections(client, database).await?;
     let closed = "SELECT datname::text FROM pg_database \
@@ -120,7 +120,7 @@ async fn end_sessions(client: &Client, database: &str) -> Result<(), SwapError> 
 /// Allows connections; a missing database is ignored.
 ///
 /// # Errors
-/// Errors of the database.
+/// If a query fails.
 async fn allow_connections(client: &Client, database: &str) -> Result<(), SwapError> {
     if find_oid(client, database).await?.is_some() {
         client

@@ -18,7 +18,7 @@ pub struct ScratchDatabase {
 /// Finds the oid of a database, which a rename keeps.
 ///
 /// # Errors
-/// Errors of the database.
+/// If a query fails.
 pub async fn find_oid(client: &Client, database: &str) -> Result<Option<u32>, Error> {
     let row = client.query_opt("SELECT oid FROM pg_database WHERE datname = $1", &[&database]).await?;
     row.map(|row| row.try_get(0)).transpose()
@@ -27,14 +27,14 @@ pub async fn find_oid(client: &Client, database: &str) -> Result<Option<u32>, Er
 /// Maximum time for a session to end.
 const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Ends the sessions of killed runs: a server completes a statement even without its client. Once they have ended,
-/// their work is committed or rolled back, so the caller sees every database that they created. The caller holds a
-/// lock, so all other sessions with this application name belong to killed runs. After `SESSION_END_TIMEOUT`, returns
-/// without an error.
+/// Ends the sessions of killed runs, because a server completes a statement even after its client has exited. Once the
+/// sessions have ended, their work is committed or rolled back, so the caller sees every database that they created.
+/// The caller holds a lock, so all other sessions with this application name belong to killed runs. After
+/// `SESSION_END_TIMEOUT`, returns without an error.
 ///
 /// # Errors
-/// Errors of the database.
-pub async fn end_sessions_of(client: &Client, application: &str) -> Result<(), Error> {
+/// If a query fails.
+pub async fn end_application_sessions(client: &Client, application: &str) -> Result<(), Error> {
     let others = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity \
                   WHERE application_name = $1 AND pid <> pg_backend_pid()";
     let deadline = Instant::now() + SESSION_END_TIMEOUT;
@@ -50,7 +50,7 @@ pub async fn end_sessions_of(client: &Client, application: &str) -> Result<(), E
 /// Drops scratch databases of killed runs.
 ///
 /// # Errors
-/// Errors of the database.
+/// If a query fails.
 pub async fn drop_scratch_databases(client: &Client) -> Result<(), Error> {
     let scratches = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_restore_[0-9]+$'";
     for row in client.query(scratches, &[]).await? {

@@ -21,7 +21,7 @@ use svc_store::snapshot::Sidecar;
 
 /// Disk space to keep free.
 const FREE_SPACE_MARGIN_BYTES: u64 = 64 << 20;
-/// Assumed ratio of database to compressed dump, if the sidecar has no size.
+/// Assumed ratio of the database's size to the compressed dump's, if the sidecar does not state the database's size.
 const DEFAULT_GROWTH: u64 = 6;
 const FETCH_PROGRESS: &str = "fetching the snapshot";
 
@@ -70,7 +70,7 @@ pub async fn fetch_dump(
     context: &RestoreContext,
     dir: &Path,
     snapshot: &SnapshotRef,
-    side: &Sidecar,
+    sidecar: &Sidecar,
 ) -> Result<Dump, DownloadError> {
     std::fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
     let name = format!("{}.dump", snapshot.sha256);
@@ -79,9 +79,9 @@ pub async fn fetch_dump(
     let opened = path.clone();
     let size = snapshot.size_bytes;
     let mut partial = tokio::task::block_in_place(|| PartialFile::open(opened, size))?;
-    if let Err(error) = ensure_space_for_snapshot(dir, snapshot, side, partial.length()) {
+    if let Err(error) = ensure_space_for_snapshot(dir, snapshot, sidecar, partial.length()) {
         let DownloadError::NoSpace { free, .. } = &error else { return Err(error) };
-        return plan_streaming(dir, partial, *free, snapshot, side);
+        return plan_streaming(dir, partial, *free, snapshot, sidecar);
     }
 
     let mut backoff = Backoff::new(context.outage_timeout);
@@ -107,9 +107,9 @@ fn plan_streaming(
     partial: PartialFile,
     free: u64,
     snapshot: &SnapshotRef,
-    side: &Sidecar,
+    sidecar: &Sidecar,
 ) -> Result<Dump, DownloadError> {
-    let (free, needed) = (free.saturating_add(partial.length()), database_bytes_needed(snapshot, side));
+    let (free, needed) = (free.saturating_add(partial.length()), database_bytes_needed(snapshot, sidecar));
     drop(partial);
     remove_dumps(dir)?;
     if free < needed {
@@ -170,7 +170,7 @@ async fn resume_download(
         let chunk = chunk.map_err(failed)?;
         tokio::task::block_in_place(|| partial.append(&chunk))?;
         context.progress.report_bytes(FETCH_PROGRESS, partial.length(), snapshot.size_bytes);
-        failpoint::pass("restore.downloading")?;
+        failpoint::trigger("restore.downloading")?;
         if partial.length() > snapshot.size_bytes {
             return Err(DownloadError::WrongSize {
                 key: snapshot.key.clone(),
@@ -189,12 +189,12 @@ async fn resume_download(
 pub fn ensure_space_for_snapshot(
     dir: &Path,
     snapshot: &SnapshotRef,
-    side: &Sidecar,
+    sidecar: &Sidecar,
     already_downloaded: u64,
 ) -> Result<(), DownloadError> {
     ensure_free_space(
         dir,
-        (snapshot.size_bytes - already_downloaded).saturating_add(database_bytes_needed(snapshot, side)),
+        (snapshot.size_bytes - already_downloaded).saturating_add(database_bytes_needed(snapshot, sidecar)),
     )
 }
 
@@ -210,8 +210,8 @@ pub fn ensure_free_space(dir: &Path, needed: u64) -> Result<(), DownloadError> {
     Ok(())
 }
 
-fn database_bytes_needed(snapshot: &SnapshotRef, side: &Sidecar) -> u64 {
-    let database = side.database.as_ref().map(|facts| facts.size_bytes);
+fn database_bytes_needed(snapshot: &SnapshotRef, sidecar: &Sidecar) -> u64 {
+    let database = sidecar.database.as_ref().map(|facts| facts.size_bytes);
     let database = database.unwrap_or_else(|| snapshot.size_bytes.saturating_mul(DEFAULT_GROWTH));
     database.saturating_add(FREE_SPACE_MARGIN_BYTES)
 }

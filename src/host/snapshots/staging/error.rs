@@ -23,13 +23,13 @@ pub enum LoadError {
     NewerPostgres { key: String, snapshot: u32, server: i32 },
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    #[error("{action}")]
+    #[error("cannot {action}")]
     Query {
         action: String,
         #[source]
         source: tokio_postgres::Error,
     },
-    #[error("run pg_restore")]
+    #[error("cannot run pg_restore")]
     Start(#[source] std::io::Error),
     #[error("pg_restore exited with {status}: {stderr}")]
     Restore { status: ExitStatus, stderr: String },

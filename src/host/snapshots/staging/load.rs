@@ -29,7 +29,7 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
 /// Interval at which the loaded size is queried.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Connects with retries: the database's container may still be starting.
+/// Connects with retries, because the database's container may still be starting.
 ///
 /// # Errors
 /// [`ConnectError`] after the timeout, or at once if a retry is pointless.
@@ -54,14 +54,14 @@ pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> R
 /// Refuses a dump from a newer PostgreSQL than the server's.
 ///
 /// # Errors
-/// [`LoadError::NewerPostgres`], or an error of the query.
-pub async fn check_postgres_version(context: &RestoreContext, side: &Sidecar) -> Result<(), LoadError> {
+/// [`LoadError::NewerPostgres`], or [`LoadError::Query`] if the query fails.
+pub async fn check_postgres_version(context: &RestoreContext, sidecar: &Sidecar) -> Result<(), LoadError> {
     let client = connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
     let row = client.query_one("SELECT current_setting('server_version_num')::int4 / 10000", &[]).await;
     let server: i32 = row.and_then(|row| row.try_get(0)).map_err(query("query the server's version"))?;
-    match side.pg_major() {
+    match sidecar.pg_major() {
         Some(snapshot) if i64::from(snapshot) > i64::from(server) => {
-            Err(LoadError::NewerPostgres { key: side.key.clone(), snapshot, server })
+            Err(LoadError::NewerPostgres { key: sidecar.key.clone(), snapshot, server })
         }
         _ => Ok(()),
     }
@@ -71,30 +71,30 @@ pub async fn check_postgres_version(context: &RestoreContext, side: &Sidecar) ->
 pub async fn load_into_scratch(
     context: &RestoreContext,
     dump: &Dump,
-    side: &Sidecar,
+    sidecar: &Sidecar,
     lifetime: RoleLifetime,
 ) -> Result<ScratchDatabase, LoadError> {
     let mut client = connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
-    for what in roles::create(&mut client, side, lifetime).await? {
-        tracing::warn!(what, "not kept by the restore");
+    for what in roles::create(&mut client, sidecar, lifetime).await? {
+        tracing::warn!(what, "not restored from the snapshot");
     }
-    failpoint::pass("restore.roles")?;
+    failpoint::trigger("restore.roles")?;
     let scratch = create_database(&client, None).await?;
     let loaded = async {
-        failpoint::pass("restore.created")?;
+        failpoint::trigger("restore.created")?;
         tokio::select! {
-            end = load(context, dump, &scratch.name) => end?,
-            never = report_progress(context, &client, &scratch.name, side) => match never {},
+            result = load(context, dump, &scratch.name) => result?,
+            never = report_progress(context, &client, &scratch.name, sidecar) => match never {},
         }
-        failpoint::pass("restore.loaded")?;
+        failpoint::trigger("restore.loaded")?;
         let loaded = connect_with_retries(context, &scratch.name).await?;
-        if let Some(facts) = &side.database {
+        if let Some(facts) = &sidecar.database {
             apply_properties(&loaded, &scratch.name, facts).await?;
         }
-        failpoint::pass("restore.applied")?;
+        failpoint::trigger("restore.applied")?;
         context.progress.start_phase("comparing tables and rows with the record");
-        compare_with_record(context, &loaded, side).await?;
-        failpoint::pass("restore.counted")?;
+        compare_with_record(context, &loaded, sidecar).await?;
+        failpoint::trigger("restore.counted")?;
         Ok(())
     };
     match loaded.await {
@@ -116,7 +116,7 @@ pub async fn create_database(client: &Client, owner: Option<&str>) -> Result<Scr
         .batch_execute(&format!("CREATE DATABASE {} TEMPLATE template0{owner}", quote_ident(&name)))
         .await
         .map_err(query("create a database for the snapshot"))?;
-    let oid = database::find_oid(client, &name).await.map_err(query("look for the new database"))?;
+    let oid = database::find_oid(client, &name).await.map_err(query("find the new database"))?;
     let oid = oid.ok_or_else(|| LoadError::Mismatch(format!("{name} has disappeared")))?;
     Ok(ScratchDatabase { name, oid, number })
 }
@@ -146,9 +146,9 @@ pub async fn run_restore(mut command: tokio::process::Command) -> Result<(), Loa
             let _ = stderr.take(MAX_STDERR_BYTES).read_to_end(&mut stderr_bytes).await;
         }
     };
-    let ended =
+    let result =
         tokio::time::timeout(LOAD_TIMEOUT, async { tokio::join!(child.wait(), reading_stderr).0 }).await;
-    let status = ended.map_err(|_| LoadError::TimedOut)?.map_err(LoadError::Start)?;
+    let status = result.map_err(|_| LoadError::TimedOut)?.map_err(LoadError::Start)?;
     if status.success() {
         return Ok(());
     }
@@ -162,10 +162,10 @@ async fn report_progress(
     context: &RestoreContext,
     client: &Client,
     database: &str,
-    side: &Sidecar,
+    sidecar: &Sidecar,
 ) -> Infallible {
     const LOADING: &str = "loading the snapshot";
-    let total = side.database.as_ref().map_or(0, |facts| facts.size_bytes);
+    let total = sidecar.database.as_ref().map_or(0, |facts| facts.size_bytes);
     context.progress.start_bytes_phase(LOADING, total);
     loop {
         tokio::time::sleep(PROGRESS_INTERVAL).await;
@@ -221,7 +221,7 @@ async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSettin
     };
     let action = || query(format!("set {} for the database", setting.name));
     client.batch_execute(&statement).await.map_err(action())?;
-    // The row counts, in this session, must not use the owner's settings.
+    // The row counts run in this session, and must not use the owner's settings.
     client.batch_execute("RESET ALL").await.map_err(action())
 }
 
@@ -229,14 +229,14 @@ async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSettin
 pub async fn compare_with_record(
     context: &RestoreContext,
     client: &Client,
-    side: &Sidecar,
+    sidecar: &Sidecar,
 ) -> Result<(), LoadError> {
     client
         .batch_execute("SET search_path = pg_catalog; SET row_security = off; SET statement_timeout = 0")
         .await
         .map_err(query("count the rows"))?;
     let names = row_counts::list_tables(client).await.map_err(query("list the tables"))?;
-    let total = side.tables.iter().fold(0_u64, |sum, table| sum.saturating_add(table.rows));
+    let total = sidecar.tables.iter().fold(0_u64, |sum, table| sum.saturating_add(table.rows));
     let (mut counted_tables, mut rows) = (Vec::with_capacity(names.len()), 0_u64);
     for name in &names {
         counted_tables.extend(
@@ -247,7 +247,7 @@ pub async fn compare_with_record(
         rows = rows.saturating_add(counted_tables.last().map_or(0, |table| table.rows));
         context.progress.report_rows(rows, total);
     }
-    let mut recorded = side.tables.clone();
+    let mut recorded = sidecar.tables.clone();
     counted_tables.sort();
     recorded.sort();
     match recorded

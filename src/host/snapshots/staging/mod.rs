@@ -19,7 +19,9 @@ use svc_base::config::Env;
 use svc_store::Bucket;
 use svc_store::key::SlotPrefix;
 
-pub use database::{ScratchDatabase, drop_scratch, drop_scratch_databases, end_sessions_of, find_oid};
+pub use database::{
+    ScratchDatabase, drop_scratch, drop_scratch_databases, end_application_sessions, find_oid,
+};
 pub use download::{
     DownloadError, Dump, ensure_free_space, ensure_space_for_snapshot, fetch_dump, remove_dumps,
 };
@@ -32,13 +34,13 @@ pub use roles::{RoleLifetime, drop_drill_roles};
 
 /// The context for loading a snapshot: source, destination and limits.
 pub struct RestoreContext {
-    /// Name of the program: the application name of its database sessions.
+    /// Name of the program, which is also the application name of its database sessions.
     pub name: &'static str,
     pub slot: SlotPrefix,
     pub bucket: Bucket,
     pub server: PostgresServer,
     pub tools: PgTools,
-    /// Maximum outage of the store and the database, counted from the last progress.
+    /// Maximum duration of an outage of the store or the database, counted from the last progress.
     pub outage_timeout: Duration,
     pub progress: Arc<Progress>,
 }

@@ -29,17 +29,17 @@ pub enum RoleLifetime {
 /// Prefix of the apps' roles: the gateway sets their passwords and lets them log in.
 const APP_PREFIX: &str = "app_";
 
-/// Creates the missing roles. Returns descriptions of the recorded facts that were not kept.
+/// Creates the missing roles. Returns descriptions of the recorded facts that were not restored.
 pub async fn create(
     client: &mut Client,
-    side: &Sidecar,
+    sidecar: &Sidecar,
     lifetime: RoleLifetime,
 ) -> Result<Vec<String>, LoadError> {
-    let facts = side.database.iter().flat_map(|facts| facts.roles.iter().flatten());
+    let facts = sidecar.database.iter().flat_map(|facts| facts.roles.iter().flatten());
     let facts: Vec<&RoleFacts> =
         facts.filter(|role| lifetime == RoleLifetime::Permanent && !is_built_in(&role.name)).collect();
-    let owners = side.database.iter().flat_map(|facts| &facts.owner);
-    let names = side.roles.iter().chain(owners).chain(facts.iter().map(|role| &role.name));
+    let owners = sidecar.database.iter().flat_map(|facts| &facts.owner);
+    let names = sidecar.roles.iter().chain(owners).chain(facts.iter().map(|role| &role.name));
     let names: BTreeSet<&str> = names.map(String::as_str).filter(|name| !is_built_in(name)).collect();
 
     let transaction = client.transaction().await.map_err(query("create roles"))?;
@@ -47,7 +47,7 @@ pub async fn create(
     let mut created = BTreeSet::new();
     for name in names {
         let exists = transaction.query_opt("SELECT FROM pg_roles WHERE rolname = $1", &[&name]).await;
-        if exists.map_err(query("look for a role"))?.is_some() {
+        if exists.map_err(query("check whether a role exists"))?.is_some() {
             continue;
         }
         let mut create = format!("CREATE ROLE {} NOLOGIN", quote_ident(name));
@@ -57,7 +57,7 @@ pub async fn create(
         transaction.batch_execute(&create).await.map_err(query(format!("create the role {name}")))?;
         created.insert(name);
     }
-    let mut setup = RoleSetup { transaction, not_kept: Vec::new() };
+    let mut setup = RoleSetup { transaction, not_restored: Vec::new() };
     for role in &facts {
         if created.contains(role.name.as_str()) {
             setup.set_attributes(role).await?;
@@ -71,17 +71,17 @@ pub async fn create(
         }
     }
     setup.transaction.commit().await.map_err(query("create roles"))?;
-    Ok(setup.not_kept)
+    Ok(setup.not_restored)
 }
 
 fn is_built_in(name: &str) -> bool {
     name.starts_with("pg_")
 }
 
-/// Applies a role's recorded facts and collects those that are not kept.
+/// Applies a role's recorded facts and collects those that are not restored.
 struct RoleSetup<'a> {
     transaction: Transaction<'a>,
-    not_kept: Vec<String>,
+    not_restored: Vec<String>,
 }
 
 impl RoleSetup<'_> {
@@ -103,10 +103,10 @@ impl RoleSetup<'_> {
             self.apply_setting(role, setting).await?;
         }
         if role.superuser {
-            self.not_kept.push(format!("the role {} is not a SUPERUSER here", role.name));
+            self.not_restored.push(format!("the role {} is not a SUPERUSER here", role.name));
         }
         if role.login && !role.name.starts_with(APP_PREFIX) {
-            self.not_kept.push(format!("the role {} has no LOGIN and no password here", role.name));
+            self.not_restored.push(format!("the role {} has no LOGIN and no password here", role.name));
         }
         Ok(())
     }
@@ -152,16 +152,16 @@ impl RoleSetup<'_> {
         };
         let role = &recorded.name;
         if attributes(recorded) != attributes(live) {
-            self.not_kept.push(format!("the attributes of the role {role}, which existed already"));
+            self.not_restored.push(format!("the attributes of the role {role}, which existed already"));
         }
         for setting in recorded.settings.iter().filter(|setting| !live.settings.contains(setting)) {
-            self.not_kept
+            self.not_restored
                 .push(format!("the setting {} of the role {role}, which existed already", setting.name));
         }
         for membership in recorded.member_of.iter().filter(|membership| !live.member_of.contains(membership))
         {
             let group = &membership.role;
-            self.not_kept
+            self.not_restored
                 .push(format!("the membership of the role {role} in {group}; {role} existed already"));
         }
     }
@@ -172,7 +172,7 @@ impl RoleSetup<'_> {
         what: impl FnOnce() -> String,
     ) -> Result<(), LoadError> {
         if let Err(why) = self.run(statements).await? {
-            self.not_kept.push(format!("{}: {why}", what()));
+            self.not_restored.push(format!("{}: {why}", what()));
         }
         Ok(())
     }
@@ -198,15 +198,15 @@ impl RoleSetup<'_> {
 pub async fn drop_drill_roles(client: &Client) -> Result<(), LoadError> {
     let drills = "SELECT rolname::text FROM pg_roles WHERE NOT rolcanlogin AND shobj_description(oid, 'pg_authid') = $1";
     let rows =
-        client.query(drills, &[&DRILL_ROLE_COMMENT]).await.map_err(query("look for the roles of a drill"))?;
+        client.query(drills, &[&DRILL_ROLE_COMMENT]).await.map_err(query("list the roles of drills"))?;
     for row in rows {
-        let role: String = row.try_get(0).map_err(query("look for the roles of a drill"))?;
+        let role: String = row.try_get(0).map_err(query("list the roles of drills"))?;
         match client.batch_execute(&format!("DROP ROLE IF EXISTS {}", quote_ident(&role))).await {
             Err(error) if error.code() == Some(&SqlState::DEPENDENT_OBJECTS_STILL_EXIST) => {
                 let keep = format!("COMMENT ON ROLE {} IS NULL", quote_ident(&role));
-                client.batch_execute(&keep).await.map_err(query(format!("keep the role {role}")))?;
+                client.batch_execute(&keep).await.map_err(query(format!("mark the role {role} as kept")))?;
             }
-            end => end.map_err(query(format!("drop the role {role}")))?,
+            result => result.map_err(query(format!("drop the role {role}")))?,
         }
     }
     Ok(())

@@ -48,8 +48,8 @@ pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &s
     if let Err(TransferError::Download(error)) = received {
         return Err(error.into());
     }
-    let ended = tokio::time::timeout(INDEX_BUILD_TIMEOUT, child.wait()).await;
-    let status = ended.map_err(|_| LoadError::TimedOut)?.map_err(LoadError::Start)?;
+    let result = tokio::time::timeout(INDEX_BUILD_TIMEOUT, child.wait()).await;
+    let status = result.map_err(|_| LoadError::TimedOut)?.map_err(LoadError::Start)?;
     if !status.success() {
         return Err(restore_error(status, &errors.await.unwrap_or_default()));
     }
@@ -134,7 +134,7 @@ impl Transfer {
             let chunk = chunk.map_err(failed)?;
             self.digest.update(&chunk);
             self.length += chunk.len() as u64;
-            failpoint::pass("restore.downloading").map_err(DownloadError::from)?;
+            failpoint::trigger("restore.downloading").map_err(DownloadError::from)?;
             if self.length > snapshot.size_bytes {
                 return Err(wrong_size(self.length).into());
             }

@@ -120,8 +120,8 @@ fn next_entry_does_not_read_oversized_record() {
     for kind in *b"LKxg" {
         let header = entry(kind, b"l", 2 << 30, b"");
         let count = std::cell::Cell::new(0);
-        let refused = read_all(CountingReader(&header, &count)).unwrap_err();
-        assert!(matches!(refused, TarError::LimitExceeded { .. }), "{refused}");
+        let error = read_all(CountingReader(&header, &count)).unwrap_err();
+        assert!(matches!(error, TarError::LimitExceeded { .. }), "{error}");
         assert!(count.get() <= 4096, "{} bytes were read", count.get());
     }
 }

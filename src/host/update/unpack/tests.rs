@@ -53,11 +53,11 @@ fn try_unpack(bytes: &[u8]) -> (tempfile::TempDir, Result<(), UnpackError>) {
     fs::write(dir.path().join("outside"), "untouched").unwrap();
     let into = dir.path().join("release");
     fs::create_dir(&into).unwrap();
-    let end = unpack(bytes, &into, UnpackLimits { entries: 50, bytes: 1 << 20 });
+    let result = unpack(bytes, &into, UnpackLimits { entries: 50, bytes: 1 << 20 });
     assert_eq!(fs::read_to_string(dir.path().join("outside")).unwrap(), "untouched");
     let names: Vec<_> = fs::read_dir(dir.path()).unwrap().flatten().map(|entry| entry.file_name()).collect();
     assert_eq!(names.len(), 2, "{names:?}");
-    (dir, end)
+    (dir, result)
 }
 
 #[test]
@@ -70,8 +70,8 @@ fn unpack_restores_bundle() {
         file("release.json", b"{}"),
         link("app/self", "../bin/svc"),
     ];
-    let (dir, end) = try_unpack(&archive(&entries));
-    end.unwrap();
+    let (dir, result) = try_unpack(&archive(&entries));
+    result.unwrap();
     let root = dir.path().join("release");
     assert_eq!(fs::read(root.join("bin/svc-gateway")).unwrap(), b"program");
     assert_eq!(fs::read(root.join("app/self")).unwrap(), b"program");
@@ -114,8 +114,8 @@ fn unpack_rejects_hostile_entries() {
         ("many bytes", vec![file(&long, &[0; 600_000]), file("y", &[0; 600_000])]),
     ];
     for (name, entries) in cases {
-        let (_dir, end) = try_unpack(&archive(&entries));
-        assert!(end.is_err(), "{name} was accepted");
+        let (_dir, result) = try_unpack(&archive(&entries));
+        assert!(result.is_err(), "{name} was accepted");
     }
 }
 
@@ -134,13 +134,14 @@ fn long_name<'a>(kind: EntryType, body: &'a [u8]) -> RawEntry<'a> {
 fn unpack_checks_long_names() {
     let long = format!("{}/file", "d".repeat(200));
     let gnu = [long_name(EntryType::GNULongName, long.as_bytes()), file("short", b"1")];
-    let (dir, end) = try_unpack(&archive(&gnu));
-    end.unwrap();
+    let (dir, result) = try_unpack(&archive(&gnu));
+    result.unwrap();
     assert_eq!(fs::read(dir.path().join("release").join(&long)).unwrap(), b"1");
 
     let attributes = [pax("mtime", "1.5"), pax("path", &long)].concat();
-    let (dir, end) = try_unpack(&archive(&[long_name(EntryType::XHeader, &attributes), file("short", b"2")]));
-    end.unwrap();
+    let (dir, result) =
+        try_unpack(&archive(&[long_name(EntryType::XHeader, &attributes), file("short", b"2")]));
+    result.unwrap();
     assert_eq!(fs::read(dir.path().join("release").join(&long)).unwrap(), b"2");
 
     let up = pax("path", "../outside");
@@ -182,7 +183,7 @@ fn unpack_stops_bomb_at_limit() {
     header.set_mode(0o644);
     builder.append_data(&mut header, "zeros", io::repeat(0).take(64 << 20)).unwrap();
     let bomb = builder.into_inner().unwrap().finish().unwrap();
-    assert!(matches!(try_unpack(&bomb).1, Err(UnpackError::Tar(TarError::Refused { .. }))));
+    assert!(matches!(try_unpack(&bomb).1, Err(UnpackError::Tar(TarError::Rejected { .. }))));
 
     let mut trailing = GzEncoder::new(Vec::new(), Compression::best());
     trailing.write_all(&[0; 1024]).unwrap();

@@ -15,12 +15,12 @@ use svc_machine::name::ImageVersion;
 use svc_store::bundle::MAX_KEYS;
 use svc_wire::heartbeat::{ComponentHealth, Heartbeat, MAX_PROOF_KIDS, MAX_TRUSTED_KEYS, TrustedKeyIds};
 use svc_wire::host::{
-    CertificateSource, ComponentStatus, FilesReport, HostCertificate, LastBackup, LastUpdate,
+    CertificateSource, ComponentStatus, FileBackupReport, HostCertificate, LastBackup, LastUpdate,
     MAX_DAMAGED_KEYS, Outcome, SnapshotCheck, SnapshotChecks, UpdateOutcome,
 };
 use svc_wire::machine::{Disk, Health};
 
-// A host trusts the keys in one set of bundle keys.
+// A host trusts the keys of one set of bundle keys, so both limits must be equal.
 const _: () = assert!(MAX_TRUSTED_KEYS == MAX_KEYS);
 
 /// A valid heartbeat, whose strings are bounded and printable.
@@ -123,11 +123,11 @@ fn read_trusted_keys(fields: &mut Fields) -> Option<TrustedKeyIds> {
 /// Reads the certificate that the host presents.
 fn read_certificate(fields: &mut Fields) -> Option<HostCertificate> {
     let mut inner = fields.optional_nested("certificate")?;
-    let host_name = inner.reported_text("hostName");
+    let host_name = inner.host_text("hostName");
     let source: Option<CertificateSource> = inner.required("source");
     let (issued_at, expires_at) = (inner.required_time("issuedAt"), inner.required_time("expiresAt"));
     let is_trusted = inner.boolean("isTrusted").unwrap_or(false);
-    let error = inner.reported_text("error");
+    let error = inner.host_text("error");
     let next_attempt_at = inner.time("nextAttemptAt").map(Into::into);
     fields.close(inner);
     Some(HostCertificate {
@@ -142,19 +142,19 @@ fn read_certificate(fields: &mut Fields) -> Option<HostCertificate> {
 }
 
 /// Reads the state of the file backup.
-fn read_files(fields: &mut Fields) -> Option<FilesReport> {
+fn read_files(fields: &mut Fields) -> Option<FileBackupReport> {
     let mut inner = fields.optional_nested("files")?;
-    let report = FilesReport {
+    let report = FileBackupReport {
         saved_until: inner.time("savedUntil").map(Into::into),
         changed_since: inner.time("changedSince").map(Into::into),
         pending_bytes: inner.optional_number("pendingBytes"),
         files: inner.required_number("files").unwrap_or(0),
         bytes: inner.required_number("bytes").unwrap_or(0),
         restored_as_of: inner.time("restoredAsOf").map(Into::into),
-        error: inner.reported_text("error"),
+        error: inner.host_text("error"),
         verified_at: inner.time("verifiedAt").map(Into::into),
         drilled_at: inner.time("drilledAt").map(Into::into),
-        damage: inner.reported_text("damage"),
+        damage: inner.host_text("damage"),
     };
     fields.close(inner);
     Some(report)
@@ -189,10 +189,10 @@ fn read_disk(fields: &mut Fields) -> Option<Disk> {
 fn read_last_backup(fields: &mut Fields) -> Option<(LastBackup, Option<Timestamp>)> {
     let mut inner = fields.optional_nested("lastBackup")?;
     let status: Option<Outcome> = inner.required("status");
-    let key = inner.reported_text("key");
+    let key = inner.host_text("key");
     let (began_at, taken_at) = (inner.time("beganAt"), inner.time("takenAt"));
     let size_bytes = inner.optional_number("sizeBytes");
-    let error = inner.reported_text("error");
+    let error = inner.host_text("error");
     fields.close(inner);
     let status = status?;
     let report = LastBackup {
@@ -212,7 +212,7 @@ fn read_last_update(fields: &mut Fields) -> Option<LastUpdate> {
     let version: Option<ImageVersion> = inner.required("version");
     let outcome: Option<UpdateOutcome> = inner.required("outcome");
     let stage: Option<String> = inner.required("stage");
-    let error = inner.reported_text("error");
+    let error = inner.host_text("error");
     let at = inner.required_time("at");
     fields.close(inner);
     Some(LastUpdate {
@@ -237,10 +237,10 @@ fn read_check(checks: &mut Fields, kind: &str) -> Option<SnapshotCheck> {
     let mut inner = checks.optional_nested(kind)?;
     let status: Option<Outcome> = inner.required("status");
     let at = inner.required_time("at");
-    let key = inner.reported_text("key");
+    let key = inner.host_text("key");
     let damaged = inner.strings("damaged", MAX_DAMAGED_KEYS);
     let damaged: Vec<String> = damaged.iter().map(|key| untrusted_text::truncate_printable(key)).collect();
-    let error = inner.reported_text("error");
+    let error = inner.host_text("error");
     checks.close(inner);
     Some(SnapshotCheck { status: status?.into(), at: at?.into(), key, damaged, error })
 }
@@ -326,7 +326,7 @@ mod tests {
                 error: Some("e".to_owned()),
                 next_attempt_at: Some(sample_time()),
             }),
-            files: Some(FilesReport {
+            files: Some(FileBackupReport {
                 saved_until: Some(sample_time()),
                 changed_since: Some(sample_time()),
                 pending_bytes: Some(1),

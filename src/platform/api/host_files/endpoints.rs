@@ -29,7 +29,7 @@ const PROBLEMS: &[Code] = &[
     Code::DatabaseUnavailable,
 ];
 
-/// Every host has a state, so it is never missing.
+/// Without `not_found`, because every host has a state.
 const STATUS_PROBLEMS: &[Code] = &[
     Code::MachineNotFound,
     Code::InvalidState,
@@ -48,7 +48,7 @@ pub static STATUS: Endpoint = Endpoint {
         id: "showFileBackup",
         method: Method::GET,
         path: "/vps/{id}/files/status",
-        summary: "Shows what a machine's file backup has saved, what it leaves out, and what its checks have found. Each read is \
+        summary: "Shows what a machine's file backup has saved, what it excludes, and what its checks have found. Each read is \
                   audited.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID],
@@ -65,7 +65,7 @@ pub static VERSIONS: Endpoint = Endpoint {
         id: "listFileVersions",
         method: Method::GET,
         path: "/vps/{id}/files/versions",
-        summary: "Lists the saved versions of a file or directory, the newest first. Each read is audited.",
+        summary: "Lists the saved versions of a file or directory, newest first. Each read is audited.",
         credentials: &[OPERATOR],
         parameters: &[
             MACHINE_ID,
@@ -93,7 +93,7 @@ pub static VERSIONS: Endpoint = Endpoint {
     serve: || get(list_versions),
 };
 
-pub static AT: Endpoint = Endpoint {
+pub static LIST: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
         id: "listFilesAt",
@@ -107,7 +107,7 @@ pub static AT: Endpoint = Endpoint {
             Parameter::query(
                 "time",
                 time,
-                "The last snapshot at or before this time is used; without it, the last one.",
+                "The last snapshot at or before this time is used; by default, the last one.",
             ),
             Parameter::query(
                 "cursor",
@@ -151,15 +151,19 @@ pub static RESTORE: Endpoint = Endpoint {
         id: "restoreFile",
         method: Method::POST,
         path: "/vps/{id}/files/restore",
-        summary: "Requests that a machine bring a file or directory back as it was. Nothing is deleted: what is replaced stays \
-                  under another name.",
+        summary: "Requests that a machine restore a file or directory to an earlier state. Nothing is deleted: a replaced file \
+                  or directory is kept under another name.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| {
             let path = || text_up_to(MAX_PATH_CHARS);
             request_object(&[("path", path())], &[("time", time()), ("into", path()), ("replace", boolean())])
         }),
-        responses: &[documented_json(202, "The host has accepted it.", schema_of::<FileRestoreAccepted>)],
+        responses: &[documented_json(
+            202,
+            "The host has accepted the request.",
+            schema_of::<FileRestoreAccepted>,
+        )],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,

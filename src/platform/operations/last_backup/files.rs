@@ -1,6 +1,6 @@
-//! The owner's files in the final backup. The host saves them by itself once its writers have stopped; the step waits
-//! for that after the database is saved, but not long. If the files are not saved by then, the machine's server holds
-//! changes that exist nowhere else.
+//! The owner's files in the final backup. The host saves them automatically once its writers have stopped. After the
+//! database is saved, the step waits a limited time for the files. If they are still not saved, the machine's server
+//! holds changes that exist nowhere else.
 
 use std::fmt;
 
@@ -14,19 +14,19 @@ use svc_base::untrusted_text::truncate_printable;
 /// How long the step waits for the files after the database is saved.
 const TIMEOUT: SignedDuration = SignedDuration::from_mins(3);
 
-/// How much of the owner's files is saved. Displayed as the end of a note.
+/// Which of the owner's files are saved. Displayed as the end of a note.
 #[derive(Debug, PartialEq, Eq)]
 pub enum SavedFiles {
     /// The host does not save files.
     Unsupported,
     /// Everything that the writers wrote before they stopped.
     Complete { until: Timestamp },
-    /// Not everything; nothing if `until` is `None`.
+    /// Only what was written before `until`; nothing if it is `None`.
     Partial { until: Option<Timestamp>, error: Option<String> },
 }
 
 impl SavedFiles {
-    pub fn find(report: &HostReport, progress: &LastBackupProgress) -> Self {
+    pub fn from_report(report: &HostReport, progress: &LastBackupProgress) -> Self {
         let files = match report {
             HostReport::Backups(host) => host.files.as_deref(),
             HostReport::Unsupported => None,
@@ -43,7 +43,8 @@ impl SavedFiles {
         }
     }
 
-    /// Returns since when files are unsaved; `None` if they are saved, or if the host does not save files.
+    /// Returns the time since which files are unsaved; `None` if they are saved, or if the host does not save files.
+    /// The time is `None` if no files were ever saved.
     pub fn unsaved_since(&self) -> Option<Option<Timestamp>> {
         match self {
             Self::Unsupported | Self::Complete { .. } => None,
@@ -69,15 +70,15 @@ impl fmt::Display for SavedFiles {
                 if let Some(error) = error {
                     write!(f, " ({error})")?;
                 }
-                f.write_str(": the rest is only on the machine's server")
+                f.write_str(": unsaved changes are only on the machine's server")
             }
         }
     }
 }
 
-/// Whether to wait for the files.
-pub fn should_wait(report: &HostReport, progress: &mut LastBackupProgress, now: Timestamp) -> bool {
-    if SavedFiles::find(report, progress).unsaved_since().is_none() {
+/// Returns whether to wait for the files.
+pub fn should_wait_for_files(report: &HostReport, progress: &mut LastBackupProgress, now: Timestamp) -> bool {
+    if SavedFiles::from_report(report, progress).unsaved_since().is_none() {
         return false;
     }
     let since = *progress.files_awaited_since.get_or_insert(now);
@@ -100,33 +101,35 @@ mod tests {
     }
 
     fn report(saved_until: Option<i64>) -> HostReport {
-        let files =
-            FilesProgress { saved_until: saved_until.map(at), error: Some("the store is away".to_owned()) };
+        let files = FilesProgress {
+            saved_until: saved_until.map(at),
+            error: Some("the store is unavailable".to_owned()),
+        };
         HostReport::Backups(BackupProgress { files: Some(Box::new(files)), ..BackupProgress::default() })
     }
 
     #[test]
-    fn step_waits_for_files_only_for_a_while() {
+    fn step_waits_for_files_until_timeout() {
         let mut progress = stopped_at_100();
-        assert!(!should_wait(&report(Some(100)), &mut progress, at(0)), "the writers had stopped");
-        assert!(!should_wait(&HostReport::Unsupported, &mut progress, at(0)));
-        assert!(should_wait(&report(Some(99)), &mut progress, at(1000)));
-        assert!(should_wait(&report(None), &mut progress, at(1179)));
-        assert!(!should_wait(&report(None), &mut progress, at(1180)));
+        assert!(!should_wait_for_files(&report(Some(100)), &mut progress, at(0)), "the writers had stopped");
+        assert!(!should_wait_for_files(&HostReport::Unsupported, &mut progress, at(0)));
+        assert!(should_wait_for_files(&report(Some(99)), &mut progress, at(1000)));
+        assert!(should_wait_for_files(&report(None), &mut progress, at(1179)));
+        assert!(!should_wait_for_files(&report(None), &mut progress, at(1180)));
     }
 
     #[test]
     fn unsaved_files_are_described_and_recorded() {
-        let find = |report: HostReport| SavedFiles::find(&report, &stopped_at_100());
-        let saved = find(report(Some(101)));
+        let from_report = |report: HostReport| SavedFiles::from_report(&report, &stopped_at_100());
+        let saved = from_report(report(Some(101)));
         assert_eq!(saved.unsaved_since(), None);
         assert!(saved.to_string().contains("saved as of 1970-01-01T00:01:41"), "{saved}");
-        let older = find(report(Some(99)));
+        let older = from_report(report(Some(99)));
         assert_eq!(older.unsaved_since(), Some(Some(at(99))));
         assert!(older.to_string().contains("only as of 1970-01-01T00:01:39"), "{older}");
-        let never = find(report(None));
+        let never = from_report(report(None));
         assert_eq!(never.unsaved_since(), Some(None));
-        assert!(never.to_string().contains("are not saved (the store is away): the rest"), "{never}");
-        assert_eq!(find(HostReport::Unsupported).to_string(), "");
+        assert!(never.to_string().contains("are not saved (the store is unavailable): unsaved"), "{never}");
+        assert_eq!(from_report(HostReport::Unsupported).to_string(), "");
     }
 }

@@ -11,7 +11,7 @@ use super::progress::LastBackupProgress;
 use crate::db::machine_row::MachineRow;
 use crate::operations::host_call::{BackupOutcome, BackupProgress};
 use crate::operations::leased::LeasedOperation;
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_store::key::{self, SlotPrefix};
 use svc_store::pointer::SnapshotRef;
 use svc_store::{pointer_io, snapshot};
@@ -81,7 +81,7 @@ fn reported_backup(report: &HostReport) -> Option<&BackupOutcome> {
     host.last.as_ref().filter(|last| last.status == "success")
 }
 
-/// Returns whether the report leaves a final backup possible, so that the store must be read.
+/// Returns whether, according to the report, a final backup may exist. If so, the store must be read.
 fn may_have_final_backup(report: &HostReport, window: SnapshotWindow) -> bool {
     let key = reported_backup(report).and_then(|last| last.key.as_deref());
     let is_recent = || key.and_then(key::taken_at).is_some_and(|at| window.contains(at));

@@ -1,5 +1,5 @@
 //! Skips a host that cannot take a final backup. Such a host may have stored a snapshot that the pointer does not name,
-//! for example using an outage session; an operator decides whether to restore it to the new machine.
+//! for example during an outage session; an operator decides whether to restore it to the new machine.
 //!
 //! Invariant: the pointer is unchanged, and a machine is never silently restored from a snapshot older than the
 //! newest one.
@@ -11,7 +11,7 @@ use super::{NewestCopy, find_newest_copy};
 use crate::db::machine_row::MachineRow;
 use crate::operations::OperationKind;
 use crate::operations::leased::LeasedOperation;
-use crate::operations::predecessor::name_outgoing_machine;
+use crate::operations::predecessor::outgoing_machine_label;
 use crate::operations::step::{Question, StepError, StepOutcome, StepRecord};
 use svc_base::clock::rfc3339_ms;
 use svc_store::key::SlotPrefix;
@@ -37,7 +37,7 @@ pub enum SkipReason {
 
 impl SkipReason {
     fn note(self, kind: OperationKind) -> String {
-        let machine = name_outgoing_machine(kind);
+        let machine = outgoing_machine_label(kind);
         match self {
             Self::ServerGone => format!("{machine} has no server"),
             Self::OutOfService => format!("{machine} is already out of service"),
@@ -57,7 +57,7 @@ pub fn is_snapshot_chosen(leased: &LeasedOperation<'_>) -> bool {
 /// # Errors
 /// [`StepError`] if the database fails, the lease is lost, or the store cannot be searched for a newer
 /// snapshot.
-pub async fn skip_host(
+pub async fn skip_final_backup(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
     progress: &LastBackupProgress,
@@ -97,8 +97,8 @@ pub async fn skip_host(
     Ok(finish_without_backup(leased, machine, reason, &saved, &suffix))
 }
 
-/// Records a newer snapshot after an operator has accepted that a reachable host will make no final backup. Returns a
-/// suffix for the note in the log.
+/// Records a newer snapshot after an operator has accepted that a reachable host will not take a final backup. Returns
+/// a suffix for the note in the log.
 pub async fn record_unrestored(leased: &LeasedOperation<'_>, machine: &MachineRow) -> String {
     let Ok(Some(newer)) = Box::pin(find_newer_snapshot(leased, machine)).await else { return String::new() };
     if leased.kind != OperationKind::Delete && leased.record_unrestored(newer.key.clone()).await.is_err() {
@@ -152,8 +152,8 @@ fn finish_without_backup(
     StepOutcome::Done { note: Some((note + suffix).into()), record }
 }
 
-/// Finds a complete snapshot that is newer than the latest one: this machine's or, if it has made none, an earlier
-/// machine's that was not restored to it.
+/// Finds a complete snapshot that is newer than the latest one: this machine's own or, if it has taken none, one of an
+/// earlier machine that was not restored to it.
 ///
 /// Also returns `None` if the pointer names no snapshot, if it is unreadable (which the next step reports), or if the
 /// search fails during a deletion, which restores nothing.

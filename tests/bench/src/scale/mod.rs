@@ -78,7 +78,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     Ok(tally)
 }
 
-/// What the measurements of one round use.
+/// State shared by the measurements of one round.
 struct Round<'a> {
     options: &'a Options,
     server: &'a PgServer,
@@ -87,7 +87,7 @@ struct Round<'a> {
 }
 
 impl Round<'_> {
-    /// Creates a machine with a database of its own.
+    /// Creates a machine with its own database.
     async fn new_machine(&self, name: &str) -> Result<Machine> {
         new_machine(self.server, &format!("svc_{name}_{}", self.number)).await
     }

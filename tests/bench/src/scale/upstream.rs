@@ -10,10 +10,11 @@ use super::super::echo::{EchoFrame, FRAME_START_BYTES, upgrade_response};
 
 /// Serves until the runtime ends.
 pub fn serve(socket: &Path) -> Result<()> {
-    let listener = UnixListener::bind(socket).with_context(|| format!("listen on {}", socket.display()))?;
+    let listener =
+        UnixListener::bind(socket).with_context(|| format!("cannot listen on {}", socket.display()))?;
     tokio::spawn(async move {
         while let Ok((stream, _)) = listener.accept().await {
-            // An error only ends its own connection; the client reports it.
+            // An error ends only its own connection; the client reports it.
             tokio::spawn(serve_connection(stream));
         }
     });

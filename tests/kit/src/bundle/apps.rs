@@ -10,7 +10,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
 
-use super::{Apps, Options, Part, project_dir};
+use super::{Apps, BundlePart, Options, project_dir};
 use crate::child;
 
 /// Environment variable with the identity provider's publishable key, which is embedded in the shell.
@@ -38,15 +38,16 @@ pub fn build(options: &mut Options, dir: &Path, key: Option<&str>) -> Result<()>
         Some(key) => node.env(KEY_VAR, key),
         None => node.arg("--no-shell"),
     };
-    child::run(node, TIMEOUT).context("build the default apps (requires Node.js 20 or newer, and npm)")?;
+    child::run(node, TIMEOUT)
+        .context("cannot build the default apps (requires Node.js 20 or newer, and npm)")?;
     for part in ["apps", "shell", "packages"] {
         check_placeholders(&dir.join(part))?;
     }
     options.apps = Apps::Built(dir.join("apps"));
-    let part = |name: &str, dir: PathBuf, manifest: &Path| -> Result<Part> {
+    let part = |name: &str, dir: PathBuf, manifest: &Path| -> Result<BundlePart> {
         let version = read_package_version(manifest)?
             .with_context(|| format!("no version in {}", manifest.display()))?;
-        Ok(Part { name: name.to_owned(), version, dir })
+        Ok(BundlePart { name: name.to_owned(), version, dir })
     };
     if key.is_some() {
         let manifest = project_dir().join("apps/shell/package.json");
@@ -61,7 +62,7 @@ pub fn build(options: &mut Options, dir: &Path, key: Option<&str>) -> Result<()>
 pub fn read_package_version(manifest: &Path) -> Result<Option<String>> {
     let Ok(text) = fs::read(manifest) else { return Ok(None) };
     let json: Value =
-        serde_json::from_slice(&text).with_context(|| format!("parse {}", manifest.display()))?;
+        serde_json::from_slice(&text).with_context(|| format!("cannot parse {}", manifest.display()))?;
     Ok(json["version"].as_str().map(str::to_owned))
 }
 
@@ -77,7 +78,7 @@ pub fn check_placeholders(dir: &Path) -> Result<()> {
                 pending.push(path);
                 continue;
             }
-            let content = fs::read(&path).with_context(|| format!("read {}", path.display()))?;
+            let content = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
             let found = encodings.iter().find(|(_, encoding)| contains(&content, encoding));
             let host = found.map(|(host, _)| *host).unwrap_or_default();
             ensure!(

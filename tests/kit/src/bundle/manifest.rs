@@ -68,7 +68,7 @@ pub struct SigningKey {
 impl SigningKey {
     /// Reads a key file created by `openssl genpkey -algorithm ed25519`.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = fs::read(path).with_context(|| format!("read {}", path.display()))?;
+        let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
         Self::from_pem(&text)
             .with_context(|| format!("{} is not an Ed25519 key in PKCS#8 PEM", path.display()))
     }

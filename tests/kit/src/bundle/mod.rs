@@ -50,7 +50,7 @@ pub enum Apps {
 
 /// A directory tree that is packed unchanged.
 #[derive(Debug, Clone)]
-pub struct Part {
+pub struct BundlePart {
     pub name: String,
     pub version: String,
     pub dir: PathBuf,
@@ -66,11 +66,11 @@ pub struct Options {
     pub systemd: PathBuf,
     pub apps: Apps,
     /// The shell's static build.
-    pub shell: Option<Part>,
+    pub shell: Option<BundlePart>,
     /// Packages shared by apps: `app/packages/<name>`.
-    pub packages: Vec<Part>,
+    pub packages: Vec<BundlePart>,
     /// Packed as `runtime/<name>`.
-    pub runtime: Vec<Part>,
+    pub runtime: Vec<BundlePart>,
     /// All of these keys sign the manifest.
     pub signing_keys: Vec<PathBuf>,
     pub trusted_keys: Option<KeySet>,
@@ -138,7 +138,7 @@ pub fn build(options: &Options) -> Result<Bundle> {
         manifest::format_time(options.created_at),
     );
     let out = &options.out;
-    fs::create_dir_all(out).with_context(|| format!("create {}", out.display()))?;
+    fs::create_dir_all(out).with_context(|| format!("cannot create {}", out.display()))?;
     let staging = tempfile::tempdir_in(out)?;
     let program = strip_symbols(&options.svc, staging.path())?;
     let tree = assemble_tree(options, program)?;
@@ -204,7 +204,7 @@ fn check_removals(removes: &[String], components: &[Component]) -> Result<()> {
 /// Reads the image version from the manifest in `dir`.
 pub fn read_version(dir: &Path) -> Result<String> {
     let path = dir.join(format!("{ARCHIVE}.json"));
-    let text = fs::read(&path).with_context(|| format!("read {}", path.display()))?;
+    let text = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let manifest: serde_json::Value = serde_json::from_slice(&text)?;
     let version = manifest["imageVersion"].as_str().map(str::to_owned);
     version.with_context(|| format!("no imageVersion in {}", path.display()))
@@ -235,7 +235,7 @@ fn assemble_tree(options: &Options, program: PathBuf) -> Result<Tree> {
             }
         }
     }
-    let mut add = |path: String, part: &Part| {
+    let mut add = |path: String, part: &BundlePart| {
         components.push(Component::new(&part.name, &part.version, &path));
         tree.add_tree(&path, &part.dir)
     };
@@ -297,7 +297,7 @@ fn strip_symbols(svc: &Path, dir: &Path) -> Result<PathBuf> {
     strip.arg("--strip-all").arg("-o").arg(&stripped).arg(svc);
     match child::run(strip, Duration::from_secs(60)) {
         Ok(_) => Ok(stripped),
-        Err(_) => svc.canonicalize().with_context(|| format!("find {}", svc.display())),
+        Err(_) => svc.canonicalize().with_context(|| format!("cannot find {}", svc.display())),
     }
 }
 

@@ -27,7 +27,7 @@ impl Component {
 /// Returns the component for an app's `…/svc.json`, or `None` for other files.
 pub fn app_component(path: &str, content: &[u8]) -> Result<Option<Component>> {
     let Some(dir) = path.strip_suffix("/svc.json") else { return Ok(None) };
-    let manifest: Value = serde_json::from_slice(content).with_context(|| format!("parse {path}"))?;
+    let manifest: Value = serde_json::from_slice(content).with_context(|| format!("cannot parse {path}"))?;
     let text_field = |field: &str| manifest[field].as_str().map(str::to_owned);
     let (Some(slug), Some(version)) = (text_field("slug"), text_field("version")) else {
         bail!("{path} lacks a slug or a version");
@@ -38,11 +38,11 @@ pub fn app_component(path: &str, content: &[u8]) -> Result<Option<Component>> {
 /// Reads the manifests of built apps, with their paths in the bundle, sorted.
 pub fn read_manifests(apps: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     let mut found = Vec::new();
-    for entry in fs::read_dir(apps).with_context(|| format!("read {}", apps.display()))? {
+    for entry in fs::read_dir(apps).with_context(|| format!("cannot read {}", apps.display()))? {
         let dir = entry?.path();
         let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let manifest = dir.join("svc.json");
-        let content = fs::read(&manifest).with_context(|| format!("read {}", manifest.display()))?;
+        let content = fs::read(&manifest).with_context(|| format!("cannot read {}", manifest.display()))?;
         found.push((format!("app/apps/{name}/svc.json"), content));
     }
     found.sort();

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Error, Result, bail, ensure};
 
-use super::Part;
+use super::BundlePart;
 use super::apps::read_package_version;
 use crate::pg::PgBinaries;
 use crate::{apt, child, fetch};
@@ -42,7 +42,7 @@ const BUILD_LEFTOVERS: [&str; 5] =
 
 /// The value of a `--runtime` option: `NAME=DIR` or `NAME=npm:PACKAGE@VERSION`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Source {
+pub struct RuntimeSource {
     name: String,
     origin: Origin,
 }
@@ -53,7 +53,7 @@ enum Origin {
     Npm { package: String, version: String },
 }
 
-impl FromStr for Source {
+impl FromStr for RuntimeSource {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -85,7 +85,7 @@ impl FromStr for Source {
 ///
 /// # Errors
 /// Fails if they cannot be fetched or built.
-pub fn fetch_editor() -> Result<Vec<Part>> {
+pub fn fetch_editor() -> Result<Vec<BundlePart>> {
     install_build_packages()?;
     fetch_parts(&[PINNED_NODE.parse()?, PINNED_CODE_SERVER.parse()?])
 }
@@ -94,7 +94,7 @@ pub fn fetch_editor() -> Result<Vec<Part>> {
 ///
 /// # Errors
 /// Fails if it cannot be fetched.
-pub fn fetch_agent(name: &str) -> Result<Part> {
+pub fn fetch_agent(name: &str) -> Result<BundlePart> {
     let prefix = format!("agents/{name}=");
     let pinned = PINNED_AGENTS.iter().find(|pinned| pinned.starts_with(&prefix));
     let mut parts =
@@ -107,16 +107,16 @@ pub fn fetch_agent(name: &str) -> Result<Part> {
 ///
 /// # Errors
 /// Fails if code-server's build dependencies are missing and cannot be installed.
-pub fn prepare_full_sources(chosen: &[Source]) -> Result<Vec<Source>> {
+pub fn prepare_full_sources(chosen: &[RuntimeSource]) -> Result<Vec<RuntimeSource>> {
     let mut sources = chosen.to_vec();
     for pinned in [PINNED_NODE, PINNED_CODE_SERVER].into_iter().chain(PINNED_AGENTS) {
-        let pinned: Source = pinned.parse()?;
+        let pinned: RuntimeSource = pinned.parse()?;
         if chosen.iter().all(|source| source.name != pinned.name) {
             sources.push(pinned);
         }
     }
     let is_built =
-        |source: &Source| source.name == "code-server" && matches!(source.origin, Origin::Npm { .. });
+        |source: &RuntimeSource| source.name == "code-server" && matches!(source.origin, Origin::Npm { .. });
     if sources.iter().any(is_built) {
         install_build_packages()?;
     }
@@ -134,10 +134,10 @@ fn install_build_packages() -> Result<()> {
 }
 
 /// Fetches all sources.
-pub fn fetch_parts(sources: &[Source]) -> Result<Vec<Part>> {
-    let mut sorted: Vec<&Source> = sources.iter().collect();
+pub fn fetch_parts(sources: &[RuntimeSource]) -> Result<Vec<BundlePart>> {
+    let mut sorted: Vec<&RuntimeSource> = sources.iter().collect();
     sorted.sort_by_key(|source| (source.name != NODE, &source.name));
-    let mut parts: Vec<Part> = Vec::new();
+    let mut parts: Vec<BundlePart> = Vec::new();
     for source in sorted {
         ensure!(
             parts.iter().all(|part| part.name != source.name),
@@ -154,7 +154,7 @@ pub fn fetch_parts(sources: &[Source]) -> Result<Vec<Part>> {
     Ok(parts)
 }
 
-fn directory_part(name: &str, dir: &Path) -> Result<Part> {
+fn directory_part(name: &str, dir: &Path) -> Result<BundlePart> {
     ensure!(dir.is_dir(), "runtime {name}: {} is not a directory", dir.display());
     let lacks_tools = name == POSTGRES && !dir.join("bin/pg_dump").is_file();
     ensure!(!lacks_tools, "runtime {name}: {} has no bin/pg_dump", dir.display());
@@ -162,7 +162,7 @@ fn directory_part(name: &str, dir: &Path) -> Result<Part> {
     let version = read_package_version(&dir.join("package.json"))?
         .or(version_file)
         .unwrap_or_else(|| "unknown".to_owned());
-    Ok(Part { name: name.to_owned(), version, dir: dir.to_owned() })
+    Ok(BundlePart { name: name.to_owned(), version, dir: dir.to_owned() })
 }
 
 /// Adds PostgreSQL's client tools, without which a machine can neither back up nor restore, unless a source provides
@@ -170,19 +170,19 @@ fn directory_part(name: &str, dir: &Path) -> Result<Part> {
 ///
 /// # Errors
 /// Fails if the pinned PostgreSQL is unavailable.
-pub fn add_client_tools(parts: &mut Vec<Part>) -> Result<()> {
+pub fn add_client_tools(parts: &mut Vec<BundlePart>) -> Result<()> {
     if parts.iter().any(|part| part.name == POSTGRES) {
         return Ok(());
     }
     let target = fetch::target_dir();
     let postgres = PgBinaries::fetch(&target).context(
-        "fetch PostgreSQL's client tools, without which a machine can neither back up nor restore (pass \
-         --runtime postgres=DIR to use those in a directory, or --no-postgres to omit them)",
+        "cannot fetch PostgreSQL's client tools, without which a machine can neither back up nor restore \
+         (pass --runtime postgres=DIR to use those in a directory, or --no-postgres to omit them)",
     )?;
     let into = target.join("postgres-client");
     match fs::remove_dir_all(&into) {
         Err(error) if error.kind() != ErrorKind::NotFound => {
-            return Err(error).with_context(|| format!("empty {}", into.display()));
+            return Err(error).with_context(|| format!("cannot empty {}", into.display()));
         }
         _ => parts.push(copy_client_tools(&postgres, &into)?),
     }
@@ -194,16 +194,16 @@ pub fn add_client_tools(parts: &mut Vec<Part>) -> Result<()> {
 ///
 /// # Errors
 /// Fails if a program is missing or does not run.
-pub fn copy_client_tools(postgres: &PgBinaries, into: &Path) -> Result<Part> {
+pub fn copy_client_tools(postgres: &PgBinaries, into: &Path) -> Result<BundlePart> {
     let install = postgres.dir().parent().context("PostgreSQL's programs are not in an installation")?;
     let (name, package) = (install.file_name(), install.parent());
     let (name, package) = name.zip(package).context("PostgreSQL's programs are not in a package")?;
-    let package_name = package.file_name().context("the package's path has no name")?;
+    let package_name = package.file_name().context("the package's path has no file name")?;
     let bin = into.join(package_name).join(name).join("bin");
     fs::create_dir_all(&bin)?;
     for tool in CLIENT_TOOLS {
         let from = postgres.dir().join(tool);
-        fs::copy(&from, bin.join(tool)).with_context(|| format!("copy {}", from.display()))?;
+        fs::copy(&from, bin.join(tool)).with_context(|| format!("cannot copy {}", from.display()))?;
     }
     symlink(Path::new(package_name).join(name).join("bin"), into.join("bin"))?;
     let libraries = package.with_added_extension("libs");
@@ -220,12 +220,12 @@ pub fn copy_client_tools(postgres: &PgBinaries, into: &Path) -> Result<Part> {
     // "pg_dump (PostgreSQL) 16.14", followed by the packager's text.
     let output = child::run(version, VERSION_TIMEOUT)?;
     let version = output.split_whitespace().nth(2).context("pg_dump --version printed no version")?;
-    Ok(Part { name: POSTGRES.to_owned(), version: version.to_owned(), dir: into.to_owned() })
+    Ok(BundlePart { name: POSTGRES.to_owned(), version: version.to_owned(), dir: into.to_owned() })
 }
 
-/// Installs a package with npm, with `bin/` for its commands. An unscoped package without dependencies or launchers is
-/// used without the surrounding tree.
-fn fetch_npm_part(name: &str, package: &str, version: &str, node: Option<&Part>) -> Result<Part> {
+/// Installs a package with npm, with `bin/` for its commands. For an unscoped package without dependencies or
+/// launchers, the part is only the package's own folder.
+fn fetch_npm_part(name: &str, package: &str, version: &str, node: Option<&BundlePart>) -> Result<BundlePart> {
     let node_suffix = node.map(|node| format!("-node-{}", node.version)).unwrap_or_default();
     let tool = format!("npm-{}-{version}{node_suffix}", package.trim_start_matches('@').replace('/', "-"));
     let depth = name.split('/').count();
@@ -240,14 +240,14 @@ fn fetch_npm_part(name: &str, package: &str, version: &str, node: Option<&Part>)
         && fs::read_dir(dir.join("node_modules"))?.flatten().filter(|entry| !is_hidden(entry)).count() == 1
         && !package.contains('/');
     let dir = if is_standalone { package_dir } else { dir };
-    Ok(Part { name: name.to_owned(), version: version.to_owned(), dir })
+    Ok(BundlePart { name: name.to_owned(), version: version.to_owned(), dir })
 }
 
 fn is_hidden(entry: &fs::DirEntry) -> bool {
     entry.file_name().to_string_lossy().starts_with('.')
 }
 
-fn install(dir: &Path, package: &str, version: &str, node: Option<&Part>) -> Result<()> {
+fn install(dir: &Path, package: &str, version: &str, node: Option<&BundlePart>) -> Result<()> {
     let mut npm = Command::new("npm");
     npm.args(["install", "--no-audit", "--no-fund", "--omit=dev", "--loglevel=error", "--prefix"]).arg(dir);
     npm.arg(format!("{package}@{version}")).current_dir(dir);
@@ -260,7 +260,8 @@ fn install(dir: &Path, package: &str, version: &str, node: Option<&Part>) -> Res
             npm.env("npm_config_nodedir", &node.dir);
         }
     }
-    child::run(npm, INSTALL_TIMEOUT).with_context(|| format!("install {package}@{version} with npm"))?;
+    child::run(npm, INSTALL_TIMEOUT)
+        .with_context(|| format!("cannot install {package}@{version} with npm"))?;
     fs::remove_file(dir.join("package-lock.json")).ok();
     Ok(())
 }
@@ -340,7 +341,7 @@ fn write_launchers(dir: &Path, package: &str, depth: usize) -> Result<()> {
 }
 
 /// Lists the commands in a part's `bin/`.
-pub(super) fn list_commands(part: &Part) -> Result<Vec<String>> {
+pub(super) fn list_commands(part: &BundlePart) -> Result<Vec<String>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(part.dir.join("bin")).into_iter().flatten() {
         let Ok(name) = entry?.file_name().into_string() else { bail!("a command name is not UTF-8") };
@@ -356,11 +357,11 @@ mod tests {
 
     #[test]
     fn source_parses_directory_or_exact_package() {
-        let parse = |text: &str| text.parse::<Source>();
+        let parse = |text: &str| text.parse::<RuntimeSource>();
         assert_eq!(parse("node=/opt/node").unwrap().origin, Origin::Directory("/opt/node".into()));
         assert_eq!(
             parse("agents/claude=npm:@a/claude-code@2.1.0").unwrap(),
-            Source {
+            RuntimeSource {
                 name: "agents/claude".to_owned(),
                 origin: Origin::Npm { package: "@a/claude-code".to_owned(), version: "2.1.0".to_owned() }
             }
@@ -425,7 +426,7 @@ mod tests {
 
     #[test]
     fn prepare_full_sources_adds_pinned_runtimes_unless_replaced() {
-        let own: Source = "node=/opt/node".parse().unwrap();
+        let own: RuntimeSource = "node=/opt/node".parse().unwrap();
         let code = "code-server=/opt/code".parse().unwrap();
         let sources = prepare_full_sources(&[own.clone(), code]).unwrap();
         let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();

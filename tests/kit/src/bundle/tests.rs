@@ -50,7 +50,7 @@ fn build_full(dir: &Path, names: [&str; 3]) -> Bundle {
     symlink("node", dir.join("node/bin/nodejs")).unwrap();
     write(&dir.join("units/system/svc-a.service"), "[Service]\n");
     write(&dir.join("key.pem"), include_str!("ed25519-test-only.txt"));
-    let part = |name: &str, version: &str| Part {
+    let part = |name: &str, version: &str| BundlePart {
         name: name.to_owned(),
         version: version.to_owned(),
         dir: dir.join(name),

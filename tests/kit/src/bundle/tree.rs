@@ -1,7 +1,7 @@
 //! A bundle's content: sorted entries whose content stays on disk until it is written.
 //!
-//! Entries that a host would refuse to unpack are rejected by name: links that are absolute, dangling or lead out of
-//! the bundle, and anything but files, directories and links.
+//! If a host would refuse to unpack an entry, packing fails with an error that names the entry: a link that is
+//! absolute, dangling or leads out of the bundle, or anything but a file, a directory or a link.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -48,7 +48,7 @@ impl Tree {
     /// Adds everything under `source` as `path/…`.
     pub fn add_tree(&mut self, path: &str, source: &Path) -> Result<()> {
         self.add_directory(path);
-        let read = fs::read_dir(source).with_context(|| format!("read {}", source.display()))?;
+        let read = fs::read_dir(source).with_context(|| format!("cannot read {}", source.display()))?;
         for entry in read {
             let entry = entry?;
             let from = entry.path();
@@ -89,7 +89,7 @@ impl Tree {
         self.check_links()?;
         let mut archive = tar::Builder::new(out);
         for (path, entry) in &self.entries {
-            append(&mut archive, path, entry).with_context(|| format!("pack {path}"))?;
+            append(&mut archive, path, entry).with_context(|| format!("cannot pack {path}"))?;
         }
         archive.into_inner()?;
         Ok(())
@@ -155,7 +155,7 @@ fn append(archive: &mut tar::Builder<impl Write>, path: &str, entry: &Entry) -> 
             archive.append_data(&mut header, path, content.as_slice())?;
         }
         Entry::File { source, is_program } => {
-            let file = File::open(source).with_context(|| format!("open {}", source.display()))?;
+            let file = File::open(source).with_context(|| format!("cannot open {}", source.display()))?;
             let size = file.metadata()?.len();
             header.set_mode(if *is_program { 0o755 } else { 0o644 });
             header.set_size(size);

@@ -32,7 +32,8 @@ impl OwnedChild {
     /// # Errors
     /// Fails if the process has been reaped.
     pub fn signal(&self, signal: Signal) -> Result<()> {
-        kill(Pid::from_raw(i32::try_from(self.pid())?), signal).with_context(|| format!("send {signal}"))
+        kill(Pid::from_raw(i32::try_from(self.pid())?), signal)
+            .with_context(|| format!("cannot send {signal}"))
     }
 
     /// Returns the child's standard output, if it is piped and has not been taken.

@@ -235,7 +235,7 @@ async fn wait_until_ready(chroot: &Chroot, process: &mut Child, url: &str, stack
         match client.get(format!("{url}/readyz/control")).send().await {
             Ok(response) if response.status().is_success() => break response.text().await?,
             Ok(_) | Err(_) if Instant::now() < deadline => {
-                ensure!(process.try_wait()?.is_none(), "the platform exited during start-up");
+                ensure!(process.try_wait()?.is_none(), "the platform exited during startup");
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
             Ok(response) => bail!("/readyz/control: {}", response.status()),

@@ -67,7 +67,7 @@ impl Chroot {
         command.current_dir("/");
         let args: Vec<_> = args.iter().map(|arg| arg.as_ref().to_string_lossy().into_owned()).collect();
         child::run(command, RUN_TIMEOUT)
-            .with_context(|| format!("run in the Debian chroot: {}", args.join(" ")))
+            .with_context(|| format!("a command failed in the Debian chroot: {}", args.join(" ")))
     }
 
     /// Starts a command in the chroot, with its output in `log`.
@@ -111,7 +111,7 @@ fn install_missing_tools() -> Result<()> {
         child::run(update, BUILD_TIMEOUT)?;
         let mut install = Command::new("apt-get");
         install.args(["-o", "DPkg::Lock::Timeout=300", "install", "-y", "--no-install-recommends", package]);
-        child::run(install, BUILD_TIMEOUT).with_context(|| format!("install {package}"))?;
+        child::run(install, BUILD_TIMEOUT).with_context(|| format!("cannot install {package}"))?;
     }
     Ok(())
 }

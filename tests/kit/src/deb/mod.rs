@@ -55,10 +55,10 @@ fn build_package(options: &Options, name: &str, sbom_json: &str, epoch: &str) ->
     let deb = options.out.join(format!("{name}_{}_{arch}.deb", options.version));
     let mut build = Command::new("dpkg-deb");
     // Single-threaded gzip: xz's output depends on the number of threads. Level 9 would take three times as long as
-    // level 6, for half a percent.
+    // level 6, and save only half a percent.
     build.args(["--build", "--root-owner-group", "-Zgzip", "-z6"]).arg(stage.path()).arg(&deb);
     build.env("SOURCE_DATE_EPOCH", epoch);
-    child::run(build, TIMEOUT).with_context(|| format!("build {name}"))?;
+    child::run(build, TIMEOUT).with_context(|| format!("cannot build {name}"))?;
     Ok(deb)
 }
 

@@ -29,7 +29,7 @@ pub fn fill_stage(stage: &Path, options: &Options, name: &str, sbom_json: &str, 
     copy_tree(&options.source.join("packaging").join(folder), stage)?;
     let program = stage.join(PROGRAM);
     make_parent(&program)?;
-    fs::copy(&options.svc, &program).with_context(|| format!("copy {}", options.svc.display()))?;
+    fs::copy(&options.svc, &program).with_context(|| format!("cannot copy {}", options.svc.display()))?;
     set_mode(&program, 0o755)?;
     make_parent(&stage.join("usr/bin/svcctl"))?;
     symlink("../lib/svc/svc", stage.join("usr/bin/svcctl"))?;
@@ -67,7 +67,7 @@ fn write_pages_and_completions(program: &Path, name: &str, stage: &Path) -> Resu
         }
         let mut write = Command::new(program);
         write.args([applet, "--write-man"]).arg(pages.path()).env_clear();
-        child::run(write, TIMEOUT).with_context(|| format!("write the manual pages for {applet}"))?;
+        child::run(write, TIMEOUT).with_context(|| format!("cannot write the manual pages for {applet}"))?;
     }
     for entry in fs::read_dir(pages.path())? {
         let page = entry?.path();
@@ -95,9 +95,9 @@ fn write_documents(stage: &Path, options: &Options, name: &str, sbom_json: &str,
     let copyright = "Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/\n\
                      Upstream-Name: svc\n\nFiles: *\nCopyright: 2026 the svc developers\nLicense: Apache-2.0\n \
                      On Debian systems the text is in /usr/share/common-licenses/Apache-2.0.\nComment:\n \
-                     Linked components and their licences are listed in svc.cdx.json.\n";
+                     Linked components and their licenses are listed in svc.cdx.json.\n";
     fs::write(dir.join("copyright"), copyright)?;
-    let changes = fs::read(options.source.join("CHANGELOG.md")).context("read CHANGELOG.md")?;
+    let changes = fs::read(options.source.join("CHANGELOG.md")).context("cannot read CHANGELOG.md")?;
     gzip(&changes, &dir.join("CHANGELOG.md.gz"))?;
     let version = &options.version;
     let entry = format!(
@@ -140,7 +140,7 @@ fn write_control(stage: &Path, version: &str) -> Result<()> {
         .map(|meta| meta.len())
         .sum();
     let path = stage.join("DEBIAN/control");
-    let text = fs::read_to_string(&path).context("read DEBIAN/control")?;
+    let text = fs::read_to_string(&path).context("cannot read DEBIAN/control")?;
     let text = text
         .replace("@VERSION@", version)
         .replace("@ARCH@", &architecture()?)
@@ -179,7 +179,7 @@ fn normalize(stage: &Path, date: Duration) -> Result<()> {
 }
 
 fn copy_tree(from: &Path, to: &Path) -> Result<()> {
-    for path in list_files(from).with_context(|| format!("read {}", from.display()))? {
+    for path in list_files(from).with_context(|| format!("cannot read {}", from.display()))? {
         let target = to.join(path.strip_prefix(from)?);
         make_parent(&target)?;
         fs::copy(&path, &target)?;

@@ -1,7 +1,7 @@
-//! A running instance's directory: `dev.json`, the operator's credential, a link to `svcctl`.
+//! A running instance's directory: `dev.json`, the operator's credential, and a link to `svcctl`.
 //!
-//! A file lock determines which instance owns the directory. A killed instance releases the lock, and its files are
-//! replaced. Only files that were created here are removed.
+//! A file lock determines which instance owns the directory. If an instance is killed, its lock is released, and the
+//! next instance replaces its files. Other files in the directory are never removed.
 
 use std::fmt;
 use std::fs::{self, File, TryLockError};
@@ -43,11 +43,12 @@ pub(super) struct PublishedFiles {
 
 impl DevLock {
     /// # Errors
-    /// Returns [`AlreadyRunning`] if another instance owns the directory; also fails if it cannot be created.
+    /// Returns [`AlreadyRunning`] if another instance owns the directory. Also fails if this directory cannot be
+    /// created.
     pub fn acquire(dir: &Path) -> Result<Self> {
-        fs::create_dir_all(dir).with_context(|| format!("create {}", dir.display()))?;
+        fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
         let dir = dir.canonicalize()?;
-        // The lock file is next to the directory, because the directory is removed.
+        // The lock file is next to the directory, because the directory is removed on drop.
         let path = dir.with_added_extension("lock");
         let mut lock = File::options().read(true).write(true).create(true).truncate(false).open(&path)?;
         match lock.try_lock() {
@@ -70,7 +71,7 @@ impl DevLock {
     ) -> Result<PublishedFiles> {
         fs::create_dir_all(&self.dir)?;
         let files = PublishedFiles { info: self.dir.join(INFO_FILE), operator: self.dir.join(OPERATOR_FILE) };
-        symlink(svc, self.dir.join(SVCCTL_LINK)).context("link svcctl")?;
+        symlink(svc, self.dir.join(SVCCTL_LINK)).context("cannot link svcctl")?;
         self.write(&files.operator, &self.render_operator_script(env))?;
         // Written last, so that programs that wait for this file find the others.
         let mut text = serde_json::to_string_pretty(info)?;
@@ -90,7 +91,7 @@ impl DevLock {
         let staged = path.with_added_extension("new");
         let mut file = File::options().write(true).create(true).truncate(true).mode(0o600).open(&staged)?;
         file.write_all(text.as_bytes())?;
-        fs::rename(&staged, path).with_context(|| format!("write {}", path.display()))
+        fs::rename(&staged, path).with_context(|| format!("cannot write {}", path.display()))
     }
 
     /// Removes the published files, before the services stop.
@@ -153,7 +154,7 @@ pub(super) fn shell_quote(text: &str) -> String {
     format!("'{}'", text.replace('\'', r"'\''"))
 }
 
-/// Returns the path of the running PostgreSQL's own `psql`, or `psql`, to be found in `PATH`.
+/// Returns the path of the `psql` that belongs to the running PostgreSQL, or else `psql`, to be found in `PATH`.
 pub(super) fn psql_command(stack: &Stack) -> String {
     let bundled = stack.pg.dir().join("psql");
     if bundled.exists() { shell_quote(&bundled.display().to_string()) } else { "psql".to_owned() }

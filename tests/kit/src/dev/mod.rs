@@ -33,7 +33,7 @@ pub async fn run(lock: DevLock, svc: &Path, bundle: Option<&Path>) -> Result<()>
     let dir = tempfile::Builder::new()
         .prefix("svc-dev-")
         .tempdir_in("/tmp")
-        .context("create a directory for disks")?;
+        .context("cannot create a directory for disks")?;
     child::remove_on_exit(dir.path());
     println!("dev: starting platform, router, provider, store, database, identity provider");
     let mut stack = tokio::select! {
@@ -68,8 +68,8 @@ async fn provision_and_wait(
     stack.wait_for_platform_exit().await
 }
 
-/// Provisions the demo owner's machine and waits until the router reaches it. Without `bundle`, builds the minimal
-/// bundle.
+/// Provisions the demo owner's machine and waits until the owner can reach it through the router. Without `bundle`,
+/// builds the minimal bundle.
 pub(crate) async fn provision(stack: &Stack, bundle: Option<&Path>) -> Result<MachineRecord> {
     stack.svcctl(&["slot", "set", USER, "--plan", "max"]).await?.success()?;
     let (dir, version) = match bundle {
@@ -84,7 +84,7 @@ pub(crate) async fn provision(stack: &Stack, bundle: Option<&Path>) -> Result<Ma
     stack.svcctl(&["bundle", "publish", &dir, "--image-version", &version]).await?.success()?;
     let args = ["--json", "provision", USER, "--handle", HANDLE, "--image-version", &version, "--wait=200"];
     let args = [&args[..], &CONFIRM_FLAGS].concat();
-    let machine = MachineRecord::read(&stack.svcctl(&args).await?.success()?.stdout)?;
+    let machine = MachineRecord::parse(&stack.svcctl(&args).await?.success()?.stdout)?;
     let owner = stack.owner_token();
     eventually("the owner reaches the machine", ROUTE_TIMEOUT, || async {
         let apps = stack.web.get("/api/apps", Some(&owner), "application/json").await?;

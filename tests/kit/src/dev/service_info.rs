@@ -14,7 +14,7 @@ use crate::story::stack::{HANDLE, Stack, USER};
 #[serde(rename_all = "camelCase")]
 pub(crate) struct ServiceInfo {
     pub(crate) platform_url: String,
-    /// The `Host` of requests to the router is this or `code_host`.
+    /// A request to the router has this or `code_host` in its `Host` header.
     pub(crate) app_host: String,
     pub(crate) code_host: String,
     pub(crate) router_url: String,
@@ -35,7 +35,7 @@ pub(crate) struct ServiceInfo {
 #[serde(rename_all = "camelCase")]
 pub(crate) struct IdentityProvider {
     pub(crate) issuer: String,
-    /// Returns a session JWT as plain text; takes `?sub=<user>`, and `&ttl=<seconds>` for more than five minutes.
+    /// The endpoint that returns a session JWT as plain text. Parameters: `sub=<user>`, `ttl=<seconds>` (default 300).
     pub(crate) mint_url: String,
 }
 
@@ -98,7 +98,7 @@ fn home(provider: &Simulator, machine: &MachineRecord) -> Result<String> {
 /// Returns the database URL that the machine's first boot wrote.
 fn database_url(provider: &Simulator, machine: &MachineRecord) -> Result<String> {
     let env = provider.disk(&machine.server)?.join("opt/svc/env/host.env");
-    let text = std::fs::read_to_string(&env).with_context(|| format!("read {}", env.display()))?;
+    let text = std::fs::read_to_string(&env).with_context(|| format!("cannot read {}", env.display()))?;
     let url = text.lines().find_map(|line| line.strip_prefix("DATABASE_URL="));
     Ok(url.context("no DATABASE_URL in host.env")?.trim_matches('"').to_owned())
 }

@@ -90,7 +90,8 @@ impl Key {
                 // ring cannot generate RSA keys.
                 let key: String = include_str!("rsa-test-only.txt").lines().skip(1).collect();
                 Signer::Rsa(Box::new(
-                    RsaKeyPair::from_pkcs8(&STANDARD.decode(key)?).context("parse the test RSA key")?,
+                    RsaKeyPair::from_pkcs8(&STANDARD.decode(key)?)
+                        .context("cannot parse the test RSA key")?,
                 ))
             }
         };

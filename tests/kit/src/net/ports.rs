@@ -37,8 +37,8 @@ fn reservation_folder() -> io::Result<PathBuf> {
     Ok(folder)
 }
 
-/// Locks the file for `port`; returns `None` if another caller, in any process, holds the lock. The lock ends with its
-/// process.
+/// Locks the file for `port`; returns `None` if another caller, in any process, holds the lock. The lock is released
+/// when its process ends.
 ///
 /// Programs started by a test do not inherit the file descriptor, so they hold no lock.
 fn reserve(folder: &Path, port: u16) -> io::Result<Option<File>> {
@@ -56,7 +56,7 @@ fn range_below_ephemeral() -> Range<u16> {
     let system = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").unwrap_or_default();
     let first_ephemeral =
         system.split_whitespace().next().and_then(|port| port.parse().ok()).unwrap_or(32_768);
-    // If nearly all ports are ephemeral, no better range exists.
+    // If too few ports lie below the ephemeral range, the returned range overlaps it.
     FIRST..if first_ephemeral > FIRST + 2000 { first_ephemeral } else { 32_768 }
 }
 

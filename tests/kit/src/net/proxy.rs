@@ -78,7 +78,7 @@ impl Proxy {
     /// Removes all faults; broken connections stay broken.
     pub fn heal(&self) {
         self.shared.change(|faults| *faults = Faults::default());
-        self.listener.reopen().expect("rebind the reserved port");
+        self.listener.reopen().expect("the reserved port can be bound again");
     }
 }
 
@@ -92,7 +92,7 @@ impl Shared {
     }
 
     /// Waits for the configured delay, and until data is no longer withheld.
-    async fn hold(&self) {
+    async fn apply_delays(&self) {
         tokio::time::sleep(self.faults().delay).await;
         while self.faults().is_silent {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -114,7 +114,7 @@ async fn forward(client: TcpStream, shared: Arc<Shared>) {
     tokio::try_join!(up, down).ok();
 }
 
-/// Copies one direction until its end. `Err` means a broken connection.
+/// Copies data in one direction until the end of the stream. `Err` means a broken connection.
 async fn copy(
     mut from: OwnedReadHalf,
     mut sink: Sink,
@@ -125,7 +125,7 @@ async fn copy(
     let mut copied = 0;
     loop {
         let read = from.read(&mut chunk).await?;
-        shared.hold().await;
+        shared.apply_delays().await;
         if read == 0 {
             return sink.finish().await;
         }

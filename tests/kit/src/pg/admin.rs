@@ -40,7 +40,7 @@ impl PgConnectionInfo {
         let sql = format!("CREATE DATABASE {target} TEMPLATE {source} STRATEGY FILE_COPY");
         self.execute_when_unused(&sql)
             .await
-            .with_context(|| format!("create database {name} from {template}"))
+            .with_context(|| format!("cannot create database {name} from {template}"))
     }
 
     /// Lists the names of all databases.
@@ -52,7 +52,7 @@ impl PgConnectionInfo {
     /// Renames a database, which must have no connections.
     pub async fn rename_database(&self, from: &str, to: &str) -> Result<()> {
         let sql = format!("ALTER DATABASE {} RENAME TO {}", quote_identifier(from), quote_identifier(to));
-        self.execute_when_unused(&sql).await.with_context(|| format!("rename database {from}"))
+        self.execute_when_unused(&sql).await.with_context(|| format!("cannot rename database {from}"))
     }
 
     /// Executes a statement on a whole database. Retries while its last connections are still being closed.
@@ -73,7 +73,7 @@ impl PgConnectionInfo {
     pub async fn drop_database(&self, name: &str) -> Result<()> {
         let client = self.connect("postgres").await?;
         let sql = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", quote_identifier(name));
-        client.batch_execute(&sql).await.with_context(|| format!("drop database {name}"))
+        client.batch_execute(&sql).await.with_context(|| format!("cannot drop database {name}"))
     }
 }
 

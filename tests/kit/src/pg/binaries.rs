@@ -36,7 +36,7 @@ impl PgBinaries {
             return Self::from_dir(DEBIAN_DIR.into());
         }
         Self::fetch(target_dir).context(
-            "fetch PostgreSQL 16 (or install it, or set SVC_PG_BIN_DIR to the directory with its programs)",
+            "cannot fetch PostgreSQL 16 (install it, or set SVC_PG_BIN_DIR to the directory with its programs)",
         )
     }
 
@@ -102,7 +102,7 @@ impl PgBinaries {
         } else {
             self.client(program)
         };
-        // The caller's PGHOST, PGDATA and locale must not leak in.
+        // The caller's PGHOST, PGDATA and locale must not affect the server.
         let path = std::env::var_os("PATH").unwrap_or_else(|| "/usr/bin:/bin".into());
         command.env_clear().env("PATH", path).env("TZ", "UTC").env("LC_ALL", "C");
         command
@@ -119,7 +119,7 @@ pub(super) fn check_user_namespace() -> Result<()> {
     match child::run(probe, Duration::from_secs(20)) {
         Ok(_) => Ok(()),
         Err(error) => bail!(
-            "PostgreSQL refuses root, and `unshare --user` is not permitted: run as another user ({error:#})"
+            "PostgreSQL does not run as root, and `unshare --user` failed: run as another user ({error:#})"
         ),
     }
 }

@@ -29,7 +29,7 @@ pub(super) fn initdb(binaries: &PgBinaries, data: &Path, password: &str, options
     let mut initdb: Command = binaries.server("initdb");
     initdb.args(INITDB_OPTIONS).args(options).arg("--pgdata").arg(data);
     initdb.arg("--pwfile").arg(password_file.path());
-    child::run(initdb, START_TIMEOUT).context("create a PostgreSQL cluster")?;
+    child::run(initdb, START_TIMEOUT).context("cannot create a PostgreSQL cluster")?;
     Ok(())
 }
 
@@ -72,12 +72,12 @@ impl PreparedCluster {
         fs::create_dir_all(data.parent().unwrap_or(data))?;
         copy_dir(&self.dir.join("data"), data)?;
         set_system_identifier(data, uuid::Uuid::new_v4().as_u64_pair().0 >> 1)
-            .with_context(|| format!("set the system identifier of {}", data.display()))
+            .with_context(|| format!("cannot set the system identifier of {}", data.display()))
     }
 }
 
 fn copy_dir(from: &Path, to: &Path) -> Result<()> {
-    // PostgreSQL refuses data that others can access.
+    // PostgreSQL rejects a data directory that other users can access.
     match fs::DirBuilder::new().mode(0o700).create(to) {
         Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(error.into()),
         _ => fs::set_permissions(to, std::os::unix::fs::PermissionsExt::from_mode(0o700))?,
@@ -88,7 +88,8 @@ fn copy_dir(from: &Path, to: &Path) -> Result<()> {
         if entry.file_type()?.is_dir() {
             copy_dir(&entry.path(), &target)?;
         } else {
-            fs::copy(entry.path(), &target).with_context(|| format!("copy to {}", target.display()))?;
+            fs::copy(entry.path(), &target)
+                .with_context(|| format!("cannot copy to {}", target.display()))?;
         }
     }
     Ok(())

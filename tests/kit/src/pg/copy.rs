@@ -53,11 +53,11 @@ impl DatabaseCopy {
         Ok(true)
     }
 
-    /// Drops the copy, if there is one.
+    /// Discards the copy, if there is one.
     ///
     /// # Errors
     /// Fails on a database error.
-    pub async fn drop(&self, client: &Client) -> Result<()> {
+    pub async fn discard(&self, client: &Client) -> Result<()> {
         Ok(client.batch_execute("DROP SCHEMA IF EXISTS saved CASCADE").await?)
     }
 }

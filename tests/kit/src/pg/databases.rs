@@ -11,8 +11,8 @@ use tokio_postgres::Client;
 use super::{PgBinaries, PgConnectionInfo, PgOptions, PgServer, run_server};
 use crate::fetch;
 
-/// Returns this process's server, which has the databases from [`test_database`]. It is started on first use, and
-/// stopped when the process ends.
+/// Returns this process's server, on which [`test_database`] creates databases. It is started on first use, and stopped
+/// when the process ends.
 ///
 /// # Errors
 /// Fails if it cannot be started.
@@ -26,7 +26,7 @@ pub async fn process_server() -> Result<&'static PgServer> {
     server.await
 }
 
-/// Returns the server that has the databases from [`test_database_from`].
+/// Returns the server on which [`test_database_from`] creates databases.
 ///
 /// # Errors
 /// Fails if it cannot be started.
@@ -51,7 +51,7 @@ pub async fn test_database() -> Result<TestDatabase> {
 }
 
 /// Creates a copy of a prepared database. `prepare` runs once per `key` and server, with the URL of an empty database.
-/// It must close its connections, and must create the same content in all of a run's processes.
+/// It must close its connections, and must create the same content in every process of a run.
 pub async fn test_database_from<F, Fut>(key: &str, prepare: F) -> Result<TestDatabase>
 where
     F: FnOnce(String) -> Fut,

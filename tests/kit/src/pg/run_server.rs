@@ -1,4 +1,4 @@
-//! One server for all tests in a run that copy a prepared database. nextest runs each test in its own process, and
+//! The server that a run's tests share if they copy a prepared database. nextest runs each test in its own process, and
 //! starting a server with a migrated schema for each process would take longer than most of these tests.
 
 use std::path::Path;
@@ -24,7 +24,7 @@ impl RunServer {
     pub async fn start() -> Result<Self> {
         let target = fetch::target_dir();
         let binaries = tokio::task::spawn_blocking(move || PgBinaries::locate_or_fetch(&target)).await??;
-        // Databases exist only for seconds.
+        // Databases exist only for seconds, so autovacuum is unnecessary.
         let settings = [("autovacuum", "off"), ("max_connections", MAX_CONNECTIONS)];
         let settings = settings.map(|(name, value)| (name.to_owned(), value.to_owned())).into();
         Ok(Self(PgServer::start(&binaries, PgOptions { settings, ..PgOptions::default() }).await?))
@@ -37,7 +37,7 @@ impl RunServer {
     }
 }
 
-/// Returns how to connect to the run's server, if there is one.
+/// Returns the connection information for the run's server, if there is one.
 pub(super) fn connection_info() -> Result<Option<PgConnectionInfo>> {
     let Ok(text) = std::env::var(CONNECTION_VARIABLE) else { return Ok(None) };
     let (port, password) =
@@ -45,7 +45,7 @@ pub(super) fn connection_info() -> Result<Option<PgConnectionInfo>> {
     Ok(Some(PgConnectionInfo { port: port.parse()?, password: password.to_owned() }))
 }
 
-/// Returns the name of the template for `key` on a server that several processes use. The first process prepares it.
+/// Returns the name of the template for `key` on a server that several processes share. The first process prepares it.
 pub(super) async fn prepare_template<F, Fut>(
     server: &PgConnectionInfo,
     key: &str,
@@ -62,7 +62,7 @@ where
     // The lock is held until the session ends.
     session.execute("SELECT pg_advisory_lock($1)", &[&lock]).await?;
     if !server.list_databases().await?.contains(&name) {
-        // Renamed only once it is complete.
+        // The template gets its final name only once it is complete.
         let unfinished = format!("unfinished_{name}");
         server.drop_database(&unfinished).await?;
         server.create_database(&unfinished).await?;

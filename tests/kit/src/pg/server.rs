@@ -1,6 +1,6 @@
 //! A PostgreSQL server: its data directory, its process, its termination.
 //!
-//! All connections require a password, as on a customer's host; nothing is `trust`.
+//! All connections require a password, as on a customer's host; no connection uses `trust`.
 
 use std::fs::{self, File};
 use std::os::unix::process::CommandExt;
@@ -124,7 +124,7 @@ impl PgServer {
             ("shared_buffers".to_owned(), "32MB".to_owned()),
             ("max_connections".to_owned(), "200".to_owned()),
             ("jit".to_owned(), "off".to_owned()),
-            // The prepared cluster sets a different value, for the superuser's password only.
+            // Overrides the prepared cluster's value, which is intended only for the superuser's password.
             ("scram_iterations".to_owned(), "4096".to_owned()),
         ];
         if options.durability == Durability::FsyncOff {
@@ -259,7 +259,7 @@ impl PgServer {
         }
         // Ctrl-C on a terminal must reach only this process, because other processes may still need PostgreSQL.
         command.process_group(0).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
-        let child = command.spawn().context("start postgres")?;
+        let child = command.spawn().context("cannot start postgres")?;
         child::kill_on_exit(child.id(), AtExit::Quit);
         *process = Some(child);
         Ok(())
@@ -280,7 +280,7 @@ impl PgServer {
         has_exited
     }
 
-    /// Releases a killed server's System V shared memory, which otherwise would be released only by its next start.
+    /// Releases a killed server's System V shared memory, which would otherwise be released only by its next start.
     fn release_shared_memory(&self) {
         let pid_file = fs::read_to_string(self.data_dir.join("postmaster.pid")).unwrap_or_default();
         let segment = pid_file.lines().nth(6).and_then(|line| line.split_whitespace().nth(1));

@@ -1,6 +1,6 @@
 //! Public addresses for the simulated servers: loopback addresses in a random network per simulator.
 //!
-//! An address is used only once, so that a replaced server can be restarted on its own address.
+//! Each address is used only once, so that a replaced server can be restarted at its old address.
 
 use std::net::{Ipv4Addr, TcpListener};
 
@@ -23,7 +23,8 @@ impl Addresses {
             let network = [random[0].max(1), random[1]];
             match TcpListener::bind((Ipv4Addr::new(127, network[0], network[1], 1), 0)) {
                 Ok(listener) => {
-                    let https_port = listener.local_addr().context("a bound socket has an address")?.port();
+                    let address = listener.local_addr().context("cannot read the bound socket's address")?;
+                    let https_port = address.port();
                     return Ok(Self { network, next_index: 0, https_port });
                 }
                 Err(error) => last_error = Some(error),

@@ -13,15 +13,15 @@ use uuid::Uuid;
 
 use super::catalog;
 use super::cloud::{Cloud, Outcome, parse_body};
+use super::error_response::ErrorResponse;
 use super::inventory::{ActionRecord, CreateRequest, UpdateRequest};
 use super::query::Query;
-use super::refusal::Refusal;
 use super::{catalog_api, labels, wire};
 
 type Shared = State<Arc<Cloud>>;
-type ApiResult = Result<Json<Value>, Refusal>;
-type CreatedResult = Result<(StatusCode, Json<Value>), Refusal>;
-type ListResult = Result<Response, Refusal>;
+type ApiResult = Result<Json<Value>, ErrorResponse>;
+type CreatedResult = Result<(StatusCode, Json<Value>), ErrorResponse>;
+type ListResult = Result<Response, ErrorResponse>;
 
 pub(super) fn routes(cloud: Arc<Cloud>) -> Router {
     Router::new()
@@ -34,8 +34,8 @@ pub(super) fn routes(cloud: Arc<Cloud>) -> Router {
         .route("/v1/pricing", get(get_pricing))
         .with_state(cloud)
         .merge(catalog_api::routes())
-        .fallback(refuse_route)
-        .method_not_allowed_fallback(refuse_method)
+        .fallback(reject_unknown_route)
+        .method_not_allowed_fallback(reject_method)
 }
 
 async fn list_servers(State(cloud): Shared, RawQuery(raw): RawQuery) -> ListResult {
@@ -73,7 +73,7 @@ async fn get_server(State(cloud): Shared, Path(id): Path<String>) -> ApiResult {
     let id = parse_id("server", &id)?;
     let inventory = cloud.inventory();
     let found = Some(inventory.server(id)?).filter(|record| !inventory.hidden.contains(&record.name));
-    let found = found.ok_or_else(|| Refusal::not_found("server", id))?;
+    let found = found.ok_or_else(|| ErrorResponse::not_found("server", id))?;
     Ok(Json(json!({"server": wire::server_json(found, inventory.is_locked(id))})))
 }
 
@@ -119,7 +119,7 @@ async fn list_server_actions(
 async fn list_actions(State(cloud): Shared, RawQuery(raw): RawQuery) -> ApiResult {
     let query = Query::parse(raw.as_deref());
     if query.first("id").is_none() {
-        return Err(Refusal::invalid("id", "is required"));
+        return Err(ErrorResponse::invalid("id", "is required"));
     }
     let inventory = cloud.inventory();
     let is_requested = |action: &&ActionRecord| query.allows("id", &action.id.to_string());
@@ -137,27 +137,27 @@ async fn get_server_action(State(cloud): Shared, Path((server, id)): Path<(Strin
     let inventory = cloud.inventory();
     let action = inventory.action(id)?;
     if action.server != server {
-        return Err(Refusal::not_found("action", id));
+        return Err(ErrorResponse::not_found("action", id));
     }
     Ok(Json(json!({"action": wire::action_json(action)})))
 }
 
-async fn refuse_route() -> Refusal {
-    Refusal::new(StatusCode::NOT_FOUND, "not_found", "no such route")
+async fn reject_unknown_route() -> ErrorResponse {
+    ErrorResponse::new(StatusCode::NOT_FOUND, "not_found", "no such route")
 }
 
-async fn refuse_method() -> Refusal {
+async fn reject_method() -> ErrorResponse {
     let text = "the method is not allowed for this route";
-    Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", text)
+    ErrorResponse::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", text)
 }
 
 async fn get_pricing(State(cloud): Shared) -> Json<Value> {
     Json(json!({"pricing": catalog::pricing(cloud.inventory().price_percent)}))
 }
 
-pub(super) fn parse_id(kind: &str, text: &str) -> Result<i64, Refusal> {
+pub(super) fn parse_id(kind: &str, text: &str) -> Result<i64, ErrorResponse> {
     let message = || format!("{kind} with ID '{text}' not found");
-    text.parse().map_err(|_| Refusal::new(StatusCode::NOT_FOUND, "not_found", message()))
+    text.parse().map_err(|_| ErrorResponse::new(StatusCode::NOT_FOUND, "not_found", message()))
 }
 
 fn outcome_of(extension: Option<Extension<Outcome>>) -> Outcome {

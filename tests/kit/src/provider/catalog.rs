@@ -1,4 +1,4 @@
-//! The simulated provider's catalogue: server types, locations and system images.
+//! The simulated provider's catalog: server types, locations and system images.
 
 use serde_json::{Value, json};
 
@@ -103,7 +103,7 @@ pub(super) const IMAGES: [Image; 3] = [
     },
 ];
 
-/// A catalogue entry, which requests refer to by id or name.
+/// A catalog entry, which requests refer to by id or name.
 pub(super) trait Entry: 'static {
     /// The key for a list in responses.
     const LIST: &'static str;

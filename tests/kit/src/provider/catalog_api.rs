@@ -1,4 +1,4 @@
-//! The catalogue routes: server types, locations and images. Data centres were removed from the API in October 2026,
+//! The catalog routes: server types, locations and images. Data centers were removed from the API in October 2026,
 //! and their routes return the error for removed functionality.
 
 use axum::extract::{Path, RawQuery};
@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 
 use super::api::parse_id;
 use super::catalog::{self, CatalogType, Entry, Image, Location};
+use super::error_response::ErrorResponse;
 use super::query::Query;
-use super::refusal::Refusal;
 
 pub(super) fn routes() -> Router {
     Router::new()
@@ -20,22 +20,22 @@ pub(super) fn routes() -> Router {
         .route("/v1/locations/{id}", get(get_entry::<Location>))
         .route("/v1/images", get(list_entries::<Image>))
         .route("/v1/images/{id}", get(get_entry::<Image>))
-        .route("/v1/datacenters", get(refuse_removed))
-        .route("/v1/datacenters/{id}", get(refuse_removed))
+        .route("/v1/datacenters", get(reject_removed_route))
+        .route("/v1/datacenters/{id}", get(reject_removed_route))
 }
 
-async fn list_entries<E: Entry>(RawQuery(raw): RawQuery) -> Result<Response, Refusal> {
+async fn list_entries<E: Entry>(RawQuery(raw): RawQuery) -> Result<Response, ErrorResponse> {
     let query = Query::parse(raw.as_deref());
     let entries = E::all().iter().filter(|entry| query.allows("name", entry.name()));
     query.render_page(&format!("/v1/{}", E::LIST), E::LIST, entries.map(Entry::json).collect())
 }
 
-async fn get_entry<E: Entry>(Path(id): Path<String>) -> Result<Json<Value>, Refusal> {
+async fn get_entry<E: Entry>(Path(id): Path<String>) -> Result<Json<Value>, ErrorResponse> {
     let id = parse_id(E::ONE, &id)?;
-    let found = catalog::find::<E>(&id.to_string()).ok_or_else(|| Refusal::not_found(E::ONE, id))?;
+    let found = catalog::find::<E>(&id.to_string()).ok_or_else(|| ErrorResponse::not_found(E::ONE, id))?;
     Ok(Json(json!({E::ONE: found.json()})))
 }
 
-async fn refuse_removed() -> Refusal {
-    Refusal::removed("https://docs.hetzner.cloud/changelog#2026-06-02-datacenters-deprecated")
+async fn reject_removed_route() -> ErrorResponse {
+    ErrorResponse::removed("https://docs.hetzner.cloud/changelog#2026-06-02-datacenters-deprecated")
 }

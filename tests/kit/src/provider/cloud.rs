@@ -1,4 +1,4 @@
-//! The provider's behaviour: the effects of calls on the inventory, and of actions on machines once they complete.
+//! The provider's behavior: the effects of calls on the inventory, and of actions on machines once they complete.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -9,16 +9,16 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::catalog::CatalogType;
-use super::faults::Script;
+use super::error_response::ErrorResponse;
+use super::faults::FaultScript;
 use super::guest::Guests;
 use super::inventory::{ActionRecord, CreateRequest, IdOrName, Inventory, Power, ServerRecord};
 use super::rate::Bucket;
-use super::refusal::Refusal;
 
 /// State shared by all calls.
 pub(super) struct Cloud {
     pub(super) inventory: Mutex<Inventory>,
-    pub(super) script: Mutex<Script>,
+    pub(super) script: Mutex<FaultScript>,
     pub(super) bucket: Mutex<Bucket>,
     pub(super) guests: Guests,
     pub(super) token: String,
@@ -60,11 +60,15 @@ struct ChangeProtection {
 
 /// Parses a request's body. A body that is not a JSON object is a `json_error`; an invalid or missing field is
 /// `invalid_input`.
-pub(super) fn parse_body<T: DeserializeOwned>(body: &[u8]) -> Result<T, Refusal> {
+pub(super) fn parse_body<T: DeserializeOwned>(body: &[u8]) -> Result<T, ErrorResponse> {
     let fields: serde_json::Map<String, Value> =
-        serde_json::from_slice(body).map_err(|error| Refusal::malformed_json(&error))?;
+        serde_json::from_slice(body).map_err(|error| ErrorResponse::malformed_json(&error))?;
     serde_json::from_value(Value::Object(fields)).map_err(|error| {
-        Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, "invalid_input", format!("invalid input: {error}"))
+        ErrorResponse::new(
+            StatusCode::UNPROCESSABLE_ENTITY,
+            "invalid_input",
+            format!("invalid input: {error}"),
+        )
     })
 }
 
@@ -73,7 +77,7 @@ impl Cloud {
         self: &Arc<Self>,
         request: CreateRequest,
         outcome: Outcome,
-    ) -> Result<(ServerRecord, Vec<ActionRecord>), Refusal> {
+    ) -> Result<(ServerRecord, Vec<ActionRecord>), ErrorResponse> {
         let (record, actions) = self.inventory().create(request)?;
         self.guests.install(&record);
         match actions.as_slice() {
@@ -90,7 +94,7 @@ impl Cloud {
         Ok((record, actions))
     }
 
-    pub(super) async fn delete(&self, id: i64) -> Result<ActionRecord, Refusal> {
+    pub(super) async fn delete(&self, id: i64) -> Result<ActionRecord, ErrorResponse> {
         let (record, action) = self.inventory().delete(id)?;
         self.guests.cut_power(&record.name).await;
         Ok(action)
@@ -102,7 +106,7 @@ impl Cloud {
         command: &str,
         body: &[u8],
         outcome: Outcome,
-    ) -> Result<ActionRecord, Refusal> {
+    ) -> Result<ActionRecord, ErrorResponse> {
         let (name, effect) = match command {
             "poweron" => ("start_server", Effect::Boot),
             "poweroff" => ("stop_server", Effect::CutPower),
@@ -111,7 +115,7 @@ impl Cloud {
             "reset" => ("reset_server", Effect::Reset),
             "change_type" => return self.change_type(id, body, outcome),
             "change_protection" => return self.change_protection(id, body, outcome),
-            _ => return Err(Refusal::new(StatusCode::NOT_FOUND, "not_found", "no such action")),
+            _ => return Err(ErrorResponse::new(StatusCode::NOT_FOUND, "not_found", "no such action")),
         };
         let mut power = Power::Off;
         let action = self.inventory().begin_action(id, name, |record| {
@@ -134,21 +138,22 @@ impl Cloud {
         id: i64,
         body: &[u8],
         outcome: Outcome,
-    ) -> Result<ActionRecord, Refusal> {
+    ) -> Result<ActionRecord, ErrorResponse> {
         let request: ChangeType = parse_body(body)?;
         let Some(to) = request.server_type.find::<CatalogType>() else {
-            return Err(Refusal::invalid("server_type", "server type not found"));
+            return Err(ErrorResponse::invalid("server_type", "server type not found"));
         };
-        let refuse = |code: &str, text: &str| Err(Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, code, text));
+        let reject =
+            |code: &str, text: &str| Err(ErrorResponse::new(StatusCode::UNPROCESSABLE_ENTITY, code, text));
         let action = self.inventory().begin_action(id, "change_server_type", |record| {
             if record.power != Power::Off {
-                return refuse("server_not_stopped", "server is not stopped");
+                return reject("server_not_stopped", "server is not stopped");
             }
             if record.server_type == to {
-                return refuse("invalid_server_type", "server already has this type");
+                return reject("invalid_server_type", "server already has this type");
             }
             if to.disk_gb < record.disk_gb {
-                return refuse("invalid_server_type", "the type's disk is smaller than the server's");
+                return reject("invalid_server_type", "the type's disk is smaller than the server's");
             }
             Ok(())
         })?;
@@ -161,10 +166,10 @@ impl Cloud {
         id: i64,
         body: &[u8],
         outcome: Outcome,
-    ) -> Result<ActionRecord, Refusal> {
+    ) -> Result<ActionRecord, ErrorResponse> {
         let request: ChangeProtection = parse_body(body)?;
         let (Some(protect), true) = (request.delete, request.delete == request.rebuild) else {
-            return Err(Refusal::invalid("rebuild", "must have the same value as delete"));
+            return Err(ErrorResponse::invalid("rebuild", "must have the same value as delete"));
         };
         let action = self.inventory().begin_action(id, "change_protection", |_| Ok(()))?;
         self.run_action(action.id, id, Effect::Protect(protect), outcome);
@@ -248,7 +253,7 @@ impl Cloud {
         self.inventory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn script(&self) -> MutexGuard<'_, Script> {
+    pub(super) fn script(&self) -> MutexGuard<'_, FaultScript> {
         self.script.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

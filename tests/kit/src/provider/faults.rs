@@ -70,12 +70,12 @@ pub struct CallRecord {
 }
 
 #[derive(Default)]
-pub(super) struct Script {
+pub(super) struct FaultScript {
     rules: Vec<FaultRule>,
     calls: Vec<CallRecord>,
 }
 
-impl Script {
+impl FaultScript {
     pub(super) fn add(&mut self, rule: FaultRule) {
         self.rules.push(rule);
     }
@@ -133,7 +133,7 @@ mod tests {
 
     #[test]
     fn rule_skips_then_applies_then_expires() {
-        let mut script = Script::default();
+        let mut script = FaultScript::default();
         script.add(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", Fault::LostRequest) });
         assert_eq!(script.record_call("GET", "/v1/servers").1, None);
         assert_eq!(script.record_call("POST", "/v1/servers").1, None);

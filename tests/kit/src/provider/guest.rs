@@ -12,7 +12,7 @@ use crate::vm::Machine;
 /// The guests of all servers in a simulator.
 pub(super) enum Guests {
     /// Servers exist only in the inventory.
-    None,
+    RecordsOnly,
     /// Servers are child processes with their own root directories.
     Processes(Hosts),
     /// Servers are virtual machines.
@@ -23,7 +23,7 @@ impl Guests {
     /// Provides the disk and user-data of a new server.
     pub(super) fn install(&self, record: &ServerRecord) {
         match self {
-            Self::None => {}
+            Self::RecordsOnly => {}
             Self::Processes(hosts) => hosts.install(record),
             Self::Machines(machines) => {
                 if let Err(error) = machines.install(record) {
@@ -36,7 +36,7 @@ impl Guests {
     /// Powers the machine on; returns immediately.
     pub(super) fn boot(&self, record: &ServerRecord) {
         match self {
-            Self::None => {}
+            Self::RecordsOnly => {}
             Self::Processes(hosts) => hosts.boot(&record.name),
             Self::Machines(machines) => machines.boot(record),
         }
@@ -45,7 +45,7 @@ impl Guests {
     /// Cuts the power: all processes are dead when this returns.
     pub(super) async fn cut_power(&self, name: &str) {
         match self {
-            Self::None => {}
+            Self::RecordsOnly => {}
             Self::Processes(hosts) => hosts.cut_power(name).await,
             Self::Machines(machines) => {
                 if let Ok(machine) = machines.machine(name) {
@@ -58,7 +58,7 @@ impl Guests {
     /// Shuts the machine down gracefully.
     pub(super) async fn shut_down(&self, name: &str) {
         match self {
-            Self::None => {}
+            Self::RecordsOnly => {}
             Self::Processes(hosts) => hosts.shut_down(name).await,
             Self::Machines(machines) => {
                 if let Ok(machine) = machines.machine(name) {
@@ -70,7 +70,7 @@ impl Guests {
 
     pub(super) fn hosts(&self) -> Result<&Hosts> {
         match self {
-            Self::None => bail!("the servers of this simulator are records only"),
+            Self::RecordsOnly => bail!("the servers of this simulator are records only"),
             Self::Machines(_) => bail!("the servers of this simulator are virtual machines: use SSH"),
             Self::Processes(hosts) => Ok(hosts),
         }
@@ -86,7 +86,7 @@ impl Guests {
     /// Kills all processes and machines immediately.
     pub(super) fn kill_all(&self) {
         match self {
-            Self::None => {}
+            Self::RecordsOnly => {}
             Self::Processes(hosts) => hosts.kill_all(),
             Self::Machines(machines) => machines.cut_all_power(),
         }

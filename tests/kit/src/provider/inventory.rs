@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use super::address::Addresses;
 use super::catalog::{self, CatalogType, Image, LOCATIONS, Location};
+use super::error_response::ErrorResponse;
 use super::labels::{self, Labels};
-use super::refusal::Refusal;
 
 const MAX_USER_DATA_BYTES: usize = 32 * 1024;
 
@@ -133,7 +133,7 @@ impl CreateRequest {
     }
 }
 
-/// A request's reference to a catalogue entry.
+/// A request's reference to a catalog entry.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum IdOrName {
@@ -176,7 +176,7 @@ fn default_true() -> bool {
     true
 }
 
-/// The catalogue entries that a request names.
+/// The catalog entries that a request names.
 struct RequestedEntries {
     server_type: &'static CatalogType,
     image: &'static Image,
@@ -213,7 +213,7 @@ impl Inventory {
     pub(super) fn create(
         &mut self,
         request: CreateRequest,
-    ) -> Result<(ServerRecord, Vec<ActionRecord>), Refusal> {
+    ) -> Result<(ServerRecord, Vec<ActionRecord>), ErrorResponse> {
         let RequestedEntries { server_type, image, location } = self.validate(&request)?;
         let starts = request.start_after_create;
         let ipv4_id = request.public_net.enable_ipv4.then(|| self.next_id());
@@ -249,26 +249,26 @@ impl Inventory {
         Ok((record, actions))
     }
 
-    fn validate(&self, request: &CreateRequest) -> Result<RequestedEntries, Refusal> {
+    fn validate(&self, request: &CreateRequest) -> Result<RequestedEntries, ErrorResponse> {
         check_name(&request.name)?;
         let Some(server_type) = request.server_type.find() else {
-            return Err(Refusal::invalid("server_type", "server type not found"));
+            return Err(ErrorResponse::invalid("server_type", "server type not found"));
         };
         let Some(image) = request.image.find() else {
-            return Err(Refusal::invalid("image", "image not found"));
+            return Err(ErrorResponse::invalid("image", "image not found"));
         };
         let Some(location) = request.location.as_ref().map_or(LOCATIONS.first(), IdOrName::find) else {
-            return Err(Refusal::invalid("location", "location not found"));
+            return Err(ErrorResponse::invalid("location", "location not found"));
         };
         labels::validate(&request.labels)?;
         if request.user_data.as_ref().is_some_and(|data| data.len() > MAX_USER_DATA_BYTES) {
-            return Err(Refusal::invalid("user_data", "must be at most 32 KiB"));
+            return Err(ErrorResponse::invalid("user_data", "must be at most 32 KiB"));
         }
         if self.has_name(&request.name) {
-            return Err(Refusal::name_taken());
+            return Err(ErrorResponse::name_taken());
         }
         if self.servers.len() >= self.server_limit {
-            return Err(Refusal::server_limit());
+            return Err(ErrorResponse::server_limit());
         }
         Ok(RequestedEntries { server_type, image, location })
     }
@@ -278,14 +278,14 @@ impl Inventory {
     }
 
     /// Changes a server's labels. Guests are registered by name, so a different name is rejected.
-    pub(super) fn update(&mut self, id: i64, request: UpdateRequest) -> Result<&ServerRecord, Refusal> {
+    pub(super) fn update(&mut self, id: i64, request: UpdateRequest) -> Result<&ServerRecord, ErrorResponse> {
         let name = &self.server(id)?.name;
         if let Some(other) = request.name.as_ref().filter(|new| *new != name) {
             check_name(other)?;
             return Err(if self.has_name(other) {
-                Refusal::name_taken()
+                ErrorResponse::name_taken()
             } else {
-                Refusal::invalid("name", "this simulator does not rename servers")
+                ErrorResponse::invalid("name", "this simulator does not rename servers")
             });
         }
         if let Some(labels) = request.labels {
@@ -302,8 +302,8 @@ impl Inventory {
         &mut self,
         server: i64,
         command: &'static str,
-        rule: impl FnOnce(&ServerRecord) -> Result<(), Refusal>,
-    ) -> Result<ActionRecord, Refusal> {
+        rule: impl FnOnce(&ServerRecord) -> Result<(), ErrorResponse>,
+    ) -> Result<ActionRecord, ErrorResponse> {
         let record = self.server(server)?;
         rule(record)?;
         self.check_unlocked(server)?;
@@ -317,9 +317,9 @@ impl Inventory {
         }
     }
 
-    pub(super) fn delete(&mut self, server: i64) -> Result<(ServerRecord, ActionRecord), Refusal> {
+    pub(super) fn delete(&mut self, server: i64) -> Result<(ServerRecord, ActionRecord), ErrorResponse> {
         if self.server(server)?.is_protected {
-            return Err(Refusal::protected());
+            return Err(ErrorResponse::protected());
         }
         self.check_unlocked(server)?;
         let action = self.add_action(server, "delete_server");
@@ -342,12 +342,12 @@ impl Inventory {
         Some(record)
     }
 
-    pub(super) fn server(&self, id: i64) -> Result<&ServerRecord, Refusal> {
-        self.servers.get(&id).ok_or_else(|| Refusal::not_found("server", id))
+    pub(super) fn server(&self, id: i64) -> Result<&ServerRecord, ErrorResponse> {
+        self.servers.get(&id).ok_or_else(|| ErrorResponse::not_found("server", id))
     }
 
-    pub(super) fn action(&self, id: i64) -> Result<&ActionRecord, Refusal> {
-        self.actions.get(&id).ok_or_else(|| Refusal::not_found("action", id))
+    pub(super) fn action(&self, id: i64) -> Result<&ActionRecord, ErrorResponse> {
+        self.actions.get(&id).ok_or_else(|| ErrorResponse::not_found("action", id))
     }
 
     pub(super) fn actions(&self) -> impl Iterator<Item = &ActionRecord> {
@@ -362,8 +362,8 @@ impl Inventory {
         &self.creations
     }
 
-    fn check_unlocked(&self, server: i64) -> Result<(), Refusal> {
-        if self.is_locked(server) { Err(Refusal::locked()) } else { Ok(()) }
+    fn check_unlocked(&self, server: i64) -> Result<(), ErrorResponse> {
+        if self.is_locked(server) { Err(ErrorResponse::locked()) } else { Ok(()) }
     }
 
     fn add_action(&mut self, server: i64, command: &'static str) -> ActionRecord {
@@ -379,9 +379,9 @@ impl Inventory {
     }
 }
 
-fn check_name(name: &str) -> Result<(), Refusal> {
+fn check_name(name: &str) -> Result<(), ErrorResponse> {
     let is_valid = (1..=63).contains(&name.len())
         && name.chars().all(|c| c.is_ascii_alphanumeric() || "-.".contains(c))
         && name.starts_with(|c: char| c.is_ascii_alphanumeric());
-    if is_valid { Ok(()) } else { Err(Refusal::invalid("name", "is not a valid hostname")) }
+    if is_valid { Ok(()) } else { Err(ErrorResponse::invalid("name", "is not a valid hostname")) }
 }

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use super::refusal::Refusal;
+use super::error_response::ErrorResponse;
 
 pub(super) type Labels = BTreeMap<String, String>;
 
 /// Checks the syntax: keys may have a DNS prefix; values are empty or at most 63 characters.
-pub(super) fn validate(labels: &Labels) -> Result<(), Refusal> {
+pub(super) fn validate(labels: &Labels) -> Result<(), ErrorResponse> {
     let is_name = |text: &str| {
         let is_alphanumeric = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
         text.len() <= 63
@@ -27,12 +27,16 @@ pub(super) fn validate(labels: &Labels) -> Result<(), Refusal> {
             key.split_once('/').map_or((true, key.as_str()), |(prefix, name)| (is_prefix(prefix), name));
         is_prefix_valid && is_name(name) && (value.is_empty() || is_name(value))
     });
-    if is_valid { Ok(()) } else { Err(Refusal::invalid("labels", "keys or values are not valid labels")) }
+    if is_valid {
+        Ok(())
+    } else {
+        Err(ErrorResponse::invalid("labels", "keys or values are not valid labels"))
+    }
 }
 
 /// Whether the labels match every term of the selector: `k`, `!k`, `k=v`, `k==v`, `k!=v`, `k in (v,w)`,
 /// `k notin (v,w)`, separated by commas.
-pub(super) fn selects(selector: &str, labels: &Labels) -> Result<bool, Refusal> {
+pub(super) fn selects(selector: &str, labels: &Labels) -> Result<bool, ErrorResponse> {
     let mut matches_all = true;
     for term in split_terms(selector)? {
         matches_all &= if let Some((key, values)) = term.split_once(" notin ") {
@@ -55,7 +59,7 @@ pub(super) fn selects(selector: &str, labels: &Labels) -> Result<bool, Refusal> 
 }
 
 /// Splits a selector at the commas outside parentheses.
-fn split_terms(selector: &str) -> Result<Vec<&str>, Refusal> {
+fn split_terms(selector: &str) -> Result<Vec<&str>, ErrorResponse> {
     let (mut terms, mut start, mut depth) = (Vec::new(), 0, 0_u32);
     for (at, c) in selector.char_indices() {
         match c {
@@ -73,14 +77,14 @@ fn split_terms(selector: &str) -> Result<Vec<&str>, Refusal> {
     if depth == 0 { Ok(terms.collect()) } else { Err(syntax_error()) }
 }
 
-fn is_in(labels: &Labels, key: &str, values: &str) -> Result<bool, Refusal> {
+fn is_in(labels: &Labels, key: &str, values: &str) -> Result<bool, ErrorResponse> {
     let values = values.trim().strip_prefix('(').and_then(|values| values.strip_suffix(')'));
     let values = values.ok_or_else(syntax_error)?;
     Ok(labels.get(key.trim()).is_some_and(|actual| values.split(',').any(|value| value.trim() == actual)))
 }
 
-fn syntax_error() -> Refusal {
-    Refusal::invalid("label_selector", "is not a valid label selector")
+fn syntax_error() -> ErrorResponse {
+    ErrorResponse::invalid("label_selector", "is not a valid label selector")
 }
 
 #[cfg(test)]

@@ -19,8 +19,8 @@ use tokio::task::JoinSet;
 use uuid::Uuid;
 
 use super::cloud::{Cloud, Outcome};
+use super::error_response::ErrorResponse;
 use super::faults::Fault;
-use super::refusal::Refusal;
 
 /// Longer than any client timeout under test.
 const HANG_DURATION: Duration = Duration::from_secs(300);
@@ -78,21 +78,21 @@ async fn handle(
     let mut rate = cloud.bucket().take();
 
     let error = if !is_authorized(cloud, &request) {
-        Some(Refusal::new(StatusCode::UNAUTHORIZED, "unauthorized", "unable to authenticate"))
+        Some(ErrorResponse::new(StatusCode::UNAUTHORIZED, "unauthorized", "unable to authenticate"))
     } else if !rate.is_allowed {
-        Some(Refusal::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded", "rate limit exceeded"))
+        Some(ErrorResponse::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded", "rate limit exceeded"))
     } else {
         None
     };
     let mut response = match (error, fault) {
-        (Some(refusal), _) => refusal.into_response(),
+        (Some(error), _) => error.into_response(),
         (None, None) => forward(api, request).await,
         (None, Some(Fault::Status { status, code, reset_in_seconds })) => {
             if let Some(seconds) = reset_in_seconds {
                 rate = rate.exhausted(seconds);
             }
             let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-            Refusal::new(status, &code, "a scripted fault").into_response()
+            ErrorResponse::new(status, &code, "a scripted fault").into_response()
         }
         (None, Some(Fault::LostRequest)) => return Err(ConnectionCut),
         (None, Some(Fault::LostReplyAfterCommit)) => {

@@ -1,7 +1,7 @@
 //! A cloud provider simulator: the Hetzner Cloud API v1 over HTTP on loopback.
 //!
 //! It implements the API's rules (unique names, one action at a time, power and disk rules, rate limit, pagination) and
-//! scripted faults. [`SimulatorKind`] selects what a server is beyond its record.
+//! scripted faults. [`SimulatorKind`] selects what runs behind a server's record.
 //!
 //! ```no_run
 //! # async fn f() -> anyhow::Result<()> {
@@ -28,6 +28,7 @@ mod catalog;
 mod catalog_api;
 mod cloud;
 mod control;
+mod error_response;
 mod faults;
 mod guest;
 mod host;
@@ -37,7 +38,6 @@ mod listener;
 mod machines;
 mod query;
 mod rate;
-mod refusal;
 mod simulator;
 #[cfg(test)]
 mod tests;

@@ -7,7 +7,7 @@ use http::header::LINK;
 use serde_json::{Map, Value, json};
 use url::form_urlencoded;
 
-use super::refusal::Refusal;
+use super::error_response::ErrorResponse;
 
 const DEFAULT_PAGE_SIZE: usize = 25;
 const MAX_PAGE_SIZE: usize = 50;
@@ -36,9 +36,9 @@ impl Query {
         self.first(name).is_none() || self.all(name).any(|allowed| allowed == value)
     }
 
-    fn number(&self, name: &'static str, default: usize) -> Result<usize, Refusal> {
+    fn number(&self, name: &'static str, default: usize) -> Result<usize, ErrorResponse> {
         let Some(text) = self.first(name) else { return Ok(default) };
-        text.parse().map_err(|_| Refusal::invalid(name, "is not a number"))
+        text.parse().map_err(|_| ErrorResponse::invalid(name, "is not a number"))
     }
 
     /// Renders the requested page of a list, with its `meta.pagination` and `Link` header.
@@ -47,7 +47,7 @@ impl Query {
         path: &str,
         list: &str,
         entries: Vec<Value>,
-    ) -> Result<Response, Refusal> {
+    ) -> Result<Response, ErrorResponse> {
         let page = self.number("page", 1)?.max(1);
         let per_page = self.number("per_page", DEFAULT_PAGE_SIZE)?.clamp(1, MAX_PAGE_SIZE);
         let total = entries.len();

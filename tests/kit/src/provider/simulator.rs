@@ -11,7 +11,7 @@ use tokio::task::JoinHandle;
 
 use super::address::Addresses;
 use super::cloud::Cloud;
-use super::faults::{CallRecord, FaultRule, Script};
+use super::faults::{CallRecord, FaultRule, FaultScript};
 use super::guest::Guests;
 use super::host::{HostSettings, Hosts};
 use super::inventory::{Creation, Inventory, Power};
@@ -83,19 +83,20 @@ impl Simulator {
         let addresses = Addresses::choose_network()?;
         let https_port = addresses.https_port();
         let guests = match options.kind {
-            SimulatorKind::Record => Guests::None,
+            SimulatorKind::Record => Guests::RecordsOnly,
             SimulatorKind::Process(settings) => Guests::Processes(Hosts::new(settings, https_port)),
             SimulatorKind::Machine(settings) => Guests::Machines(Machines::new(settings, https_port)),
         };
         let cloud = Arc::new(Cloud {
             inventory: Mutex::new(Inventory::new(addresses, options.server_limit)),
-            script: Mutex::new(Script::default()),
+            script: Mutex::new(FaultScript::default()),
             bucket: Mutex::new(Bucket::new(options.rate_limit)),
             guests,
             token: options.token.unwrap_or_else(|| uuid::Uuid::new_v4().simple().to_string()),
             action_time: options.action_time,
         });
-        let listener = TcpListener::bind(("127.0.0.1", 0)).await.context("bind the simulator's listener")?;
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await;
+        let listener = listener.context("cannot bind the simulator's listener")?;
         let address = listener.local_addr()?;
         let (api, control) = (api::routes(Arc::clone(&cloud)), control::routes(Arc::clone(&cloud)));
         let serve = listener::serve(listener, Arc::clone(&cloud), api, control);

@@ -132,7 +132,7 @@ fn copy_source(headers: &HeaderMap) -> S3Result<String> {
 }
 
 mod percent {
-    //! Percent-decoding of a path: unlike in a form, `+` stands for itself.
+    //! Percent-decoding of a path: unlike in a form, `+` does not mean a space.
 
     pub(super) fn decode(text: &str) -> String {
         let plus_kept = text.replace('+', "%2B");

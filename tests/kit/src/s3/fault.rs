@@ -121,7 +121,7 @@ impl Rule {
     }
 }
 
-/// Counts the occurrences of a rule's fault.
+/// Counts how often a rule's fault was injected.
 #[derive(Clone, Debug)]
 pub struct HitCounter(Arc<AtomicUsize>);
 
@@ -154,7 +154,7 @@ impl Faults {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
-    /// Takes the faults for this request: the sum of all matching delays, and the first other fault.
+    /// Returns the faults for this request, the sum of all matching delays and the first other fault, and counts them.
     pub(super) fn take_faults(&self, method: &str, uri: &Uri) -> (Duration, Option<Fault>) {
         let (mut delay, mut fault) = (Duration::ZERO, None);
         for active in self.0.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {

@@ -37,7 +37,7 @@ pub struct RequestRecord {
     pub status: Option<u16>,
 }
 
-/// What executes the requests.
+/// The service that executes the requests.
 pub(super) enum Backend {
     Own(S3Service),
     Upstream(Arc<Upstream>),
@@ -73,7 +73,7 @@ impl HttpLayer {
         result
     }
 
-    /// An `Err` cuts the connection.
+    /// Handles a request with the given fault. An `Err` cuts the connection.
     async fn handle_with(
         &self,
         mut request: Request<Incoming>,

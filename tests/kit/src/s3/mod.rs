@@ -63,7 +63,7 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
 const ACCESS_KEY: &str = "KITACCESSKEY";
 const ROLE_ARN: &str = "arn:aws:iam::000000000000:role/svc-host";
 
-/// The server. Drop stops it and deletes its objects.
+/// The server. Dropping it stops the server and deletes its objects.
 pub struct S3Server {
     listener: ReopenableListener,
     http: Arc<HttpLayer>,
@@ -209,7 +209,7 @@ impl S3Server {
     /// Objects whose keys start with `prefix`, sorted; empty if the bucket does not exist.
     pub fn objects(&self, bucket: &str, prefix: &str) -> Vec<ObjectInfo> {
         if let Some(upstream) = &self.upstream {
-            return upstream.objects(bucket, prefix).expect("list the third-party store");
+            return upstream.objects(bucket, prefix).expect("cannot list the third-party store");
         }
         let list = |bucket: &mut store::Bucket| Ok(bucket.list(prefix, None, None, usize::MAX).objects);
         let objects = self.store.with_bucket(bucket, list).unwrap_or_default().into_iter();
@@ -258,7 +258,7 @@ impl S3Server {
     /// Keys of multipart uploads that were neither completed nor aborted.
     pub fn uploads(&self, bucket: &str) -> Vec<String> {
         if let Some(upstream) = &self.upstream {
-            return upstream.uploads(bucket).expect("list the uploads of the third-party store");
+            return upstream.uploads(bucket).expect("cannot list the uploads of the third-party store");
         }
         let keys = |bucket: &mut store::Bucket| {
             Ok(bucket.uploads.values().map(|upload| upload.key.clone()).collect())
@@ -302,7 +302,7 @@ impl S3Server {
     /// Waits until every client has closed its connections and every request has been executed. Otherwise, requests
     /// that a killed client has sent may still change the objects.
     pub async fn drain(&self) -> Result<()> {
-        self.listener.drain(DRAIN_TIMEOUT).await.context("wait for the store's clients")
+        self.listener.drain(DRAIN_TIMEOUT).await.context("cannot drain the store's connections")
     }
 
     /// All requests that were handled or cut so far, in order of completion; only the first 100,000.

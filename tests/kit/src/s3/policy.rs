@@ -7,9 +7,9 @@ use serde_json::{Map, Value};
 /// An access that must be authorized.
 #[derive(Clone, Debug)]
 pub(super) struct AccessRequest<'a> {
-    /// Such as `s3:GetObject`.
+    /// For example, `s3:GetObject`.
     pub(super) action: &'a str,
-    /// Such as `arn:aws:s3:::bucket/key`.
+    /// For example, `arn:aws:s3:::bucket/key`.
     pub(super) resource: String,
     /// `s3:prefix` for a listing.
     pub(super) prefix: Option<String>,

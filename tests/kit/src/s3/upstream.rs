@@ -101,7 +101,7 @@ impl Upstream {
 
     pub(super) fn write(&self, bucket: &str, key: &str, content: Bytes) {
         let put = self.call(Method::PUT, &format!("{bucket}/{key}"), content);
-        assert!(put.as_ref().is_ok_and(|(status, _)| status.is_success()), "put {key}: {put:?}");
+        assert!(put.as_ref().is_ok_and(|(status, _)| status.is_success()), "cannot put {key}: {put:?}");
     }
 
     pub(super) fn remove(&self, bucket: &str, key: &str) -> bool {
@@ -121,7 +121,7 @@ impl Upstream {
             }
             let (status, body) =
                 self.call(Method::GET, &format!("{bucket}?{}", query.finish()), Bytes::new())?;
-            ensure!(status.is_success(), "list {prefix}: {status}");
+            ensure!(status.is_success(), "cannot list {prefix}: {status}");
             let text = String::from_utf8(body.to_vec())?;
             let page = elements(&text, "Contents").map(parse_object).collect::<Result<Vec<_>>>()?;
             let is_last = page.is_empty() || !text.contains("<IsTruncated>true</IsTruncated>");
@@ -135,7 +135,7 @@ impl Upstream {
     /// Keys of uploads that were neither completed nor aborted.
     pub(super) fn uploads(&self, bucket: &str) -> Result<Vec<String>> {
         let (status, body) = self.call(Method::GET, &format!("{bucket}?uploads"), Bytes::new())?;
-        ensure!(status.is_success(), "list uploads: {status}");
+        ensure!(status.is_success(), "cannot list uploads: {status}");
         let text = String::from_utf8(body.to_vec())?;
         elements(&text, "Upload").map(|upload| field(upload, "Key")).collect()
     }

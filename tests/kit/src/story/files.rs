@@ -10,16 +10,16 @@ use serde_json::Value;
 use super::first_machine::MachineRecord;
 use super::stack::{HANDLE, Stack, eventually};
 
-/// Below the user's home. The first is beside the directory that the watcher watches.
-const KEPT: [(&str, &str, u32); 3] = [
+/// Path relative to `/home/svc`, content and mode. The first file is outside the directory that the watcher watches.
+const SAVED_FILES: [(&str, &str, u32); 3] = [
     (".agent/login.json", "{\"token\":\"of the owner\"}", 0o600),
     ("home/projects/plan.md", "version 2", 0o640),
     ("home/projects/new/deep/er.txt", "", 0o644),
 ];
 const DELETED: &str = "home/projects/deleted.md";
-/// Left out of every backup.
+/// Excluded from every backup.
 const EXCLUDED: &str = "home/projects/node_modules/module.js";
-/// Longer than the interval of saves without changes, which move `savedUntil`.
+/// Longer than the interval at which saves without changes advance `savedUntil`.
 const SAVE_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Writes files, deletes one that was saved before, and waits until this state is saved.
@@ -35,7 +35,7 @@ pub async fn save(stack: &Stack, machine: &MachineRecord) -> Result<((), String)
     write(EXCLUDED, "downloaded again")?;
     wait_until_saved(stack, machine).await?;
     fs::remove_file(home.join(DELETED))?;
-    for (path, text, mode) in KEPT {
+    for (path, text, mode) in SAVED_FILES {
         write(path, text)?;
         fs::set_permissions(home.join(path), Permissions::from_mode(mode))?;
     }
@@ -62,13 +62,16 @@ async fn wait_until_saved(stack: &Stack, machine: &MachineRecord) -> Result<Valu
 pub fn check_restored(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let disk = stack.provider.disk(&machine.server)?;
     let home = disk.join("home/svc");
-    for (path, text, mode) in KEPT {
+    for (path, text, mode) in SAVED_FILES {
         let restored = fs::read_to_string(home.join(path)).with_context(|| format!("{path} is missing"))?;
         ensure!(restored == text, "{path} is {restored:?}");
         let found = fs::metadata(home.join(path))?.mode() & 0o7777;
         ensure!(found == mode, "{path} has mode {found:o}");
     }
-    ensure!(fs::read_link(home.join("home/projects/current"))?.to_str() == Some("plan.md"), "the link");
+    ensure!(
+        fs::read_link(home.join("home/projects/current"))?.to_str() == Some("plan.md"),
+        "home/projects/current does not point to plan.md"
+    );
     for absent in [DELETED, EXCLUDED, ".svc-restore"] {
         ensure!(fs::symlink_metadata(home.join(absent)).is_err(), "{absent} was restored");
     }
@@ -78,8 +81,8 @@ pub fn check_restored(stack: &Stack, machine: &MachineRecord) -> Result<((), Str
     Ok(((), format!("{} files, as they were at {}", outcome["files"], outcome["takenAt"])))
 }
 
-/// Brings the deleted file back on the new machine, as it was on the first one.
-pub async fn bring_back(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+/// Restores the deleted file on the new machine, as it was on the first one.
+pub async fn restore_deleted_file(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let path = DELETED.strip_prefix("home/").context("the file is in the watched directory")?;
     let versions = stack.svcctl(&["--json", "files", "versions", HANDLE, path]).await?.success()?;
     let page: Value = versions.json()?;

@@ -43,9 +43,9 @@ pub struct MachineRecord {
 }
 
 impl MachineRecord {
-    pub fn read(record: &str) -> Result<Self> {
+    pub fn parse(record: &str) -> Result<Self> {
         let mut machine: Self = serde_json::from_str(record)
-            .with_context(|| format!("parse the record of a running machine: {record}"))?;
+            .with_context(|| format!("cannot parse the record of a running machine: {record}"))?;
         machine.server = format!("svc-{}", machine.id);
         Ok(machine)
     }
@@ -71,7 +71,7 @@ pub async fn publish(stack: &Stack) -> Result<((), String)> {
 pub async fn provision(stack: &Stack) -> Result<(MachineRecord, String)> {
     let args = ["--json", "provision", USER, "--handle", HANDLE, "--wait=200"];
     let run = stack.svcctl(&[&args[..], &CONFIRM_FLAGS].concat()).await?.success()?;
-    let machine = MachineRecord::read(&run.stdout)?;
+    let machine = MachineRecord::parse(&run.stdout)?;
     ensure!(machine.status == "running", "the machine is {}", machine.status);
     ensure!(machine.epoch == 1, "the first machine has epoch {}", machine.epoch);
     Ok((machine.clone(), format!("machine {} is running at {}", machine.id, machine.ip)))
@@ -80,7 +80,7 @@ pub async fn provision(stack: &Stack) -> Result<(MachineRecord, String)> {
 /// Checks the results of the first boot.
 pub async fn check_boot(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let servers = stack.provider.servers();
-    ensure!(servers.len() == 1 && servers[0].name == machine.server, "at the provider: {servers:?}");
+    ensure!(servers.len() == 1 && servers[0].name == machine.server, "the provider has {servers:?}");
     ensure!(
         machine.tls_spki_sha256.len() == 64 && !machine.registered_at.is_empty(),
         "not registered: {machine:?}"
@@ -98,7 +98,11 @@ pub async fn check_boot(stack: &Stack, machine: &MachineRecord) -> Result<((), S
     ensure!(live.status.is_success(), "/livez: {}", live.status);
     for bearer in [None, Some("not.a.token")] {
         let response = web::get_from_host(ip, port, "/api/apps", bearer).await?;
-        ensure!(response.status == StatusCode::UNAUTHORIZED, "without a proof: {}", response.status);
+        ensure!(
+            response.status == StatusCode::UNAUTHORIZED,
+            "a request without a valid proof got {}",
+            response.status
+        );
     }
     check_single_registration(stack, machine, &disk).await?;
     Ok((
@@ -117,7 +121,7 @@ async fn check_single_registration(stack: &Stack, machine: &MachineRecord, disk:
     let client = reqwest::Client::builder().timeout(Duration::from_secs(20)).no_proxy().build()?;
     let response =
         client.post(format!("{}/vps/register", stack.api)).bearer_auth(token).json(&body).send().await?;
-    ensure!(response.status() == StatusCode::UNAUTHORIZED, "a second registration: {}", response.status());
+    ensure!(response.status() == StatusCode::UNAUTHORIZED, "a second registration got {}", response.status());
     Ok(())
 }
 
@@ -136,10 +140,14 @@ pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
     let found = stack.web.titles(&owner).await?;
     ensure!(found == TITLES, "found {found:?}");
     let anonymous = stack.web.get("/api/apps", None, "application/json").await?;
-    ensure!(anonymous.status == StatusCode::UNAUTHORIZED, "without identity: {}", anonymous.status);
+    ensure!(
+        anonymous.status == StatusCode::UNAUTHORIZED,
+        "a request without an identity got {}",
+        anonymous.status
+    );
     let other =
         stack.web.get("/api/apps", Some(&stack.session_token("user_other")), "application/json").await?;
-    ensure!(other.status == StatusCode::SERVICE_UNAVAILABLE, "a user without a machine: {}", other.status);
+    ensure!(other.status == StatusCode::SERVICE_UNAVAILABLE, "a user without a machine got {}", other.status);
     Ok(((), format!("{} rows inserted and found through the app host", found.len())))
 }
 
@@ -163,11 +171,15 @@ pub async fn backup(stack: &Stack, machine: &MachineRecord) -> Result<(String, S
         snapshot["sizeBytes"] == dump.len() && snapshot["sha256"] == sha256.as_str(),
         "{key} differs from the pointer"
     );
-    let side = stack.slot.json(&stack.store, &format!("{key}.json"))?;
-    ensure!(side["sha256"] == sha256.as_str() && side["key"] == key.as_str(), "the sidecar is {side}");
-    let notes =
-        side["tables"].as_array().and_then(|tables| tables.iter().find(|t| t["name"] == "app_notes.notes"));
-    ensure!(notes.is_some_and(|t| t["rows"] == TITLES.len()), "the sidecar counts {}", side["tables"]);
+    let sidecar = stack.slot.json(&stack.store, &format!("{key}.json"))?;
+    ensure!(
+        sidecar["sha256"] == sha256.as_str() && sidecar["key"] == key.as_str(),
+        "the sidecar is {sidecar}"
+    );
+    let notes = sidecar["tables"]
+        .as_array()
+        .and_then(|tables| tables.iter().find(|t| t["name"] == "app_notes.notes"));
+    ensure!(notes.is_some_and(|t| t["rows"] == TITLES.len()), "the sidecar counts {}", sidecar["tables"]);
     let listed = list_dump(stack, &dump).await?;
     ensure!(
         listed.contains("TABLE DATA app_notes notes"),
@@ -268,7 +280,7 @@ pub async fn publish_signed(stack: &Stack, version: &'static str, svc: PathBuf) 
 /// Changes the server type. Server, disk and rows stay the same, and nothing is restored.
 pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     stack.svcctl(&["slot", "set", USER, "--plan", "builder"]).await?.success()?;
-    let before = stack.provider.server_by_name(&machine.server).context("no server")?;
+    let before = stack.provider.server_by_name(&machine.server).context("the provider has no such server")?;
     let marker = stack.provider.disk(&machine.server)?.join("opt/svc/restore-complete");
     let restored = std::fs::metadata(&marker)?.modified()?;
     let run =
@@ -280,7 +292,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
         "the record is {record}"
     );
     let after = stack.provider.server_by_name(&machine.server).context("the provider has no such server")?;
-    ensure!(after.server_type == RESIZED_TYPE && after.id == before.id, "at the provider: {after:?}");
+    ensure!(after.server_type == RESIZED_TYPE && after.id == before.id, "the provider has {after:?}");
     ensure!(
         after.disk_gb == before.disk_gb,
         "its disk changed from {} GB to {} GB",

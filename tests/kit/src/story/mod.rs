@@ -2,11 +2,12 @@
 //! recovered; its predecessor is fenced off; and the successor is deleted.
 //!
 //! It uses the interfaces that users have — the CLI, HTTP, signals — and checks only what users could check: records,
-//! disks and objects. [`Breakage`] injects one defect from outside; the scenario must then fail at the matching step.
+//! disks and objects. [`InjectedDefect`] injects one defect from outside; the scenario must then fail at the
+//! matching step.
 
-mod breakage;
 mod files;
 pub(crate) mod first_machine;
+mod injected_defect;
 mod platform;
 mod program;
 mod recovery;
@@ -21,12 +22,12 @@ use anyhow::{Context, Result};
 use tempfile::TempDir;
 use tokio::signal::unix::{SignalKind, signal};
 
-pub use self::breakage::Breakage;
 pub use self::first_machine::{MachineRecord, backup, insert_and_find, insert_later_row, publish_signed};
+pub use self::injected_defect::InjectedDefect;
 pub use self::platform::Platform;
 pub use self::program::Program;
 pub use self::recovery::{
-    Timeouts, check_owner_gets_503, check_restored_rows, delete, fail_recovery_midway, undelete,
+    RecoveryTimeouts, check_owner_gets_503, check_restored_rows, delete, fail_recovery_midway, undelete,
 };
 pub use self::report::{Report, Step, StepFailed};
 pub use self::slot::BUCKET;
@@ -38,10 +39,10 @@ use crate::child;
 use crate::stores::StoreKind;
 
 #[derive(Debug, Clone)]
-pub struct Options {
+pub struct ScenarioOptions {
     /// The binary to run.
     pub svc: PathBuf,
-    pub breakage: Option<Breakage>,
+    pub defect: Option<InjectedDefect>,
     /// The object store.
     pub store: StoreKind,
     /// Whether to keep disks and logs even after success.
@@ -54,7 +55,7 @@ pub struct Options {
 ///
 /// # Errors
 /// Fails if the scenario cannot start or the report cannot be written. A failed step is reported, and is not an error.
-pub async fn run(options: Options) -> Result<Report> {
+pub async fn run(options: ScenarioOptions) -> Result<Report> {
     run_inspected(options, &[], async |_, _| Ok(())).await
 }
 
@@ -72,13 +73,15 @@ pub enum Checkpoint {
 /// # Errors
 /// Like [`run`].
 pub async fn run_inspected(
-    options: Options,
+    options: ScenarioOptions,
     extra_env: &[(&str, &str)],
     mut inspect: impl AsyncFnMut(&Stack, Checkpoint) -> Result<()>,
 ) -> Result<Report> {
     // In `/tmp`, because a Unix socket path is limited to 107 bytes.
-    let dir =
-        tempfile::Builder::new().prefix("svc-demo-").tempdir_in("/tmp").context("create a directory")?;
+    let dir = tempfile::Builder::new()
+        .prefix("svc-demo-")
+        .tempdir_in("/tmp")
+        .context("cannot create a temporary directory")?;
     child::remove_on_exit(dir.path());
     let mut report = Report::new();
     let mut terminate = signal(SignalKind::terminate())?;
@@ -92,7 +95,7 @@ pub async fn run_inspected(
         _ = interrupt.recv() => true,
     };
     let is_expected =
-        options.breakage.map(Breakage::fails_at) == report.failed().map(|step| step.name.as_str());
+        options.defect.map(InjectedDefect::fails_at) == report.failed().map(|step| step.name.as_str());
     if options.keep || (!interrupted && !report.ok && !is_expected) {
         println!("kept: {}", keep_dir(dir)?.display());
     }
@@ -113,7 +116,7 @@ fn keep_dir(dir: TempDir) -> Result<PathBuf> {
 
 async fn run_all(
     report: &mut Report,
-    options: &Options,
+    options: &ScenarioOptions,
     extra_env: &[(&str, &str)],
     dir: &Path,
     inspect: &mut impl AsyncFnMut(&Stack, Checkpoint) -> Result<()>,
@@ -125,7 +128,7 @@ async fn run_all(
         started.map(|(stack, summary)| (stack, format!("{summary}, store {}", options.store.name())))
     };
     let mut stack = report.step("stack", start).await?;
-    let result = run_steps(report, options.breakage, &mut stack, inspect).await;
+    let result = run_steps(report, options.defect, &mut stack, inspect).await;
     if result.is_err() {
         stack.print_logs();
     }
@@ -135,51 +138,53 @@ async fn run_all(
 
 async fn run_steps(
     report: &mut Report,
-    breakage: Option<Breakage>,
+    defect: Option<InjectedDefect>,
     stack: &mut Stack,
     inspect: &mut impl AsyncFnMut(&Stack, Checkpoint) -> Result<()>,
 ) -> Result<(), StepFailed> {
-    let is_broken = |expected: Breakage| breakage == Some(expected);
+    let is_injected = |expected: InjectedDefect| defect == Some(expected);
     report.hidden_step("inspect", inspect(stack, Checkpoint::Started)).await?;
     report.step("publish", first_machine::publish(stack)).await?;
     let first = report.step("provision", first_machine::provision(stack)).await?;
     report.step("boot", first_machine::check_boot(stack, &first)).await?;
-    if is_broken(Breakage::Pin) {
-        breakage::replace_tls_key(stack, &first).await;
+    if is_injected(InjectedDefect::Pin) {
+        injected_defect::replace_tls_key(stack, &first).await;
     }
     report.step("use", first_machine::insert_and_find(stack)).await?;
-    if is_broken(Breakage::Backup) {
-        breakage::fail_snapshot_puts(stack);
+    if is_injected(InjectedDefect::Backup) {
+        injected_defect::fail_snapshot_puts(stack);
     }
     let backup = report.step("backup", first_machine::backup(stack, &first)).await?;
     // The recovery steps at which a broken scenario must fail do not depend on these.
-    let first = if breakage.is_some() {
+    let first = if defect.is_some() {
         first
     } else {
         report.step("resize", first_machine::resize(stack, &first)).await?;
         report.step("update", first_machine::update(stack, &first)).await?;
         report.step("roll-back", first_machine::roll_back(stack, &first)).await?;
-        report.step("failed-recovery", recovery::fail_recovery_midway(stack, &first, Timeouts::DEMO)).await?
+        report
+            .step("failed-recovery", recovery::fail_recovery_midway(stack, &first, RecoveryTimeouts::DEMO))
+            .await?
     };
     report.step("later-row", first_machine::insert_later_row(stack)).await?;
     report.step("files", files::save(stack, &first)).await?;
     report.step("loss", recovery::lose_machine(stack, &first)).await?;
-    if is_broken(Breakage::Restore) {
-        breakage::corrupt_snapshot_gets(stack);
+    if is_injected(InjectedDefect::Restore) {
+        injected_defect::corrupt_snapshot_gets(stack);
     }
     let second = report.step("recover", recovery::recover(stack, &first)).await?;
     report.step("rows", recovery::check_restored_rows(stack)).await?;
     report.step("restored-files", async { files::check_restored(stack, &second) }).await?;
-    if breakage.is_none() {
-        report.step("earlier-file", files::bring_back(stack, &second)).await?;
+    if defect.is_none() {
+        report.step("earlier-file", files::restore_deleted_file(stack, &second)).await?;
     }
-    if is_broken(Breakage::Fence) {
-        breakage::remove_fence(stack, &first);
+    if is_injected(InjectedDefect::Fence) {
+        injected_defect::remove_fence(stack, &first);
     }
     report.step("fenced", recovery::check_old_backup_refused(stack, &first, &backup)).await?;
     report.step("superseded", recovery::check_old_machine_superseded(stack, &first, &backup)).await?;
     report.hidden_step("inspect", inspect(stack, Checkpoint::Recovered)).await?;
-    report.step("undelete", recovery::undelete(stack, &second, Timeouts::DEMO)).await?;
+    report.step("undelete", recovery::undelete(stack, &second, RecoveryTimeouts::DEMO)).await?;
     report.step("delete", recovery::delete(stack, &second)).await?;
     report.step("gone", recovery::check_owner_gets_503(stack)).await
 }

@@ -32,7 +32,7 @@ impl Platform {
         let mut command = program.command("svc-platform");
         // Ctrl-C on a terminal must reach only this process, which stops the platform gracefully.
         command.process_group(0).stdout(out.try_clone()?).stderr(out);
-        let mut process = command.spawn().context("start svc-platform")?;
+        let mut process = command.spawn().context("cannot start svc-platform")?;
         let pid = process.id().context("svc-platform has already exited")?;
         child::kill_on_exit(pid, AtExit::Kill);
         let deadline = Instant::now() + START_TIMEOUT;
@@ -44,12 +44,12 @@ impl Platform {
             if let (true, Some((scheme, router))) = (api, router) {
                 let scheme = scheme.to_owned();
                 let router =
-                    router.trim().parse().with_context(|| format!("the router's address {router}"))?;
+                    router.trim().parse().with_context(|| format!("invalid router address {router}"))?;
                 return Ok(Self { process, pid, router, scheme });
             }
             if let Some(status) = process.try_wait()? {
                 child::unregister(pid);
-                bail!("svc-platform exited during start-up ({status}):\n{output}");
+                bail!("svc-platform exited during startup ({status}):\n{output}");
             }
             ensure!(
                 Instant::now() < deadline,

@@ -1,5 +1,5 @@
-//! Runs the product's binary as its users do: with arguments and an environment, for an exit code and output. This
-//! process's environment is not inherited.
+//! Runs the product's binary as its users do, with arguments and an environment, and captures its exit code and output.
+//! Of this process's environment, only `PATH`, `RUST_LOG` and `RUST_BACKTRACE` are inherited.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -61,7 +61,7 @@ impl Program {
         let command_line = std::iter::once(applet.to_owned()).chain(arg_texts).collect::<Vec<_>>().join(" ");
         let mut command = self.command(applet);
         command.args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let started = command.spawn().with_context(|| format!("start {command_line}"))?;
+        let started = command.spawn().with_context(|| format!("cannot start {command_line}"))?;
         let pid = started.id();
         pid.inspect(|pid| child::kill_on_exit(*pid, AtExit::Kill));
         let result = tokio::time::timeout(timeout, started.wait_with_output()).await;

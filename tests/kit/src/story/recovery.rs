@@ -1,4 +1,4 @@
-//! Losing the machine, recovering it, fencing off the old machine, and deletion.
+//! The loss of the machine, its recovery, the fencing of the old machine, and the deletion.
 
 use std::time::Duration;
 
@@ -27,14 +27,14 @@ pub async fn lose_machine(stack: &Stack, first: &MachineRecord) -> Result<((), S
 
 /// Timeouts that depend on the kind of server.
 #[derive(Debug, Clone, Copy)]
-pub struct Timeouts {
+pub struct RecoveryTimeouts {
     /// From the request until the machine is serving.
     pub ready: Duration,
     /// Until a server that is no longer needed is deleted.
     pub removal: Duration,
 }
 
-impl Timeouts {
+impl RecoveryTimeouts {
     pub const DEMO: Self = Self { ready: Duration::from_secs(220), removal: Duration::from_secs(60) };
 
     fn wait_arg(self) -> String {
@@ -46,7 +46,7 @@ impl Timeouts {
 pub async fn fail_recovery_midway(
     stack: &Stack,
     first: &MachineRecord,
-    timeouts: Timeouts,
+    timeouts: RecoveryTimeouts,
 ) -> Result<(MachineRecord, String)> {
     let titles = stack.web.titles(&stack.owner_token()).await?;
     stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_ending(".dump").always());
@@ -55,7 +55,7 @@ pub async fn fail_recovery_midway(
     ensure!(run.code == Some(69), "svcctl exited with {:?}: {}{}", run.code, run.stdout, run.stderr);
     let machine = eventually("the old machine serves again", timeouts.ready, || async {
         let record = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.stdout;
-        let machine = MachineRecord::read(&record)?;
+        let machine = MachineRecord::parse(&record)?;
         ensure!(machine.id == first.id && machine.status == "running", "the slot's machine is {machine:?}");
         Ok(machine)
     })
@@ -69,7 +69,7 @@ pub async fn fail_recovery_midway(
     .await?;
     eventually("the new server is deleted", timeouts.removal, || async {
         let servers = stack.provider.servers();
-        ensure!(servers.len() == 1 && servers[0].name == first.server, "at the provider: {servers:?}");
+        ensure!(servers.len() == 1 && servers[0].name == first.server, "the provider has {servers:?}");
         Ok(())
     })
     .await?;
@@ -81,7 +81,11 @@ pub async fn fail_recovery_midway(
 }
 
 /// Undoes a deletion while the server is kept.
-pub async fn undelete(stack: &Stack, second: &MachineRecord, timeouts: Timeouts) -> Result<((), String)> {
+pub async fn undelete(
+    stack: &Stack,
+    second: &MachineRecord,
+    timeouts: RecoveryTimeouts,
+) -> Result<((), String)> {
     let titles = stack.web.titles(&stack.owner_token()).await?;
     stack.svcctl(&["--json", "delete", &second.id, "--yes", &timeouts.wait_arg()]).await?.success()?;
     let servers = stack.provider.servers();
@@ -100,11 +104,11 @@ pub async fn undelete(stack: &Stack, second: &MachineRecord, timeouts: Timeouts)
 
 pub async fn recover(stack: &Stack, first: &MachineRecord) -> Result<(MachineRecord, String)> {
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=220"]).await?.success()?;
-    let second = MachineRecord::read(&run.stdout)?;
+    let second = MachineRecord::parse(&run.stdout)?;
     ensure!(second.status == "running" && second.id != first.id, "the new machine is {second:?}");
-    ensure!(second.epoch == first.epoch + 1, "its epoch is {}", second.epoch);
+    ensure!(second.epoch == first.epoch + 1, "the new machine has epoch {}", second.epoch);
     let servers = stack.provider.servers();
-    ensure!(servers.len() == 1 && servers[0].name == second.server, "at the provider: {servers:?}");
+    ensure!(servers.len() == 1 && servers[0].name == second.server, "the provider has {servers:?}");
     ensure!(second.image_version == first.image_version, "the machine is running {}", second.image_version);
     let pointer = stack.slot.pointer(&stack.store)?;
     ensure!(pointer["fenceEpoch"] == second.epoch, "the fence is at {}", pointer["fenceEpoch"]);
@@ -182,7 +186,7 @@ pub async fn delete(stack: &Stack, second: &MachineRecord) -> Result<((), String
     ensure!(record["deletedAt"].is_string(), "the record is {record}");
     eventually("its server is deleted", Duration::from_secs(60), || async {
         let servers = stack.provider.servers();
-        ensure!(servers.is_empty(), "at the provider: {servers:?}");
+        ensure!(servers.is_empty(), "the provider has {servers:?}");
         Ok(())
     })
     .await?;
@@ -203,9 +207,9 @@ pub async fn check_owner_gets_503(stack: &Stack) -> Result<((), String)> {
     })
     .await?;
     ensure!(page.content_type.starts_with("text/html"), "the page's content type is {}", page.content_type);
-    ensure!(page.retry_after.is_some(), "no Retry-After");
+    ensure!(page.retry_after.is_some(), "the page has no Retry-After header");
     let problem = stack.web.get("/", Some(&owner), "application/json").await?;
-    ensure!(problem.status == StatusCode::SERVICE_UNAVAILABLE, "{}", problem.status);
+    ensure!(problem.status == StatusCode::SERVICE_UNAVAILABLE, "a program gets {}", problem.status);
     ensure!(
         problem.content_type.starts_with("application/problem+json"),
         "the problem's content type is {}",

@@ -108,7 +108,7 @@ impl Report {
         let mut file = tempfile::NamedTempFile::new_in(dir)?;
         serde_json::to_writer_pretty(&mut file, self)?;
         file.write_all(b"\n")?;
-        file.persist(path).with_context(|| format!("write {}", path.display()))?;
+        file.persist(path).with_context(|| format!("cannot write {}", path.display()))?;
         Ok(())
     }
 }

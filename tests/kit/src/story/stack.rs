@@ -317,7 +317,7 @@ impl Stack {
 
 fn write_file(dir: &Path, name: &str, text: &str) -> Result<String> {
     let path = dir.join(name);
-    fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
+    fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
     Ok(path.display().to_string())
 }
 

@@ -62,7 +62,7 @@ impl WebClient {
             .header("sec-websocket-version", "13")
             .header("sec-websocket-key", "dGhlIHNhbXBsZSBub25jZQ==")
             .header("origin", &self.base);
-        Ok(request.send().await.context("request a WebSocket")?.status())
+        Ok(request.send().await.context("cannot request a WebSocket")?.status())
     }
 
     /// Calls the bridge as the owner through the router, and returns the response's `data`.

@@ -1,4 +1,4 @@
-//! Detects whether KVM works: `/dev/kvm` may exist without being able to run a kernel, so a kernel is booted with it.
+//! Detects whether KVM works by booting a kernel, because `/dev/kvm` may exist even if KVM cannot run one.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -44,7 +44,7 @@ impl Accel {
         ]);
         qemu.arg("-kernel").arg(image.kernel()).args(["-append", "panic=-1"]);
         qemu.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let mut qemu = qemu.spawn().context("start qemu-system-x86_64")?;
+        let mut qemu = qemu.spawn().context("cannot start qemu-system-x86_64")?;
         child::kill_on_exit(qemu.id(), AtExit::Kill);
         let status = child::wait_until(&mut qemu, Instant::now() + PROBE_TIMEOUT);
         if status.is_none() {

@@ -23,7 +23,7 @@ pub struct Image {
 }
 
 impl Image {
-    /// Returns the image, and builds it if its recipe is new, which takes more than a minute and 1 GB under
+    /// Returns the image. Builds it first if its recipe has changed, which takes more than a minute and 1 GB under
     /// `target/tools`.
     ///
     /// # Errors

@@ -129,7 +129,7 @@ impl Machine {
         qemu.args(["-serial", "chardev:serial", "-device", "virtio-rng-pci"]);
         qemu.args(["-qmp", &format!("unix:{},server=on,wait=off", self.qmp_socket.display())]);
         qemu.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
-        let qemu = qemu.spawn().context("start qemu-system-x86_64")?;
+        let qemu = qemu.spawn().context("cannot start qemu-system-x86_64")?;
         child::kill_on_exit(qemu.id(), AtExit::Kill);
         *power = Power { qemu: Some(qemu), on_since: Some(Timestamp::now()), size: Some(size) };
         Ok(())
@@ -194,9 +194,9 @@ impl Machine {
     /// # Errors
     /// Like [`Self::run`], and if the file cannot be read or written.
     pub async fn upload(&self, file: &Path, to: &str, timeout: Duration) -> Result<()> {
-        let input = fs::File::open(file).with_context(|| format!("read {}", file.display()))?;
+        let input = fs::File::open(file).with_context(|| format!("cannot read {}", file.display()))?;
         let output = self.shell().run_with(input.into(), &format!("cat >{to}"), timeout).await?;
-        output.success().map(drop).with_context(|| format!("upload {to} to {}", self.name))
+        output.success().map(drop).with_context(|| format!("cannot upload {to} to {}", self.name))
     }
 
     fn shell(&self) -> Shell {

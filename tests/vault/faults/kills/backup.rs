@@ -34,19 +34,20 @@ impl Campaign<'_> {
         let before = self.claimed_seq().await?;
         self.killer.complete_run(|| self.machine.spawn(&BACKUP, &[])).await?;
         self.checker.check()?;
-        ensure!(self.checker.seq() == before + 1, "moved from {before} to {}", self.checker.seq());
+        ensure!(self.checker.seq() == before + 1, "`seq` went from {before} to {}", self.checker.seq());
         let pointer = machine::pointer(self.store).await?.context("there is no pointer")?;
         let named = pointer.snapshot.context("the pointer names no snapshot")?;
-        let side = self.read_sidecar(&named.key)?;
-        let rows = side["tables"].as_array().into_iter().flatten().find(|table| table["name"] == "public.t");
-        ensure!(rows.is_some_and(|table| table["rows"] == self.rows), "{side}");
+        let sidecar = self.read_sidecar(&named.key)?;
+        let rows =
+            sidecar["tables"].as_array().into_iter().flatten().find(|table| table["name"] == "public.t");
+        ensure!(rows.is_some_and(|table| table["rows"] == self.rows), "{sidecar}");
         // An upload started at the moment of a kill is not recorded yet, and is empty.
         let open = self.store.uploads_with_parts(BUCKET);
         ensure!(open.is_empty(), "uploads of killed runs are still open: {open:?}");
         let own = self.store.uploads(BUCKET).into_iter().find(|key| key.ends_with(&named.key));
         ensure!(own.is_none(), "the run's own upload is still open");
         assert_no_temporary_file(&self.machine.path("var/lib/svc"))?;
-        let last = self.machine.backup_records()?.pop().context("no record")?;
+        let last = self.machine.backup_records()?.pop().context("backup.jsonl is empty")?;
         ensure!(last["status"] == "success" && last["key"] == *named.key, "{last}");
         Ok(())
     }

@@ -22,7 +22,7 @@ use super::{Killer, LONG_KILLS, SHORT_KILLS};
 /// The platform's rule: one body is accepted per machine, and a repeated request gets the same response.
 #[derive(Default)]
 struct Registrations {
-    /// By machine.
+    /// By machine id.
     accepted: BTreeMap<String, Entry>,
     refused: u64,
 }
@@ -160,7 +160,7 @@ async fn long_registrations_survive_200_kills() -> Result<()> {
     run_campaign(LONG_KILLS, Killer::new_seed()).await
 }
 
-/// Tests the check itself.
+/// Tests [`Campaign::check_state`] itself.
 #[tokio::test(flavor = "multi_thread")]
 async fn false_registration_state_is_detected() -> Result<()> {
     let campaign = Campaign::new(1).await?;

@@ -158,7 +158,7 @@ async fn long_restores_survive_200_kills() -> Result<()> {
     run_campaign(LONG_KILLS, Killer::new_seed()).await
 }
 
-/// Tests the check itself, which must not accept everything.
+/// Tests [`database_content`] itself.
 #[tokio::test]
 async fn unexpected_database_content_is_detected() -> Result<()> {
     let (_store, old, machine) = old_and_new_machines().await?;

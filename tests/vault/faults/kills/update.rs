@@ -18,7 +18,7 @@ fn current_version(fixture: &UpdateFixture) -> Result<String> {
     let version = link.strip_prefix("releases")?.to_string_lossy().into_owned();
     let dir = opt.join("current");
     let release: serde_json::Value = serde_json::from_slice(&fs::read(dir.join("release.json"))?)?;
-    ensure!(release["imageVersion"] == *version, "{version} has {release}");
+    ensure!(release["imageVersion"] == *version, "release.json of {version} is {release}");
     ensure!(fs::read(dir.join("bin/svc"))? == b"#!/bin/sh\n", "{version} has a different program");
     for n in 0..40 {
         let length = fs::metadata(dir.join(format!("runtime/noise/{n}"))).context("a part is missing")?.len();
@@ -55,7 +55,7 @@ impl Campaign {
         let running = self.fixture.spawn(&APPLY)?;
         let result = tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
         self.check_completed(&to).with_context(|| result.stderr)?;
-        // Removes archives that were served: two hundred releases would take several hundred megabytes.
+        // The archive is removed, because two hundred of them would take several hundred megabytes.
         self.fixture.source.put(&format!("/{to}/svc-host-bundle.tar.gz"), None);
         self.version = to;
         Ok(())

@@ -26,21 +26,21 @@ struct ExpectedRun {
     expected_error: &'static str,
 }
 
-/// The snapshot succeeds, and the pointer names it.
+/// The backup succeeds, and the pointer names its snapshot.
 const SUCCESS: ExpectedRun = ExpectedRun { exit: 0, stage: "done", expected_error: "" };
 
 fn unavailable(stage: &'static str) -> ExpectedRun {
-    ExpectedRun { exit: 69, stage, expected_error: "the object store failed at" }
+    ExpectedRun { exit: 69, stage, expected_error: "the object store request for" }
 }
 
 fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
     let pointer = |fault: Fault| rule(fault).key("db/latest");
-    let moves = |fault: Fault| pointer(fault).method("PUT");
-    let claims = |fault: Fault| rule(fault).method("PUT").key("db/pointer-log");
-    let side = |fault: Fault| rule(fault).method("PUT").key(".dump.json");
+    let pointer_writes = |fault: Fault| pointer(fault).method("PUT");
+    let claim_writes = |fault: Fault| rule(fault).method("PUT").key("db/pointer-log");
+    let sidecar = |fault: Fault| rule(fault).method("PUT").key(".dump.json");
     let parts = |fault: Fault| rule(fault).query("partNumber=");
-    let begins = |fault: Fault| rule(fault).method("POST").query("uploads");
-    let completes = |fault: Fault| rule(fault).method("POST").query("uploadId=");
+    let upload_starts = |fault: Fault| rule(fault).method("POST").query("uploads");
+    let upload_completions = |fault: Fault| rule(fault).method("POST").query("uploadId=");
     let clock = Fault::Code(403, "RequestTimeTooSkewed");
     vec![
         (
@@ -53,7 +53,11 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
         ("500 for everything", single_rule(rule(Fault::Status(500)).always()), unavailable("gate")),
         ("503 for everything", single_rule(rule(Fault::Status(503)).always()), unavailable("gate")),
         ("503 three times", single_rule(rule(Fault::Status(503)).after(2).times(3)), SUCCESS),
-        ("the upload does not start", single_rule(begins(Fault::Status(503)).always()), unavailable("dump")),
+        (
+            "the upload does not start",
+            single_rule(upload_starts(Fault::Status(503)).always()),
+            unavailable("dump"),
+        ),
         ("every part is refused", single_rule(parts(Fault::Status(500)).always()), unavailable("dump")),
         (
             "the connection for every part is cut",
@@ -62,37 +66,45 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
         ),
         (
             "the upload is not completed",
-            single_rule(completes(Fault::Status(500)).always()),
+            single_rule(upload_completions(Fault::Status(500)).always()),
             unavailable("upload"),
         ),
-        ("the sidecar is refused", single_rule(side(Fault::Status(503)).always()), unavailable("sideRecord")),
+        (
+            "the sidecar is refused",
+            single_rule(sidecar(Fault::Status(503)).always()),
+            unavailable("sideRecord"),
+        ),
         (
             "the pointer's claim is refused",
-            single_rule(claims(Fault::Status(500)).always()),
+            single_rule(claim_writes(Fault::Status(500)).always()),
             unavailable("pointer"),
         ),
         (
             "the pointer's move is refused",
-            single_rule(moves(Fault::Status(500)).always()),
+            single_rule(pointer_writes(Fault::Status(500)).always()),
             unavailable("pointer"),
         ),
-        ("no response to any pointer claim", single_rule(claims(Fault::LostReply).always()), SUCCESS),
+        ("no response to any pointer claim", single_rule(claim_writes(Fault::LostReply).always()), SUCCESS),
         (
             "an error after each pointer claim",
-            single_rule(claims(Fault::StatusAfterCommit(500)).always()),
+            single_rule(claim_writes(Fault::StatusAfterCommit(500)).always()),
             SUCCESS,
         ),
-        ("no response to any completion", single_rule(completes(Fault::LostReply).always()), SUCCESS),
-        ("no response to the sidecar", single_rule(side(Fault::LostReply).times(3)), SUCCESS),
+        (
+            "no response to any completion",
+            single_rule(upload_completions(Fault::LostReply).always()),
+            SUCCESS,
+        ),
+        ("no response to the sidecar", single_rule(sidecar(Fault::LostReply).times(3)), SUCCESS),
         (
             "no response to any sidecar",
-            single_rule(side(Fault::LostReply).always()),
+            single_rule(sidecar(Fault::LostReply).always()),
             unavailable("sideRecord"),
         ),
-        ("no response to any pointer move", single_rule(moves(Fault::LostReply).always()), SUCCESS),
+        ("no response to any pointer move", single_rule(pointer_writes(Fault::LostReply).always()), SUCCESS),
         (
             "an error after each pointer move",
-            single_rule(moves(Fault::StatusAfterCommit(500)).always()),
+            single_rule(pointer_writes(Fault::StatusAfterCommit(500)).always()),
             SUCCESS,
         ),
         (
@@ -161,7 +173,7 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
 
 /// Asserts that the last line in `backup.jsonl` matches.
 fn assert_recorded(machine: &Machine, expected: &ExpectedRun) -> Result<()> {
-    let line = machine.backup_records()?.pop().context("no record")?;
+    let line = machine.backup_records()?.pop().context("backup.jsonl is empty")?;
     let status = if expected.exit == 0 { "success" } else { "error" };
     ensure!((&line["status"], &line["stage"]) == (&status.into(), &expected.stage.into()), "{line}");
     let error = line["error"].as_str().unwrap_or_default();
@@ -185,7 +197,7 @@ async fn fault_fixture() -> Result<FaultFixture> {
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(CONTENT).await?;
     let fixture = FaultFixture { store, platform, machine };
-    fixture.heal().await?;
+    fixture.restore_normal_operation().await?;
     Ok(fixture)
 }
 
@@ -202,7 +214,7 @@ async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> 
     let mut lines = fixture.machine.backup_records()?.len();
     for (name, disruption, expected) in table {
         let before = checker.seq();
-        // Claimed by a run that then could not write `latest`; the next run writes it.
+        // Earlier runs may have claimed a `seq` without writing `latest`; the next successful run does so.
         let unpublished = last_claimed_seq(&fixture.store) - before;
         let result = fixture
             .run_disrupted(disruption, || fixture.machine.spawn(&["svc-db-backup"], &[]))
@@ -211,10 +223,10 @@ async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> 
         assert_eq!(result.code, Some(expected.exit), "{name}: {}", result.stderr);
         assert_recorded(&fixture.machine, &expected).context(name)?;
         lines += 1;
-        assert_eq!(fixture.machine.backup_records()?.len(), lines, "{name}: one line per run");
+        assert_eq!(fixture.machine.backup_records()?.len(), lines, "{name}: there must be one line per run");
         checker.check().context(name)?;
         let moves = if expected.exit == 0 { unpublished + 1 } else { 0 };
-        assert_eq!(checker.seq(), before + moves, "{name}: the pointer");
+        assert_eq!(checker.seq(), before + moves, "{name}: the pointer's `seq`");
         assert_eq!(fixture.store.uploads(BUCKET), Vec::<String>::new(), "{name}: an upload is open");
     }
     fixture.machine.run(&["svc-db-backup"])?.expect(0);
@@ -222,7 +234,7 @@ async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> 
     Figures {
         faults_tried: rows,
         snapshots_taken: checker.complete_count(),
-        ..Figures::new("store of backups")
+        ..Figures::new("store faults during backups")
     }
     .record()
 }
@@ -243,16 +255,17 @@ async fn upload_that_could_not_be_aborted_is_aborted_by_the_next_run() -> Result
     assert_eq!(fixture.store.uploads(BUCKET), Vec::<String>::new());
     assert!(!fixture.machine.path("var/lib/svc/open-uploads.json").exists());
     // A record of an unknown upload, or an invalid record, has no effect.
-    let note_of = |key: &str| format!(r#"{{"version":1,"uploads":[{{"key":"{key}","uploadId":"none"}}]}}"#);
-    for note in [
+    let upload_record_with_key =
+        |key: &str| format!(r#"{{"version":1,"uploads":[{{"key":"{key}","uploadId":"none"}}]}}"#);
+    for upload_record in [
         "{".to_owned(),
-        note_of("user_1/primary/system/db/snapshots/x.dump"),
-        note_of("user_2/primary/x"),
-        note_of("../x"),
+        upload_record_with_key("user_1/primary/system/db/snapshots/x.dump"),
+        upload_record_with_key("user_2/primary/x"),
+        upload_record_with_key("../x"),
     ] {
-        std::fs::write(fixture.machine.path("var/lib/svc/open-uploads.json"), &note)?;
+        std::fs::write(fixture.machine.path("var/lib/svc/open-uploads.json"), &upload_record)?;
         let result = fixture.machine.run(&["svc-db-backup"])?;
-        assert_eq!(result.code, Some(0), "{note}: {}", result.stderr);
+        assert_eq!(result.code, Some(0), "{upload_record}: {}", result.stderr);
     }
     let mut checker = SnapshotChecker::new(&fixture.store);
     checker.check()?;

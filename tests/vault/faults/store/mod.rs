@@ -11,7 +11,7 @@ use kit::s3::{Fault, Rule, S3Server};
 use super::super::credentials::{CredentialResponse, Platform};
 use super::super::machine::{Machine, RunResult, Running};
 
-/// A machine with short-lived credentials, its store, and the platform that issues them.
+/// A machine, its store, and the platform that issues its short-lived credentials.
 struct FaultFixture {
     store: S3Server,
     platform: Platform,
@@ -50,11 +50,11 @@ impl FaultFixture {
         let running = run()?;
         let result = tokio::task::spawn_blocking(move || running.wait()).await??;
         ensure!(hits.iter().all(|hits| hits.hits() > 0), "the fault was not triggered:\n{}", result.stderr);
-        self.heal().await?;
+        self.restore_normal_operation().await?;
         Ok(result)
     }
 
-    async fn heal(&self) -> Result<()> {
+    async fn restore_normal_operation(&self) -> Result<()> {
         self.store.heal();
         self.store.bring_up()?;
         self.platform.set_response(CredentialResponse::Issue);

@@ -22,7 +22,7 @@ const NO_DUMP: ExpectedRestore = (69, "the snapshot could not be read from the o
 
 fn table() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
     let pointer = |fault: Fault| rule(fault).method("GET").key("db/latest");
-    let side = |fault: Fault| rule(fault).method("GET").key(".dump.json");
+    let sidecar = |fault: Fault| rule(fault).method("GET").key(".dump.json");
     let head = |fault: Fault| rule(fault).method("HEAD").key_ending(".dump");
     let dump = |fault: Fault| rule(fault).method("GET").key_ending(".dump");
     let clock = Fault::Code(403, "RequestTimeTooSkewed");
@@ -34,7 +34,7 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
         ("503 for everything", single_rule(rule(Fault::Status(503)).always()), UNAVAILABLE),
         ("503 three times", single_rule(rule(Fault::Status(503)).after(1).times(3)), OPEN),
         ("the pointer cannot be read", single_rule(pointer(Fault::Status(500)).always()), UNAVAILABLE),
-        ("the sidecar cannot be read", single_rule(side(Fault::Status(500)).always()), UNAVAILABLE),
+        ("the sidecar cannot be read", single_rule(sidecar(Fault::Status(500)).always()), UNAVAILABLE),
         ("a HEAD of the dump fails", single_rule(head(Fault::Status(503)).always()), UNAVAILABLE),
         ("the dump cannot be read", single_rule(dump(Fault::Status(503)).always()), NO_DUMP),
         ("the response with the dump is lost", single_rule(dump(Fault::LostReply).times(2)), OPEN),
@@ -44,7 +44,7 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
             single_rule(pointer(Fault::TruncateBody(20)).always()),
             UNAVAILABLE,
         ),
-        ("the sidecar is truncated twice", single_rule(side(Fault::TruncateBody(20)).times(2)), OPEN),
+        ("the sidecar is truncated twice", single_rule(sidecar(Fault::TruncateBody(20)).times(2)), OPEN),
         ("the dump is truncated nine times", single_rule(dump(Fault::TruncateBody(1 << 20)).times(9)), OPEN),
         ("no byte of the dump arrives", single_rule(dump(Fault::TruncateBody(0)).always()), NO_DUMP),
         ("the dump is damaged in transit once", single_rule(dump(Fault::CorruptBody)), OPEN),
@@ -74,7 +74,7 @@ async fn fault_fixture() -> Result<FaultFixture> {
     let (store, machine) = gate::new_machine_after_loss().await?;
     let platform = Platform::start(&store).await?;
     let fixture = FaultFixture { store, platform, machine };
-    fixture.heal().await?;
+    fixture.restore_normal_operation().await?;
     Ok(fixture)
 }
 
@@ -102,18 +102,18 @@ async fn store_faults_never_open_the_gate_on_a_partial_restore() -> Result<()> {
     }
     fixture.machine.run(&["svc-restore"])?.expect(0);
     assert!(is_restored(&fixture.machine).await?);
-    assert_eq!((checker.seq(), checker.complete_count()), (1, 1), "a restore never writes to the store");
-    Figures { faults_tried: rows, ..Figures::new("store of restores") }.record()
+    assert_eq!((checker.seq(), checker.complete_count()), (1, 1), "a restore must never write to the store");
+    Figures { faults_tried: rows, ..Figures::new("store faults during restores") }.record()
 }
 
-/// A store with stale reads: every visible state is consistent, and absence needs confirmation.
+/// With stale reads, every visible state is consistent, and the absence of a snapshot needs confirmation.
 #[tokio::test(flavor = "multi_thread")]
 async fn stale_pointer_restores_a_complete_snapshot_or_nothing() -> Result<()> {
     let (store, old, new) = gate::old_and_new_machines().await?;
-    // The state before the first pointer is empty.
+    // There was no pointer before the last write.
     store.add_fault(rule(Fault::StaleRead).method("GET").key("db/latest").always());
     new.run_with(&["svc-restore"], SHORT_DEADLINE)?.expect(70);
-    assert_untouched(&new, "no pointer is seen yet").await?;
+    assert_untouched(&new, "no pointer is visible").await?;
     store.heal();
 
     old.client().await?.batch_execute("INSERT INTO kept VALUES (501)").await?;
@@ -122,7 +122,7 @@ async fn stale_pointer_restores_a_complete_snapshot_or_nothing() -> Result<()> {
     new.run(&["svc-restore"])?.expect(0);
     let added = "SELECT count(*) FROM kept WHERE id = 501";
     let added: i64 = new.client().await?.query_one(added, &[]).await?.get(0);
-    assert_eq!((new.has_marker(), added), (true, 1), "the pointer log reveals the stale `latest`");
+    assert_eq!((new.has_marker(), added), (true, 1), "the pointer log must reveal the stale `latest`");
     Ok(())
 }
 

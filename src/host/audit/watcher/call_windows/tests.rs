@@ -22,7 +22,7 @@ fn window(agent_name: &str, call: &str, claim: Option<&str>) -> CallWindow {
     }
 }
 
-fn change(op: Op, path: &str) -> Change {
+fn change(op: FileOperation, path: &str) -> Change {
     Change { op, path: path.as_bytes().to_vec(), size: 1 }
 }
 
@@ -39,14 +39,14 @@ fn claimed_file_and_its_new_folders_belong_to_the_tool() {
     windows.begin(window("ada", "1", None));
     windows.begin(window("bob", "2", Some("n/e/w")));
     let changes = [
-        change(Op::Mkdir, "n"),
-        change(Op::Mkdir, "n/e"),
-        change(Op::Write, "n/e/w"),
-        change(Op::Write, "n/x"),
+        change(FileOperation::Mkdir, "n"),
+        change(FileOperation::Mkdir, "n/e"),
+        change(FileOperation::Write, "n/e/w"),
+        change(FileOperation::Write, "n/x"),
     ];
     let immediate = windows.attribute(changes.to_vec(), NOW);
     assert_eq!(attributions(&immediate), [("n/x".to_owned(), "ada".to_owned(), false)]);
-    let entries = windows.end_successful("bob", "2", Some(change(Op::Write, "n/e/w")), NOW);
+    let entries = windows.end_successful("bob", "2", Some(change(FileOperation::Write, "n/e/w")), NOW);
     assert_eq!(entries.iter().map(|entry| entry.path.as_str()).collect::<Vec<_>>(), ["n", "n/e", "n/e/w"]);
     assert!(entries.iter().all(|entry| entry.agent_name.as_deref() == Some("bob") && !entry.ambiguous));
     assert!(windows.end(|_| true).is_empty());
@@ -57,12 +57,12 @@ fn failed_tools_claim_reverts_to_running_commands() {
     let mut windows = CallWindows::default();
     windows.begin(window("ada", "1", None));
     windows.begin(window("bob", "2", Some("w")));
-    assert!(windows.attribute(vec![change(Op::Write, "w")], NOW).is_empty());
+    assert!(windows.attribute(vec![change(FileOperation::Write, "w")], NOW).is_empty());
     let released = windows.end(|window| window.tool_use == "2");
     assert_eq!(attributions(&released), [("w".to_owned(), "ada".to_owned(), false)]);
     windows.begin(window("bob", "3", Some("w")));
     windows.end(|window| window.session == "ada");
-    assert!(windows.attribute(vec![change(Op::Write, "w")], NOW).is_empty());
+    assert!(windows.attribute(vec![change(FileOperation::Write, "w")], NOW).is_empty());
     assert!(windows.end(|_| true).is_empty(), "a change without a running command must not be attributed");
 }
 
@@ -71,7 +71,7 @@ fn several_calls_by_one_agent_are_unambiguous() {
     let mut windows = CallWindows::default();
     windows.begin(window("ada", "1", None));
     windows.begin(window("ada", "2", None));
-    let entries = windows.attribute(vec![change(Op::Delete, "x")], NOW);
+    let entries = windows.attribute(vec![change(FileOperation::Delete, "x")], NOW);
     assert_eq!(attributions(&entries), [("x".to_owned(), "ada".to_owned(), false)]);
     assert_eq!(entries[0].dispatch_id.as_deref(), Some("ada"));
 }
@@ -105,7 +105,7 @@ proptest! {
                     prop_assert!(windows.end_successful(names[agent], &call, None, NOW).is_empty());
                 }
                 _ => {
-                    let entries = windows.attribute(vec![change(Op::Write, "f")], NOW);
+                    let entries = windows.attribute(vec![change(FileOperation::Write, "f")], NOW);
                     let mut expected: Vec<&str> = (0..3).filter(|agent| running[*agent] > 0).map(|agent| names[agent]).collect();
                     prop_assert_eq!(entries.len(), usize::from(!expected.is_empty()));
                     for entry in entries {

@@ -103,7 +103,7 @@ impl FakeFs {
                 self.emit(folder, name, Marks { is_written: !is_mapped, ..Marks::default() });
             }
             (None, Some(_)) => self.create(path, node),
-            // A write through a link changes its target.
+            // A write through a link would change the target, not this name.
             _ => {}
         }
     }
@@ -283,14 +283,20 @@ fn check(fs: &mut FakeFs, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Option
         fs.watched.remove(folder);
     }
     let after = fs.states();
-    let mut expected: BTreeMap<Vec<u8>, Op> = BTreeMap::new();
+    let mut expected: BTreeMap<Vec<u8>, FileOperation> = BTreeMap::new();
     expected.extend(
-        before.keys().filter(|path| !after.contains_key(*path)).map(|path| (path.clone(), Op::Delete)),
+        before
+            .keys()
+            .filter(|path| !after.contains_key(*path))
+            .map(|path| (path.clone(), FileOperation::Delete)),
     );
     for (path, content) in after.iter().filter(|(path, content)| before.get(*path) != Some(content)) {
-        expected.insert(path.clone(), if content.is_some() { Op::Write } else { Op::Mkdir });
+        expected.insert(
+            path.clone(),
+            if content.is_some() { FileOperation::Write } else { FileOperation::Mkdir },
+        );
     }
-    let reported: BTreeMap<Vec<u8>, Op> =
+    let reported: BTreeMap<Vec<u8>, FileOperation> =
         update.changes.iter().map(|change| (change.path.clone(), change.op)).collect();
     assert_eq!(reported.len(), update.changes.len(), "a path was reported more than once");
     assert_eq!(reported, expected);

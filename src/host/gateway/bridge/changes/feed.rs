@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 use super::read::{self, FeedHead};
 use super::shared_read::SharedReads;
 use crate::apps::Registry;
-use crate::database::outbox::{self, Retention};
+use crate::database::outbox::{self, OutboxRetention};
 use crate::database::{Database, DatabaseError};
 use crate::name::SqlIdentifier;
 use svc_http::problem::format_chain;
@@ -208,7 +208,7 @@ impl ChangeFeed {
         max_event_age: Duration,
         stop: CancellationToken,
     ) {
-        let retention = Retention {
+        let retention = OutboxRetention {
             max_age_seconds: max_event_age.as_secs_f64(),
             max_rows: MAX_OUTBOX_ROWS,
             unwatch_after_days: UNWATCH_AFTER_DAYS,
@@ -241,23 +241,23 @@ impl ChangeFeed {
         listener: &mut Option<Client>,
     ) -> Result<(), DatabaseError> {
         if listener.as_ref().is_none_or(Client::is_closed) {
-            *listener = Some(database.listen(outbox::CHANNEL, self.wakeup.clone()).await?);
+            *listener = Some(database.listen(outbox::NOTIFY_CHANNEL, self.wakeup.clone()).await?);
         }
         let polled = tokio::time::timeout(POLL_TIMEOUT, async {
             let client = database.shared_client().await?;
             read::fetch_head(&client).await
         });
-        self.publish(polled.await.unwrap_or(Err(DatabaseError::Deadline))?);
+        self.publish(polled.await.unwrap_or(Err(DatabaseError::Timeout))?);
         Ok(())
     }
 
-    async fn clean_up(&self, database: &Database, retention: Retention) {
+    async fn clean_up(&self, database: &Database, retention: OutboxRetention) {
         let followed: Vec<String> = self.streams_by_schema().keys().cloned().collect();
         let clean_up = tokio::time::timeout(CLEANUP_INTERVAL, async {
             let mut client = database.connect().await?;
             outbox::clean_up(&mut client, retention, &followed).await
         });
-        if let Err(error) = clean_up.await.unwrap_or(Err(DatabaseError::Deadline)) {
+        if let Err(error) = clean_up.await.unwrap_or(Err(DatabaseError::Timeout)) {
             tracing::warn!(error = %format_chain(&error), "outbox cleanup failed");
         }
     }

@@ -28,15 +28,17 @@ pub struct ChangeBatch {
 /// A read that is running or has ended; it is repeated if it fails.
 type ReadCell = Arc<OnceCell<Arc<ChangeBatch>>>;
 
-/// The latest read of each set of schemas, until one of them is no longer followed. A stream that is far behind reads
-/// other ranges than the idle ones; then they replace each other here, which costs further queries but no more memory.
+/// The latest read of each set of schemas, until one of these is no longer followed. A stream that is far behind reads
+/// different ranges from the idle ones. Their reads then replace one another, which takes additional queries but no
+/// additional memory.
 #[derive(Debug, Default)]
 pub struct SharedReads {
     latest: Mutex<HashMap<Vec<String>, (ReadRange, ReadCell)>>,
 }
 
 impl SharedReads {
-    /// Returns the result of a read of this range that another stream has made or is making; otherwise polls `read`.
+    /// Returns the result of a read of this range that another stream has completed or is performing; otherwise polls
+    /// `read`.
     ///
     /// # Errors
     /// Those of `read`.
@@ -110,8 +112,8 @@ mod tests {
     #[tokio::test]
     async fn failed_or_abandoned_read_is_repeated() {
         let (shared, schemas) = (SharedReads::default(), ["app_a".to_owned()]);
-        let failed = shared.get_or_read(&schemas, RANGE, async { Err(DatabaseError::Deadline) }).await;
-        assert!(matches!(failed, Err(DatabaseError::Deadline)));
+        let failed = shared.get_or_read(&schemas, RANGE, async { Err(DatabaseError::Timeout) }).await;
+        assert!(matches!(failed, Err(DatabaseError::Timeout)));
         let abandoned = shared.get_or_read(&schemas, RANGE, std::future::pending());
         assert!(futures_util::poll!(Box::pin(abandoned)).is_pending());
         let batch = shared.get_or_read(&schemas, RANGE, async { Ok(batch()) }).await;

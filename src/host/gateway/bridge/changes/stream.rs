@@ -243,7 +243,7 @@ impl ChangeListener {
             read::fetch_after(&*database.shared_client().await?, range.position, schemas).await
         });
         let batch =
-            tokio::time::timeout(DATABASE_TIMEOUT, reading).await.unwrap_or(Err(DatabaseError::Deadline))?;
+            tokio::time::timeout(DATABASE_TIMEOUT, reading).await.unwrap_or(Err(DatabaseError::Timeout))?;
         let last = batch.events.last().map_or(self.read_position, |event| event.position);
         self.read_position = if batch.has_more { last } else { last.max(newest) };
         self.batch = Some((batch, 0));

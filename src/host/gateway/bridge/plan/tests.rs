@@ -1,5 +1,5 @@
 //! Tests for the planner's SQL and errors, and for its invariant over arbitrary requests: SQL text never contains a
-//! value, and every quoted name in it is the planner's or the manifest's.
+//! value, and every quoted name in it comes from the planner or the manifest.
 
 use super::*;
 use crate::apps::Manifest;
@@ -39,7 +39,8 @@ fn plan_statements(table: &Table, request: &Value) -> Result<Vec<Sql>, String> {
     Ok(statements)
 }
 
-/// Text that starts with an attempt to escape its quotes and contains letters that the planner's own SQL does not.
+/// Text that starts with an attempt to escape its quotes, and contains letters that the planner's own SQL never
+/// contains.
 fn hostile_text() -> BoxedStrategy<String> {
     let attack = prop_oneof![
         Just("'; DROP TABLE x; --"),
@@ -187,8 +188,8 @@ fn request() -> BoxedStrategy<Value> {
     .boxed()
 }
 
-/// Checks that the quoted names in SQL are the planner's or the manifest's, and that its numbers are placeholders or
-/// the planner's.
+/// Checks that the quoted names in SQL come from the planner or the manifest, and that its numbers are placeholders or
+/// come from the planner.
 fn check_names_and_numbers(text: &str, table: &Table) -> Result<(), String> {
     let mut rest = text;
     let mut outside = String::new();
@@ -231,7 +232,7 @@ fn numbers_outside_placeholders(text: &str) -> Vec<String> {
     found
 }
 
-/// Arbitrary JSON that uses the request's words more often than chance would.
+/// Arbitrary JSON in which the names and values of requests are more frequent than by chance.
 fn arbitrary_json() -> BoxedStrategy<Value> {
     let word = || {
         prop_oneof![

@@ -41,9 +41,9 @@ enum WriteError {
     Snapshot(#[from] SnapshotError),
     #[error(transparent)]
     Dump(#[from] DumpError),
-    #[error("write the archive")]
+    #[error("cannot write the archive")]
     Write(#[source] std::io::Error),
-    #[error("copy the home into the archive")]
+    #[error("cannot copy the home into the archive")]
     Home(#[source] std::io::Error),
     #[error(transparent)]
     Injected(#[from] Injected),
@@ -70,7 +70,7 @@ pub async fn write(settings: &BackupSettings) -> Result<(), Failure> {
 
 async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     user::end_with_parent();
-    failpoint::pass("export.begin")?;
+    failpoint::trigger("export.begin")?;
     if !settings.layout.restore_complete().exists() {
         return Err(WriteError::GateClosed);
     }
@@ -99,10 +99,10 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
         dumped
     };
     archive.add_entry(DUMP, EntryKind::File, dumped.dump.size_bytes, Some(dumped.dump.sha256.clone()));
-    let side = dumped.sidecar(DUMP, &settings.identity, &snapshot);
+    let sidecar = dumped.sidecar(DUMP, &settings.identity, &snapshot);
     drop(snapshot);
-    archive.write_json(SIDECAR, &side).map_err(write)?;
-    failpoint::pass("export.dumped")?;
+    archive.write_json(SIDECAR, &sidecar).map_err(write)?;
+    failpoint::trigger("export.dumped")?;
 
     let omitted = tokio::task::block_in_place(|| {
         let mut home = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
@@ -112,7 +112,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
         archive.copy_home(&mut BufReader::with_capacity(CHUNK_BYTES, home))
     });
     let omitted = omitted.map_err(WriteError::Home)?;
-    failpoint::pass("export.listed")?;
+    failpoint::trigger("export.listed")?;
     let manifest = Manifest {
         version: archive::VERSION,
         entries: std::mem::take(&mut archive.entries),
@@ -122,7 +122,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     let mut file = archive.tar.into_inner().map_err(write)?;
     file.flush().map_err(write)?;
     file.get_ref().sync_all().map_err(write)?;
-    failpoint::pass("export.written")?;
+    failpoint::trigger("export.written")?;
     print_summary(&manifest, &omitted);
     Ok(())
 }
@@ -175,8 +175,7 @@ impl<W: Write + Seek + 'static> Archive<W> {
         Ok(())
     }
 
-    /// Copies the entries from the process that reads the home. Returns the entries that the other
-    /// process omitted.
+    /// Copies the entries from the process that reads the home. Returns the entries that it omitted.
     fn copy_home(&mut self, frames: &mut impl Read) -> std::io::Result<Vec<OmittedEntry>> {
         let mut omitted = Vec::new();
         loop {

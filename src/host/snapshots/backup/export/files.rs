@@ -26,8 +26,9 @@ pub struct OmittedEntry {
     pub reason: String,
 }
 
-/// Lists everything under `home` except `except` and the directories of imports, and separately what cannot be
-/// exported: entries that cannot be read, or are not files, directories or links. Links are not followed.
+/// Lists everything under `home`, apart from the paths in `except` and the directories of imports. The second list has
+/// the entries that cannot be exported: those that cannot be read, and those that are not files, directories or links.
+/// Links are not followed.
 pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<OmittedEntry>) {
     let except: Vec<PathBuf> = except.iter().filter_map(|path| std::path::absolute(path).ok()).collect();
     let (mut listed, mut omitted) = (Vec::new(), Vec::new());
@@ -59,7 +60,7 @@ pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<Omitted
                 }
             };
             let Some(kind) = entry_kind(&meta) else {
-                let reason = "neither file, directory nor link".to_owned();
+                let reason = "not a file, directory or link".to_owned();
                 omitted.push(OmittedEntry { path, reason });
                 continue;
             };

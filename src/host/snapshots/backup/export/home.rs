@@ -14,7 +14,7 @@ use crate::system::tar_reader::EntryKind;
 use crate::system::user;
 use svc_base::applet::{Exit, Failure, OrExit};
 
-/// Sends everything under `home` except `except`, after the start byte has arrived.
+/// Sends everything under `home`, apart from the paths in `except`, after the start byte has arrived.
 ///
 /// # Errors
 /// [`Failure`] if the receiver has exited, or a file cannot be read to its end.

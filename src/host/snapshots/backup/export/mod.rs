@@ -42,7 +42,7 @@ enum ExportError {
     WritableByOthers { path: PathBuf },
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("start {program}")]
+    #[error("cannot start {program}")]
     Start {
         program: &'static str,
         #[source]

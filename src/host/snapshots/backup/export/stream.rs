@@ -50,7 +50,7 @@ struct OmittedHead {
 
 impl Frame {
     /// # Errors
-    /// I/O errors of the writer.
+    /// I/O errors from the writer.
     pub fn write(&self, to: &mut impl Write) -> io::Result<()> {
         match self {
             Self::Entry { entry, link_target } => {
@@ -74,7 +74,7 @@ impl Frame {
     }
 
     /// # Errors
-    /// I/O errors of the reader; `InvalidData` if the frame is invalid or its path is not below the home.
+    /// I/O errors from the reader; `InvalidData` if the frame is invalid or its path is not below the home.
     pub fn read(from: &mut impl Read) -> io::Result<Self> {
         let mut head = [0; 5];
         from.read_exact(&mut head)?;
@@ -112,7 +112,7 @@ impl Frame {
 /// Writes [`Frame::Data`] without a copy.
 ///
 /// # Errors
-/// I/O errors of the writer.
+/// I/O errors from the writer.
 pub fn write_data(part: &[u8], to: &mut impl Write) -> io::Result<()> {
     write_frame(to, b'D', part)
 }

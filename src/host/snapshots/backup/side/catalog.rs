@@ -13,7 +13,7 @@ pub const SESSION_SETTINGS: &str = "SET search_path = pg_catalog; SET row_securi
 /// Returns whether an ordinary table exists; `table` is quoted where needed.
 ///
 /// # Errors
-/// Errors of the database.
+/// A database error.
 pub async fn is_table(client: &impl GenericClient, table: &str) -> Result<bool, Error> {
     let query = "SELECT EXISTS (SELECT FROM pg_class WHERE oid = to_regclass($1) AND relkind = 'r')";
     client.query_one(query, &[&table]).await?.try_get(0)
@@ -22,7 +22,7 @@ pub async fn is_table(client: &impl GenericClient, table: &str) -> Result<bool, 
 /// Reads the columns of a table, in order.
 ///
 /// # Errors
-/// Errors of the database.
+/// A database error.
 pub async fn read_columns(client: &impl GenericClient, table: &str) -> Result<Vec<Column>, Error> {
     let columns = "
         SELECT a.attname::text, format_type(a.atttypid, a.atttypmod),
@@ -34,7 +34,7 @@ pub async fn read_columns(client: &impl GenericClient, table: &str) -> Result<Ve
     let column = |row: &tokio_postgres::Row| {
         Ok(Column {
             name: row.try_get(0)?,
-            kind: row.try_get(1)?,
+            data_type: row.try_get(1)?,
             is_key: row.try_get(2)?,
             is_generated: row.try_get(3)?,
             is_always_identity: row.try_get(4)?,
@@ -54,7 +54,7 @@ pub struct ForeignKey {
 /// Reads the foreign keys that refer to one of these tables.
 ///
 /// # Errors
-/// Errors of the database.
+/// A database error.
 pub async fn read_foreign_keys(client: &impl GenericClient, to: &[&str]) -> Result<Vec<ForeignKey>, Error> {
     let foreign_keys = "
         SELECT format('%I.%I', fn.nspname, f.relname), t.name, k.confdeltype IN ('c', 'n', 'd')
@@ -70,7 +70,7 @@ pub async fn read_foreign_keys(client: &impl GenericClient, to: &[&str]) -> Resu
 /// Builds statements that advance the sequences of a table's columns past the largest value.
 ///
 /// # Errors
-/// Errors of the database.
+/// A database error.
 pub async fn build_sequence_updates(client: &impl GenericClient, table: &str) -> Result<Vec<String>, Error> {
     let sequences = "
         SELECT format('SELECT setval(%L, m) FROM (SELECT max(%I)::bigint AS m FROM %s) AS t, %I.%I AS s
@@ -88,7 +88,7 @@ pub async fn build_sequence_updates(client: &impl GenericClient, table: &str) ->
 /// Reads the name and the owner of a table's schema.
 ///
 /// # Errors
-/// Errors of the database.
+/// A database error.
 pub async fn read_schema(client: &impl GenericClient, table: &str) -> Result<(String, String), Error> {
     let schema = "
         SELECT n.nspname::text, r.rolname::text FROM pg_class c

@@ -60,7 +60,7 @@ pub enum CopyError {
     File(#[from] FileError),
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    #[error("{action}")]
+    #[error("cannot {action}")]
     Query {
         action: String,
         #[source]
@@ -113,15 +113,15 @@ impl ConstraintViolation {
     }
 }
 
-fn query(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Error) -> CopyError {
+fn query_error(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Error) -> CopyError {
     let action = action.into();
     move |source| CopyError::Query { action, source }
 }
 
-/// Copies tables back as `request` says. `results` receives the results, also on an error.
+/// Copies tables back as `request` specifies. `results` receives the results, even if the copy fails.
 ///
 /// # Errors
-/// [`CopyError`]; nothing has changed then, except for the recreated tables in `results`.
+/// [`CopyError`]; nothing has then changed, except for the recreated tables in `results`.
 pub async fn copy(
     settings: &BackupSettings,
     request: &TableCopy,
@@ -132,9 +132,10 @@ pub async fn copy(
     let side = settings.server.connect(SIDE_DATABASE, APPLICATION_NAME).await?;
     let mut live = settings.server.connect(settings.server.database(), APPLICATION_NAME).await?;
     for client in [&side, &live] {
-        client.batch_execute(SESSION_SETTINGS).await.map_err(query("apply the session settings"))?;
+        client.batch_execute(SESSION_SETTINGS).await.map_err(query_error("apply the session settings"))?;
     }
-    let side_tables = row_counts::list_tables(&side).await.map_err(query("list the snapshot's tables"))?;
+    let side_tables =
+        row_counts::list_tables(&side).await.map_err(query_error("list the snapshot's tables"))?;
     let mut table_names: Vec<&str> = request.tables.iter().map(String::as_str).collect();
     table_names.sort_unstable();
     table_names.dedup();
@@ -149,7 +150,8 @@ pub async fn copy(
     }
     let (mut missing_tables, mut recreated, mut existing) = (Vec::new(), Vec::new(), Vec::new());
     for table in table_names {
-        let exists = catalog::is_table(&live, table).await.map_err(query("look for a table"))?;
+        let exists =
+            catalog::is_table(&live, table).await.map_err(query_error("check whether a table exists"))?;
         match exists {
             false => missing_tables.push(table),
             // An earlier run of this request recreated the table before it was interrupted.
@@ -160,7 +162,7 @@ pub async fn copy(
     results.extend(recreate::count_recreated(&side, &recreated).await?);
     results.extend(recreate::count_recreated(&side, &missing_tables).await?);
     let dependents = Dependents::find(&side, &live, &missing_tables, &recreated).await;
-    let dependents = dependents.map_err(query("read the dependents of the tables"))?;
+    let dependents = dependents.map_err(query_error("read the dependents of the tables"))?;
     if request.dry_run {
         dependents.record_planned(results);
     } else if !missing_tables.is_empty() || !recreated.is_empty() {
@@ -188,15 +190,15 @@ async fn recreate_missing(
         state.recreating.extend(missing_tables.iter().map(|table| (*table).to_owned()));
         state.write(&settings.layout)?;
         let relations: Vec<&str> = missing_tables.iter().copied().chain(dependents.views()).collect();
-        let end = recreate::recreate_tables(settings, side, live, &relations).await;
-        if end.is_err() {
+        let result = recreate::recreate_tables(settings, side, live, &relations).await;
+        if result.is_err() {
             results.clear();
         }
-        end?;
-        failpoint::pass("side.recreated")?;
+        result?;
+        failpoint::trigger("side.recreated")?;
     }
-    dependents.add(live, results).await.map_err(query("add the dependents of the tables"))?;
-    Ok(failpoint::pass("side.dependents")?)
+    dependents.add(live, results).await.map_err(query_error("add the dependents of the tables"))?;
+    Ok(failpoint::trigger("side.dependents")?)
 }
 
 /// Returns the results if this request was committed before it was interrupted.
@@ -205,12 +207,12 @@ async fn read_committed_results(
     request_id: &str,
 ) -> Result<Option<Vec<CopiedTable>>, CopyError> {
     let has_log =
-        catalog::is_table(live, "svc.side_copies").await.map_err(query("look for earlier copies"))?;
+        catalog::is_table(live, "svc.side_copies").await.map_err(query_error("read the log of copies"))?;
     if !has_log {
         return Ok(None);
     }
     let find = "SELECT tables::text FROM svc.side_copies WHERE request_id = $1";
-    let row = live.query_opt(find, &[&request_id]).await.map_err(query("look for earlier copies"))?;
+    let row = live.query_opt(find, &[&request_id]).await.map_err(query_error("read the log of copies"))?;
     let text: Option<String> = row.and_then(|row| row.try_get(0).ok());
     Ok(text.and_then(|text| serde_json::from_str(&text).ok()))
 }
@@ -224,11 +226,14 @@ async fn copy_rows(
     request_id: &str,
     recreated: &[CopiedTable],
 ) -> Result<Vec<CopiedTable>, CopyError> {
-    let transaction = live.transaction().await.map_err(query("begin the copy"))?;
-    transaction.batch_execute("SET LOCAL lock_timeout = '60s'").await.map_err(query("begin the copy"))?;
-    transaction.batch_execute(CREATE_COPY_LOG).await.map_err(query("record the copy"))?;
+    let transaction = live.transaction().await.map_err(query_error("begin the copy"))?;
+    transaction
+        .batch_execute("SET LOCAL lock_timeout = '60s'")
+        .await
+        .map_err(query_error("begin the copy"))?;
+    transaction.batch_execute(CREATE_COPY_LOG).await.map_err(query_error("record the copy"))?;
     let foreign_keys =
-        catalog::read_foreign_keys(&transaction, tables).await.map_err(query("read foreign keys"))?;
+        catalog::read_foreign_keys(&transaction, tables).await.map_err(query_error("read foreign keys"))?;
     let edges: Vec<(String, String)> =
         foreign_keys.iter().map(|key| (key.from.clone(), key.to.clone())).collect();
     let ordered = plan::sort_parents_first(tables, &edges);
@@ -236,20 +241,22 @@ async fn copy_rows(
     let mut plans = Vec::with_capacity(ordered.len());
     for (number, table) in ordered.iter().enumerate() {
         let lock = format!("LOCK TABLE ONLY {table} IN SHARE ROW EXCLUSIVE MODE");
-        transaction.batch_execute(&lock).await.map_err(query(format!("lock {table}")))?;
-        let current =
-            catalog::read_columns(&transaction, table).await.map_err(query(format!("inspect {table}")))?;
-        let snapshot = catalog::read_columns(side, table).await.map_err(query(format!("inspect {table}")))?;
+        transaction.batch_execute(&lock).await.map_err(query_error(format!("lock {table}")))?;
+        let current = catalog::read_columns(&transaction, table)
+            .await
+            .map_err(query_error(format!("inspect {table}")))?;
+        let snapshot =
+            catalog::read_columns(side, table).await.map_err(query_error(format!("inspect {table}")))?;
         let plan = CopyPlan::new(number, table, &current, &snapshot, request.mode)?;
         load_rows(side, &transaction, &plan).await?;
         plans.push(plan);
     }
-    failpoint::pass("side.fetched")?;
+    failpoint::trigger("side.fetched")?;
     // The owner's triggers, defaults and checks must resolve names as in any other session.
     transaction
         .batch_execute("SET LOCAL search_path TO DEFAULT")
         .await
-        .map_err(query("reset the search path"))?;
+        .map_err(query_error("reset the search path"))?;
     let mut copied: Vec<CopiedTable> = plans
         .iter()
         .map(|plan| CopiedTable {
@@ -286,16 +293,16 @@ async fn copy_rows(
         }
     }
     if request.dry_run {
-        transaction.rollback().await.map_err(query("roll back the dry run"))?;
+        transaction.rollback().await.map_err(query_error("roll back the dry run"))?;
         return Ok(copied);
     }
     let all: Vec<&CopiedTable> = recreated.iter().chain(&copied).collect();
     let all = serde_json::to_string(&all).expect("plain fields serialize to JSON");
     let insert_log = "INSERT INTO svc.side_copies (request_id, tables) VALUES ($1, $2::text::jsonb)";
-    transaction.execute(insert_log, &[&request_id, &all]).await.map_err(query("record the copy"))?;
-    failpoint::pass("side.copied")?;
-    transaction.commit().await.map_err(query("commit the copy"))?;
-    failpoint::pass("side.committed")?;
+    transaction.execute(insert_log, &[&request_id, &all]).await.map_err(query_error("record the copy"))?;
+    failpoint::trigger("side.copied")?;
+    transaction.commit().await.map_err(query_error("commit the copy"))?;
+    failpoint::trigger("side.committed")?;
     Ok(copied)
 }
 

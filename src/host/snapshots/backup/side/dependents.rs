@@ -107,7 +107,7 @@ impl Dependents {
     /// same request recreated the tables in `recreated`.
     ///
     /// # Errors
-    /// Errors of the database.
+    /// If a query fails.
     pub async fn find(
         side: &Client,
         live: &Client,
@@ -219,7 +219,7 @@ impl Dependents {
     /// allow are listed with the reason.
     ///
     /// # Errors
-    /// Errors of the database.
+    /// If a query fails.
     pub async fn add(&self, live: &mut Client, results: &mut [CopiedTable]) -> Result<(), Error> {
         let mut transaction = live.transaction().await?;
         transaction.batch_execute("SET LOCAL lock_timeout = '60s'").await?;

@@ -79,7 +79,7 @@ enum SideError {
         "the preliminary snapshot of the current database failed: {why}\n  next: retry, or copy without it \
          (--no-backup)"
     )]
-    Snapshot { exit: Exit, why: String },
+    PreliminarySnapshot { exit: Exit, why: String },
     #[error("the platform has stopped this machine's writers for a final backup; nothing was copied")]
     Quiesced,
     #[error(transparent)]
@@ -107,14 +107,14 @@ impl SideError {
             Self::Load(error) => error.exit(),
             Self::Query(error) => postgres::exit_code(error),
             Self::Copy(error) => error.exit(),
-            Self::Snapshot { exit, .. } => *exit,
+            Self::PreliminarySnapshot { exit, .. } => *exit,
             Self::Stopped | Self::Quiesced => Exit::TryAgain,
             Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
     }
 }
 
-/// Returns the directory of the dump while the side database is being opened.
+/// Returns the directory that holds the dump while the side database is being opened.
 fn dump_dir(layout: &Layout) -> PathBuf {
     layout.drill_state()
 }
@@ -122,14 +122,14 @@ fn dump_dir(layout: &Layout) -> PathBuf {
 /// Serves the pending request, if there is one.
 ///
 /// # Errors
-/// [`Failure`]. The request is then removed, unless the run was stopped: the next start repeats it.
+/// [`Failure`]. The request is removed if the action fails, but kept if the run is stopped: the next start repeats it.
 pub async fn serve(
     _lock: &Lock,
     settings: &BackupSettings,
     stop: impl Future<Output = ()>,
 ) -> Result<(), Failure> {
     tokio::select! {
-        end = serve_pending(settings) => end,
+        result = serve_pending(settings) => result,
         () = stop => Err(Failure::new(SideError::Stopped.exit(), SideError::Stopped)),
     }
 }
@@ -151,9 +151,6 @@ async fn serve_pending(settings: &BackupSettings) -> Result<(), Failure> {
 
 /// Requests an action, serves it, and prints the result. The request file is the same as the gateway's, so the unit
 /// resumes the action if this run ends early. A request that is already pending is served first.
-///
-/// # Errors
-/// [`Failure`].
 pub async fn run(
     lock: &Lock,
     settings: &BackupSettings,
@@ -175,15 +172,12 @@ pub async fn run(
         served = served => served,
         () = &mut stop => Err(Failure::new(SideError::Stopped.exit(), SideError::Stopped)),
     }?;
-    let end = serve(lock, settings, stop).await;
+    let result = serve(lock, settings, stop).await;
     let shown = show(&settings.layout);
-    end.and(shown)
+    result.and(shown)
 }
 
 /// Prints the state.
-///
-/// # Errors
-/// [`Failure`].
 pub fn show(layout: &Layout) -> Result<(), Failure> {
     let state = SideState::read(layout).or_exit(Exit::Internal)?;
     let state = state.unwrap_or_else(|| SideState::new(SideStatus::Closed, ""));
@@ -203,7 +197,7 @@ pub fn show(layout: &Layout) -> Result<(), Failure> {
             println!("  {error}");
         }
         for table in &copy.tables {
-            let recreated = if table.created { ", recreated" } else { "" };
+            let recreated = if table.was_recreated { ", recreated" } else { "" };
             println!(
                 "  {:<48} {} inserted, {} updated, {} deleted, {} skipped{recreated}",
                 table.name, table.inserted, table.updated, table.deleted, table.skipped
@@ -226,7 +220,7 @@ pub fn show(layout: &Layout) -> Result<(), Failure> {
 }
 
 async fn serve_action(settings: &BackupSettings, request: &SideRequest) -> Result<(), SideError> {
-    failpoint::pass("side.begin")?;
+    failpoint::trigger("side.begin")?;
     let id = &request.request_id;
     match &request.action {
         SideAction::Open(choice) => open(settings, choice, id).await,
@@ -259,16 +253,16 @@ async fn load_side_database(
 ) -> Result<(), SideError> {
     let context = settings.restore_context();
     remove_leftovers(settings).await?;
-    failpoint::pass("side.cleaned")?;
-    let side = find_snapshot(settings, choice).await?;
-    state.key = Some(side.key.clone());
+    failpoint::trigger("side.cleaned")?;
+    let sidecar = find_snapshot(settings, choice).await?;
+    state.key = Some(sidecar.key.clone());
     state.write(&settings.layout)?;
-    staging::check_postgres_version(&context, &side).await?;
+    staging::check_postgres_version(&context, &sidecar).await?;
     let dump =
-        staging::fetch_dump(&context, &dump_dir(&settings.layout), &side.snapshot_ref(), &side).await?;
-    failpoint::pass("side.downloaded")?;
-    let loaded = staging::load_into_scratch(&context, &dump, &side, RoleLifetime::Temporary).await?;
-    failpoint::pass("side.loaded")?;
+        staging::fetch_dump(&context, &dump_dir(&settings.layout), &sidecar.snapshot_ref(), &sidecar).await?;
+    failpoint::trigger("side.downloaded")?;
+    let loaded = staging::load_into_scratch(&context, &dump, &sidecar, RoleLifetime::Temporary).await?;
+    failpoint::trigger("side.loaded")?;
     let client = context.server.connect(postgres::MAINTENANCE_DATABASE, context.name).await?;
     let from = quote_ident(&loaded.name);
     // Apps must not be able to read data here that they may no longer read in the live database.
@@ -277,12 +271,12 @@ async fn load_side_database(
             "REVOKE ALL ON DATABASE {from} FROM PUBLIC; ALTER DATABASE {from} RENAME TO {SIDE_DATABASE}"
         ))
         .await?;
-    failpoint::pass("side.renamed")?;
+    failpoint::trigger("side.renamed")?;
     staging::remove_dumps(&dump_dir(&settings.layout))?;
     state.tables =
-        side.tables.into_iter().filter(|table| !table.name.starts_with(GATEWAY_SCHEMA_PREFIX)).collect();
+        sidecar.tables.into_iter().filter(|table| !table.name.starts_with(GATEWAY_SCHEMA_PREFIX)).collect();
     state.tables.sort();
-    failpoint::pass("side.opened")?;
+    failpoint::trigger("side.opened")?;
     Ok(())
 }
 
@@ -330,12 +324,12 @@ async fn copy_back(settings: &BackupSettings, copy: &TableCopy, request_id: &str
         }
         if copy.backup && !copy.dry_run {
             snapshot_current(settings).await?;
-            failpoint::pass("side.saved")?;
+            failpoint::trigger("side.saved")?;
         }
         copy::copy(settings, copy, &mut state, &mut tables).await?;
         Ok(())
     };
-    let end: Result<(), SideError> = copied.await;
+    let result: Result<(), SideError> = copied.await;
     state.status = SideStatus::Open;
     state.recreating.clear();
     state.last_copy = Some(CopyResult {
@@ -343,18 +337,18 @@ async fn copy_back(settings: &BackupSettings, copy: &TableCopy, request_id: &str
         at: svc_base::clock::now_ms(),
         mode: copy.mode,
         dry_run: copy.dry_run,
-        error: end.as_ref().err().map(|error| format_chain(error)),
+        error: result.as_ref().err().map(|error| format_chain(error)),
         tables,
     });
     state.write(&settings.layout)?;
-    failpoint::pass("side.recorded")?;
-    end
+    failpoint::trigger("side.recorded")?;
+    result
 }
 
-/// Takes a snapshot of the current database, so that a copy can be undone. An emptied database
-/// needs none, and a held-back snapshot suffices.
+/// Takes a snapshot of the current database, so that a copy can be undone. An emptied database needs none, and a
+/// held-back snapshot suffices.
 async fn snapshot_current(settings: &BackupSettings) -> Result<(), SideError> {
-    let failed = |exit, why: String| SideError::Snapshot { exit, why };
+    let failed = |exit, why: String| SideError::PreliminarySnapshot { exit, why };
     let lock = Lock::wait(&settings.layout.backup_lock(), super::REQUEST_LOCK_TIMEOUT).await;
     let lock = lock.map_err(|error| failed(Exit::TryAgain, format_chain(&error)))?;
     let options = RunOptions { loss: LossPolicy::Refuse, trigger: Trigger::Request };
@@ -368,7 +362,7 @@ async fn snapshot_current(settings: &BackupSettings) -> Result<(), SideError> {
 
 async fn close(settings: &BackupSettings, request_id: &str) -> Result<(), SideError> {
     remove_leftovers(settings).await?;
-    failpoint::pass("side.dropped")?;
+    failpoint::trigger("side.dropped")?;
     let last_copy = SideState::read(&settings.layout)?.and_then(|state| state.last_copy);
     let mut state = SideState { last_copy, ..SideState::new(SideStatus::Closed, request_id) };
     Ok(state.write(&settings.layout)?)

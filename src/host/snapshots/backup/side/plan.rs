@@ -8,7 +8,7 @@ use crate::system::postgres::quote_ident;
 pub struct Column {
     pub name: String,
     /// As written by `format_type`.
-    pub kind: String,
+    pub data_type: String,
     /// Part of the primary key.
     pub is_key: bool,
     /// Computed from other columns.
@@ -26,8 +26,8 @@ pub enum PlanError {
     )]
     NoPrimaryKey { table: String },
     #[error(
-        "{table}.{column} has the type {current}, but {snapshot} in the snapshot: copy it by hand from the \
-         database svc_side"
+        "{table}.{column} has the type {current}, but had the type {snapshot} in the snapshot\n  next: copy \
+         the column by hand from the database svc_side"
     )]
     TypeChanged { table: String, column: String, current: String, snapshot: String },
     #[error(
@@ -44,7 +44,7 @@ pub enum PlanError {
 pub struct CopyPlan {
     /// `schema.table`, quoted where needed.
     pub table: String,
-    /// The number of its temporary table.
+    /// The number in the temporary table's name.
     number: usize,
     /// Columns that both databases have.
     columns: Vec<String>,
@@ -69,8 +69,8 @@ impl CopyPlan {
         for old in snapshot.iter().filter(|column| !column.is_generated) {
             match current.iter().find(|column| column.name == old.name) {
                 Some(new) if new.is_generated => {}
-                Some(new) if new.kind != old.kind => {
-                    let (current, snapshot) = (new.kind.clone(), old.kind.clone());
+                Some(new) if new.data_type != old.data_type => {
+                    let (current, snapshot) = (new.data_type.clone(), old.data_type.clone());
                     return Err(PlanError::TypeChanged {
                         table,
                         column: old.name.clone(),
@@ -85,20 +85,21 @@ impl CopyPlan {
         if columns.is_empty() {
             return Err(PlanError::NoCommonColumns { table });
         }
-        let key: Vec<String> = names(current.iter().filter(|column| column.is_key));
+        let key: Vec<String> = column_names(current.iter().filter(|column| column.is_key));
         let has_whole_key = key.iter().all(|name| columns.iter().any(|column| column.name == *name));
         if mode != CopyMode::Replace {
             if key.is_empty() {
                 return Err(PlanError::NoPrimaryKey { table });
             }
-            if !has_whole_key || key != names(snapshot.iter().filter(|column| column.is_key)) {
+            if !has_whole_key || key != column_names(snapshot.iter().filter(|column| column.is_key)) {
                 return Err(PlanError::KeyChanged { table });
             }
         }
         let key = if has_whole_key { key } else { Vec::new() };
-        let settable =
-            names(columns.iter().filter(|column| !column.is_always_identity && !key.contains(&column.name)));
-        Ok(Self { table, number, columns: names(columns.iter()), key, settable, left_out })
+        let settable = column_names(
+            columns.iter().filter(|column| !column.is_always_identity && !key.contains(&column.name)),
+        );
+        Ok(Self { table, number, columns: column_names(columns.iter()), key, settable, left_out })
     }
 
     fn temporary_table(&self) -> String {
@@ -106,33 +107,37 @@ impl CopyPlan {
     }
 
     pub fn build_create_temporary(&self) -> String {
-        let (columns, table) = (list(&self.columns, ""), &self.table);
+        let (columns, table) = (join_quoted(&self.columns, ""), &self.table);
         format!(
             "CREATE TEMPORARY TABLE svc_side_{} ON COMMIT DROP AS SELECT {columns} FROM ONLY {table} WITH NO DATA",
             self.number
         )
     }
 
-    /// Builds a statement for the side database.
+    /// Builds the statement that exports the rows; it runs in the side database.
     pub fn build_copy_out(&self) -> String {
-        format!("COPY (SELECT {} FROM ONLY {}) TO STDOUT", list(&self.columns, ""), self.table)
+        format!("COPY (SELECT {} FROM ONLY {}) TO STDOUT", join_quoted(&self.columns, ""), self.table)
     }
 
     pub fn build_copy_in(&self) -> String {
-        format!("COPY {} ({}) FROM STDIN", self.temporary_table(), list(&self.columns, ""))
+        format!("COPY {} ({}) FROM STDIN", self.temporary_table(), join_quoted(&self.columns, ""))
     }
 
-    /// Builds statements to run once the rows are loaded: later statements look rows up by key.
+    /// Builds statements to run once the rows are loaded, because later statements look rows up by key.
     pub fn build_index_and_analyze(&self) -> Vec<String> {
         let mut statements = Vec::new();
         if !self.key.is_empty() {
-            statements.push(format!("CREATE INDEX ON {} ({})", self.temporary_table(), list(&self.key, "")));
+            statements.push(format!(
+                "CREATE INDEX ON {} ({})",
+                self.temporary_table(),
+                join_quoted(&self.key, "")
+            ));
         }
         statements.push(format!("ANALYZE {}", self.temporary_table()));
         statements
     }
 
-    /// Builds a statement that deletes rows that the snapshot does not have; without a key, all rows.
+    /// Builds a statement that deletes the rows that the snapshot lacks, or all rows if there is no key.
     pub fn build_delete(&self) -> String {
         let table = &self.table;
         if self.key.is_empty() {
@@ -149,7 +154,7 @@ impl CopyPlan {
         }
         let sets = self.settable.iter().map(|name| format!("{0} = s.{0}", quote_ident(name)));
         // Rows are compared as text, because not every type has an equality operator.
-        let rows = |prefix| format!("ROW({})::text", list(&self.settable, prefix));
+        let rows = |prefix| format!("ROW({})::text", join_quoted(&self.settable, prefix));
         Some(format!(
             "UPDATE ONLY {} AS t SET {} FROM {} AS s WHERE {} AND {} <> {}",
             self.table,
@@ -164,13 +169,14 @@ impl CopyPlan {
     /// Builds a statement that inserts missing rows. With `skip_conflicts`, rows that violate a unique constraint are
     /// skipped.
     pub fn build_insert(&self, skip_conflicts: bool) -> String {
-        let (columns, table, temporary) = (list(&self.columns, ""), &self.table, self.temporary_table());
+        let (columns, table, temporary) =
+            (join_quoted(&self.columns, ""), &self.table, self.temporary_table());
         let only_missing =
             if self.key.is_empty() { String::new() } else { format!(" WHERE {}", self.absent_condition()) };
         let end = if skip_conflicts { " ON CONFLICT DO NOTHING" } else { "" };
         format!(
             "INSERT INTO {table} ({columns}) OVERRIDING SYSTEM VALUE SELECT {} FROM {temporary} AS s{only_missing}{end}",
-            list(&self.columns, "s."),
+            join_quoted(&self.columns, "s."),
         )
     }
 
@@ -191,15 +197,15 @@ impl CopyPlan {
     }
 }
 
-fn names<'a>(columns: impl Iterator<Item = &'a Column>) -> Vec<String> {
+fn column_names<'a>(columns: impl Iterator<Item = &'a Column>) -> Vec<String> {
     columns.map(|column| column.name.clone()).collect()
 }
 
-fn list(names: &[String], prefix: &str) -> String {
+fn join_quoted(names: &[String], prefix: &str) -> String {
     names.iter().map(|name| format!("{prefix}{}", quote_ident(name))).collect::<Vec<_>>().join(", ")
 }
 
-/// Sorts tables after those that they refer to. Tables in a cycle keep the given order.
+/// Sorts tables so that each follows the tables that it refers to. Tables in a cycle keep the given order.
 pub fn sort_parents_first<'a>(tables: &[&'a str], references: &[(String, String)]) -> Vec<&'a str> {
     let mut remaining: Vec<&str> = tables.to_vec();
     let mut ordered = Vec::with_capacity(remaining.len());
@@ -220,9 +226,9 @@ mod tests {
 
     use super::*;
 
-    fn column(name: &str, kind: &str, is_key: bool) -> Column {
-        let (name, kind) = (name.into(), kind.into());
-        Column { name, kind, is_key, is_generated: false, is_always_identity: false }
+    fn column(name: &str, data_type: &str, is_key: bool) -> Column {
+        let (name, data_type) = (name.into(), data_type.into());
+        Column { name, data_type, is_key, is_generated: false, is_always_identity: false }
     }
 
     #[test]
@@ -262,7 +268,7 @@ mod tests {
         fn sort_parents_first_lists_each_table_once(edges in proptest::collection::vec((0_usize..8, 0_usize..8), 0..12)) {
             let names: Vec<String> = (0..8).map(|n| format!("t{n}")).collect();
             let tables: Vec<&str> = names.iter().map(String::as_str).collect();
-            // Edges only point downwards: no cycle.
+            // No edge points to a higher number, so there is no cycle except from a table to itself.
             let references: Vec<(String, String)> = edges.iter().filter(|(a, b)| a >= b)
                 .map(|(a, b)| (names[*a].clone(), names[*b].clone())).collect();
             let ordered = sort_parents_first(&tables, &references);

@@ -23,9 +23,9 @@ pub enum RecreateError {
     Tool(#[from] DumpCheckError),
     #[error("{tool} exited with {status}: {stderr_tail}")]
     Failed { tool: &'static str, status: ExitStatus, stderr_tail: String },
-    #[error("pipe the tables from pg_dump to pg_restore")]
+    #[error("cannot pipe the tables from pg_dump to pg_restore")]
     Pipe(#[source] std::io::Error),
-    #[error("inspect the missing tables")]
+    #[error("cannot inspect the missing tables or create their schemas")]
     Query(#[from] tokio_postgres::Error),
 }
 
@@ -45,14 +45,15 @@ pub async fn count_recreated(side: &Client, tables: &[&str]) -> Result<Vec<Copie
     let names: Vec<String> = tables.iter().map(|table| (*table).to_owned()).collect();
     let to_result = |count: TableCount| CopiedTable {
         name: count.name,
-        created: true,
+        was_recreated: true,
         inserted: count.rows,
         ..CopiedTable::default()
     };
     Ok(row_counts::count_rows(side, &names).await?.into_iter().map(to_result).collect())
 }
 
-/// Recreates all tables or none, with `pg_dump` and `pg_restore`. Missing schemas are created first, and stay.
+/// Recreates all tables or none, with `pg_dump` and `pg_restore`. Missing schemas are created first, and are kept even
+/// if the tables cannot be recreated.
 pub async fn recreate_tables(
     settings: &BackupSettings,
     side: &Client,
@@ -93,7 +94,7 @@ async fn pipe_tables(settings: &BackupSettings, tables: &[&str]) -> Result<(), R
     };
     let piped: std::io::Result<()> = piped.await;
     for (tool, child, error) in [("pg_dump", &mut dump, dump_error), ("pg_restore", &mut load, load_error)] {
-        // If the reader failed, pg_dump reports only the broken pipe, so the reader's error takes precedence.
+        // If pg_restore failed, pg_dump reports only the broken pipe, so pg_restore's error takes precedence.
         if tool == "pg_dump" && piped.is_err() {
             continue;
         }

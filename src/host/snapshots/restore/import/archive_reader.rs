@@ -44,7 +44,7 @@ fn tar_limits(archive_bytes: u64) -> TarLimits {
 /// Why an archive is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum ArchiveError {
-    #[error("read {}", .path.display())]
+    #[error("cannot read {}", .path.display())]
     Read {
         path: PathBuf,
         #[source]
@@ -113,7 +113,7 @@ impl ExtractTarget<'_> {
 #[derive(Debug)]
 pub struct VerifiedArchive {
     pub info: ArchiveInfo,
-    pub side: Sidecar,
+    pub sidecar: Sidecar,
     /// Number of entries below the home.
     pub home_entries: usize,
 }
@@ -149,7 +149,7 @@ struct Pass<'a> {
     path: &'a Path,
     extract: &'a ExtractTarget<'a>,
     info: Option<ArchiveInfo>,
-    side: Option<Sidecar>,
+    sidecar: Option<Sidecar>,
     /// Size and SHA-256 of the dump.
     dump: Option<(u64, String)>,
     is_complete: bool,
@@ -167,7 +167,7 @@ impl<'a> Pass<'a> {
             path,
             extract,
             info: None,
-            side: None,
+            sidecar: None,
             dump: None,
             is_complete: false,
             digests: Vec::new(),
@@ -211,8 +211,8 @@ impl<'a> Pass<'a> {
                 listed
             }
             Some(SIDECAR) => {
-                let (side, listed) = self.read_json(&mut entry)?;
-                self.side = Some(side);
+                let (sidecar, listed) = self.read_json(&mut entry)?;
+                self.sidecar = Some(sidecar);
                 listed
             }
             Some(MANIFEST) => return self.compare_manifest(entry),
@@ -230,7 +230,8 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Accepts only plain relative paths, below directories that the archive contains, of the kinds allowed there.
+    /// Accepts an entry only if its path is plain and relative, the archive contains its parent, and its kind is
+    /// allowed there.
     fn check_entry(&mut self, entry: &TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
         let path = entry.path.as_path();
         let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
@@ -299,7 +300,7 @@ impl<'a> Pass<'a> {
             }
             EntryKind::Link => std::os::unix::fs::symlink(&entry.link, to).map_err(failed("link"))?,
             EntryKind::File => {
-                // The file must be new: an earlier entry may have created a link of this name.
+                // The file must be new, because an earlier entry may have created a link with this name.
                 let mut options = File::options();
                 let file = options.write(true).mode(0o600).create_new(true).open(to);
                 let file = file.map_err(failed("create"))?;
@@ -325,11 +326,11 @@ impl<'a> Pass<'a> {
         if !self.is_complete {
             return Err(damaged("its end is missing".to_owned()));
         }
-        let side = self.side.ok_or_else(|| damaged(format!("{SIDECAR} is missing")))?;
-        if self.dump != Some((side.size_bytes, side.sha256.clone())) {
+        let sidecar = self.sidecar.ok_or_else(|| damaged(format!("{SIDECAR} is missing")))?;
+        if self.dump != Some((sidecar.size_bytes, sidecar.sha256.clone())) {
             return Err(damaged(format!("{SIDECAR} does not match {DUMP}")));
         }
-        Ok(VerifiedArchive { info, side, home_entries: self.home_entries })
+        Ok(VerifiedArchive { info, sidecar, home_entries: self.home_entries })
     }
 }
 

@@ -1,4 +1,4 @@
-//! Inspects the catalog of the new database, before any other use, for objects that the archive's SQL must not create.
+//! Inspects the catalog of the new database, before it is used, for objects that the archive's SQL must not create.
 //!
 //! A database with such an object is refused, even if the dump does not list it: code of any kind, granted privileges,
 //! and expressions that call volatile functions other than a few harmless ones. Later sessions of the superuser (a
@@ -65,8 +65,8 @@ const EXPRESSIONS: [(&str, &str, &str); 7] = [
     ("pg_type", "typname", "typdefaultbin"),
 ];
 
-/// Privilege lists: catalog, owner, list, name, and condition. The archive's own privileges are not loaded, so its SQL
-/// granted any privilege that a role other than the owner has.
+/// Privilege lists: catalog, owner, list, name, and condition. The privileges that the archive lists are not loaded, so
+/// any privilege of a role other than the owner was granted by other SQL in the archive.
 const PRIVILEGE_LISTS: [(&str, &str, &str, &str, &str); 4] = [
     ("pg_class", "o.relowner", "o.relacl", "o.relname", "o.oid >= 16384"),
     ("pg_type", "o.typowner", "o.typacl", "o.typname", "o.oid >= 16384"),
@@ -90,7 +90,7 @@ const PRIVILEGE_LISTS: [(&str, &str, &str, &str, &str); 4] = [
 /// Returns the first forbidden object, as `kind name`.
 ///
 /// # Errors
-/// Errors of the database.
+/// If a query fails.
 pub async fn find_forbidden(client: &Client) -> Result<Option<String>, Error> {
     // Objects of the archive must not shadow built-in names.
     client.batch_execute("SET search_path = pg_catalog").await?;

@@ -7,7 +7,7 @@ use crate::snapshots::archive::ArchiveEntry;
 /// Selects the entries that would be loaded from a dump with this listing: a line per entry, and the extensions.
 ///
 /// # Errors
-/// The reason for a refusal.
+/// The reason for the refusal.
 pub fn read_listing(listing: &str) -> Result<(String, Vec<String>), String> {
     let selection = select_entries(listing).map_err(|error| error.to_string())?;
     Ok((selection.list, selection.extensions.into_iter().collect()))
@@ -16,7 +16,7 @@ pub fn read_listing(listing: &str) -> Result<(String, Vec<String>), String> {
 /// Compares a manifest with these entries.
 ///
 /// # Errors
-/// The difference.
+/// A description of the difference.
 pub fn compare_manifest(manifest: &[u8], seen: &[ArchiveEntry]) -> Result<(), String> {
     let digests: Vec<_> = seen.iter().map(entry_digest).collect();
     compare(manifest, &digests)

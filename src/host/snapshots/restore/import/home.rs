@@ -38,7 +38,7 @@ impl Staging {
     }
 
     /// Checks that this user may rename the files to be replaced. In a directory with the sticky bit, such as the home,
-    /// a user may rename only files that it owns.
+    /// a user may rename only their own files.
     ///
     /// # Errors
     /// [`FileError`]; it names the file that must be moved away first.
@@ -60,19 +60,20 @@ impl Staging {
 
     /// Installs all staged entries; returns the directory with the replaced files, if any.
     ///
-    /// # Errors [`FileError`]; each entry is then completely replaced or unchanged, except that the previous version of
-    /// one may be in the directory of replaced files, without a new one in its place.
+    /// # Errors
+    /// [`FileError`]; each entry is then completely replaced or unchanged, except that the previous version of one
+    /// entry may already be in the directory of replaced files while its new version is not yet installed.
     pub fn install(&self) -> Result<Option<&Path>, FileError> {
         for name in list_names(&self.staged)? {
-            self.exchange(&name)?;
+            self.replace_entry(&name)?;
         }
         fs::remove_dir_all(&self.staged).map_err(FileError::wrap("remove", &self.staged))?;
         fsx::sync_dir(&self.directory)?;
         Ok(self.replaced.exists().then_some(self.replaced.as_path()))
     }
 
-    /// Installs a staged entry, and moves an existing one of that name into the directory of replaced files.
-    fn exchange(&self, name: &OsString) -> Result<(), FileError> {
+    /// Moves an existing entry of this name into the directory of replaced files, and then installs the staged one.
+    fn replace_entry(&self, name: &OsString) -> Result<(), FileError> {
         let to = self.directory.join(name);
         if fs::symlink_metadata(&to).is_ok() {
             let mut private = fs::DirBuilder::new();

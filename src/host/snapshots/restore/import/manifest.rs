@@ -130,7 +130,7 @@ impl<'de> Visitor<'de> for EntriesVisitor<'_> {
         }
         match digests.len() {
             0 => Ok(()),
-            count => Err(serde::de::Error::custom(format!("the last {count} entries are not listed"))),
+            count => Err(serde::de::Error::custom(format!("the last {count} of the entries are not listed"))),
         }
     }
 }
@@ -197,7 +197,7 @@ mod tests {
             (&larger[..], "differs from the manifest"),
             (&swapped, "differs from the manifest"),
             (&longer, "\"home/c\" is missing"),
-            (&entries[..1], "the last 1 entries are not listed"),
+            (&entries[..1], "the last 1 of the entries are not listed"),
         ] {
             let refused = compare(manifest(other).as_bytes(), &digests).unwrap_err();
             assert!(refused.contains(why), "{refused}");
@@ -212,7 +212,7 @@ mod tests {
         assert!(refused.contains("unknown variant") && !refused.contains('\x1b'), "{refused}");
     }
 
-    /// The string has 100 MB and no end, and a parser would buffer it.
+    /// The string is 100 MiB long and unterminated, and a parser would buffer it.
     #[test]
     fn compare_refuses_string_that_is_too_long() {
         let endless = Read::chain(&b"{\"leftOut\":[\""[..], io::repeat(b'x').take(100 << 20));

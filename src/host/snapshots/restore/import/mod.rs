@@ -1,10 +1,10 @@
 //! `svc-restore import`: imports an owner's archive (`host::snapshots::archive`) onto this machine. Its database
 //! replaces the existing one, and its home entries replace those of the same name.
 //!
-//! This process runs as root: it opens the archive, and starts a process per step, as the gateway's user, who owns the
-//! database, or as the owner's user. Nothing changes before every byte has been compared with the manifest. If the
-//! database has rows, a snapshot is taken first. Replaced data is kept: the database for seven days, the home's entries
-//! in directories that are printed at the end. After a kill, the import is simply run again.
+//! This process runs as root. It opens the archive and runs each step in a separate process, as the gateway's user,
+//! which owns the database, or as the owner's user. Nothing changes before every byte has been compared with the
+//! manifest. If the database has rows, a snapshot is taken first. Replaced data is kept: the database for seven days,
+//! the home's entries in directories that are printed at the end. After a kill, the import is simply run again.
 
 pub mod archive_reader;
 mod catalog;
@@ -63,15 +63,15 @@ enum ImportError {
         #[source]
         source: io::Error,
     },
-    #[error("the import's step {step} failed ({end})")]
-    Failed { step: &'static str, end: ExitStatus },
+    #[error("the import's step {step} failed ({status})")]
+    Failed { step: &'static str, status: ExitStatus },
 }
 
 impl ImportError {
     fn exit(&self) -> Exit {
         match self {
             Self::Start { .. } => Exit::Internal,
-            Self::Failed { end, .. } => Exit::from_child(*end),
+            Self::Failed { status, .. } => Exit::from_child(*status),
         }
     }
 }
@@ -81,14 +81,14 @@ impl ImportError {
 /// # Errors
 /// [`Failure`]; before the swap of the databases, everything is unchanged.
 pub async fn run(layout: &Layout, name: &Path, options: ImportOptions) -> Result<(), Failure> {
-    let lock = Lock::take(&layout.import_lock()).map_err(|error| match error {
+    let lock = Lock::acquire(&layout.import_lock()).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another import is under way")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })?;
     let archive = open_archive(name).or_exit(Exit::Refused)?;
     let run = ImportRun { layout, archive, name, options, number: clock::now_ms().as_millisecond() };
     run.import().await.map_err(|error| Failure::new(error.exit(), error))?;
-    failpoint::pass("import.done").or_exit(Exit::Internal)?;
+    failpoint::trigger("import.done").or_exit(Exit::Internal)?;
     drop(lock);
     if !options.check {
         restart_gateway(layout).await;
@@ -127,11 +127,11 @@ impl ImportRun<'_> {
             self.run_step(Step::Database).await
         };
         if let Err(error) = prepared.await {
-            // The first error is the cause, so an error of the cleanup is ignored.
+            // The first error is the cause, so an error in the cleanup is ignored.
             let _ = self.run_step(Step::Unstage).await;
             return Err(error);
         }
-        self.run_step(Step::Place).await
+        self.run_step(Step::Install).await
     }
 
     /// Runs a step to its end, as the user who owns the files.
@@ -144,12 +144,12 @@ impl ImportRun<'_> {
         command.args(["--number", &self.number.to_string(), "--archive"]).arg(self.name);
         command.args(self.options.to_arguments());
         command.stdin(self.archive.try_clone().map_err(start)?);
-        let end = command.status().await.map_err(start)?;
-        if end.success() { Ok(()) } else { Err(ImportError::Failed { step: name, end }) }
+        let status = command.status().await.map_err(start)?;
+        if status.success() { Ok(()) } else { Err(ImportError::Failed { step: name, status }) }
     }
 }
 
-/// Restarts the gateway, which then sets the passwords of the database's roles, and the sync agent.
+/// Restarts the sync agent and the gateway, which sets the passwords of the database's roles when it starts.
 async fn restart_gateway(layout: &Layout) {
     let Some(systemctl) = systemd::systemctl(layout) else {
         println!("next: restart svc-gateway");

@@ -22,15 +22,15 @@ pub enum PreImportSnapshotError {
     Connect(#[from] ConnectError),
     #[error(transparent)]
     Identity(#[from] IdentityError),
-    #[error("look for rows in the current database")]
+    #[error("cannot check whether the current database has rows")]
     Query(#[from] tokio_postgres::Error),
-    #[error("start svc-db-backup")]
+    #[error("cannot start svc-db-backup")]
     Start(#[source] std::io::Error),
     #[error(
-        "the preliminary snapshot of the current database failed ({end}); nothing was changed\n  next: see the \
+        "the preliminary snapshot of the current database failed ({status}); nothing was changed\n  next: see the \
          message above, or import without it (--no-backup)"
     )]
-    Failed { end: String },
+    Failed { status: String },
 }
 
 impl PreImportSnapshotError {
@@ -45,7 +45,7 @@ impl PreImportSnapshotError {
     }
 }
 
-/// Takes the snapshot, unless the database has no rows of the owner. A held-back snapshot suffices, because it is
+/// Takes the snapshot, unless the database has none of the owner's rows. A held-back snapshot suffices, because it is
 /// stored.
 ///
 /// # Errors
@@ -62,13 +62,13 @@ pub async fn take_snapshot(settings: &RestoreSettings) -> Result<(), PreImportSn
     let program = std::env::current_exe().map_err(PreImportSnapshotError::Start)?;
     let mut backup = tokio::process::Command::new(program);
     backup.args(["svc-db-backup", "run"]).stdin(Stdio::null()).kill_on_drop(true);
-    let ended = tokio::time::timeout(BACKUP_TIMEOUT, backup.status()).await;
-    let status = match ended {
+    let result = tokio::time::timeout(BACKUP_TIMEOUT, backup.status()).await;
+    let status = match result {
         Ok(status) => status.map_err(PreImportSnapshotError::Start)?,
-        Err(_) => return Err(PreImportSnapshotError::Failed { end: "timed out".to_owned() }),
+        Err(_) => return Err(PreImportSnapshotError::Failed { status: "timed out".to_owned() }),
     };
     if status.success() || status.code() == Some(i32::from(Exit::Refused as u8)) {
         return Ok(());
     }
-    Err(PreImportSnapshotError::Failed { end: status.to_string() })
+    Err(PreImportSnapshotError::Failed { status: status.to_string() })
 }

@@ -43,7 +43,9 @@ pub enum Step {
     /// Replaces the database and the gateway's part of the home.
     Database,
     /// Installs the owner's staged files.
-    Place,
+    #[strum(serialize = "place")]
+    #[value(name = "place")]
+    Install,
 }
 
 impl Step {
@@ -53,7 +55,7 @@ impl Step {
 
     /// Returns whether the step runs as the owner's user rather than the gateway's.
     pub fn is_run_as_owner(self) -> bool {
-        matches!(self, Self::Stage | Self::Unstage | Self::Place)
+        matches!(self, Self::Stage | Self::Unstage | Self::Install)
     }
 }
 
@@ -83,7 +85,7 @@ enum StepError {
          `--of-another-user`"
     )]
     OtherUser { archive: String, machine: String },
-    #[error("open the archive on standard input")]
+    #[error("cannot open the archive on standard input")]
     Input(#[source] std::io::Error),
     #[error(transparent)]
     Archive(#[from] ArchiveError),
@@ -97,7 +99,7 @@ enum StepError {
     Untrusted(#[from] UntrustedError),
     #[error(transparent)]
     PreImportSnapshot(#[from] PreImportSnapshotError),
-    #[error("clean up after an earlier run")]
+    #[error("cannot clean up after an earlier run")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
     Identity(#[from] IdentityError),
@@ -143,20 +145,20 @@ pub async fn run_step(layout: Layout, args: StepArgs) -> Result<(), Failure> {
             let _lock = restore::lock(&settings)?;
             replace_database(&settings, &archive, &args).await
         }
-        (Step::Place, Ok(_)) => install_files(&layout, &args),
+        (Step::Install, Ok(_)) => install_files(&layout, &args),
     };
     result.map_err(|error| Failure::new(error.exit(), error))
 }
 
 fn check_archive(settings: &RestoreSettings, archive: &File, args: &StepArgs) -> Result<(), StepError> {
-    failpoint::pass("import.begin")?;
+    failpoint::trigger("import.begin")?;
     let archived = read_archive(archive, &args.archive, &ExtractTarget::Nothing)?;
-    let rows: u64 = archived.side.tables.iter().map(|table| table.rows).sum();
+    let rows: u64 = archived.sidecar.tables.iter().map(|table| table.rows).sum();
     println!(
         "archive of {}, created at {}: {} tables with {rows} rows, {} home entries; all are intact",
         archived.info.idp_user_id,
         svc_base::clock::rfc3339_ms(archived.info.created_at),
-        archived.side.tables.len(),
+        archived.sidecar.tables.len(),
         archived.home_entries,
     );
     if args.options.check {
@@ -173,7 +175,7 @@ fn check_archive(settings: &RestoreSettings, archive: &File, args: &StepArgs) ->
     if !settings.layout.restore_complete().exists() {
         return Err(StepError::GateClosed);
     }
-    failpoint::pass("import.checked")?;
+    failpoint::trigger("import.checked")?;
     Ok(())
 }
 
@@ -189,14 +191,14 @@ fn stage_files(layout: &Layout, archive: &File, args: &StepArgs) -> Result<(), S
     let staging = Staging::new(&layout.home(), args.number);
     read_archive(archive, &args.archive, &ExtractTarget::Home(staging.create()?))?;
     staging.ensure_replaceable()?;
-    failpoint::pass("import.staged")?;
+    failpoint::trigger("import.staged")?;
     Ok(())
 }
 
 fn install_files(layout: &Layout, args: &StepArgs) -> Result<(), StepError> {
     let staging = Staging::new(&layout.home(), args.number);
     let replaced = tokio::task::block_in_place(|| staging.install())?;
-    failpoint::pass("import.placed")?;
+    failpoint::trigger("import.placed")?;
     if let Some(replaced) = replaced {
         println!("the replaced home files are in {}", replaced.display());
     }
@@ -218,7 +220,7 @@ async fn replace_database(
     fsx::remove_if_exists(&dump)?;
     let replaced = load_and_swap(settings, archive, args, &system, &dump).await;
     if replaced.is_err() {
-        // The first error is the cause, so errors of the cleanup are ignored; the next run repeats it.
+        // The first error is the cause, so errors in the cleanup are ignored; the next run repeats the cleanup.
         let _ = home::remove_staged(&layout.home().join(SYSTEM));
         let _ = fsx::remove_if_exists(&dump);
     }
@@ -239,20 +241,20 @@ async fn load_and_swap(
     let dump_bytes = VerifiedArchive::read_dump_size(archive, &args.archive)?;
     staging::ensure_free_space(&state, dump_bytes)?;
     let archived = read_archive(archive, &args.archive, &ExtractTarget::Gateway { dump, system: staged })?;
-    let snapshot = archived.side.snapshot_ref();
-    staging::check_postgres_version(&settings.context, &archived.side).await?;
+    let snapshot = archived.sidecar.snapshot_ref();
+    staging::check_postgres_version(&settings.context, &archived.sidecar).await?;
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
-    staging::end_sessions_of(&client, settings.context.name).await?;
+    staging::end_application_sessions(&client, settings.context.name).await?;
     staging::drop_scratch_databases(&client).await?;
     drop(client);
     staging::ensure_space_for_snapshot(
         &layout.restore_state(),
         &snapshot,
-        &archived.side,
+        &archived.sidecar,
         snapshot.size_bytes,
     )?;
-    let loaded = untrusted::load(&settings.context, dump, &archived.side).await?;
-    failpoint::pass("import.loaded")?;
+    let loaded = untrusted::load(&settings.context, dump, &archived.sidecar).await?;
+    failpoint::trigger("import.loaded")?;
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     database_identity::assign_restore_id(&client, &loaded.name).await?;
     Journal::new(&snapshot, &loaded).write(layout)?;
@@ -260,7 +262,7 @@ async fn load_and_swap(
         swap::undo(&settings.context.server, &loaded).await;
         return Err(error.into());
     }
-    failpoint::pass("import.swapped")?;
+    failpoint::trigger("import.swapped")?;
     let identity = database_identity::adopt(&client, settings.context.server.database()).await?;
     RestoreMarker::new(Some(snapshot.key.clone()), identity).write(layout)?;
     drop(client);

@@ -1,8 +1,8 @@
 //! Selects the parts of an archive's dump to load, from the output of `pg_restore -l`.
 //!
 //! An archive holds tables and their dependents, but no code that a later session, in particular the superuser's, would
-//! run unknowingly. The listing is only the dump's own claim, so this check gives early, plain
-//! refusals; the objects that were really created are inspected afterwards (`catalog.rs`).
+//! run unknowingly. The listing is only the dump's own claim, so this check gives early, plain refusals; the objects
+//! that were really created are inspected afterwards (`catalog.rs`).
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
@@ -36,7 +36,8 @@ const LOADED_KINDS: [&str; 16] = [
 /// Kinds of entries to skip: privileges, which the gateway grants to installed apps.
 const SKIPPED_KINDS: [&str; 2] = ["DEFAULT ACL", "ACL"];
 
-/// Objects whose comments are loaded. Other comments need the object's owner, or belong to skipped entries.
+/// Objects whose comments are loaded. Other comments can be set only by the object's owner, or belong to skipped
+/// entries.
 const COMMENT_TARGETS: [&str; 7] = ["COLUMN", "CONSTRAINT", "DOMAIN", "INDEX", "SEQUENCE", "TABLE", "TYPE"];
 
 /// The outbox of changes, which the gateway recreates itself.
@@ -55,8 +56,9 @@ pub struct Selection {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum TocError {
     #[error(
-        "its database contains {entry}, but an archive may contain only tables, sequences, indexes, constraints, types, domains and some extensions\n  next: \
-         drop it before the export, and recreate it after the import"
+        "its database contains {entry}, but an archive may contain only tables, sequences, indexes, \
+         constraints, types, domains and some extensions\n  next: drop it before the export, and recreate it \
+         after the import"
     )]
     NotAllowed { entry: String },
     #[error("its database needs the extension {name}, which an import does not create")]
@@ -76,7 +78,7 @@ pub fn select_entries(listing: &str) -> Result<Selection, TocError> {
     let mut ids = HashSet::new();
     for line in listing.lines().filter(|line| !line.is_empty() && !line.starts_with(';')) {
         let (id, entry) = parse_line(line).ok_or_else(|| TocError::InvalidLine { line: quote_text(line) })?;
-        // `pg_restore -L` takes numbers and loads one entry per number: of two, it might load the one to skip.
+        // `pg_restore -L` loads one entry per number. If two entries shared a number, it might load the one to skip.
         if !ids.insert(id) {
             return Err(TocError::RepeatedId { id });
         }

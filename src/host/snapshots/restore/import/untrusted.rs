@@ -34,7 +34,7 @@ const ROLE_PREFIX: &str = "svc_import_";
 /// One session for `pg_restore`, and one for each of its jobs.
 const MAX_SESSIONS: usize = 4;
 const LISTING_TIMEOUT: Duration = Duration::from_secs(600);
-/// Limit of a listing, which has a line per table, index and constraint.
+/// Maximum size of a listing, which has a line per table, index and constraint.
 const MAX_LISTING_BYTES: u64 = 32 << 20;
 const MAX_STDERR_BYTES: u64 = 64 * 1024;
 
@@ -54,11 +54,11 @@ pub enum UntrustedError {
         "PostgreSQL's client tools exist only in the database's container\n  next: install a release that contains them"
     )]
     NoTools,
-    #[error("run pg_restore")]
+    #[error("cannot run pg_restore")]
     Tool(#[source] std::io::Error),
     #[error("the system returned no random bytes")]
     Random,
-    #[error("{action}")]
+    #[error("cannot {action}")]
     Query {
         action: &'static str,
         #[source]
@@ -95,7 +95,7 @@ fn query(action: &'static str) -> impl FnOnce(tokio_postgres::Error) -> Untruste
 pub async fn load(
     context: &RestoreContext,
     dump: &Path,
-    side: &Sidecar,
+    sidecar: &Sidecar,
 ) -> Result<ScratchDatabase, UntrustedError> {
     if context.tools == PgTools::Container {
         return Err(UntrustedError::NoTools);
@@ -108,7 +108,7 @@ pub async fn load(
     let role = ImportRole::create(&admin).await?;
     let scratch = staging::create_database(&admin, Some(&role.name)).await?;
     let loaded =
-        role.load(context, &admin, &scratch, DumpFiles { dump, list: &list }, (&selection, side)).await;
+        role.load(context, &admin, &scratch, DumpFiles { dump, list: &list }, (&selection, sidecar)).await;
     let removed = fsx::remove_if_exists(&list);
     if let Err(error) = loaded {
         staging::drop_scratch(&admin, &scratch.name).await;
@@ -119,7 +119,7 @@ pub async fn load(
     }
     removed?;
     drop_roles(&admin).await?;
-    warn_about_omissions(side);
+    warn_about_omissions(sidecar);
     Ok(scratch)
 }
 
@@ -145,9 +145,9 @@ async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, Untrusted
         listing_read.and(errors_read)?;
         child.wait().await
     };
-    let ended = tokio::time::timeout(LISTING_TIMEOUT, reading).await;
+    let result = tokio::time::timeout(LISTING_TIMEOUT, reading).await;
     let unreadable = |why: &str| UntrustedError::Unreadable { why: untrusted_text::truncate_printable(why) };
-    let status = ended.map_err(|_| unreadable("the listing timed out"))?.map_err(UntrustedError::Tool)?;
+    let status = result.map_err(|_| unreadable("the listing timed out"))?.map_err(UntrustedError::Tool)?;
     if listing.len() as u64 > MAX_LISTING_BYTES {
         return Err(unreadable("it has too many entries"));
     }
@@ -219,7 +219,7 @@ impl ImportRole {
         admin: &Client,
         scratch: &ScratchDatabase,
         files: DumpFiles<'_>,
-        (selection, side): (&Selection, &Sidecar),
+        (selection, sidecar): (&Selection, &Sidecar),
     ) -> Result<(), UntrustedError> {
         create_extensions(context, scratch, selection).await?;
         let server = context.server.as_role(&self.name, self.password.expose_secret());
@@ -227,7 +227,7 @@ impl ImportRole {
         staging::run_restore(command).await?;
         end_sessions(admin, &self.name).await?;
         reset_database(admin, &scratch.name).await?;
-        failpoint::pass("import.inspected")?;
+        failpoint::trigger("import.inspected")?;
         let client = staging::connect_with_retries(context, &scratch.name).await?;
         let forbidden = catalog::find_forbidden(&client).await.map_err(query("inspect the new database"))?;
         if let Some(what) = forbidden {
@@ -236,7 +236,7 @@ impl ImportRole {
         let role = quote_ident(&self.name);
         let adopt = format!("REASSIGN OWNED BY {role} TO CURRENT_USER; DROP OWNED BY {role}");
         client.batch_execute(&adopt).await.map_err(query("take ownership of the imported objects"))?;
-        staging::compare_with_record(context, &client, side).await?;
+        staging::compare_with_record(context, &client, sidecar).await?;
         Ok(())
     }
 }
@@ -266,12 +266,12 @@ async fn reset_database(admin: &Client, database: &str) -> Result<(), UntrustedE
 
 /// Warns about roles and settings that are not imported: the gateway creates roles for installed apps, and an archive
 /// must not grant any privileges.
-fn warn_about_omissions(side: &Sidecar) {
-    let others = side.roles.iter().filter(|role| !role.starts_with("app_")).count();
+fn warn_about_omissions(sidecar: &Sidecar) {
+    let others = sidecar.roles.iter().filter(|role| !role.starts_with("app_")).count();
     if others > 0 {
         tracing::warn!("not imported: {} without an app", pluralize(others as u64, "role"));
     }
-    let settings = side.database.as_ref().map_or(0, |facts| facts.settings.len());
+    let settings = sidecar.database.as_ref().map_or(0, |facts| facts.settings.len());
     if settings > 0 {
         tracing::warn!("not imported: {}", pluralize(settings as u64, "database setting"));
     }

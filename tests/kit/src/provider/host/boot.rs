@@ -1,4 +1,5 @@
-//! The init: performs the power-on steps of cloud-init and systemd, in the same order and behind the same gate.
+//! The simulated init: performs the power-on steps of cloud-init and systemd, in the same order and with the same
+//! restore gate.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -223,7 +224,7 @@ async fn report_failure(session: &PowerSession, settings: &HostSettings, failure
     let args = ["failure", "--stage", failure.stage, "--message", &message].map(str::to_owned);
     let program = register_program(session, settings);
     let result = session.run_oneshot("svc-register", &program, &args, &[], settings.unit_timeout).await;
-    if let Err(error) = result.context("report the boot failure") {
+    if let Err(error) = result.context("cannot report the boot failure") {
         session.disk.append_log("init", format!("{error:#}\n").as_bytes()).ok();
     }
 }

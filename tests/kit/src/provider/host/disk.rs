@@ -22,7 +22,7 @@ pub(super) struct DatabaseRecord {
 }
 
 impl Disk {
-    /// Does cloud-init's part of the first boot, once per disk.
+    /// Performs cloud-init's part of the first boot, once per disk.
     pub(super) fn first_boot(&self, user_data: &str) -> Result<()> {
         let marker = self.root.join("var/lib/cloud/instance/boot-finished");
         if marker.exists() {
@@ -69,9 +69,9 @@ impl Disk {
 
     pub(super) fn database_record(&self) -> Result<Option<DatabaseRecord>> {
         match fs::read(self.database_file()) {
-            Ok(json) => Ok(Some(serde_json::from_slice(&json).context("parse the database record")?)),
+            Ok(json) => Ok(Some(serde_json::from_slice(&json).context("cannot parse the database record")?)),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error).context("read the database record"),
+            Err(error) => Err(error).context("cannot read the database record"),
         }
     }
 

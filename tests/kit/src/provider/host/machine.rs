@@ -144,7 +144,7 @@ impl ProcessHost {
         self.cut_power().await;
     }
 
-    /// The part of [`Self::cut_power`] that is possible in `Drop`.
+    /// Performs the part of [`Self::cut_power`] that is possible in `Drop`.
     pub(super) fn kill_now(&self) {
         if let Some(session) = self.session().take() {
             session.kill_processes();

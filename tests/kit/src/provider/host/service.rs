@@ -151,7 +151,7 @@ async fn run_once(
 ) -> Result<RunEnd> {
     let path = session.run_dir().join(format!("{}.notify", unit.name));
     std::fs::remove_file(&path).ok();
-    let socket = UnixDatagram::bind(&path).context("bind the notify socket")?;
+    let socket = UnixDatagram::bind(&path).context("cannot bind the notify socket")?;
     let env = [("NOTIFY_SOCKET".to_owned(), path.display().to_string())];
     let mut running = session.spawn(unit.name, &unit.program, &[], &env, Output::Log)?;
 

@@ -39,7 +39,7 @@ pub(super) struct PowerSession {
     database: Mutex<Option<Arc<PgServer>>>,
 }
 
-/// Where a process's output goes.
+/// The destination of a process's output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Output {
     Log,
@@ -99,7 +99,7 @@ impl PowerSession {
         // Hold the lock, so that a concurrent power cut either kills the group or prevents the start.
         let mut groups = self.groups();
         ensure!(!self.off.is_cancelled(), "the machine is off");
-        let child = command.spawn().with_context(|| format!("start {}", program.display()))?;
+        let child = command.spawn().with_context(|| format!("cannot start {}", program.display()))?;
         let pid = child.id().context("the process has already been reaped")?;
         child::kill_on_exit(pid, AtExit::KillGroup);
         let group = i32::try_from(pid).context("the pid does not fit in an i32")?;
@@ -129,7 +129,7 @@ impl PowerSession {
         self.tasks.wait().await;
     }
 
-    /// The part of a power cut that does not wait.
+    /// Performs the part of a power cut that does not wait.
     pub(super) fn kill_processes(&self) {
         self.off.cancel();
         for group in self.groups().iter() {

@@ -36,7 +36,7 @@ exit "$code"
 pub(super) fn install(run_dir: &Path) -> Result<PathBuf> {
     let program = run_dir.join("systemctl");
     fs::write(&program, PROGRAM.replace("DIR", &run_dir.display().to_string()))
-        .context("write the systemctl script")?;
+        .context("cannot write the systemctl script")?;
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
     Ok(program)
 }

@@ -55,7 +55,7 @@ async fn create_session(fixture: &Fixture) -> Result<AwsCredential> {
     let (status, xml) = call_sts(fixture, &owner(fixture), "sts", &form(POLICY, &[])).await?;
     anyhow::ensure!(status == 200, "{xml}");
     let field = |name: &str| {
-        let after = xml.split_once(&format!("<{name}>")).context("find the field")?.1;
+        let after = xml.split_once(&format!("<{name}>")).context("a field is missing")?.1;
         Ok::<_, anyhow::Error>(after.split('<').next().unwrap_or_default().to_owned())
     };
     Ok(AwsCredential {

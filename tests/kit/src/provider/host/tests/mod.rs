@@ -41,7 +41,7 @@ struct Testbed {
 }
 
 impl Testbed {
-    /// `standin` defines the units' behaviour.
+    /// `standin` defines the units' behavior.
     async fn start(standin: &str) -> Result<Self> {
         Self::start_with(standin, |_| {}).await
     }
@@ -79,7 +79,7 @@ impl Testbed {
         Ok(log.lines().map(serde_json::from_str).collect::<Result<_, _>>()?)
     }
 
-    /// `unit args…` of each call.
+    /// Returns `unit args…` for each call.
     fn call_lines(&self, name: &str) -> Result<Vec<String>> {
         let line = |call: StandinCall| [vec![call.unit], call.args].concat().join(" ");
         Ok(self.calls(name)?.into_iter().map(line).collect())
@@ -133,7 +133,7 @@ async fn query(url: &str, sql: &str) -> Result<String> {
     Ok(value.unwrap_or_default())
 }
 
-/// The database URL that the init wrote.
+/// Returns the database URL that the init wrote.
 fn database_url(testbed: &Testbed, name: &str) -> Result<String> {
     let env = fs::read_to_string(testbed.file(name, "opt/svc/env/host.env")?)?;
     let url = env.lines().find_map(|line| line.strip_prefix("DATABASE_URL="));

@@ -1,6 +1,6 @@
 """A stand-in for the product's binary: records each call in calls.jsonl, and behaves as defined in $STANDIN.
 
-STANDIN is JSON: {unit: [behaviour of the first call, the second, …, all further calls]}. A number is an exit code;
+STANDIN is JSON: {unit: [behavior of the first call, the second, …, all further calls]}. A number is an exit code;
 "serve" sends READY=1 and waits for SIGTERM; "hang" waits without READY=1; "serve:N" sends READY=1 and exits with N;
 "skip" exits with 0 without doing anything. `svc-register stage` is not recorded as a call, but in `stages`.
 """
@@ -27,13 +27,13 @@ try:
         before = sum(json.loads(line)["unit"] == name for line in log)
 except FileNotFoundError:
     before = 0
-behaviours = json.loads(os.environ.get("STANDIN", "{}")).get(name, [])
+behaviors = json.loads(os.environ.get("STANDIN", "{}")).get(name, [])
 services = ("svc-gateway", "svc-sync-agent")
 default = "serve" if name in services else 0
-behaviour = behaviours[min(before, len(behaviours) - 1)] if behaviours else default
+behavior = behaviors[min(before, len(behaviors) - 1)] if behaviors else default
 
 child = None
-if behaviour == "serve":
+if behavior == "serve":
     # A child that must be killed with the service.
     child = subprocess.Popen(["sleep", "600"]).pid
 env = {key: value for key, value in os.environ.items()}
@@ -47,7 +47,7 @@ def link_if_missing(path, target):
         os.symlink(target, path)
 
 
-if name == "svc-update" and behaviour == 0:
+if name == "svc-update" and behavior == 0:
     release = f"{root}/opt/svc/releases/1/bin"
     os.makedirs(release, exist_ok=True)
     link_if_missing(f"{release}/svc", os.path.realpath(sys.argv[0]))
@@ -55,21 +55,21 @@ if name == "svc-update" and behaviour == 0:
         link_if_missing(f"{release}/{unit}", "svc")
     link_if_missing(f"{root}/opt/svc/current", "releases/1")
     link_if_missing(f"{root}/opt/svc/bin", "current/bin")
-if name == "svc-restore" and behaviour == 0:
+if name == "svc-restore" and behavior == 0:
     open(f"{root}/opt/svc/restore-complete", "w").close()
 if name == "svc-db-backup":
     request = f"{root}/var/lib/svc/requests/backup"
     if "--request" in args:
         os.remove(request)
 
-if behaviour == "skip":
+if behavior == "skip":
     sys.exit(0)
-if isinstance(behaviour, int):
-    print(f"{name} ends with {behaviour}", file=sys.stderr)
-    sys.exit(behaviour)
-if behaviour.startswith("serve"):
+if isinstance(behavior, int):
+    print(f"{name} ends with {behavior}", file=sys.stderr)
+    sys.exit(behavior)
+if behavior.startswith("serve"):
     notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     notify.sendto(b"STATUS=up\nREADY=1\n", os.environ["NOTIFY_SOCKET"])
-if ":" in behaviour:
-    sys.exit(int(behaviour.split(":")[1]))
+if ":" in behavior:
+    sys.exit(int(behavior.split(":")[1]))
 time.sleep(600)

@@ -12,7 +12,7 @@ use super::stack::Stack;
 use crate::s3::{Fault, Rule};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Breakage {
+pub enum InjectedDefect {
     /// The store rejects snapshots.
     Backup,
     /// The store returns corrupted content.
@@ -23,7 +23,7 @@ pub enum Breakage {
     Fence,
 }
 
-impl Breakage {
+impl InjectedDefect {
     pub const ALL: [Self; 4] = [Self::Backup, Self::Restore, Self::Pin, Self::Fence];
 
     pub fn as_str(self) -> &'static str {
@@ -46,17 +46,17 @@ impl Breakage {
     }
 }
 
-impl fmt::Display for Breakage {
+impl fmt::Display for InjectedDefect {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.as_str())
     }
 }
 
-impl FromStr for Breakage {
+impl FromStr for InjectedDefect {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|breakage| breakage.as_str() == text);
+        let found = Self::ALL.into_iter().find(|defect| defect.as_str() == text);
         found.ok_or_else(|| "must be backup, restore, pin or fence".to_owned())
     }
 }

@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::acme::CertificateIssuance;
 use super::schedule;
-use svc_base::chain;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx;
 use svc_base::metrics::{CERTIFICATE_EXPIRY, CERTIFICATE_TRUSTED};
 use svc_base::untrusted_text;
@@ -29,11 +29,11 @@ use svc_wire::host::{CertificateSource, HostCertificate};
 
 /// How often the settings, the operator's file and the schedule are checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
-/// How often the presented chain is verified again: it may expire, and the machine's clock may be corrected.
+/// How often the presented chain is verified again, because it may expire or the machine's clock may be corrected.
 const VERIFY_INTERVAL: Duration = Duration::from_secs(60);
 
-/// The inputs of a [`CertificateKeeper`].
-pub struct KeeperConfig {
+/// The inputs of a [`CertificateManager`].
+pub struct CertificateManagerConfig {
     pub layout: Layout,
     /// `None` on a developer's machine, which requests no certificate.
     pub machine: Option<MachineId>,
@@ -43,8 +43,8 @@ pub struct KeeperConfig {
     pub first_retry: Duration,
 }
 
-pub struct CertificateKeeper {
-    config: KeeperConfig,
+pub struct CertificateManager {
+    config: CertificateManagerConfig,
     identity: Identity,
     pin: SpkiPin,
     resolver: Arc<CertificateResolver>,
@@ -73,13 +73,13 @@ struct PresentedChain {
     directory: Option<String>,
 }
 
-/// Prefix of the stored chain's first line, which names the ACME directory. PEM parsers ignore text outside of
+/// Prefix of the stored chain's first line, which names the ACME directory. PEM parsers ignore text outside
 /// certificates (RFC 7468).
 const DIRECTORY_LINE: &str = "Directory: ";
 
 const NOT_TRUSTED: &str = "is not trusted by this machine's roots, but the presented certificate is";
 
-/// The request schedule under the same settings.
+/// The schedule of the requests with the current settings.
 struct RequestSchedule {
     /// The settings as JSON; a change resets the backoff.
     settings: Option<String>,
@@ -88,22 +88,22 @@ struct RequestSchedule {
     retry_at: Option<Timestamp>,
 }
 
-impl CertificateKeeper {
+impl CertificateManager {
     /// Presents the stored chain, if there is one for this key.
     ///
     /// # Errors
     /// The machine's self-signed certificate or the trusted roots cannot be read.
-    pub fn start(config: KeeperConfig, identity: Identity) -> anyhow::Result<Self> {
+    pub fn start(config: CertificateManagerConfig, identity: Identity) -> anyhow::Result<Self> {
         let resolver = CertificateResolver::new(&identity)?;
-        let self_signed =
-            Chain::from_pem(identity.cert_pem.as_bytes()).context("parse the self-signed certificate")?;
+        let self_signed = Chain::from_pem(identity.cert_pem.as_bytes())
+            .context("cannot parse the self-signed certificate")?;
         let pin = identity.pin()?;
         let attempts = RequestSchedule {
             settings: None,
             delays: schedule::retry_delays(config.first_retry),
             retry_at: None,
         };
-        let mut keeper = Self {
+        let mut manager = Self {
             pin,
             resolver,
             verifier: ChainVerifier::new(SSL_CERT_FILE.from_process().map(PathBuf::from))?,
@@ -120,10 +120,10 @@ impl CertificateKeeper {
             identity,
             config,
         };
-        let settings = certificate::read_settings(&keeper.config.layout);
-        keeper.load_stored_chain(&settings);
-        keeper.resume_backoff(&settings);
-        Ok(keeper)
+        let settings = certificate::read_settings(&manager.config.layout);
+        manager.load_stored_chain(&settings);
+        manager.resume_backoff(&settings);
+        Ok(manager)
     }
 
     pub fn resolver(&self) -> &Arc<CertificateResolver> {
@@ -236,12 +236,13 @@ impl CertificateKeeper {
             Ok(chain)
         });
         if is_temporary {
-            // Check the file again: time passes, the clock may be corrected, and the presented certificate may expire.
+            // Check the file again, because the chain may become valid when time passes or the clock is corrected, and
+            // the presented certificate may expire.
             self.checked_file = None;
         }
         match loaded {
             Ok(chain) => {
-                tracing::info!(file = %file.display(), until = %chain.not_after(), "certificate loaded from its file");
+                tracing::info!(file = %file.display(), until = %chain.not_after(), "certificate loaded from file");
                 self.present(CertificateSource::File, chain);
                 self.error = None;
             }
@@ -305,8 +306,7 @@ impl CertificateKeeper {
         match fsx::write_atomic(&self.config.layout.tls_chain(), text.as_bytes(), 0o600) {
             Ok(()) => self.unstored_chain = None,
             Err(error) => {
-                let error =
-                    format!("the issued certificate cannot be stored: {}", chain::format_chain(&error));
+                let error = format!("the issued certificate cannot be stored: {}", format_chain(&error));
                 if self.error.as_ref() != Some(&error) {
                     tracing::error!("{error}; it is presented until the next restart");
                 }
@@ -376,7 +376,7 @@ impl CertificateKeeper {
             next_attempt_at: requests.and_then(|(name, acme)| self.next_attempt(name, acme)).map(Into::into),
         };
         if let Err(error) = certificate::write(&self.config.layout, &current) {
-            tracing::warn!(%error, "recording the certificate's state failed");
+            tracing::warn!(%error, "cannot record the certificate's state");
         }
     }
 }
@@ -405,7 +405,7 @@ fn settings_json(settings: &CertificateSettings) -> String {
 }
 
 fn error_chain(error: &anyhow::Error) -> String {
-    chain::format_chain(AsRef::<dyn std::error::Error>::as_ref(error))
+    format_chain(AsRef::<dyn std::error::Error>::as_ref(error))
 }
 
 /// Reads the operator's file up to the maximum size of a chain. The error states why it cannot be read.
@@ -429,13 +429,13 @@ mod tests {
         let layout = Layout::new(root.path());
         let source_after_start = |stored_pem: &str, identity: Identity| {
             fsx::write_atomic(&layout.tls_chain(), stored_pem.as_bytes(), 0o600).unwrap();
-            let config = KeeperConfig {
+            let config = CertificateManagerConfig {
                 layout: layout.clone(),
                 machine: None,
                 file: None,
                 first_retry: CHECK_INTERVAL,
             };
-            CertificateKeeper::start(config, identity).unwrap().presented.source
+            CertificateManager::start(config, identity).unwrap().presented.source
         };
         let create = || svc_http::tls::generate_self_signed(&["svc-host".to_owned()]).unwrap();
         let other_pem = create().cert_pem;

@@ -15,12 +15,12 @@ use crate::apps::ChangedRows;
 use crate::database::{Connection, Lease, Pool};
 use svc_http::problem::{Code, Problem};
 
-/// Maximum number of a transaction's statements with possibly large results that are in flight.
+/// Maximum number of statements with possibly large results in flight per transaction.
 const MAX_LARGE_IN_FLIGHT: usize = 2;
 /// Extra time after `statement_timeout` before the connection is abandoned.
 const TIMEOUT_GRACE: Duration = Duration::from_secs(5);
 
-/// The reason that a transaction failed, and the index of the failed plan, if one failed.
+/// Why a transaction failed, and the index of the failed plan; `None` if no single plan failed.
 #[derive(Debug)]
 pub struct ExecutionError {
     pub index: Option<usize>,
@@ -37,42 +37,42 @@ impl ExecutionError {
 ///
 /// # Errors
 /// The problem to return to the caller.
-pub async fn run_plan(
+pub async fn execute_plan(
     pool: &Arc<Pool>,
     plan: Plan<'_>,
     statement_timeout: Duration,
     changed: &ChangedRows,
 ) -> Result<BridgeResponse, Problem> {
     if plan.needs_transaction() {
-        let responses = run_transaction(pool, vec![plan], statement_timeout, changed).await;
+        let responses = execute_transaction(pool, vec![plan], statement_timeout, changed).await;
         let mut responses = responses.map_err(|failed| *failed.problem)?;
         return responses.pop().ok_or_else(|| refusal::bridge_defect("transaction without a response"));
     }
     let started = Instant::now();
     loop {
-        match try_run(pool, &plan, statement_timeout, changed).await {
-            Attempt::Ended(response) => return response,
-            Attempt::Interrupted if started.elapsed() < statement_timeout => {}
-            Attempt::Interrupted => return Err(refusal::statement_timed_out()),
+        match try_execute(pool, &plan, statement_timeout, changed).await {
+            StatementAttempt::Ended(response) => return response,
+            StatementAttempt::Interrupted if started.elapsed() < statement_timeout => {}
+            StatementAttempt::Interrupted => return Err(refusal::statement_timed_out()),
         }
     }
 }
 
-enum Attempt {
+enum StatementAttempt {
     Ended(Result<BridgeResponse, Problem>),
-    /// Cancelled together with another request's statement on the same connection, without effect.
+    /// Cancelled together with another request's statement on the same connection; it had no effect.
     Interrupted,
 }
 
-async fn try_run(
+async fn try_execute(
     pool: &Arc<Pool>,
     plan: &Plan<'_>,
     statement_timeout: Duration,
     changed: &ChangedRows,
-) -> Attempt {
+) -> StatementAttempt {
     let mut lease = match pool.lease().await {
         Ok(lease) => lease,
-        Err(error) => return Attempt::Ended(Err(refusal::from_pool_error(&error))),
+        Err(error) => return StatementAttempt::Ended(Err(refusal::from_pool_error(&error))),
     };
     lease.begin();
     let budget = ResponseBudget::new(changed);
@@ -82,16 +82,16 @@ async fn try_run(
     };
     // A lease that is dropped before it is settled, here or because the client disconnects, cancels its statement.
     let Ok(response) = tokio::time::timeout(statement_timeout + TIMEOUT_GRACE, single).await else {
-        return Attempt::Ended(Err(refusal::no_result_in_time(plan.is_write())));
+        return StatementAttempt::Ended(Err(refusal::no_result_in_time(plan.is_write())));
     };
     if response.as_ref().map_or(!budget.has_unread_results(), |response| response.is_fully_read) {
         lease.settle();
     }
     match response {
         Err(problem) if problem.code == Code::DeadlineExceeded && lease.is_abandoned() => {
-            Attempt::Interrupted
+            StatementAttempt::Interrupted
         }
-        response => Attempt::Ended(response),
+        response => StatementAttempt::Ended(response),
     }
 }
 
@@ -99,7 +99,7 @@ async fn try_run(
 ///
 /// # Errors
 /// See [`ExecutionError`]. Nothing has changed, unless `COMMIT` was sent and its result was lost.
-pub async fn run_transaction(
+pub async fn execute_transaction(
     pool: &Arc<Pool>,
     plans: Vec<Plan<'_>>,
     statement_timeout: Duration,
@@ -108,13 +108,13 @@ pub async fn run_transaction(
     let without_index = |problem| ExecutionError::new(None, problem);
     let mut lease =
         pool.lease_exclusive().await.map_err(|error| without_index(refusal::from_pool_error(&error)))?;
-    let all = execute_transaction(&mut lease, &plans, changed);
+    let all = execute_transaction_with_lease(&mut lease, &plans, changed);
     let result = tokio::time::timeout(statement_timeout + TIMEOUT_GRACE, all).await;
     let is_write = plans.iter().any(Plan::is_write);
     result.unwrap_or_else(|_| Err(without_index(refusal::no_result_in_time(is_write))))
 }
 
-async fn execute_transaction(
+async fn execute_transaction_with_lease(
     lease: &mut Lease,
     plans: &[Plan<'_>],
     changed: &ChangedRows,
@@ -135,7 +135,8 @@ async fn execute_transaction(
         return result;
     }
     let end = if result.is_ok() { "COMMIT" } else { "ROLLBACK" };
-    // A failed transaction acknowledges COMMIT without an error, so each statement's own result counts.
+    // PostgreSQL acknowledges the COMMIT of a failed transaction without an error, so each statement's own result
+    // counts.
     let ended = lease.client.batch_execute(end).await;
     if ended.is_ok() || ended.as_ref().is_err_and(|error| error.as_db_error().is_some()) {
         lease.settle();
@@ -171,15 +172,17 @@ async fn send_pipelined(
             .map(|()| None)
             .map_err(|error| refusal::from_database_error(&error, ErrorContext::for_commit()))
     };
-    let begin = Step { future: begin.boxed(), may_be_large: false, result: None, is_started: false };
-    let steps = all.into_iter().map(|prepared| {
+    let begin =
+        PipelinedStatement { future: begin.boxed(), may_be_large: false, result: None, is_started: false };
+    let statements = all.into_iter().map(|prepared| {
         let may_be_large = prepared.plan().returns_stored_rows();
-        let step = execute(connection, prepared, ExecutionMode::InTransaction, budget);
-        let future = step.map(|response| response.map(Some)).boxed();
-        Step { future, may_be_large, result: None, is_started: false }
+        let response = execute(connection, prepared, ExecutionMode::InTransaction, budget);
+        let future = response.map(|response| response.map(Some)).boxed();
+        PipelinedStatement { future, may_be_large, result: None, is_started: false }
     });
     let results =
-        run_pipelined(std::iter::once(begin).chain(steps).collect(), || budget.has_unread_results()).await;
+        run_pipelined(std::iter::once(begin).chain(statements).collect(), || budget.has_unread_results())
+            .await;
     let mut responses = Vec::with_capacity(results.len());
     for (index, result) in results {
         let response = result.map_err(|problem| ExecutionError::new(index.checked_sub(1), problem))?;
@@ -189,39 +192,46 @@ async fn send_pipelined(
 }
 
 /// One statement of a pipeline. It is sent when its future is polled for the first time.
-struct Step<'f, T> {
+struct PipelinedStatement<'f, T> {
     future: Pin<Box<dyn Future<Output = T> + Send + 'f>>,
     may_be_large: bool,
     is_started: bool,
     result: Option<T>,
 }
 
-/// Runs the steps; their statements are sent in order. Results that arrive before they can be processed are held in
-/// memory, so only a few steps with large results are in flight at a time. When `must_stop` returns true after a result,
-/// no further results are awaited. Returns the results with the steps' indexes.
-async fn run_pipelined<T>(mut steps: Vec<Step<'_, T>>, must_stop: impl Fn() -> bool) -> Vec<(usize, T)> {
+/// Runs the statements, which are sent in order. Results that arrive before they can be processed are held in memory,
+/// so only a few with large results are in flight at a time. When `must_stop` returns true after a result, no further
+/// results are awaited. Returns the results with the statements' indexes.
+async fn run_pipelined<T>(
+    mut statements: Vec<PipelinedStatement<'_, T>>,
+    must_stop: impl Fn() -> bool,
+) -> Vec<(usize, T)> {
     std::future::poll_fn(|cx| {
         let (mut is_pending, mut large_in_flight) = (false, 0);
-        for step in steps.iter_mut().filter(|step| step.result.is_none()) {
-            if step.may_be_large && !step.is_started && large_in_flight == MAX_LARGE_IN_FLIGHT {
+        for statement in statements.iter_mut().filter(|statement| statement.result.is_none()) {
+            if statement.may_be_large && !statement.is_started && large_in_flight == MAX_LARGE_IN_FLIGHT {
                 break;
             }
-            step.is_started = true;
-            match step.future.as_mut().poll(cx) {
+            statement.is_started = true;
+            match statement.future.as_mut().poll(cx) {
                 Poll::Ready(value) => {
-                    step.result = Some(value);
+                    statement.result = Some(value);
                     if must_stop() {
                         return Poll::Ready(());
                     }
                 }
                 Poll::Pending => {
                     is_pending = true;
-                    large_in_flight += usize::from(step.may_be_large);
+                    large_in_flight += usize::from(statement.may_be_large);
                 }
             }
         }
         if is_pending { Poll::Pending } else { Poll::Ready(()) }
     })
     .await;
-    steps.into_iter().enumerate().filter_map(|(index, step)| Some((index, step.result?))).collect()
+    statements
+        .into_iter()
+        .enumerate()
+        .filter_map(|(index, statement)| Some((index, statement.result?)))
+        .collect()
 }

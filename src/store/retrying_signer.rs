@@ -27,14 +27,14 @@ const EXPIRED: [&str; 4] = [
 ];
 
 #[derive(Debug)]
-pub(super) struct ReSigner {
+pub(super) struct RetryingSigner {
     pub(super) inner: HttpClient,
     pub(super) source: Arc<dyn CredentialSource>,
     pub(super) region: String,
 }
 
 #[async_trait]
-impl HttpService for ReSigner {
+impl HttpService for RetryingSigner {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let request = self.sign_with_current(request).await;
         let retry = request.clone();
@@ -72,7 +72,7 @@ impl HttpService for ReSigner {
     }
 }
 
-impl ReSigner {
+impl RetryingSigner {
     /// Signs a retry by object_store with the current credentials: object_store signs a request once and retries it
     /// unchanged.
     async fn sign_with_current(&self, request: HttpRequest) -> HttpRequest {
@@ -80,7 +80,7 @@ impl ReSigner {
             Ok(current) if access_key_of(&request).is_some_and(|key| key != current.key_id) => {
                 self.sign(request.clone(), &current).unwrap_or(request)
             }
-            // Without new credentials, the store's error is returned.
+            // Without new credentials, the caller gets the store's error.
             _ => request,
         }
     }

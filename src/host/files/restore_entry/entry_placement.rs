@@ -1,7 +1,8 @@
 //! Moves a restored entry into place, beneath the owner's home directory.
 //!
-//! The owner's programs run meanwhile, and this process may write where they cannot: directories are opened one name at
-//! a time without following links, and entries are named only relative to open directories.
+//! The owner's programs run at the same time, and this process can write to directories to which they cannot.
+//! Directories are therefore opened one name at a time without following links, and entries are named only relative to
+//! open directories.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::OwnedFd;
@@ -17,7 +18,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 use svc_base::fsx::FileError;
 
-/// Maximum number of names that are tried beside an existing entry.
+/// Maximum number of names to try if an entry already exists.
 const MAX_NAMES: u32 = 100;
 const MAX_NAME_BYTES: usize = 255;
 
@@ -25,7 +26,7 @@ const MAX_NAME_BYTES: usize = 255;
 pub(super) struct Directory(OwnedFd);
 
 impl Directory {
-    /// Opens `path` beneath `home`, and creates the directories that do not exist, for `owner`.
+    /// Opens `path` beneath `home`. Creates missing directories, which then belong to `owner`.
     ///
     /// # Errors
     /// `NotADirectory` if a name is a link or a file; other file system errors.
@@ -42,7 +43,7 @@ impl Directory {
                 Err(Errno::NOENT) => create(&directory, name).map_err(wrap.clone()("create"))?,
                 opened => opened.map_err(wrap.clone()("open"))?,
             };
-            give_to_owner(&directory, owner).map_err(wrap.clone()("change the owner of"))?;
+            chown_new_directory(&directory, owner).map_err(wrap.clone()("change the owner of"))?;
         }
         Ok(Self(directory))
     }
@@ -57,7 +58,7 @@ impl Directory {
         }
     }
 
-    /// Returns a name that no entry has: the given name with a mark, such as `notes.restored-20261128T021907Z.txt`.
+    /// Returns an unused name: the given name with a mark, such as `notes.restored-20261128T021907Z.txt`.
     ///
     /// # Errors
     /// `EXIST` if all names are taken; other file system errors.
@@ -71,7 +72,7 @@ impl Directory {
         Err(Errno::EXIST)
     }
 
-    /// Exchanges an entry of this directory with another one, in one step.
+    /// Atomically exchanges an entry of this directory with another one.
     ///
     /// # Errors
     /// `NOENT` if there is no such entry; `XDEV` if the other is on another file system; other file system errors.
@@ -79,11 +80,11 @@ impl Directory {
         renameat_with(CWD, with, &self.0, name, RenameFlags::EXCHANGE)
     }
 
-    /// Moves an entry here, to a name that must be free.
+    /// Moves an entry to an unused name in this directory.
     ///
     /// # Errors
-    /// `EXIST`; `XDEV` if it is on another file system; other file system errors.
-    pub(super) fn take(&self, from: &Path, name: &OsStr) -> Result<(), Errno> {
+    /// `EXIST` if the name is taken; `XDEV` if the entry is on another file system; other file system errors.
+    pub(super) fn move_in(&self, from: &Path, name: &OsStr) -> Result<(), Errno> {
         renameat_with(CWD, from, &self.0, name, RenameFlags::NOREPLACE)
     }
 }
@@ -95,15 +96,15 @@ fn directory_flags() -> OFlags {
 /// Creates a directory that no other user can enter yet.
 fn create(parent: &OwnedFd, name: &OsStr) -> Result<OwnedFd, Errno> {
     match mkdirat(parent, name, Mode::RWXU) {
-        // The owner's programs may have created it in the meantime.
+        // One of the owner's programs may have created it in the meantime.
         Ok(()) | Err(Errno::EXIST) => {}
         Err(error) => return Err(error),
     }
     openat(parent, name, directory_flags(), Mode::empty())
 }
 
-/// Gives a directory that this process has just created, or created in an interrupted run, to the owner.
-fn give_to_owner(directory: &OwnedFd, owner: Option<(u32, u32)>) -> Result<(), Errno> {
+/// Gives a directory to the owner if this process, or an interrupted run, has created it.
+fn chown_new_directory(directory: &OwnedFd, owner: Option<(u32, u32)>) -> Result<(), Errno> {
     let stat = fstat(directory)?;
     let is_new = stat.st_uid == geteuid().as_raw() && stat.st_mode & 0o7777 == Mode::RWXU.as_raw_mode();
     if !is_new {
@@ -115,7 +116,7 @@ fn give_to_owner(directory: &OwnedFd, owner: Option<(u32, u32)>) -> Result<(), E
     fchmod(directory, Mode::from_raw_mode(0o755))
 }
 
-/// `notes.txt` becomes `notes.restored-20261128T021907Z.txt`; further numbers follow the time.
+/// `notes.txt` becomes `notes.restored-20261128T021907Z.txt`. A `number` above 1 is appended to the time.
 fn mark_name(name: &OsStr, mark: &str, at: Timestamp, number: u32) -> OsString {
     let at = at.to_zoned(TimeZone::UTC).strftime("%Y%m%dT%H%M%SZ");
     let suffix = if number == 1 { format!(".{mark}-{at}") } else { format!(".{mark}-{at}-{number}") };
@@ -170,12 +171,12 @@ mod tests {
         directory.exchange(OsStr::new("taken"), &home.path().join("other")).unwrap();
         let none = directory.exchange(OsStr::new("none"), &home.path().join("other"));
         assert_eq!(none, Err(Errno::NOENT));
-        let taken = directory.take(&home.path().join("staged"), OsStr::new("taken"));
+        let taken = directory.move_in(&home.path().join("staged"), OsStr::new("taken"));
         assert_eq!(taken, Err(Errno::EXIST));
         let (name, at) = (OsStr::new("taken"), Timestamp::UNIX_EPOCH);
         let first = directory.find_free_name(name, "restored", at).unwrap();
         assert_eq!(first, "taken.restored-19700101T000000Z");
-        directory.take(&home.path().join("staged"), &first).unwrap();
+        directory.move_in(&home.path().join("staged"), &first).unwrap();
         let second = directory.find_free_name(name, "restored", at).unwrap();
         assert_eq!(second, "taken.restored-19700101T000000Z-2");
         assert_eq!(fs::read_to_string(home.path().join("taken")).unwrap(), "present");

@@ -194,8 +194,8 @@ async fn account_error_raises_one_alarm_and_fails_no_machine() {
     }
 }
 
-/// An operation that waits for the provider's capacity for longer than its deadline has the whole deadline once it
-/// continues.
+/// An operation that has waited for the provider's capacity for longer than its deadline gets the full deadline again
+/// once it continues.
 #[tokio::test(flavor = "multi_thread")]
 async fn time_without_capacity_does_not_count_toward_the_deadline() {
     let stack = Stack::start().await;
@@ -212,7 +212,7 @@ async fn time_without_capacity_does_not_count_toward_the_deadline() {
     let age = "UPDATE operations SET created_at = created_at - interval '3 hours', \
                progress_at = progress_at - interval '3 hours'";
     assert_eq!(client.execute(age, &[]).await.unwrap(), 1);
-    // The operation continues with an error of its own, so that the reconciler sees it before it ends.
+    // The operation continues, but first gets a different error, so the reconciler sees the operation before it ends.
     stack.provider.clear_faults();
     fail_server_creation(&stack, 423, "locked");
     let continued = || async { blocked().await.is_none().then_some(()) };

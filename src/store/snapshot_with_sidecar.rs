@@ -4,9 +4,9 @@ use super::pointer::SnapshotRef;
 
 /// A snapshot with a complete object and a sidecar.
 #[derive(Debug, Clone)]
-pub struct RecordedSnapshot(SnapshotRef);
+pub struct SnapshotWithSidecar(SnapshotRef);
 
-impl RecordedSnapshot {
+impl SnapshotWithSidecar {
     pub(super) fn new(named: SnapshotRef) -> Self {
         Self(named)
     }

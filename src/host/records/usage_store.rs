@@ -1,6 +1,6 @@
-//! The usage book: the [`Ledger`] in memory, and its files.
+//! The usage store: the [`Ledger`] in memory, and its files.
 //!
-//! The interactions are authoritative. `usage.jsonl` is written periodically; opening the book recounts each day whose
+//! The interactions are authoritative. `usage.jsonl` is written periodically; opening the store recounts each day whose
 //! interactions still exist, unless the day is sealed. After any crash, totals therefore equal the sum of the recorded
 //! interactions. The totals for days whose files have expired come from `usage.jsonl` only.
 
@@ -21,10 +21,10 @@ use super::entry::Interaction;
 use super::files;
 use super::ledger::{Ledger, Report, Totals, UsageQuery};
 use super::money::Dollars;
-use super::names::INTERACTIONS;
+use super::record_file_names::INTERACTIONS;
 use super::seals::{Seal, Seals};
 use super::writer::{FileStamp, QueueFull, Record, Records};
-use svc_base::chain::format_chain;
+use svc_base::error_chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx::{self, FileError};
 
@@ -43,7 +43,7 @@ const CHUNK_BYTES: usize = 256 << 10;
 pub const FAILPOINTS: &[&str] = &["usage.begin", "usage.written", "usage.replaced"];
 
 /// The ledger and its files.
-pub struct UsageBook {
+pub struct UsageStore {
     ledger: Mutex<Ledger>,
     records: Records,
     logs: PathBuf,
@@ -54,8 +54,8 @@ pub struct UsageBook {
     incomplete_days: Mutex<BTreeSet<Date>>,
 }
 
-impl UsageBook {
-    /// Opens the book: reads its files, and removes what an interrupted compaction left behind. `seal_file` is outside
+impl UsageStore {
+    /// Opens the store: reads its files, and removes what an interrupted compaction left behind. `seal_file` is outside
     /// the records directory.
     ///
     /// # Errors
@@ -156,11 +156,11 @@ impl UsageBook {
         };
         let expected = FileStamp::of_file(&file).map_err(FileError::wrap("stat", &path))?;
         let write = || -> io::Result<Option<u64>> {
-            failpoint::pass("usage.begin").map_err(io::Error::other)?;
+            failpoint::trigger("usage.begin").map_err(io::Error::other)?;
             let written = self.write_all(&new)?;
-            failpoint::pass("usage.written").map_err(io::Error::other)?;
+            failpoint::trigger("usage.written").map_err(io::Error::other)?;
             let is_replaced = self.records.replace(Record::Usage, new.clone(), expected)?;
-            failpoint::pass("usage.replaced").map_err(io::Error::other)?;
+            failpoint::trigger("usage.replaced").map_err(io::Error::other)?;
             Ok(is_replaced.then_some(written))
         };
         write().map_err(FileError::wrap("write", &new))

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 /// An error response from the provider.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Refusal {
+pub(super) struct ErrorResponse {
     pub(super) status: StatusCode,
     pub(super) code: String,
     message: String,
@@ -15,7 +15,7 @@ pub(super) struct Refusal {
     details: Box<Value>,
 }
 
-impl Refusal {
+impl ErrorResponse {
     pub(super) fn new(status: StatusCode, code: &str, message: impl Into<String>) -> Self {
         Self { status, code: code.to_owned(), message: message.into(), details: Box::new(json!({})) }
     }
@@ -69,7 +69,7 @@ impl Refusal {
     }
 }
 
-impl IntoResponse for Refusal {
+impl IntoResponse for ErrorResponse {
     fn into_response(self) -> Response {
         let body = json!({"error": {"code": self.code, "message": self.message, "details": self.details}});
         (self.status, Json(body)).into_response()

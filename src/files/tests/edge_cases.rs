@@ -1,4 +1,4 @@
-//! Sequences in which a simpler implementation loses data or never ends.
+//! Sequences in which a simpler implementation would lose data or never end.
 
 use std::os::unix::fs::FileExt;
 
@@ -9,20 +9,20 @@ use crate::index::IndexFile;
 use crate::pack::BlobType;
 use crate::repository::Kind;
 
-fn changes_in(directories: &[&str]) -> Changes {
-    let mut changes = Changes::default();
+fn changes_in(directories: &[&str]) -> ChangeSet {
+    let mut changes = ChangeSet::default();
     directories.iter().for_each(|directory| changes.mark_directory(Path::new(directory)));
     changes
 }
 
 impl Fixture {
-    async fn save_changes(&mut self, changes: Changes) -> Saved {
+    async fn save_changes(&mut self, changes: ChangeSet) -> SaveResult {
         let saved = self.saver.save_changes(self.last.clone().unwrap(), changes).await.unwrap();
         self.last = Some((saved.id, saved.snapshot.clone()));
         saved
     }
 
-    async fn assert_restores(&self, saved: &Saved) {
+    async fn assert_restores(&self, saved: &SaveResult) {
         let (target, _) = self.restore(&saved.snapshot).await;
         assert_same(&describe(target.path()), &describe(&self.home()));
     }
@@ -69,7 +69,7 @@ async fn names_of_a_hard_link_may_differ_in_a_save_of_changes() {
 }
 
 #[tokio::test]
-async fn tag_of_a_cache_also_holds_for_changes() {
+async fn cache_tag_applies_to_saves_of_changes() {
     let mut fixture = Fixture::new().await;
     fixture.write("target/CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55");
     fixture.write("target/debug/a", "a");
@@ -112,7 +112,7 @@ async fn file_of_an_implausible_size_is_reported() {
     let mut fixture = Fixture::new().await;
     let path = fixture.write("huge", "");
     if File::options().write(true).open(&path).unwrap().set_len(2 << 40).is_err() {
-        eprintln!("skipped: the file system has no files of 2 TiB");
+        eprintln!("skipped: the file system does not support files of 2 TiB");
         return;
     }
     fixture.write("small", "small");
@@ -127,7 +127,7 @@ async fn expired_parent_does_not_make_later_snapshots_incomplete() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", random_bytes(100_000));
     fixture.save().await;
-    // The parent and all of its packs are gone, as after too long a pause.
+    // The parent and all of its packs have been deleted, as happens after a very long pause.
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     for (pack, _) in repository.list_packs().await.unwrap() {
         repository.delete(&repository.pack_path(pack)).await.unwrap();
@@ -142,7 +142,7 @@ async fn expired_parent_does_not_make_later_snapshots_incomplete() {
     fixture.assert_restores(&saved).await;
 }
 
-/// The machine still has every file, so a damaged tree in the store must not end its backups.
+/// The machine still has every file, so a damaged tree in the store must not stop its backups.
 #[tokio::test]
 async fn damaged_tree_is_written_again() {
     let mut fixture = Fixture::new().await;
@@ -186,7 +186,7 @@ async fn small_index_files_are_merged() {
     };
     crate::prune::prune(&repository, &options).await.unwrap();
     assert_eq!(repository.list(Kind::Index).await.unwrap().len(), 1);
-    // The process that knew the old files goes on.
+    // The process that loaded the old index files continues.
     fixture.write("counter", "more");
     let saved = fixture.save().await;
     fixture.assert_restores(&saved).await;
@@ -199,7 +199,7 @@ async fn index_that_is_replaced_while_it_is_read_is_read_again() {
     let saved = fixture.save().await;
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     let (old, file) = repository.load_index().await.unwrap().remove(0);
-    // Replaces the file again and again, as no pruning does.
+    // Replaces the file much more often than pruning does.
     let replacing = async {
         let mut previous = old;
         for _ in 0..200 {
@@ -246,7 +246,7 @@ async fn paths_longer_than_the_limit_are_saved_and_restored() {
 #[tokio::test]
 async fn restore_that_does_not_fit_writes_nothing() {
     let mut fixture = Fixture::new().await;
-    // Compressible content and copies take little in the repository, but their whole size on the disk.
+    // Compressible content and copies take little space in the repository, but their full size on disk.
     let text: String = (0..400_000_u32).map(|n| n.wrapping_mul(2_654_435_761).to_string()).collect();
     for name in ["a", "b", "c"] {
         fixture.write(name, &text);

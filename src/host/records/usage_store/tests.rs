@@ -1,18 +1,18 @@
-//! Tests the book and its files: after reopening, after a crash, and with invalid lines.
+//! Tests the store and its files: after reopening, after a crash, and with invalid lines.
 
 use std::fs;
 
 use jiff::Timestamp;
 
 use super::*;
-use crate::records::entry::Status;
+use crate::records::entry::ResultStatus;
 use crate::records::writer::Writer;
 
-struct TestBook {
+struct TestStore {
     dir: tempfile::TempDir,
 }
 
-impl TestBook {
+impl TestStore {
     fn new() -> Self {
         Self { dir: tempfile::tempdir().unwrap() }
     }
@@ -21,11 +21,11 @@ impl TestBook {
         self.dir.path().join("logs")
     }
 
-    fn open(&self) -> (Writer, UsageBook) {
+    fn open(&self) -> (Writer, UsageStore) {
         let writer = Writer::start(self.logs()).unwrap();
-        let book =
-            UsageBook::open(writer.records(), self.logs(), self.dir.path().join("seals.json")).unwrap();
-        (writer, book)
+        let store =
+            UsageStore::open(writer.records(), self.logs(), self.dir.path().join("seals.json")).unwrap();
+        (writer, store)
     }
 
     fn read(&self, name: &str) -> String {
@@ -52,7 +52,7 @@ fn interaction(n: u64) -> Interaction {
         cost_estimated: false,
         duration_ms: 5,
         tools: Vec::new(),
-        status: Status::Success,
+        status: ResultStatus::Success,
         error: None,
         batch: false,
         batch_id: None,
@@ -60,20 +60,20 @@ fn interaction(n: u64) -> Interaction {
     }
 }
 
-fn cost(book: &UsageBook) -> Dollars {
-    book.report(&UsageQuery::default()).total.cost
+fn cost(store: &UsageStore) -> Dollars {
+    store.report(&UsageQuery::default()).total.cost
 }
 
 #[test]
-fn reopened_book_recounts_only_unsealed_days() {
-    let test = TestBook::new();
-    let (writer, book) = test.open();
+fn reopened_store_recounts_only_unsealed_days() {
+    let test = TestStore::new();
+    let (writer, store) = test.open();
     for n in 0..100 {
-        book.record(day(if n < 60 { "2026-11-21" } else { "2026-11-22" }), &interaction(n)).unwrap();
+        store.record(day(if n < 60 { "2026-11-21" } else { "2026-11-22" }), &interaction(n)).unwrap();
     }
-    let before = book.report(&UsageQuery::default());
-    book.seal();
-    drop((book, writer));
+    let before = store.report(&UsageQuery::default());
+    store.seal();
+    drop((store, writer));
     assert_eq!(test.read("interactions-2026-11-21.jsonl").lines().count(), 60);
     let usage = test.read("usage.jsonl");
     assert_eq!(usage.lines().count(), 12);
@@ -82,44 +82,44 @@ fn reopened_book_recounts_only_unsealed_days() {
     let path = test.logs().join("interactions-2026-11-21.jsonl");
     let length = fs::metadata(&path).unwrap().len();
     fs::write(&path, "x".repeat(usize::try_from(length).unwrap())).unwrap();
-    let (writer, book) = test.open();
-    assert_eq!(book.report(&UsageQuery::default()), before);
-    book.seal();
-    drop((book, writer));
+    let (writer, store) = test.open();
+    assert_eq!(store.report(&UsageQuery::default()), before);
+    store.seal();
+    drop((store, writer));
     assert_eq!(test.read("usage.jsonl"), usage, "no new lines");
 
     // The file has expired: the day comes from usage.jsonl only.
     fs::remove_file(&path).unwrap();
-    let (_writer, book) = test.open();
-    assert_eq!(book.report(&UsageQuery::default()), before);
+    let (_writer, store) = test.open();
+    assert_eq!(store.report(&UsageQuery::default()), before);
 }
 
 #[test]
-fn crashed_book_is_recounted_from_interactions() {
-    let test = TestBook::new();
-    let (writer, book) = test.open();
+fn crashed_store_is_recounted_from_interactions() {
+    let test = TestStore::new();
+    let (writer, store) = test.open();
     for n in 0..10 {
-        book.record(day("2026-11-22"), &interaction(n)).unwrap();
+        store.record(day("2026-11-22"), &interaction(n)).unwrap();
     }
-    book.write();
+    store.write();
     for n in 10..20 {
-        book.record(day("2026-11-22"), &interaction(n)).unwrap();
+        store.record(day("2026-11-22"), &interaction(n)).unwrap();
     }
     // Neither sealed nor completely written.
-    drop((book, writer));
+    drop((store, writer));
     let path = test.logs().join("interactions-2026-11-22.jsonl");
     let mut text = fs::read_to_string(&path).unwrap();
     text.push_str("{\"version\":1,\"id\":\"torn");
     fs::write(&path, text).unwrap();
-    let (writer, book) = test.open();
-    assert_eq!(cost(&book), (0..20).map(|n| interaction(n).cost).sum());
+    let (writer, store) = test.open();
+    assert_eq!(cost(&store), (0..20).map(|n| interaction(n).cost).sum());
     assert_eq!(
-        book.spent("user_1", day("2026-11-01"), day("2026-11-30")),
+        store.spent("user_1", day("2026-11-01"), day("2026-11-30")),
         (0..20).filter(|n| n % 3 == 1).map(|n| interaction(n).cost).sum()
     );
-    book.record(day("2026-11-22"), &interaction(20)).unwrap();
-    book.seal();
-    drop((book, writer));
+    store.record(day("2026-11-22"), &interaction(20)).unwrap();
+    store.seal();
+    drop((store, writer));
     assert_eq!(
         test.read("interactions-2026-11-22.jsonl").lines().count(),
         21,
@@ -128,94 +128,94 @@ fn crashed_book_is_recounted_from_interactions() {
     // Lost lines reduce the totals, including those in usage.jsonl.
     let kept: String = test.read("interactions-2026-11-22.jsonl").split_inclusive('\n').take(5).collect();
     fs::write(&path, kept).unwrap();
-    let (writer, book) = test.open();
-    assert_eq!(cost(&book), (0..5).map(|n| interaction(n).cost).sum());
-    book.seal();
-    drop((book, writer));
+    let (writer, store) = test.open();
+    assert_eq!(cost(&store), (0..5).map(|n| interaction(n).cost).sum());
+    store.seal();
+    drop((store, writer));
     fs::remove_file(path).unwrap();
-    let (_writer, book) = test.open();
-    assert_eq!(cost(&book), (0..5).map(|n| interaction(n).cost).sum());
+    let (_writer, store) = test.open();
+    assert_eq!(cost(&store), (0..5).map(|n| interaction(n).cost).sum());
 }
 
 #[test]
 fn seal_without_usage_lines_is_ignored() {
-    let test = TestBook::new();
-    let (writer, book) = test.open();
+    let test = TestStore::new();
+    let (writer, store) = test.open();
     for n in 0..10 {
-        book.record(day("2026-11-22"), &interaction(n)).unwrap();
+        store.record(day("2026-11-22"), &interaction(n)).unwrap();
     }
-    let before = cost(&book);
-    book.seal();
-    drop((book, writer));
+    let before = cost(&store);
+    store.seal();
+    drop((store, writer));
     fs::remove_file(test.logs().join("usage.jsonl")).unwrap();
-    let (writer, book) = test.open();
-    assert_eq!(cost(&book), before);
-    book.seal();
-    drop((book, writer));
+    let (writer, store) = test.open();
+    assert_eq!(cost(&store), before);
+    store.seal();
+    drop((store, writer));
     assert_eq!(test.read("usage.jsonl").lines().count(), 6);
 }
 
 #[test]
 fn invalid_lines_are_ignored() {
-    let test = TestBook::new();
+    let test = TestStore::new();
     fs::create_dir_all(test.logs()).unwrap();
     fs::write(test.logs().join("usage.jsonl"), "{}\n[]\nnot json\n{\"version\":1,\"gap\":{}}\n").unwrap();
     fs::write(test.logs().join("interactions-2026-11-22.jsonl"), "{\"cost\":-1}\n\n").unwrap();
     fs::create_dir(test.logs().join("interactions-2026-11-23.jsonl")).unwrap();
-    let (_writer, book) = test.open();
-    assert_eq!(book.report(&UsageQuery::default()), Report::default());
+    let (_writer, store) = test.open();
+    assert_eq!(store.report(&UsageQuery::default()), Report::default());
 }
 
 #[test]
 fn compaction_keeps_totals() {
-    let test = TestBook::new();
-    let (writer, book) = test.open();
+    let test = TestStore::new();
+    let (writer, store) = test.open();
     for turn in 0..40 {
         for n in 0..6 {
-            book.record(day("2026-11-22"), &interaction(turn * 6 + n)).unwrap();
+            store.record(day("2026-11-22"), &interaction(turn * 6 + n)).unwrap();
         }
-        book.write();
+        store.write();
     }
-    let before = book.report(&UsageQuery::default());
+    let before = store.report(&UsageQuery::default());
     assert!(writer.records().flush(Duration::from_secs(20)));
     assert_eq!(test.read("usage.jsonl").lines().count(), 240);
-    book.compact();
+    store.compact();
     assert_eq!(test.read("usage.jsonl").lines().count(), 6);
     assert!(!test.logs().join(NEW_USAGE_FILE).exists());
-    book.record(day("2026-11-22"), &interaction(0)).unwrap();
-    book.seal();
+    store.record(day("2026-11-22"), &interaction(0)).unwrap();
+    store.seal();
     assert_eq!(test.read("usage.jsonl").lines().count(), 7);
-    drop((book, writer));
+    drop((store, writer));
     // What an interrupted compaction left behind is ignored.
     fs::write(test.logs().join(NEW_USAGE_FILE), "{\"version\":1,\"da").unwrap();
     fs::remove_file(test.logs().join("interactions-2026-11-22.jsonl")).unwrap();
-    let (_writer, book) = test.open();
-    assert_eq!(book.report(&UsageQuery::default()).total.cost, before.total.cost + interaction(0).cost);
+    let (_writer, store) = test.open();
+    assert_eq!(store.report(&UsageQuery::default()).total.cost, before.total.cost + interaction(0).cost);
     assert!(!test.logs().join(NEW_USAGE_FILE).exists());
 }
 
 #[test]
 fn usage_with_many_obsolete_lines_is_compacted() {
-    let test = TestBook::new();
+    let test = TestStore::new();
     fs::create_dir_all(test.logs()).unwrap();
     let line = r#"{"version":1,"date":"2026-01-02","userId":"u","model":"m","cost":0.5,"tokensIn":1,"tokensOut":1,"dispatches":1,"seq":1}"#;
     let text = format!("{line}\n").repeat(usize::try_from(MAX_OBSOLETE_LINES).unwrap() + 2);
     fs::write(test.logs().join("usage.jsonl"), &text).unwrap();
-    let (_writer, book) = test.open();
-    book.write();
+    let (_writer, store) = test.open();
+    store.write();
     assert_eq!(test.read("usage.jsonl"), text, "not more than the maximum");
     for _ in 0..3 {
-        book.record(day("2026-01-02"), &interaction(1)).unwrap();
-        book.write();
+        store.record(day("2026-01-02"), &interaction(1)).unwrap();
+        store.write();
     }
     assert_eq!(test.read("usage.jsonl").lines().count(), 2);
     let three = Dollars::from_nanos(3 * interaction(1).cost.nanos());
-    assert_eq!(cost(&book), Dollars::from_nanos(500_000_000) + three);
+    assert_eq!(cost(&store), Dollars::from_nanos(500_000_000) + three);
 }
 
 #[test]
 fn endless_line_is_not_held_in_memory() {
-    let test = TestBook::new();
+    let test = TestStore::new();
     fs::create_dir_all(test.logs()).unwrap();
     let path = test.logs().join("interactions-2026-11-22.jsonl");
     let file = fs::File::create(&path).unwrap();
@@ -227,6 +227,6 @@ fn endless_line_is_not_held_in_memory() {
     let mut longest = 0;
     for_each_line(&path, |line| longest = longest.max(line.len())).unwrap();
     assert!(longest as u64 <= MAX_LINE_BYTES, "{longest}");
-    let (_writer, book) = test.open();
-    assert_eq!(cost(&book), interaction(5).cost);
+    let (_writer, store) = test.open();
+    assert_eq!(cost(&store), interaction(5).cost);
 }
