@@ -148,9 +148,9 @@ async fn machine_with_silent_host_can_be_undeleted_and_discarded() {
     assert_contains(
         &output,
         &[
-            "status     deleted",
-            "snapshot   2026-01-02 03:04:05 UTC",
-            &format!("undo       `svcctl undelete {id}` until"),
+            "status        deleted",
+            "snapshot      2026-01-02 03:04:05 UTC",
+            &format!("undo          `svcctl undelete {id}` until"),
         ],
     );
     let output = operator.run(0, &["undelete", HANDLE, "--wait=60"]).await;
@@ -158,7 +158,7 @@ async fn machine_with_silent_host_can_be_undeleted_and_discarded() {
     let again = operator.run(0, &["undelete", HANDLE]).await;
     assert_contains(
         &again,
-        &["the deletion had already been undone; nothing was changed", "status     running"],
+        &["the deletion had already been undone; nothing was changed", "status        running"],
     );
 
     // The host is unreachable, so data written since the machine registered exists only on its server.

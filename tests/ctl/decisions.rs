@@ -239,7 +239,7 @@ async fn power_off_reports_progress_and_repeated_requests() {
     let output = platform.svcctl(&["power", "off", MACHINE, "--yes"]).await;
     let printed = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(
-        printed.contains("status     off\n") && printed.contains("had already been powered off"),
+        printed.contains("status        off\n") && printed.contains("had already been powered off"),
         "{printed}"
     );
 }

@@ -228,9 +228,9 @@ mod tests {
         let remedy = Code::RequestTooLarge.remedy();
         for Endpoint { operation, max_body_bytes } in endpoints() {
             let limit = match (operation.path, max_body_bytes >> 10) {
-                ("/api/bridge/query", kib) => format!("to the bridge {} MiB", kib >> 10),
-                (path, kib @ 1024..) => format!("to `{path}` {} MiB", kib >> 10),
-                (_, kib) => format!("at most {kib} KiB"),
+                ("/api/bridge/query", kib) => format!("{} MiB to the bridge", kib >> 10),
+                (path, kib @ 1024..) => format!("{} MiB to `{path}`", kib >> 10),
+                (_, kib) => format!("{kib} KiB to other routes"),
             };
             assert!(remedy.contains(&limit), "{}: {limit}", operation.path);
         }
