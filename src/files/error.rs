@@ -31,6 +31,10 @@ pub enum FilesError {
     },
     #[error("the restored files need at least {needed} bytes, but only {available} are available")]
     NoSpace { needed: u64, available: u64 },
+    #[error(
+        "at least {needed} files and directories are to be restored, but the file system has room for {available}"
+    )]
+    NoInodes { needed: u64, available: u64 },
     #[error("the operation was cancelled, or one of its threads panicked")]
     Stopped,
     #[error("cannot start a thread")]
@@ -62,6 +66,11 @@ impl FilesError {
     /// Whether an object is missing or damaged, in which case another copy may be intact.
     pub fn is_damage(&self) -> bool {
         matches!(self, Self::Corrupt { .. } | Self::Store(StoreError::NotFound { .. }))
+    }
+
+    /// Whether the file system is too small.
+    pub fn is_no_space(&self) -> bool {
+        matches!(self, Self::NoSpace { .. } | Self::NoInodes { .. })
     }
 
     /// Converts the error to `NoSpace` if a write failed because other programs have filled the disk in the meantime.

@@ -377,7 +377,7 @@ impl History {
     /// Reads a blob, from another copy if the first is damaged.
     async fn read_blob(&self, blob_type: BlobType, id: Id) -> Result<Vec<u8>, FilesError> {
         let first = self.locations.find(blob_type, id)?;
-        let others = self.locations.find_others(blob_type, id).iter().copied();
+        let others = self.locations.find_others(blob_type, id);
         let mut damage = None;
         for location in [first].into_iter().chain(others) {
             let read = async {

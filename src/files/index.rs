@@ -1,6 +1,6 @@
 //! The index records which pack each blob is in. It is the union of all index files in the repository.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -140,8 +140,6 @@ pub(crate) struct BlobLocations {
     packs: Vec<PackExtent>,
     data: LocationsOfType,
     trees: LocationsOfType,
-    /// The other locations of blobs that are in several packs.
-    others: HashMap<(BlobType, Id), Vec<BlobLocation>>,
 }
 
 /// The locations of the blobs of one type.
@@ -151,6 +149,8 @@ struct LocationsOfType {
     sorted: Vec<(Id, BlobLocation)>,
     /// Those in packs that are marked for deletion; empty when all index files are loaded.
     marked: Vec<(Id, BlobLocation)>,
+    /// The other locations of blobs that are in several packs, sorted by id.
+    others: Vec<(Id, BlobLocation)>,
 }
 
 impl LocationsOfType {
@@ -159,12 +159,18 @@ impl LocationsOfType {
         Some(self.sorted[at].1)
     }
 
-    /// Sorts the locations, and removes all but the first of each blob. Returns those.
-    fn finish_loading(&mut self) -> Vec<(Id, BlobLocation)> {
+    fn find_others(&self, id: Id) -> &[(Id, BlobLocation)] {
+        let start = self.others.partition_point(|(other, _)| *other < id);
+        let count = self.others[start..].partition_point(|(other, _)| *other == id);
+        &self.others[start..start + count]
+    }
+
+    /// Sorts the locations, and moves all but the first of each blob to `others`.
+    fn finish_loading(&mut self) {
         self.sorted.append(&mut self.marked);
         // The sort is stable, so a location in a pack that is not marked for deletion comes first.
         self.sorted.sort_by_key(|(id, _)| *id);
-        let mut others = Vec::new();
+        let others = &mut self.others;
         self.sorted.dedup_by(|next, first| {
             let is_same = next.0 == first.0;
             others.extend(is_same.then_some(*next));
@@ -172,7 +178,6 @@ impl LocationsOfType {
         });
         self.sorted.shrink_to_fit();
         self.marked = Vec::new();
-        others
     }
 }
 
@@ -240,11 +245,8 @@ impl BlobLocations {
 
     /// Must follow the last [`Self::load`].
     pub(crate) fn finish_loading(mut self) -> Self {
-        for (blob_type, locations) in [(BlobType::Data, &mut self.data), (BlobType::Tree, &mut self.trees)] {
-            for (id, location) in locations.finish_loading() {
-                self.others.entry((blob_type, id)).or_default().push(location);
-            }
-        }
+        self.data.finish_loading();
+        self.trees.finish_loading();
         self
     }
 
@@ -253,18 +255,29 @@ impl BlobLocations {
     /// # Errors
     /// [`FilesError::Corrupt`] if the blob is not in the index.
     pub(crate) fn find(&self, blob_type: BlobType, id: Id) -> Result<BlobLocation, FilesError> {
-        let (locations, name) = match blob_type {
-            BlobType::Data => (&self.data, "chunk"),
-            BlobType::Tree => (&self.trees, "tree"),
+        let name = match blob_type {
+            BlobType::Data => "chunk",
+            BlobType::Tree => "tree",
         };
-        locations
+        self.of_type(blob_type)
             .find(id)
             .ok_or_else(|| FilesError::corrupt(format!("{name} {id}"), &"it is not in the index"))
     }
 
     /// Returns the other locations of a blob, for use if its first copy is damaged.
-    pub(crate) fn find_others(&self, blob_type: BlobType, id: Id) -> &[BlobLocation] {
-        self.others.get(&(blob_type, id)).map_or(&[], Vec::as_slice)
+    pub(crate) fn find_others(
+        &self,
+        blob_type: BlobType,
+        id: Id,
+    ) -> impl Iterator<Item = BlobLocation> + use<'_> {
+        self.of_type(blob_type).find_others(id).iter().map(|(_, location)| *location)
+    }
+
+    fn of_type(&self, blob_type: BlobType) -> &LocationsOfType {
+        match blob_type {
+            BlobType::Data => &self.data,
+            BlobType::Tree => &self.trees,
+        }
     }
 
     pub(crate) fn pack(&self, location: BlobLocation) -> PackExtent {
@@ -321,7 +334,7 @@ mod tests {
         let pack_of = |location| locations.pack(location).id;
         let find = |n| locations.find(BlobType::Data, id(n)).map(pack_of).ok();
         assert_eq!([0, 1, 2, 3].map(find), [None, Some(id(100)), Some(id(101)), Some(id(101))]);
-        let others = locations.find_others(BlobType::Data, id(2)).iter().copied();
+        let others = locations.find_others(BlobType::Data, id(2));
         assert_eq!(others.map(pack_of).collect::<Vec<_>>(), [id(100)]);
         assert!(locations.find(BlobType::Tree, id(2)).is_err());
     }

@@ -19,6 +19,7 @@ mod id;
 mod index;
 mod key;
 mod pack;
+mod pack_reader;
 pub mod prune;
 mod random;
 mod repository;

@@ -28,7 +28,7 @@ use crate::tree::Tree;
 /// The format version. Version 2 supports compression.
 const VERSION: u32 = 2;
 /// Maximum sizes of packs and of other objects. Machines write them, and the platform reads them.
-const MAX_PACK_BYTES: u64 = 256 << 20;
+pub(crate) const MAX_PACK_BYTES: u64 = 256 << 20;
 const MAX_OBJECT_BYTES: u64 = 64 << 20;
 /// The first byte of compressed JSON.
 const COMPRESSED: u8 = 2;
@@ -44,7 +44,7 @@ const MAX_CONCURRENT_READS: usize = 4;
 const MAX_INDEX_READS: u32 = 12;
 const MAX_INDEX_PAUSE: Duration = Duration::from_secs(5);
 /// Timeout for one ranged read, one deletion, and the next entry of a listing.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
+pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(Serialize, Deserialize)]
 struct Config {
@@ -80,11 +80,12 @@ impl Kind {
 /// An open repository.
 #[derive(Clone)]
 pub struct Repository {
-    bucket: Bucket,
+    pub(crate) bucket: Bucket,
     root: Path,
     pub(crate) key: MasterKey,
     pub(crate) polynomial: Polynomial,
     cache: Cache,
+    pub(crate) outage_timeout: Duration,
 }
 
 impl Repository {
@@ -108,7 +109,8 @@ impl Repository {
         if config.version != VERSION {
             return Err(FilesError::UnsupportedVersion(config.version));
         }
-        Ok(Some(Self { bucket, root, key, polynomial: config.polynomial, cache }))
+        let polynomial = config.polynomial;
+        Ok(Some(Self { bucket, root, key, polynomial, cache, outage_timeout: Duration::ZERO }))
     }
 
     /// Opens the repository, and creates it if there is none. If another process creates it at the same time, both use
@@ -213,43 +215,6 @@ impl Repository {
             Ok(()) | Err(StoreError::Precondition { .. }) => Ok(()),
             Err(error) => Err(error.into()),
         }
-    }
-
-    /// Reads a range of a pack.
-    pub(crate) async fn read_pack(&self, id: Id, range: std::ops::Range<u64>) -> Result<Bytes, FilesError> {
-        let path = self.pack_path(id);
-        let expected = range.end.saturating_sub(range.start);
-        if expected > MAX_PACK_BYTES {
-            return Err(FilesError::corrupt(format!("pack {id}"), &"its size in the index is implausible"));
-        }
-        let end = range.end;
-        let read = async {
-            let bytes = self.bucket.raw().get_range(&path, range).await;
-            bytes.map_err(|error| StoreError::classify(&path, error))
-        };
-        let bytes = match self.bucket.run_with_timeout(&path, REQUEST_TIMEOUT, read).await {
-            Ok(bytes) => bytes,
-            Err(error @ StoreError::NotFound { .. }) => return Err(error.into()),
-            Err(error) => {
-                // A range beyond the end of the pack is an error of the request; a retry would fail as well.
-                let head = async {
-                    let meta = self.bucket.raw().head(&path).await;
-                    meta.map_err(|error| StoreError::classify(&path, error))
-                };
-                let meta = self.bucket.run_with_timeout(&path, REQUEST_TIMEOUT, head).await;
-                if meta.is_ok_and(|meta| meta.size < end) {
-                    return Err(FilesError::corrupt(
-                        format!("pack {id}"),
-                        &"it is shorter than the index says",
-                    ));
-                }
-                return Err(error.into());
-            }
-        };
-        if bytes.len() as u64 != expected {
-            return Err(FilesError::corrupt(format!("pack {id}"), &"it is shorter than the index says"));
-        }
-        Ok(bytes)
     }
 
     /// Reads a whole pack; `None` if it does not exist.

@@ -157,6 +157,17 @@ impl Node {
         is_plain.then_some(name)
     }
 
+    /// Returns an estimate of the memory for its texts and attributes, in bytes.
+    pub(crate) fn heap_bytes(&self) -> usize {
+        let texts = [&self.name, &self.user, &self.group, &self.linktarget];
+        let texts = texts.into_iter().chain(&self.linktarget_raw).map(String::len).sum::<usize>();
+        let attributes = self.extended_attributes.iter().map(|attribute| {
+            let value = attribute.value.as_ref().map_or(0, String::len);
+            size_of::<ExtendedAttribute>() + attribute.name.len() + value
+        });
+        texts + attributes.sum::<usize>()
+    }
+
     /// The lowest twelve bits of a Unix mode.
     pub fn unix_mode(&self) -> u32 {
         let bit = |go, unix| if self.mode & go != 0 { unix } else { 0 };

@@ -47,7 +47,7 @@ impl<'a> TreeReader<'a> {
             if !result.as_ref().is_err_and(FilesError::is_damage) {
                 break;
             }
-            result = self.read_at(id, *other).await;
+            result = self.read_at(id, other).await;
         }
         result
     }

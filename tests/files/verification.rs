@@ -61,7 +61,11 @@ async fn damage_is_located_and_repaired() -> Result<()> {
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
     let repaired = host.machine.run(&["svc-sync-agent", "verify"])?.expect(0);
-    assert!(repaired.stdout.contains("nothing is lost; other packs contain the content"), "{}", repaired.stdout);
+    assert!(
+        repaired.stdout.contains("nothing is lost; other packs contain the content"),
+        "{}",
+        repaired.stdout
+    );
     assert!(!request.exists());
     assert_eq!(read_checks(&host)?["damaged"], serde_json::json!({}));
     let next = Host::new(&store, &platform, 2)?;

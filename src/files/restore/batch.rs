@@ -1,7 +1,6 @@
 //! A part of a restore that fits in memory: entries, and the chunks of the files among them.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use super::hard_links::FirstNames;
 use super::target::Target;
@@ -11,10 +10,9 @@ use crate::index::{BlobLocation, BlobLocations};
 use crate::pack::BlobType;
 use crate::tree::{Node, NodeType};
 
-/// Bounds the memory of a restore: 100 bytes to a kilobyte per entry, and 64 bytes per chunk. A single file may have
-/// more chunks. Tests use small batches, so that their restores have several.
-const MAX_ENTRIES: usize = if cfg!(test) { 5 } else { 20_000 };
-const MAX_PIECES: usize = if cfg!(test) { 8 } else { 200_000 };
+/// Bounds the memory for a batch: with typical files, one has about 100,000 entries. A pack is read again for each batch
+/// that needs it. Tests use small batches, so that their restores have several.
+const MAX_BATCH_BYTES: usize = if cfg!(test) { 4 << 10 } else { 64 << 20 };
 
 /// An entry to restore. Its node has no list of chunks, and a file's size is the sum of its chunks' sizes.
 #[derive(Debug)]
@@ -42,14 +40,15 @@ pub(super) struct Batch {
     pub(super) files: Vec<PlannedEntry>,
     pub(super) links: Vec<PlannedEntry>,
     /// Further names of files, each with the first name, which may be in an earlier batch.
-    pub(super) hard_links: Vec<(PathBuf, Arc<Path>)>,
+    pub(super) hard_links: Vec<(PathBuf, Box<Path>)>,
     pub(super) pieces: Vec<ChunkPlacement>,
+    /// An estimate of its size in memory.
+    bytes: usize,
 }
 
 impl Batch {
     pub(super) fn is_full(&self) -> bool {
-        let entries = self.directories.len() + self.files.len() + self.links.len() + self.hard_links.len();
-        entries >= MAX_ENTRIES || self.pieces.len() >= MAX_PIECES
+        self.bytes >= MAX_BATCH_BYTES
     }
 
     /// Adds an entry.
@@ -63,6 +62,7 @@ impl Batch {
         first_names: &mut FirstNames,
         locations: &BlobLocations,
     ) -> Result<(), FilesError> {
+        self.bytes += size_of::<PlannedEntry>() + path.as_os_str().len() + node.heap_bytes();
         match node.node_type {
             NodeType::Dir => self.directories.push(PlannedEntry { path, node }),
             NodeType::Symlink => self.links.push(PlannedEntry { path, node }),
@@ -71,6 +71,8 @@ impl Batch {
                     self.hard_links.push((path, first));
                 } else {
                     let content = node.content.take().unwrap_or_default();
+                    // Each piece is copied once, to the read that serves it.
+                    self.bytes += 2 * content.len() * size_of::<ChunkPlacement>();
                     node.size = self.add_pieces(content, locations)?;
                     self.files.push(PlannedEntry { path, node });
                 }

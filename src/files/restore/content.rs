@@ -85,8 +85,7 @@ async fn write_other_copy(
     error: &FilesError,
 ) -> Result<u64, FilesError> {
     let id = same[0].id;
-    let copies =
-        [same[0].location].into_iter().chain(locations.find_others(BlobType::Data, id).iter().copied());
+    let copies = [same[0].location].into_iter().chain(locations.find_others(BlobType::Data, id));
     for location in copies {
         let pieces = same.iter().map(|piece| ChunkPlacement { location, ..*piece }).collect();
         let read = RangeRead { pack: locations.pack(location).id, range: location.range(), pieces };

@@ -9,6 +9,7 @@ mod batch;
 mod content;
 mod hard_links;
 mod metadata;
+mod space;
 mod survey;
 mod target;
 mod walk;
@@ -28,12 +29,10 @@ use crate::snapshot::Snapshot;
 use batch::Batch;
 use hard_links::FirstNames;
 use metadata::{AttributeWriter, Owners};
+use space::Space;
+pub use space::available_bytes;
 use survey::Survey;
 use walk::{Start, Walk};
-
-/// A restore leaves this share of the file system free, and at most `MAX_RESERVE_BYTES`: the database is on it, too.
-const RESERVE_SHARE: u64 = 20;
-const MAX_RESERVE_BYTES: u64 = 1 << 30;
 
 /// The fail points of a restore.
 pub const FAILPOINTS: &[&str] =
@@ -92,21 +91,10 @@ pub struct Restored {
     pub first_incomplete: Option<String>,
 }
 
-/// Returns the space that a restore may take in a directory, in bytes: the free space without a reserve.
-///
-/// # Errors
-/// `Io` if the free space cannot be read.
-pub fn available_bytes(directory: &Path) -> Result<u64, FilesError> {
-    let stat = rustix::fs::statvfs(directory).map_err(FilesError::io("read the free space of", directory))?;
-    let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
-    let reserve = (bytes(stat.f_blocks) / RESERVE_SHARE).min(MAX_RESERVE_BYTES);
-    Ok(bytes(stat.f_bavail).saturating_sub(reserve))
-}
-
 /// Restores a snapshot. Every chunk's hash is checked before it is written.
 ///
 /// # Errors
-/// `NoSpace`, `Corrupt`, `Io`, or a store error. The target may then be partly written: retry with a new, empty one.
+/// `NoSpace`, `NoInodes`, `Corrupt`, `Io`, or a store error. The target may then be partly written: retry with a new, empty one.
 pub async fn restore(
     repository: &Repository,
     snapshot: &Snapshot,
@@ -137,8 +125,11 @@ async fn restore_from(
     progress: &RestoreProgress,
 ) -> Result<Restored, FilesError> {
     let locations = repository.load_locations().await?;
-    let survey = Survey::create(Walk::new(repository, &locations, start.clone()), &locations).await?;
-    survey.check_space(&options.target)?;
+    let mut walk = Walk::new(repository, &locations);
+    walk.start(start.clone());
+    let survey = Survey::create(&mut walk, &locations, Space::read(&options.target)?).await?;
+    // An earlier attempt may have written some.
+    progress.written_bytes.store(0, Ordering::Relaxed);
     progress.total_bytes.store(survey.bytes, Ordering::Relaxed);
     progress.total_files.store(survey.files, Ordering::Relaxed);
     let owners = match options.owner {
@@ -153,7 +144,7 @@ async fn restore_from(
         attributes: AttributeWriter::new(owners),
         progress,
     };
-    let mut walk = Walk::new(repository, &locations, start);
+    walk.start(start);
     let (mut batch, mut first_names) = (Batch::default(), FirstNames::default());
     while let Some(entries) = walk.next().await? {
         for (path, node) in entries {
@@ -165,7 +156,8 @@ async fn restore_from(
     }
     restore = restore.add(batch).await?;
     let (attributes, target) = (restore.attributes, options.target.clone());
-    let restored = run_blocking(move || attributes.finish(&target)).await?;
+    let restored = run_blocking(move || attributes.finish(&target)).await;
+    let restored = restored.map_err(|error| error.or_no_space(survey.needed_bytes))?;
     failpoint::trigger("files.restore.completed")?;
     Ok(restored)
 }
@@ -184,15 +176,18 @@ struct Restore<'a> {
 impl Restore<'_> {
     /// Restores the entries of a batch. The directories get their attributes later.
     async fn add(mut self, batch: Batch) -> Result<Self, FilesError> {
-        let target = self.target.to_owned();
-        let batch = run_blocking(move || batch.create_entries(&target).map(|()| batch)).await?;
-        failpoint::trigger("files.restore.planned")?;
-        let written =
-            content::write_contents(self.repository, self.locations, batch, self.target, self.progress).await;
+        let written = self.create_and_write(batch).await;
         let batch = written.map_err(|error| error.or_no_space(self.needed_bytes))?;
         failpoint::trigger("files.restore.written")?;
         let (mut attributes, target) = (self.attributes, self.target.to_owned());
         self.attributes = run_blocking(move || attributes.apply(batch, &target).map(|()| attributes)).await?;
         Ok(self)
+    }
+
+    async fn create_and_write(&self, batch: Batch) -> Result<Batch, FilesError> {
+        let target = self.target.to_owned();
+        let batch = run_blocking(move || batch.create_entries(&target).map(|()| batch)).await?;
+        failpoint::trigger("files.restore.planned")?;
+        content::write_contents(self.repository, self.locations, batch, self.target, self.progress).await
     }
 }

@@ -1,63 +1,80 @@
 //! Determines what a restore will write, before anything is created.
 
-use std::path::Path;
-
-use super::available_bytes;
-use super::hard_links::FirstNames;
+use super::hard_links::LinkedFiles;
+use super::space::Space;
 use super::walk::Walk;
 use crate::error::FilesError;
 use crate::index::{BlobLocation, BlobLocations};
 use crate::pack::BlobType;
-use crate::tree::NodeType;
+use crate::tree::{Node, NodeType};
 
-/// A chunk of zeros is this many times as long as its compressed form, or more.
-const HOLE_RATIO: u64 = 500;
+/// A chunk of zeros is at least this many times as long as its compressed form.
+const MIN_HOLE_RATIO: u64 = 500;
 
 /// What a restore will write. A file with several names counts once.
 #[derive(Debug, Default)]
 pub(super) struct Survey {
     pub(super) files: u64,
     pub(super) bytes: u64,
-    /// The space that the files take, in bytes: holes take none. What compresses as well as zeros counts as a hole.
+    /// The space that the files and directories take, in bytes. Holes take none; a chunk that compresses as well as zeros
+    /// counts as a hole.
     pub(super) needed_bytes: u64,
+    /// The number of files, directories and symbolic links.
+    inodes: u64,
 }
 
 impl Survey {
-    /// Reads all trees, and finds the location of each chunk.
+    /// Reads all trees, finds the location of each chunk, and checks that everything fits.
     ///
     /// # Errors
-    /// Those of [`Walk::next`]; [`FilesError::Corrupt`] if a chunk is not in the index.
-    pub(super) async fn create(mut walk: Walk<'_>, locations: &BlobLocations) -> Result<Self, FilesError> {
+    /// Those of [`Walk::next`]; [`FilesError::Corrupt`] if a chunk is not in the index; [`FilesError::NoSpace`] and
+    /// [`FilesError::NoInodes`].
+    pub(super) async fn create(
+        walk: &mut Walk<'_>,
+        locations: &BlobLocations,
+        space: Space,
+    ) -> Result<Self, FilesError> {
         let mut survey = Self::default();
-        let mut first_names = FirstNames::default();
+        let mut linked = LinkedFiles::default();
         while let Some(entries) = walk.next().await? {
-            for (path, node) in entries {
-                if node.node_type != NodeType::File || first_names.find_or_insert(&path, &node).is_some() {
-                    continue;
-                }
-                survey.files += 1;
-                for id in node.content.unwrap_or_default() {
-                    survey.add_chunk(locations.find(BlobType::Data, id)?);
+            for (_, node) in &entries {
+                match node.node_type {
+                    NodeType::File if !linked.is_further_name(node) => {
+                        survey.add_file(node, locations, space)?;
+                    }
+                    NodeType::Dir => {
+                        survey.inodes += 1;
+                        survey.needed_bytes += space.block_bytes;
+                    }
+                    NodeType::Symlink => survey.inodes += 1,
+                    NodeType::File | NodeType::Special => {}
                 }
             }
+            // Checked at once, because a crafted snapshot may have an unlimited number of entries.
+            if let Some(available) = space.available_inodes.filter(|available| survey.inodes > *available) {
+                return Err(FilesError::NoInodes { needed: survey.inodes, available });
+            }
         }
-        Ok(survey)
+        let (needed, available) = (survey.needed_bytes, space.available_bytes);
+        if needed > available { Err(FilesError::NoSpace { needed, available }) } else { Ok(survey) }
     }
 
-    fn add_chunk(&mut self, location: BlobLocation) {
-        let length = location.content_length();
-        self.bytes += length;
-        if length <= u64::from(location.length).saturating_mul(HOLE_RATIO) {
-            self.needed_bytes += length;
+    fn add_file(&mut self, node: &Node, locations: &BlobLocations, space: Space) -> Result<(), FilesError> {
+        let mut stored_bytes = 0;
+        for id in node.content.as_deref().unwrap_or_default() {
+            let location = locations.find(BlobType::Data, *id)?;
+            self.bytes += location.content_length();
+            if !is_hole(location) {
+                stored_bytes += location.content_length();
+            }
         }
+        self.files += 1;
+        self.inodes += 1;
+        self.needed_bytes += stored_bytes.next_multiple_of(space.block_bytes);
+        Ok(())
     }
+}
 
-    /// Checks that the files fit.
-    ///
-    /// # Errors
-    /// [`FilesError::NoSpace`].
-    pub(super) fn check_space(&self, target: &Path) -> Result<(), FilesError> {
-        let (needed, available) = (self.needed_bytes, available_bytes(target)?);
-        if needed > available { Err(FilesError::NoSpace { needed, available }) } else { Ok(()) }
-    }
+fn is_hole(location: BlobLocation) -> bool {
+    location.content_length() > u64::from(location.length).saturating_mul(MIN_HOLE_RATIO)
 }

@@ -22,17 +22,21 @@ pub(super) struct Walk<'a> {
     trees: TreeReader<'a>,
     /// The entries with which the walk starts.
     first: Vec<(PathBuf, Node)>,
-    /// Directories whose entries were not returned.
+    /// Directories whose entries have not been returned yet.
     pending: Vec<(PathBuf, Id)>,
 }
 
 impl<'a> Walk<'a> {
-    pub(super) fn new(repository: &'a Repository, locations: &'a BlobLocations, start: Start) -> Self {
-        let (first, pending) = match start {
+    pub(super) fn new(repository: &'a Repository, locations: &'a BlobLocations) -> Self {
+        Self { trees: TreeReader::new(repository, locations), first: Vec::new(), pending: Vec::new() }
+    }
+
+    /// Starts again. The trees that were read last are still in memory.
+    pub(super) fn start(&mut self, start: Start) {
+        (self.first, self.pending) = match start {
             Start::Tree(root) => (Vec::new(), vec![(PathBuf::new(), root)]),
             Start::Entries(entries) => (entries, Vec::new()),
         };
-        Self { trees: TreeReader::new(repository, locations), first, pending }
     }
 
     /// Returns the entries of the next directory, with their paths below the target. A directory is returned before its

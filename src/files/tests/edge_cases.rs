@@ -255,20 +255,78 @@ async fn restore_that_does_not_fit_writes_nothing() {
     sparse.set_len(1 << 30).unwrap();
     let saved = fixture.save().await;
     let target = tempfile::tempdir().unwrap();
-    let Some(_disk) = SmallDisk::mount(target.path().to_owned(), 8).unwrap() else { return };
+    let Some(disk) = SmallDisk::mount(target.path().to_owned(), 8).unwrap() else { return };
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     let options = RestoreOptions::new(target.path().to_owned(), "/".into());
     let restored = restore(&repository, &saved.snapshot, &options, &RestoreProgress::default()).await;
     let error = restored.unwrap_err();
     assert!(
-        matches!(error, FilesError::NoSpace { needed, .. } if needed == 3 * text.len() as u64),
+        matches!(error, FilesError::NoSpace { needed, .. } if needed == 3 * (text.len() as u64).next_multiple_of(4096)),
         "{error}"
     );
     assert_eq!(fs::read_dir(target.path()).unwrap().count(), 0);
     for name in ["b", "c"] {
         fs::remove_file(fixture.home().join(name)).unwrap();
     }
+    for number in 0..20 {
+        fixture.write(&format!("small/{number}"), "");
+    }
     let saved = fixture.save().await;
+    // The disk's root directory takes one inode, too.
+    disk.limit_inodes(23).unwrap();
+    let restored = restore(&repository, &saved.snapshot, &options, &RestoreProgress::default()).await;
+    let error = restored.unwrap_err();
+    assert!(matches!(error, FilesError::NoInodes { needed: 23, available: 22 }), "{error}");
+    assert_eq!(fs::read_dir(target.path()).unwrap().count(), 0);
+    disk.limit_inodes(24).unwrap();
     restore(&repository, &saved.snapshot, &options, &RestoreProgress::default()).await.unwrap();
     assert_same(&describe(target.path()), &describe(&fixture.home()));
+}
+
+#[tokio::test]
+async fn pack_reads_are_retried_during_an_outage() {
+    let mut fixture = Fixture::with_faults(1).await;
+    for number in 0..40 {
+        fixture.write(&format!("{}/{number}", number % 7), random_bytes(5_000));
+    }
+    let saved = fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    let locations = repository.load_locations().await.unwrap();
+    let pack = locations.pack(locations.find(BlobType::Tree, saved.snapshot.tree).unwrap());
+    fixture.faults.set_percent(60);
+    let patient = repository.clone().with_outage_timeout(Duration::from_secs(60));
+    for _ in 0..10 {
+        patient.read_pack(pack.id, 0..pack.end).await.unwrap();
+    }
+    let mut results = Vec::new();
+    for _ in 0..10 {
+        results.push(repository.read_pack(pack.id, 0..pack.end).await);
+    }
+    assert!(results.iter().any(|result| result.as_ref().is_err_and(FilesError::is_transient)));
+}
+
+/// The first name of a file gets its owner and mode in one batch, and the further names are created in later ones.
+#[tokio::test]
+async fn names_of_a_hard_link_are_restored_in_different_batches() {
+    let mut fixture = Fixture::new().await;
+    for directory in 0..30 {
+        for file in 0..5 {
+            fixture.write(&format!("{directory:02}/{file}"), format!("{directory} {file}"));
+        }
+    }
+    let program = fixture.home().join("00/0");
+    if nix::unistd::geteuid().is_root() {
+        std::os::unix::fs::chown(&program, Some(65_534), Some(65_534)).unwrap();
+    }
+    fs::set_permissions(&program, std::fs::Permissions::from_mode(0o4755)).unwrap();
+    let others = ["15/linked", "29/linked"];
+    for other in others {
+        fs::hard_link(&program, fixture.home().join(other)).unwrap();
+    }
+    let saved = fixture.save().await;
+    let (target, restored) = fixture.restore(&saved.snapshot).await;
+    assert_eq!((restored.files, restored.directories, restored.incomplete), (152, 30, 0));
+    assert_same(&describe(target.path()), &describe(&fixture.home()));
+    let inode = |name: &str| fs::metadata(target.path().join(name)).unwrap().ino();
+    assert!(others.iter().all(|other| inode(other) == inode("00/0")));
 }

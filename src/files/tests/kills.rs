@@ -54,6 +54,11 @@ async fn child_process_runs_its_job() {
 impl Fixture {
     /// Runs the action in a process that is killed at a fail point. Returns whether it reached the point.
     pub(super) fn run_killed_at(&self, point: &str, action: Action) -> bool {
+        self.run_with_failpoint(&format!("{point}=return(kill)"), action)
+    }
+
+    /// Runs the action in a process with the value `failpoint` of `FAILPOINTS`. Returns whether it was killed.
+    fn run_with_failpoint(&self, failpoint: &str, action: Action) -> bool {
         let job = Job {
             dir: self.dir.path().to_owned(),
             store: self.store.as_ref().expect("the store is a directory").path().to_owned(),
@@ -63,7 +68,7 @@ impl Fixture {
         let mut child = Command::new(std::env::current_exe().unwrap());
         child.args(["--exact", "tests::kills::child_process_runs_its_job", "--nocapture"]);
         child.env(JOB, serde_json::to_string(&job).unwrap());
-        child.env("FAILPOINTS", format!("{point}=return(kill)"));
+        child.env("FAILPOINTS", failpoint);
         let output = child.output().unwrap();
         let is_killed = output.status.signal() == Some(9);
         assert!(is_killed || output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -106,12 +111,20 @@ async fn save_survives_kills() {
 #[tokio::test]
 async fn restore_survives_kills() {
     let mut fixture = Fixture::in_directory().await;
-    fixture.write("projects/file", random_bytes(100_000));
+    for number in 0..20 {
+        fixture.write(&format!("projects/{number}"), random_bytes(10_000));
+    }
     let SaveResult { snapshot, .. } = fixture.save().await;
     for point in restoring::FAILPOINTS {
         let target = tempfile::tempdir().unwrap();
         let action = Action::Restore { snapshot: snapshot.clone(), target: target.path().to_owned() };
         assert!(fixture.run_killed_at(point, action), "{point}");
+        if *point != "files.restore.completed" {
+            // After the first batch.
+            let target = tempfile::tempdir().unwrap();
+            let action = Action::Restore { snapshot: snapshot.clone(), target: target.path().to_owned() };
+            assert!(fixture.run_with_failpoint(&format!("{point}=1*off->return(kill)"), action), "{point}");
+        }
         let (target, _) = fixture.restore(&snapshot).await;
         assert_same(&describe(target.path()), &describe(&fixture.home()));
     }

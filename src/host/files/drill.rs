@@ -47,6 +47,12 @@ enum DrillError {
     Incomplete(String),
 }
 
+impl DrillError {
+    fn is_no_space(&self) -> bool {
+        matches!(self, Self::NoSpace) || matches!(self, Self::Files(error) if error.is_no_space())
+    }
+}
+
 /// Restores a sample of the latest snapshot's files, and compares those that have not changed since with the files on
 /// the machine. Returns `None` if the disk has no space for a sample: that is not damage, and is reported separately.
 pub(super) async fn drill(settings: &FilesSettings, now: Timestamp) -> Option<DrillResult> {
@@ -61,7 +67,7 @@ pub(super) async fn drill(settings: &FilesSettings, now: Timestamp) -> Option<Dr
     }
     match compared {
         Ok(()) => {}
-        Err(error @ (DrillError::NoSpace | DrillError::Files(FilesError::NoSpace { .. }))) => {
+        Err(error) if error.is_no_space() => {
             tracing::warn!(error = %format_chain(&error), "file backup drill postponed");
             return None;
         }

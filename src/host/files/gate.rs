@@ -90,7 +90,7 @@ impl GateError {
     /// Returns the exit code. systemd does not restart the unit after [`Exit::Refused`] and [`Exit::Permission`].
     fn exit(&self) -> Exit {
         match self {
-            Self::Files(FilesError::NoSpace { .. }) => Exit::Refused,
+            Self::Files(error) if error.is_no_space() => Exit::Refused,
             Self::Access(AccessError::KeyRefused(_)) => Exit::Permission,
             _ => Exit::Unavailable,
         }
@@ -247,6 +247,7 @@ async fn download(
     let open = async || settings.open().await;
     let repository = retry(OUTAGE_TIMEOUT, AccessError::is_transient, open).await?;
     let repository = repository.ok_or_else(|| GateError::NoRepository(latest.id.clone()))?;
+    let repository = repository.with_outage_timeout(OUTAGE_TIMEOUT);
     let options = RestoreOptions::new(staging.files(), settings.layout.root().to_owned());
     let counts = Arc::new(RestoreProgress::default());
     let attempt = async || -> Result<Restored, GateError> {

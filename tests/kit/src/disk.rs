@@ -58,6 +58,17 @@ impl SmallDisk {
         Ok(Some(disk))
     }
 
+    /// Limits the number of files and directories on the disk, including the existing ones.
+    ///
+    /// # Errors
+    /// Fails if the disk already has more.
+    pub fn limit_inodes(&self, count: u64) -> Result<()> {
+        let mut mount = Command::new("mount");
+        mount.args(["-o", &format!("remount,nr_inodes={count}")]).arg(&self.dir);
+        child::run(mount, TIMEOUT)?;
+        Ok(())
+    }
+
     fn filler(&self) -> PathBuf {
         self.dir.join("filler")
     }

@@ -357,6 +357,7 @@ async fn restore_to_staging(
     counts: &RestoreProgress,
 ) -> Result<Staged, RestoreError> {
     let repository = settings.open_with_stored_key().await?.ok_or(RestoreError::NothingSaved)?;
+    let repository = repository.with_outage_timeout(OUTAGE_TIMEOUT);
     let history = History::open_for_restore(repository.clone()).await?;
     let (_, snapshot) = history.find_snapshot(Some(time)).ok_or(RestoreError::NoSnapshot(time))?;
     let at = snapshot.time;
