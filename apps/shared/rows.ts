@@ -49,8 +49,21 @@ export function collectChangedIds(table: string, changes: Change[]): string[] | 
 /** Reads the current versions of these rows, by id. Deleted rows are missing from the result. */
 export async function readRowsById<T extends Row>(table: string, ids: string[]): Promise<Map<string, T>> {
   const filter = { id: { in: ids } };
-  const page = await callBridge<Page<T>>({ action: "find", table, filter, limit: MAX_IDS });
-  return new Map(page.data.map((row) => [row.id, row]));
+  const rows = new Map<string, T>();
+  let cursor: string | null = null;
+  do {
+    // A page of long rows ends before its limit.
+    const page: Page<T> = await callBridge({
+      action: "find",
+      table,
+      filter,
+      limit: MAX_IDS,
+      ...(cursor ? { after: cursor } : {}),
+    });
+    page.data.forEach((row) => rows.set(row.id, row));
+    cursor = page.nextCursor;
+  } while (cursor);
+  return rows;
 }
 
 /** Retries after retryable errors. The delay doubles with each failure until `reset` is called. */

@@ -35,6 +35,11 @@ pub enum FilesError {
         "at least {needed} files and directories are to be restored, but the file system has room for {available}"
     )]
     NoInodes { needed: u64, available: u64 },
+    #[error(
+        "the backup holds {0} different chunks of files and directories, which is the maximum: exclude files with \
+         .svcignore, and let the operator prune earlier snapshots"
+    )]
+    Full(usize),
     #[error("the operation was cancelled, or one of its threads panicked")]
     Stopped,
     #[error("cannot start a thread")]

@@ -9,6 +9,7 @@ use crate::error::FilesError;
 use crate::id::Id;
 use crate::key::OVERHEAD_BYTES;
 use crate::pack::{BlobType, FinishedPack, PackedBlob};
+use crate::repository::MAX_BLOBS;
 
 /// One index file.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -61,6 +62,10 @@ struct KnownIds {
     sorted: Vec<Id>,
     added: HashSet<Id>,
 }
+
+/// Maximum number of blobs that saves create. An index may list more: pruning writes some a second time.
+const MAX_SAVED_BLOBS: usize = if cfg!(test) { 100_000 } else { 4_000_000 };
+const _: () = assert!(MAX_SAVED_BLOBS * 5 / 4 <= MAX_BLOBS);
 
 /// Minimum number of added ids before they are merged into the sorted ones. For a large index, the threshold is an
 /// eighth of its size.
@@ -116,6 +121,23 @@ impl KnownBlobs {
     /// Adds a blob; `false` if it was already known.
     pub(crate) fn insert(&mut self, blob_type: BlobType, id: Id) -> bool {
         self.ids(blob_type).insert(id)
+    }
+
+    /// Adds a blob that is to be saved; `false` if it was already known.
+    ///
+    /// # Errors
+    /// [`FilesError::Full`]: an index that is too large could not be read again.
+    pub(crate) fn insert_new(&mut self, blob_type: BlobType, id: Id) -> Result<bool, FilesError> {
+        let is_new = self.insert(blob_type, id);
+        if is_new && self.len() > MAX_SAVED_BLOBS {
+            Err(FilesError::Full(MAX_SAVED_BLOBS))
+        } else {
+            Ok(is_new)
+        }
+    }
+
+    fn len(&self) -> usize {
+        [&self.data, &self.trees].map(|ids| ids.sorted.len() + ids.added.len()).iter().sum()
     }
 
     pub(crate) fn contains(&self, blob_type: BlobType, id: Id) -> bool {
@@ -318,6 +340,17 @@ mod tests {
         assert!((0..count).all(|n| known.contains(BlobType::Data, id(n))));
         assert!(!known.contains(BlobType::Tree, id(0)), "the same bytes can be a chunk and a tree");
         assert!(known.insert(BlobType::Tree, id(0)));
+    }
+
+    #[test]
+    fn insert_new_fails_when_the_repository_is_full() {
+        let mut known = KnownBlobs::default();
+        for n in 0..MAX_SAVED_BLOBS as u32 {
+            assert!(known.insert_new(BlobType::Data, id(n)).unwrap());
+        }
+        assert!(!known.insert_new(BlobType::Data, id(1)).unwrap(), "known blobs take no space");
+        let error = known.insert_new(BlobType::Tree, id(1)).unwrap_err();
+        assert!(matches!(error, FilesError::Full(MAX_SAVED_BLOBS)), "{error}");
     }
 
     #[test]

@@ -35,7 +35,7 @@ const COMPRESSED: u8 = 2;
 /// Maximum size of decompressed JSON.
 const MAX_JSON_BYTES: usize = 128 << 20;
 /// Maximum number of blobs in the index: enough for several million files.
-const MAX_BLOBS: usize = 5_000_000;
+pub(crate) const MAX_BLOBS: usize = 5_000_000;
 /// Maximum number of concurrent requests for small objects.
 const MAX_CONCURRENT_REQUESTS: usize = 16;
 /// Maximum number of index files read concurrently.

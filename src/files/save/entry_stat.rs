@@ -13,9 +13,7 @@ use rustix::io::Errno;
 use crate::tree::Node;
 
 /// File systems record changes at this granularity or a finer one. Two changes within it can result in the same times.
-const TIME_GRANULARITY: Duration = Duration::from_millis(20);
-/// The kernel writes a changed page back within 35 s (`vm.dirty_expire_centisecs` and `vm.dirty_writeback_centisecs`).
-const WRITE_BACK_TIME: Duration = Duration::from_secs(120);
+pub(super) const TIME_GRANULARITY: Duration = Duration::from_millis(20);
 /// The first bytes of a CACHEDIR.TAG (<https://bford.info/cachedir/>).
 const CACHE_TAG_START: &[u8] = b"Signature: 8a477f597d28d172789f06886806bc55";
 pub(super) const CACHE_TAG: &str = "CACHEDIR.TAG";
@@ -71,12 +69,6 @@ pub(super) fn stat_settled(file: &File) -> Result<(Statx, bool), Errno> {
     std::thread::sleep(TIME_GRANULARITY * 2);
     let stat = stat_open(file)?;
     Ok((stat, is_settled(&stat)))
-}
-
-/// Whether the file may have pages in memory that have not been written to disk yet.
-pub(super) fn has_changed_recently(stat: &Statx) -> bool {
-    let changed = SystemTime::from(to_timestamp(stat.stx_ctime));
-    SystemTime::now().duration_since(changed).map_or(true, |age| age < WRITE_BACK_TIME)
 }
 
 /// Whether the directory's CACHEDIR.TAG has a valid signature.

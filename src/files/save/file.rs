@@ -10,7 +10,7 @@ use rustix::fs::{FileType, OFlags, Statx};
 use rustix::io::Errno;
 
 use super::database::{is_database, lock_as_reader};
-use super::entry_stat::{StatFingerprint, has_changed_recently, open_in, stat_open, stat_settled};
+use super::entry_stat::{StatFingerprint, open_in, stat_open, stat_settled};
 use super::walk::{EntryError, MAX_READ_ATTEMPTS, Walker, check_same};
 use crate::chunker::MAX_CHUNK_BYTES;
 use crate::error::FilesError;
@@ -65,11 +65,7 @@ impl Walker<'_> {
         check_same(found, &stat_open(&file)?)?;
         let mut reads = 0;
         loop {
-            // A write through a memory map changes the file's times only if the page is clean. A page that has not
-            // changed for half a minute is clean: the kernel has written it back.
-            if has_changed_recently(&stat_open(&file)?) {
-                rustix::fs::fdatasync(&file)?;
-            }
+            self.write_back.clean(&file)?;
             let is_last = reads + 1 >= MAX_READ_ATTEMPTS;
             let _lock = if is_last { lock_as_reader(&file, found.stx_size) } else { None };
             let (stat, is_settled) = stat_settled(&file)?;
@@ -152,7 +148,7 @@ impl Walker<'_> {
         }
         let id = Id::of(&chunk);
         content.push(id);
-        if self.known.insert(BlobType::Data, id) { self.workers.add(id, chunk) } else { Ok(()) }
+        if self.known.insert_new(BlobType::Data, id)? { self.workers.add(id, chunk) } else { Ok(()) }
     }
 
     fn add_zeros(&mut self, length: u64, content: &mut Vec<Id>) -> Result<(), FilesError> {

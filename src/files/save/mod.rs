@@ -15,6 +15,7 @@ mod save_database;
 mod upload;
 mod walk;
 mod workers;
+mod write_back;
 
 use std::collections::HashSet;
 use std::num::NonZeroU64;

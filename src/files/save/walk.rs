@@ -24,12 +24,13 @@ use super::database::DatabaseFiles;
 use super::entry_stat::{CACHE_TAG, is_cache_tag, open_in, stat_in, stat_open, to_timestamp};
 use super::file::HardLinkedContent;
 use super::workers::Workers;
+use super::write_back::WriteBack;
 use super::{ExcludedSizes, SaveCounts, SaveOptions};
 use crate::chunker::Chunker;
 use crate::error::FilesError;
 use crate::id::Id;
 use crate::index::KnownBlobs;
-use crate::pack::{BlobType, FinishedPack, PackWriter};
+use crate::pack::{BlobType, FinishedPack, MAX_BLOB_BYTES, PackWriter};
 use crate::repository::Repository;
 use crate::tree::{Node, NodeType, Tree};
 use crate::xattrs::read_xattrs;
@@ -38,8 +39,11 @@ use crate::xattrs::read_xattrs;
 pub(super) const MAX_READ_ATTEMPTS: u32 = 3;
 /// Directories that are nested deeper are not saved: each level takes a file descriptor and stack space.
 const MAX_DEPTH: usize = 1000;
+/// Directories with more entries are not saved: a directory is one object, which is parsed in memory.
+const MAX_DIRECTORY_ENTRIES: usize = 250_000;
 /// Maximum number of notes in the result.
 const MAX_NOTES: usize = 20;
+
 pub(super) struct Walk {
     pub(super) repository: Repository,
     pub(super) options: SaveOptions,
@@ -83,6 +87,7 @@ impl Walk {
             linked: HashMap::new(),
             path: PathBuf::new(),
             has_read_database: false,
+            write_back: WriteBack::default(),
         };
         if walker.options.should_measure_excluded && matches!(scope, Scope::All) {
             walker.counts.excluded_sizes = Some(ExcludedSizes::default());
@@ -126,6 +131,7 @@ pub(super) struct Walker<'a> {
     pub(super) path: PathBuf,
     /// Whether a database was read in the current directory.
     pub(super) has_read_database: bool,
+    pub(super) write_back: WriteBack,
 }
 
 impl Walker<'_> {
@@ -165,12 +171,17 @@ impl Walker<'_> {
         };
         nodes.sort_by_cached_key(Node::file_name);
         let json = Tree { nodes }.to_json()?;
+        // Names and attributes may be long.
+        if json.len() > MAX_BLOB_BYTES {
+            let why = format!("its entries take more than {MAX_BLOB_BYTES} bytes");
+            return Err(EntryError::Unreadable(io::Error::other(why)));
+        }
         let id = Id::of(&json);
         if earlier != Some(id) || !is_cached {
             self.repository.cache_tree(id, &json);
         }
         self.trees.insert(id);
-        if self.known.insert(BlobType::Tree, id) {
+        if self.known.insert_new(BlobType::Tree, id)? {
             let pack = self.tree_packs.add(id, &json)?;
             self.send(pack)?;
         }
@@ -185,6 +196,7 @@ impl Walker<'_> {
     ) -> Result<Vec<Node>, EntryError> {
         let mut nodes = Vec::new();
         let mut names = self.list(directory)?;
+        check_entry_count(names.len())?;
         let databases = DatabaseFiles::extract_from(&mut names);
         for database in &databases {
             nodes.extend(self.save_database(directory, database, &mut earlier, scope)?);
@@ -401,6 +413,16 @@ impl Walker<'_> {
         node.set_link_target(OsStr::from_bytes(target.to_bytes()));
         Ok(Some(node))
     }
+}
+
+fn check_entry_count(count: usize) -> Result<(), EntryError> {
+    if count <= MAX_DIRECTORY_ENTRIES {
+        return Ok(());
+    }
+    let why = format!(
+        "it has {count} entries, and a directory with more than {MAX_DIRECTORY_ENTRIES} is not saved"
+    );
+    Err(EntryError::Unreadable(io::Error::other(why)))
 }
 
 /// Why an entry was not saved.

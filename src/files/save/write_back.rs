@@ -1,0 +1,81 @@
+//! Writes changed pages to disk before a file is read. A write through a memory map changes the file's times only if the
+//! page is clean: the next change of a dirty page could not be noticed.
+
+use std::fs::File;
+use std::io;
+use std::time::{Duration, SystemTime};
+
+use super::entry_stat::{TIME_GRANULARITY, stat_open, to_timestamp};
+
+/// The kernel writes a changed page back within 35 s (`vm.dirty_expire_centisecs` and `vm.dirty_writeback_centisecs`).
+const MAX_WRITE_BACK_TIME: Duration = Duration::from_secs(120);
+/// After this many files, everything is written back at once: a flush of the disk for each of many new files would take
+/// longer than reading them.
+const MAX_SINGLE_FILES: u32 = 64;
+
+/// What has been written back in a save.
+#[derive(Debug, Default)]
+pub(super) struct WriteBack {
+    /// The number of files that were written back one by one since `everything_until`.
+    single_files: u32,
+    /// Every file that last changed before this time has been written back.
+    everything_until: Option<SystemTime>,
+}
+
+impl WriteBack {
+    /// Makes the file's pages clean.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    pub(super) fn clean(&mut self, file: &File) -> io::Result<()> {
+        let changed_at = SystemTime::from(to_timestamp(stat_open(file)?.stx_ctime));
+        if self.is_clean(changed_at, SystemTime::now()) {
+            return Ok(());
+        }
+        if self.single_files < MAX_SINGLE_FILES {
+            self.single_files += 1;
+            return Ok(rustix::fs::fdatasync(file)?);
+        }
+        let began = SystemTime::now();
+        nix::unistd::syncfs(file)?;
+        *self = Self { single_files: 0, everything_until: began.checked_sub(TIME_GRANULARITY) };
+        Ok(())
+    }
+
+    /// Whether a file that last changed at this time has no dirty pages.
+    fn is_clean(&self, changed_at: SystemTime, now: SystemTime) -> bool {
+        let is_old = now.duration_since(changed_at).is_ok_and(|age| age >= MAX_WRITE_BACK_TIME);
+        is_old || self.everything_until.is_some_and(|until| changed_at < until)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn many_new_files_are_written_back_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut write_back = WriteBack::default();
+        for number in 0..MAX_SINGLE_FILES {
+            let file = File::create(dir.path().join(number.to_string())).unwrap();
+            write_back.clean(&file).unwrap();
+        }
+        assert!(write_back.everything_until.is_none());
+        std::thread::sleep(TIME_GRANULARITY * 2);
+        let file = File::create(dir.path().join("next")).unwrap();
+        std::thread::sleep(TIME_GRANULARITY * 2);
+        write_back.clean(&file).unwrap();
+        let until = write_back.everything_until.unwrap();
+        let second = Duration::from_secs(1);
+        let now = until + second;
+        assert!(write_back.is_clean(until - second, now) && !write_back.is_clean(until, now));
+        assert!(write_back.is_clean(until, until + MAX_WRITE_BACK_TIME));
+        assert!(!write_back.is_clean(now + second, now), "a time in the future says nothing");
+        let count = |write_back: &mut WriteBack| {
+            write_back.clean(&file).unwrap();
+            write_back.single_files
+        };
+        assert_eq!(count(&mut write_back), 0, "the file was written back with all others");
+    }
+}
