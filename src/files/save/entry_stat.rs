@@ -1,4 +1,4 @@
-//! Opens entries of a directory and reads their state, without following links.
+//! Opens entries of a directory and reads their state, without following symbolic links.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -14,13 +14,15 @@ use crate::tree::Node;
 
 /// File systems record changes at this granularity or a finer one. Two changes within it can result in the same times.
 const TIME_GRANULARITY: Duration = Duration::from_millis(20);
-/// The kernel writes a changed page back within 35 s (`vm.dirty_expire_centisecs` and `vm.dirty_writeback_centisecs`).
+/// By default, the kernel writes a changed page back within 35 s (`vm.dirty_expire_centisecs` and
+/// `vm.dirty_writeback_centisecs`). The rest is a margin.
 const WRITE_BACK_TIME: Duration = Duration::from_secs(120);
 /// The first bytes of a CACHEDIR.TAG (<https://bford.info/cachedir/>).
 const CACHE_TAG_START: &[u8] = b"Signature: 8a477f597d28d172789f06886806bc55";
 pub(super) const CACHE_TAG: &str = "CACHEDIR.TAG";
 
-/// Fields of a file's `stat`. Any change to the file changes at least one of them.
+/// Fields of a file's `stat`. A change to the file changes at least one of them, except in the cases that
+/// [`stat_settled`] and [`has_changed_recently`] detect.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct StatFingerprint {
     mtime: Timestamp,
@@ -57,8 +59,8 @@ pub(super) fn stat_open(file: &impl AsFd) -> Result<Statx, Errno> {
     rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)
 }
 
-/// Returns the state of a file, and whether any later change is certain to change its times. If the file has changed
-/// within [`TIME_GRANULARITY`], waits first.
+/// Returns the state of a file, and whether any later change is certain to change its times. If the file changed less
+/// than [`TIME_GRANULARITY`] ago, waits first.
 pub(super) fn stat_settled(file: &File) -> Result<(Statx, bool), Errno> {
     let is_settled = |stat: &Statx| {
         let changed = SystemTime::from(to_timestamp(stat.stx_ctime));
@@ -79,7 +81,7 @@ pub(super) fn has_changed_recently(stat: &Statx) -> bool {
     SystemTime::now().duration_since(changed).map_or(true, |age| age < WRITE_BACK_TIME)
 }
 
-/// Whether the directory's CACHEDIR.TAG has a valid signature.
+/// Whether the directory has a CACHEDIR.TAG with a valid signature.
 pub(super) fn is_cache_tag(directory: &OwnedFd) -> bool {
     let mut start = [0; CACHE_TAG_START.len()];
     open_in(directory, OsStr::new(CACHE_TAG), OFlags::NONBLOCK | OFlags::NOCTTY)

@@ -65,8 +65,9 @@ impl Walker<'_> {
         check_same(found, &stat_open(&file)?)?;
         let mut reads = 0;
         loop {
-            // A write through a memory map changes the file's times only if the page is clean. A page that has not
-            // changed for half a minute is clean: the kernel has written it back.
+            // A write through a memory map changes the file's times only if the page is clean, so changed pages are
+            // written back before the file is read. In a file that has not changed recently, all pages are clean: the
+            // kernel has written them back.
             if has_changed_recently(&stat_open(&file)?) {
                 rustix::fs::fdatasync(&file)?;
             }
@@ -111,7 +112,7 @@ impl Walker<'_> {
         }
     }
 
-    /// Returns the content of a file that was read under another name.
+    /// Returns the content of a file that was read under another name, if it has not changed since.
     fn take_linked(&mut self, inode: u64, fingerprint: StatFingerprint) -> Option<(Vec<Id>, u64)> {
         let linked = self.linked.get_mut(&inode).filter(|linked| linked.fingerprint == fingerprint)?;
         linked.remaining_names = linked.remaining_names.saturating_sub(1);
@@ -122,7 +123,8 @@ impl Walker<'_> {
         Some(content)
     }
 
-    /// Saves the file's chunks, up to the size in `stat`: a file that grows in the meantime is unstable.
+    /// Saves the file's chunks, up to the size in `stat`: a file that grows in the meantime is read again. Returns the
+    /// chunks and the number of bytes read.
     fn read_content(&mut self, file: &mut File, stat: &Statx) -> Result<(Vec<Id>, u64), EntryError> {
         let (mut content, mut size) = (Vec::new(), 0);
         let is_sparse = stat.stx_blocks.saturating_mul(BLOCK_BYTES) < stat.stx_size;
